@@ -9,7 +9,7 @@ from lorafleet.service.auth import KeyFileError
 from lorafleet.service.settings import load_or_exit
 from orchestrator.app import main
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.errors import StoreError, Unavailable
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 
 PROG = "python -m orchestrator"
 
@@ -20,7 +20,7 @@ def run() -> None:
     logs.configure("orchestrator", log_format=settings.log_format, level=settings.log_level)
     try:
         serve.run(lambda: main(settings))
-    except (StoreError, Unavailable, KeyFileError, KubeConfigError, OSError) as exc:
+    except (StoreError, OrchestratorUnavailable, KeyFileError, KubeConfigError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
         raise SystemExit(2) from exc
 

@@ -24,30 +24,30 @@ from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
-from orchestrator.agentless.engine import Allowed, PlainWorker
-from orchestrator.agentless.transport import SCHEME, PlainWorkers
+from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
+from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
 from orchestrator.api.examples import with_examples
 from orchestrator.config import OrchestratorSettings
-from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.edits import Intake
-from orchestrator.configmaps.events import Notices
-from orchestrator.configmaps.verdicts import Verdicts
+from orchestrator.configmaps.backend import ConfigMapBackend
+from orchestrator.configmaps.edits import ObjectEdits
+from orchestrator.configmaps.events import KubeEvents
+from orchestrator.configmaps.verdicts import FailureStatuses
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
-from orchestrator.intent.registry import Registry
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.file_lease import FileLease, Lease
-from orchestrator.leadership.forward import Forwarder
+from orchestrator.leadership.forward import LeaderForwarding
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import Agents
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.kube_workers import Finder
+from orchestrator.reconcile.kube_workers import KubeWorkerFinder
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.standby import Standby
-from orchestrator.reconcile.worker_reports import Fleet
-from orchestrator.store.store import Store
+from orchestrator.reconcile.standby import StandbyFollower
+from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.store.store import IntentStore
 
 log = structlog.get_logger()
 
@@ -59,15 +59,15 @@ _FIRST_LIST_S = 2.0  # who starts alone leads from its first answer on; an API s
 
 
 @dataclass(slots=True)
-class Orchestrator:
+class OrchestratorService:
     """The app, and the loop that runs while it serves."""
 
     app: FastAPI
     reconciler: Reconciler
-    store: Store
+    store: IntentStore
     leadership: Leadership
     client: httpx.AsyncClient
-    plain: PlainWorkers
+    plain: AgentlessTransport
     is_stopping: bool = False
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ def build(
     kube: KubeClient | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
-) -> Orchestrator:
+) -> OrchestratorService:
     """Everything, joined. Raises StoreError, KeyFileError, OSError; nothing runs until the app is served.
 
     url    where other orchestrators reach this one
@@ -92,10 +92,10 @@ def build(
     keys = ApiKeys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     objects = _objects(settings, kube)
-    store = Store(objects or settings.store, wall=wall)
-    plain = PlainWorkers(
+    store = IntentStore(objects or settings.store, wall=wall)
+    plain = AgentlessTransport(
         lambda: _stock_engines(settings, finder),
-        Allowed(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
+        AgentlessLoadRules(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
         key=settings.engine_key,
         timeout_s=settings.probe_timeout_s,
@@ -107,14 +107,14 @@ def build(
         mounts={SCHEME: plain},
         trust_env=False,
     )
-    fleet, metrics = Fleet(clock=clock, wall=wall), OrchestratorMetrics()
+    fleet, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
     leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch() -> int:
         leadership.require()
         return store.epoch
 
-    agents = Agents(client, own=OwnKey(settings.token, settings.token_file), epoch=epoch)
+    agents = AgentClient(client, own=OwnKey(settings.token, settings.token_file), epoch=epoch)
     reconciler = Reconciler(
         settings=settings,
         store=store,
@@ -128,7 +128,7 @@ def build(
         wall=wall,
     )
 
-    standby = Standby(
+    standby = StandbyFollower(
         leadership=leadership,
         reconciler=reconciler,
         agents=agents,
@@ -136,7 +136,7 @@ def build(
         timeout_s=settings.probe_timeout_s,
     )
 
-    registry = Registry(store, fleet, reconciler.rollouts, forget_failures=reconciler.forget_failures, wall=wall)
+    registry = AdapterRegistry(store, fleet, reconciler.rollouts, forget_failures=reconciler.forget_failures, wall=wall)
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
     if objects is not None:
         beside = _beside(objects, kube, settings, registry, reconciler)
@@ -174,7 +174,7 @@ def build(
         description="Decides which adapter lives on which worker, and makes it so.",
         lifespan=lifespan,
     )
-    whole = Orchestrator(app, reconciler, store, leadership, client, plain)
+    whole = OrchestratorService(app, reconciler, store, leadership, client, plain)
     add_routes(
         app,
         build_router(
@@ -190,7 +190,7 @@ def build(
     install_error_handlers(app, OrchestratorError)
     with_examples(app)
     app.add_middleware(
-        Forwarder,
+        LeaderForwarding,
         leadership=leadership,
         is_stopping=lambda: whole.is_stopping,
         client=client,
@@ -208,21 +208,21 @@ def build(
     return whole
 
 
-def _stock_engines(settings: OrchestratorSettings, finder: Finder | None) -> list[PlainWorker]:
+def _stock_engines(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:
     """The engines without an agent: those in our settings, and those that slices name."""
-    named = {id_: PlainWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()}
+    named = {id_: AgentlessWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()}
     for it in finder.stock_engines() if finder is not None else ():
         if it.engine_url is not None:
-            found = PlainWorker(id=it.id, engine_url=it.engine_url, pool=it.pool, zone=it.zone, node=it.node)
+            found = AgentlessWorker(id=it.id, engine_url=it.engine_url, pool=it.pool, zone=it.zone, node=it.node)
             named.setdefault(it.id, found)
     return list(named.values())
 
 
-def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMaps | None:
+def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
     if settings.backend == "sqlite":
         return None
     assert kube is not None, "backend configmaps needs an API server"
-    return ConfigMaps(
+    return ConfigMapBackend(
         kube,
         namespace=settings.kube_namespace or kube.namespace,
         fleet=settings.kube_name,
@@ -231,16 +231,16 @@ def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigM
 
 
 def _beside(
-    objects: ConfigMaps,
+    objects: ConfigMapBackend,
     kube: KubeClient | None,
     settings: OrchestratorSettings,
-    registry: Registry,
+    registry: AdapterRegistry,
     reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
     """What keeps ConfigMaps and intent together."""
     assert kube is not None, "backend configmaps needs an API server"
-    notices = Notices(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
-    intake = Intake(
+    notices = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
+    intake = ObjectEdits(
         objects,
         reconciler.store,
         registry,
@@ -253,7 +253,7 @@ def _beside(
         reconciler.store.refresh()
         reconciler.taken_in()
 
-    verdicts = Verdicts(
+    verdicts = FailureStatuses(
         objects,
         notices,
         adapters=lambda: reconciler.store.adapters,
@@ -267,11 +267,11 @@ def _beside(
 def _finder(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
-    fleet: Fleet,
-    agents: Agents,
+    fleet: WorkerReports,
+    agents: AgentClient,
     reconciler: Reconciler,
     metrics: OrchestratorMetrics,
-) -> Finder | None:
+) -> KubeWorkerFinder | None:
     if not settings.kube_selector:
         return None
     assert kube is not None, "kube_selector needs an API server"
@@ -279,7 +279,7 @@ def _finder(
         lambda: contextlib.nullcontext(kube), selector=settings.kube_selector, namespaces=settings.kube_namespaces
     )
     metrics.follow_slices(slices.age_s)
-    return Finder(
+    return KubeWorkerFinder(
         slices,
         fleet=fleet,
         agents=agents,

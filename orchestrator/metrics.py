@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from orchestrator.core.placement.pools import Pool
+from orchestrator.core.placement.pools import PoolFigures
 
 MOST_SERIES = 200
 """Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""
@@ -25,7 +25,7 @@ class OrchestratorMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.shown = Shown(MOST_SERIES)
+        self.shown = BoundedLabels(MOST_SERIES)
         self._usage: Callable[[], Mapping[str, tuple[float, float]]] = dict
         self._counted: Mapping[str, float] = {}
         self.operations = Counter(
@@ -92,11 +92,11 @@ class OrchestratorMetrics:
         self,
         replicas: Callable[[], Counts],
         workers: Callable[[], Mapping[str, int]],
-        pools: Callable[[], Iterable[Pool]] = list,
+        pools: Callable[[], Iterable[PoolFigures]] = list,
     ) -> None:
         """Read these at each scrape: adapters' replicas, workers by state, and pools."""
-        self.registry.register(_Gauges(self.shown, replicas, workers))
-        self.registry.register(_Pools(pools))
+        self.registry.register(_FleetCollector(self.shown, replicas, workers))
+        self.registry.register(_PoolCollector(pools))
 
     def watch(self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]) -> None:
         """Read these at each scrape too."""
@@ -147,7 +147,7 @@ class OrchestratorMetrics:
         self._counted = {lora_id: total for lora_id, (total, _) in now.items()}
 
 
-class Shown:
+class BoundedLabels:
     """Which adapters have series of their own: at most so many, by traffic. The rest are `other`.
 
     What is counted goes to the series that an adapter has at that moment and stays there: every request is counted
@@ -181,10 +181,10 @@ class Shown:
         return gone
 
 
-class _Pools(Collector):
+class _PoolCollector(Collector):
     """What autoscalers ask for; told by the orchestrator that leads alone."""
 
-    def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
+    def __init__(self, pools: Callable[[], Iterable[PoolFigures]]) -> None:
         self._pools = pools
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
@@ -205,8 +205,10 @@ class _Pools(Collector):
         yield from (wait, slots, wanted)
 
 
-class _Gauges(Collector):
-    def __init__(self, shown: Shown, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]) -> None:
+class _FleetCollector(Collector):
+    def __init__(
+        self, shown: BoundedLabels, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]
+    ) -> None:
         self._shown = shown
         self._replicas = replicas
         self._workers = workers

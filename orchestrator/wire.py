@@ -50,17 +50,17 @@ LoraId = Annotated[str, AfterValidator(checked_lora_id)]
 _WITH_SECRETS = ("hf://", "https://")
 
 
-class _Wire(BaseModel):
+class _OrchestratorModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _Written(BaseModel):
+class _PersonWrittenModel(BaseModel):
     """A body that a person writes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class AdapterPolicy(_Written):
+class AdapterPolicy(_PersonWrittenModel):
     """Where and how often one adapter should be; `None` means: as the global policy says."""
 
     loading: Loading | None = None
@@ -71,7 +71,7 @@ class AdapterPolicy(_Written):
     weight: float = Field(default=1.0, gt=0)
 
 
-class SecretRef(_Written):
+class SecretRef(_PersonWrittenModel):
     """A key of a Secret that workers have mounted (`secrets_dir`); what is in it is neither asked for nor copied."""
 
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
@@ -104,7 +104,7 @@ Tenants = Annotated[
 """As many as an object of Kubernetes has room for twice: as somebody wrote them, and as they were accepted."""
 
 
-class AdapterSpec(_Written):
+class AdapterSpec(_PersonWrittenModel):
     """`POST /v1/adapters`. `secretRef`, as Kubernetes writes it, is `secret_ref` too."""
 
     lora_id: LoraId
@@ -122,7 +122,7 @@ class AdapterSpec(_Written):
         return self
 
 
-class AdapterPatch(_Written):
+class AdapterPatch(_PersonWrittenModel):
     """`PATCH /v1/adapters/{lora_id}`: only what may change. source, digest and base_model are immutable."""
 
     policy: AdapterPolicy | None = None
@@ -130,12 +130,12 @@ class AdapterPatch(_Written):
     secret_ref: Secret = None
 
 
-class Replicas(_Wire):
+class Replicas(_OrchestratorModel):
     desired: int
     ready: int
 
 
-class AdapterItem(_Wire):
+class AdapterItem(_OrchestratorModel):
     lora_id: str
     digest: str | None
     base_model: str | None
@@ -152,17 +152,17 @@ class AdapterItem(_Wire):
     error: str | None = None
 
 
-class AdapterList(_Wire):
+class AdapterList(_OrchestratorModel):
     data: tuple[AdapterItem, ...]
     next: str | None = None
 
 
-class AliasTarget(_Written):
+class AliasTarget(_PersonWrittenModel):
     lora_id: LoraId
     weight: float = Field(default=1.0, ge=0)
 
 
-class AliasSpec(_Written):
+class AliasSpec(_PersonWrittenModel):
     targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
     place_s: float = Field(
         default=300.0,
@@ -182,7 +182,7 @@ class AliasSpec(_Written):
         return targets
 
 
-class AliasPending(_Wire):
+class AliasPending(_OrchestratorModel):
     """What an alias is about to point at. `failed`: it stays as it is, `error` says why; else `lacks` what is missing.
 
     lacks   lora_id -> what it still needs before the alias shifts
@@ -196,7 +196,7 @@ class AliasPending(_Wire):
     error: str | None = None
 
 
-class AliasItem(_Wire):
+class AliasItem(_OrchestratorModel):
     """`targets` is what routers are told now; `pending` what they will be, where that differs."""
 
     name: str
@@ -204,12 +204,12 @@ class AliasItem(_Wire):
     pending: AliasPending | None = None
 
 
-class RolloutStep(_Written):
+class RolloutStep(_PersonWrittenModel):
     weight: float = Field(gt=0, le=1, description="share of the alias's sessions that the new version gets")
     for_s: float = Field(default=300.0, ge=0, le=30 * 86400, description="how long at least; 0 asks for no requests")
 
 
-class RolloutSpec(_Written):
+class RolloutSpec(_PersonWrittenModel):
     """`POST /v1/aliases/{name}/rollout`. The last step is followed by one of weight 1, unless it is that."""
 
     to: LoraId
@@ -236,13 +236,13 @@ class RolloutSpec(_Written):
         return steps
 
 
-class RolloutPatch(_Written):
+class RolloutPatch(_PersonWrittenModel):
     """`PATCH /v1/aliases/{name}/rollout`: hold it where it is, or let it go on."""
 
     paused: bool
 
 
-class RolloutTally(_Wire):
+class RolloutTally(_OrchestratorModel):
     requests: int
     errors: int
     error_rate: float
@@ -250,7 +250,7 @@ class RolloutTally(_Wire):
     mean_first_token_s: float | None
 
 
-class RolloutItem(_Wire):
+class RolloutItem(_OrchestratorModel):
     """A rollout, under way or over.
 
     state      placing (a step waits for its replicas), watching, done, rolled_back, aborted, failed (nothing shifted)
@@ -276,12 +276,12 @@ class RolloutItem(_Wire):
     reason: str = ""
 
 
-class AliasList(_Wire):
+class AliasList(_OrchestratorModel):
     data: tuple[AliasItem, ...]
     next: str | None = None
 
 
-class Policy(_Written):
+class Policy(_PersonWrittenModel):
     """The global placement policy. Times in seconds; `reserve_slots` per worker stay free for moves."""
 
     loading: Loading = "lazy"
@@ -302,13 +302,13 @@ class Policy(_Written):
     )
 
 
-class AdapterBatch(_Written):
+class AdapterBatch(_PersonWrittenModel):
     """`POST /v1/adapters:batch`: each is registered or refused on its own."""
 
     adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=1000)
 
 
-class BatchResult(_Wire):
+class BatchResult(_OrchestratorModel):
     """201 registered, 200 was registered already, 409 and others refused, with the reason."""
 
     lora_id: str
@@ -317,11 +317,11 @@ class BatchResult(_Wire):
     error: str | None = None
 
 
-class BatchAnswer(_Wire):
+class BatchAnswer(_OrchestratorModel):
     data: tuple[BatchResult, ...]
 
 
-class EnsureRequest(_Wire):
+class EnsureRequest(_OrchestratorModel):
     """`POST /v1/adapters/{lora_id}/ensure`. `tenants`: whose requests wait for it, "" for those of nobody's."""
 
     replicas: int | None = Field(default=None, ge=1)
@@ -332,7 +332,7 @@ class EnsureRequest(_Wire):
     wire: int = WIRE
 
 
-class EnsureAnswer(_Wire):
+class EnsureAnswer(_OrchestratorModel):
     """Where the adapter is (`ready`), where it is being loaded (`loading`), and when it should be there."""
 
     lora_id: str
@@ -348,7 +348,7 @@ class EnsureAnswer(_Wire):
     wire: int = WIRE
 
 
-class PlacementItem(_Wire):
+class PlacementItem(_OrchestratorModel):
     lora_id: str
     digest: str | None
     worker_id: str
@@ -357,12 +357,12 @@ class PlacementItem(_Wire):
     desired: bool
 
 
-class PlacementList(_Wire):
+class PlacementList(_OrchestratorModel):
     data: tuple[PlacementItem, ...]
     next: str | None = None
 
 
-class DemandChange(_Written):
+class DemandChange(_PersonWrittenModel):
     """Demand for one adapter: so many times what it is, or so many requests a second."""
 
     factor: float | None = Field(default=None, ge=0, le=1e6)
@@ -379,7 +379,7 @@ MOST_SUPPOSED = 2000
 """A pass over so many takes about a second; over a hundred thousand no plan ended within a minute."""
 
 
-class MoreWorkers(_Written):
+class MoreWorkers(_PersonWrittenModel):
     """`count` empty workers like one that there is; `like` left out means the first that is ready."""
 
     like: str | None = None
@@ -393,7 +393,7 @@ class SupposedAdapter(AdapterSpec):
     size_bytes: int | None = Field(default=None, ge=0, le=1 << 50)
 
 
-class PlanRequest(_Written):
+class PlanRequest(_PersonWrittenModel):
     """`POST /v1/placements/plan`: what to suppose. `passes`: how far ahead to look, at most."""
 
     demand: dict[LoraId, DemandChange] = Field(default={}, max_length=10_000)
@@ -413,14 +413,14 @@ class PlanRequest(_Written):
         return more
 
 
-class TargetChange(_Wire):
+class TargetChange(_OrchestratorModel):
     """Replicas wanted: as things are, and as supposed."""
 
     before: int
     after: int
 
 
-class PlanCost(_Wire):
+class PlanCost(_OrchestratorModel):
     """`bytes` is of all loads, where sizes are known; `seconds` until the last of them has ended."""
 
     loads: int
@@ -429,7 +429,7 @@ class PlanCost(_Wire):
     seconds: float
 
 
-class ActionItem(_Wire):
+class ActionItem(_OrchestratorModel):
     """One step that a pass takes or, in a plan, would take, and why.
 
     turn        in which pass: 0 is the next
@@ -447,7 +447,7 @@ class ActionItem(_Wire):
     seconds: float | None = None
 
 
-class Plan(_Wire):
+class Plan(_OrchestratorModel):
     """Steps in order. `targets` has those that differ; `reasons` says of each of `unplaced` why.
 
     is_settled  whether nothing is left to do after these steps; null for the next pass alone
@@ -461,7 +461,7 @@ class Plan(_Wire):
     is_settled: bool | None = None
 
 
-class OrphanItem(_Wire):
+class OrphanItem(_OrchestratorModel):
     """What workers hold and nobody registered, or registered with other bytes. `problem`: why it cannot be adopted."""
 
     lora_id: str
@@ -475,12 +475,12 @@ class OrphanItem(_Wire):
     problem: str | None = None
 
 
-class OrphanList(_Wire):
+class OrphanList(_OrchestratorModel):
     data: tuple[OrphanItem, ...]
     next: str | None = None
 
 
-class AdoptRequest(_Written):
+class AdoptRequest(_PersonWrittenModel):
     """`POST /v1/orphans/adopt`. Whose they were went with the store, so they are nobody's until somebody says."""
 
     lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000, description="null: all that can be")
@@ -489,7 +489,7 @@ class AdoptRequest(_Written):
     )
 
 
-class WorkerItem(_Wire):
+class WorkerItem(_OrchestratorModel):
     """A worker.
 
     is_terminating  Kubernetes is ending its pod, and so it drains
@@ -510,18 +510,18 @@ class WorkerItem(_Wire):
     refusal: str = ""
 
 
-class WorkerList(_Wire):
+class WorkerList(_OrchestratorModel):
     data: tuple[WorkerItem, ...]
     next: str | None = None
 
 
-class WorkerDrain(_Written):
+class WorkerDrain(_PersonWrittenModel):
     """`POST /v1/workers/{id}/drain`: how long its adapters may take to find a place elsewhere."""
 
     deadline_s: float | None = Field(default=None, ge=0, le=86400)
 
 
-class HistoryItem(_Wire):
+class HistoryItem(_OrchestratorModel):
     """What happened to what, and who asked. `subject` is a lora_id, an alias or a worker; "" for the policy."""
 
     id: int
@@ -532,19 +532,19 @@ class HistoryItem(_Wire):
     body: dict[str, Any]
 
 
-class HistoryList(_Wire):
+class HistoryList(_OrchestratorModel):
     data: tuple[HistoryItem, ...]
     next: str | None = None
 
 
-class Heartbeat(_Wire):
+class Heartbeat(_OrchestratorModel):
     """`POST /v1/workers/register`: an agent says that it is there, with all it knows."""
 
     metadata: Metadata
     wire: int = WIRE
 
 
-class HeartbeatAnswer(_Wire):
+class HeartbeatAnswer(_OrchestratorModel):
     """`is_warm`: nothing has to be loaded before the worker is ready. `in_flight`: requests that routers have there."""
 
     epoch: int
@@ -555,7 +555,7 @@ class HeartbeatAnswer(_Wire):
     wire: int = WIRE
 
 
-class CatalogAdapter(_Wire):
+class CatalogAdapter(_OrchestratorModel):
     lora_id: str
     digest: str | None
     base_model: str | None
@@ -568,7 +568,7 @@ class CatalogAdapter(_Wire):
     secret: str | None = Field(default=None, description="name/key of the credentials for `source`")
 
 
-class CatalogWorker(_Wire):
+class CatalogWorker(_OrchestratorModel):
     """A worker; one that is an engine and no more has no `agent_url`, and routers ask its engine instead.
 
     agent_boot_id  of the agent whose state this is: a new agent of the same worker is in a state of its own
@@ -581,7 +581,7 @@ class CatalogWorker(_Wire):
     agent_boot_id: str = ""
 
 
-class Draining(_Wire):
+class Draining(_OrchestratorModel):
     """No new request for this adapter may go to this worker."""
 
     worker_id: str
@@ -589,7 +589,7 @@ class Draining(_Wire):
     digest: str
 
 
-class Catalog(_Wire):
+class Catalog(_OrchestratorModel):
     """`GET /v1/catalog`: what routers follow, at one revision. Revisions only grow, over restarts too."""
 
     revision: int
@@ -600,7 +600,7 @@ class Catalog(_Wire):
     wire: int = WIRE
 
 
-class FleetEvent(_Wire):
+class FleetEvent(_OrchestratorModel):
     """One SSE message of `GET /v1/events`; `id` is the revision that it belongs to."""
 
     id: int
@@ -620,7 +620,7 @@ _MOST_WORKERS = 10_000
 """That a router speaks of: more than any fleet has."""
 
 
-class AdapterUse(_Wire):
+class AdapterUse(_OrchestratorModel):
     """Of one engine name on one worker, since the router's boot: counts and sums only grow.
 
     output_tokens   of answers whose engine told its usage; the others add none
@@ -642,7 +642,7 @@ class AdapterUse(_Wire):
     last_dispatch_age_s: float | None = None
 
 
-class AdapterHold(_Wire):
+class AdapterHold(_OrchestratorModel):
     """Of one adapter, since the router's boot: requests that it kept back for a load or for room.
 
     held, hold_s   those whose wait is over, served or not, and how long they waited, summed
@@ -657,7 +657,7 @@ class AdapterHold(_Wire):
     waiting: Count = 0
 
 
-class UsageReport(_Wire):
+class UsageReport(_OrchestratorModel):
     """`POST /v1/usage`: a router's cumulative counts; repeats and old ones are recognised by `seq`.
 
     waits_s  worker_id -> how long what waits in the router now for room there will have to, where that is not 0
@@ -681,7 +681,7 @@ class UsageReport(_Wire):
         return waits_s
 
 
-class UsageAnswer(_Wire):
+class UsageAnswer(_OrchestratorModel):
     """`accepted` is false for a report that was taken before, or that is older than one that was."""
 
     accepted: bool
@@ -689,7 +689,7 @@ class UsageAnswer(_Wire):
     wire: int = WIRE
 
 
-class Status(_Wire):
+class Status(_OrchestratorModel):
     """`GET /health` and `/ready`. `leader`: where the orchestrator is that acts, if that is known."""
 
     status: str

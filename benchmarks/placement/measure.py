@@ -9,7 +9,7 @@ from benchmarks.placement.ours import Ours
 from benchmarks.placement.peers import PEERS
 from benchmarks.placement.workload import Request, Scene, hottest, requests_of
 from benchmarks.placement.world import LOST_AFTER_S, Placer, World
-from orchestrator.core.state import Rules
+from orchestrator.core.state import PlacementPolicy
 
 OURS = "lorafleet"
 RESERVE = "lorafleet, one slot in reserve"
@@ -78,13 +78,13 @@ class Watch:
         return all(ready.get(adapter, 0) >= min(count, self.target(adapter)) for adapter, count in before.items())
 
 
-def run(contender: str, scene: Scene, seed: int, rules: Rules | None = None) -> Figures:
+def run(contender: str, scene: Scene, seed: int, rules: PlacementPolicy | None = None) -> Figures:
     """Simulate; the same seed gives every contender the same requests."""
     requests = requests_of(scene, seed)
     world = World(scene, requests, seed)
     placer: Placer
     if contender in (OURS, RESERVE):
-        rules = rules or Rules()
+        rules = rules or PlacementPolicy()
         placer = Ours(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
     else:
         placer = next(peer for peer in PEERS if peer.name == contender)(world)

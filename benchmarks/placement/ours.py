@@ -1,11 +1,21 @@
 """The real `place`, `diff` and `DemandBook`, acting on the simulated fleet as the reconciler acts on a real one."""
 
 from benchmarks.placement.world import Copy, World
-from benchmarks.placement.world import Worker as Engine
-from orchestrator.core.demand import DemandBook, Hold, Use
+from benchmarks.placement.world import ObservedWorker as Engine
+from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
-from orchestrator.core.plan import Action, diff
-from orchestrator.core.state import Adapter, Desired, Held, Intent, Observed, Pair, Rules, Want, Worker
+from orchestrator.core.plan import WorkerAction, diff
+from orchestrator.core.state import (
+    DesiredPlacement,
+    Intent,
+    ObservedFleet,
+    ObservedWorker,
+    Pair,
+    PlacementPolicy,
+    RegisteredAdapter,
+    ReportedAdapter,
+    WantedReplicas,
+)
 
 PASS_S = 2
 """Between passes when nothing happens."""
@@ -19,18 +29,20 @@ class Ours:
 
     name = "lorafleet"
 
-    def __init__(self, world: World, rules: Rules | None = None) -> None:
+    def __init__(self, world: World, rules: PlacementPolicy | None = None) -> None:
         self.world = world
-        self.rules = rules or Rules()
+        self.rules = rules or PlacementPolicy()
         self.book = DemandBook(self.rules.demand_window_s)
         digests = {lora_id(n): f"{n:064x}" for n in range(world.scene.adapters)}
         self.intent = Intent(
             adapters={
-                name: Adapter(lora_id=name, source="s3://a", base_model="m", digest=digest, rank=16, size_bytes=10**8)
+                name: RegisteredAdapter(
+                    lora_id=name, source="s3://a", base_model="m", digest=digest, rank=16, size_bytes=10**8
+                )
                 for name, digest in digests.items()
             }
         )
-        self.desired = Desired()
+        self.desired = DesiredPlacement()
         self.drains: dict[Pair, float] = {}
         self.owed: dict[Pair, str] = {}
         self.seconds = 0
@@ -40,7 +52,9 @@ class Ours:
         self._is_due = False
 
     def wanted(self, adapter: int) -> None:
-        if self.book.want(lora_id(adapter), Want(replicas=1, since=self.world.now), self.world.now + WANTED_S):
+        if self.book.want(
+            lora_id(adapter), WantedReplicas(replicas=1, since=self.world.now), self.world.now + WANTED_S
+        ):
             self._poke()
 
     def loaded(self, worker: Engine) -> None:
@@ -52,7 +66,9 @@ class Ours:
             name = lora_id(adapter)
             is_hot = self.book.rate(name, self.world.now) > 0
             now, there = self.world.now, len(self.world.ready_on(adapter))
-            self.book.want(name, Want(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now), now + WANTED_S)
+            self.book.want(
+                name, WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now), now + WANTED_S
+            )
         self._poke()
 
     def joined(self) -> None:
@@ -73,7 +89,7 @@ class Ours:
             engine = self.world.workers.get(name)
             copy = None if engine is None else engine.copies.get(adapter)
             uses.append(
-                Use(
+                AdapterUsage(
                     lora_id=lora_id(adapter),
                     worker_id=name,
                     engine_name=lora_id(adapter),
@@ -82,7 +98,9 @@ class Ours:
                     work_s=work_s,
                 )
             )
-        holds = [Hold(lora_id=lora_id(adapter), waiting=len(line)) for adapter, line in self.world.line.items()]
+        holds = [
+            AdapterQueueing(lora_id=lora_id(adapter), waiting=len(line)) for adapter, line in self.world.line.items()
+        ]
         self.book.report("r0", "b0", self.seconds, self.seconds, uses, self.world.now, holds=holds)
 
     def _poke(self) -> None:
@@ -106,10 +124,10 @@ class Ours:
         for action in actions:
             self._act(action, is_asked=action.lora_id in wants)
 
-    def _observed(self) -> Observed:
+    def _observed(self) -> ObservedFleet:
         workers = {name: self._worker(engine) for name, engine in self.world.known.items()}
         busy = {name: engine.loads for name, engine in self.world.known.items()}
-        return Observed(
+        return ObservedFleet(
             workers=workers,
             busy=busy,
             loads_in_flight=sum(busy.values()),
@@ -117,9 +135,9 @@ class Ours:
             memory=self.desired.memory,
         )
 
-    def _worker(self, engine: Engine) -> Worker:
+    def _worker(self, engine: Engine) -> ObservedWorker:
         held = {
-            lora_id(adapter): Held(
+            lora_id(adapter): ReportedAdapter(
                 lora_id=lora_id(adapter),
                 digest=f"{adapter:064x}",
                 engine_name=lora_id(adapter),
@@ -128,7 +146,7 @@ class Ours:
             )
             for adapter, copy in engine.copies.items()
         }
-        return Worker(
+        return ObservedWorker(
             id=engine.name,
             state="ready",
             base_model="m",
@@ -152,7 +170,7 @@ class Ours:
         engine = self.world.known.get(pair[1])
         return None if engine is None else engine.copies.get(number(pair[0]))
 
-    def _end_drains(self, desired: Desired) -> None:
+    def _end_drains(self, desired: DesiredPlacement) -> None:
         wanted = {(step.lora_id, step.worker_id) for step in desired.removals}
         wanted |= {(load.evict, load.worker_id) for load in desired.loads if load.evict is not None}
         for pair in [pair for pair in self.drains if pair not in wanted]:
@@ -169,7 +187,7 @@ class Ours:
             if pair in wanted or (pair[1] in self.world.known and self.world.known[pair[1]].loads)
         }
 
-    def _act(self, action: Action, *, is_asked: bool) -> None:
+    def _act(self, action: WorkerAction, *, is_asked: bool) -> None:
         engine = self.world.known[action.worker_id]
         if not engine.is_up:
             return

@@ -36,7 +36,7 @@ _ENGINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainWorker:
+class AgentlessWorker:
     """An engine without an agent, as somebody names it."""
 
     id: str
@@ -47,7 +47,7 @@ class PlainWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
+class AgentlessLoadRules:
     """What may be loaded into engines without an agent: so many adapters each, from below these folders of theirs.
 
     salt  what their operator says of their KV connectors
@@ -58,22 +58,22 @@ class Allowed:
     salt: EngineSalt = "auto"
 
 
-class Refused(Exception):
+class AgentlessRefusal(Exception):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
 
 
-class Hand:
+class AgentlessEngineDriver:
     """One engine's part of the agent's interface: a method a call, named as the route is."""
 
     def __init__(
         self,
-        worker: PlainWorker,
+        worker: AgentlessWorker,
         address: str,
         client: httpx.AsyncClient,
-        allowed: Allowed,
+        allowed: AgentlessLoadRules,
         *,
         digest_of: Callable[[str], str | None],
         clock: Callable[[], float],
@@ -133,19 +133,21 @@ class Hand:
                 f"worker {self.worker.id} has no agent, so nobody can read {ask.source} there: register {ask.lora_id}"
                 " with its digest, or let a worker that has an agent inspect it"
             )
-            raise Refused(422, "source_unsupported", message)
+            raise AgentlessRefusal(422, "source_unsupported", message)
         base_model = ask.base_model or (await self.metadata()).model.base_model
         return AvailableLora(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
 
     async def load_lora(self, ask: LoadRequest, _epoch: int) -> LoadedLora:
         path = self._path(ask.source or "")
         if ask.digest is None:
-            raise Refused(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
+            raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
         name = engine_name(ask.lora_id, ask.digest)
         async with self._lock:
             lora = (await self.metadata()).lora
             if lora.refusal:
-                raise Refused(409, "adapters_refused", f"worker {self.worker.id} takes no adapters: {lora.refusal}")
+                raise AgentlessRefusal(
+                    409, "adapters_refused", f"worker {self.worker.id} takes no adapters: {lora.refusal}"
+                )
             held = {lora.engine_name: lora for lora in lora.loaded_loras}
             if name not in held:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
@@ -156,7 +158,7 @@ class Hand:
                 held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
                 if name not in held:  # by its own list: vLLM refuses also what somebody has just loaded
                     no = f"load {name}: the engine said yes, but does not list it"
-                    raise refusal or Refused(422, "adapter_refused", no)
+                    raise refusal or AgentlessRefusal(422, "adapter_refused", no)
         return held[name]
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> LoadedLoras:
@@ -169,7 +171,7 @@ class Hand:
             for name in found:
                 await self._unload(name)
         if not found:
-            raise Refused(404, "not_loaded", f"adapter {ask.lora_id!r} is not loaded on {self.worker.id}")
+            raise AgentlessRefusal(404, "not_loaded", f"adapter {ask.lora_id!r} is not loaded on {self.worker.id}")
         return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
 
     async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
@@ -200,7 +202,7 @@ class Hand:
         if not is_local or not any(path.is_relative_to(root) for root in self._allowed.roots):
             below = ", ".join(f"file://{root}" for root in self._allowed.roots) or "nothing: engine_roots names none"
             message = f"{source!r}: worker {self.worker.id} has no agent, fetches nothing, and loads from below {below}"
-            raise Refused(422, "source_unsupported", message)
+            raise AgentlessRefusal(422, "source_unsupported", message)
         return str(path)
 
     async def _takes_loads(self, boot_id: str) -> bool:
@@ -216,9 +218,9 @@ class Hand:
     async def _unload(self, name: str) -> None:
         refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # gone already
-            raise Refused(503, "engine_failed", str(refusal))
+            raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
-    async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> Refused | None:
+    async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> AgentlessRefusal | None:
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
         if answer.is_success:
             return None
@@ -226,7 +228,7 @@ class Hand:
         # Only these speak of the adapter (vLLM 0.32, seen running); whatever else it is, it may pass.
         codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
         code = "engine_failed" if is_ending(answer.text) else codes.get(answer.status_code, "engine_unreachable")
-        return Refused(422, code, message)
+        return AgentlessRefusal(422, code, message)
 
     async def _get(self, path: str) -> bytes:
         try:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from lorafleet.service.http import envelope
 from lorafleet.service.loops import forever
 from lorafleet.service.transport import DirectTransport
-from orchestrator.agentless.engine import Allowed, Hand, PlainWorker, Refused
+from orchestrator.agentless.engine import AgentlessEngineDriver, AgentlessLoadRules, AgentlessRefusal, AgentlessWorker
 from workers.wire import (
     ClaimRequest,
     DrainRequest,
@@ -37,13 +37,13 @@ SCHEME = "plain://"
 _ADDRESS = f"{SCHEME}workers/"
 
 
-class PlainWorkers(httpx.AsyncBaseTransport):
+class AgentlessTransport(httpx.AsyncBaseTransport):
     """All engines without an agent. `named` says which there are now; `key` is what they want to be shown."""
 
     def __init__(
         self,
-        named: Callable[[], Sequence[PlainWorker]],
-        allowed: Allowed,
+        named: Callable[[], Sequence[AgentlessWorker]],
+        allowed: AgentlessLoadRules,
         *,
         digest_of: Callable[[str], str | None],
         key: str = "",
@@ -60,7 +60,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         self._client = httpx.AsyncClient(
             transport=DirectTransport(), timeout=timeout_s, headers=headers, trust_env=False
         )
-        self._hands: dict[str, Hand] = {}
+        self._hands: dict[str, AgentlessEngineDriver] = {}
 
     async def run(self, hear: Callable[[Metadata], object]) -> None:
         """Speak for them as their agents' heartbeats would, until cancelled."""
@@ -73,7 +73,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         for worker in named.values():
             hand = self._hands.get(worker.id)
             if hand is None or hand.worker != worker:
-                self._hands[worker.id] = Hand(
+                self._hands[worker.id] = AgentlessEngineDriver(
                     worker,
                     plain_url(worker.id),
                     self._client,
@@ -88,7 +88,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
             elif id_ not in named:
                 del self._hands[id_]
 
-    async def _report(self, hand: Hand) -> Metadata | None:
+    async def _report(self, hand: AgentlessEngineDriver) -> Metadata | None:
         try:
             return await hand.metadata()
         except (OSError, httpx.HTTPError, ValueError) as exc:
@@ -108,7 +108,7 @@ class PlainWorkers(httpx.AsyncBaseTransport):
             kind, act = call
             epoch = int(request.headers.get("x-lorafleet-epoch", "0"))
             return _told(await act(hand, kind.model_validate_json(await request.aread()), epoch))
-        except Refused as exc:
+        except AgentlessRefusal as exc:
             return _json(exc.status, envelope(exc.status, exc.code, str(exc)))
         except httpx.TimeoutException as exc:
             return _json(504, envelope(504, "engine_timeout", repr(exc)))
@@ -119,13 +119,13 @@ class PlainWorkers(httpx.AsyncBaseTransport):
         await self._client.aclose()
 
 
-_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[Hand, Any, int], Awaitable[BaseModel]]]] = {
-    "claim": (ClaimRequest, Hand.claim),
-    "inspect_lora": (InspectRequest, Hand.inspect_lora),
-    "load_lora": (LoadRequest, Hand.load_lora),
-    "unload_lora": (UnloadRequest, Hand.unload_lora),
-    "drain": (DrainRequest, Hand.drain),
-    "undrain": (UndrainRequest, Hand.undrain),
+_CALLS: Mapping[str, tuple[type[BaseModel], Callable[[AgentlessEngineDriver, Any, int], Awaitable[BaseModel]]]] = {
+    "claim": (ClaimRequest, AgentlessEngineDriver.claim),
+    "inspect_lora": (InspectRequest, AgentlessEngineDriver.inspect_lora),
+    "load_lora": (LoadRequest, AgentlessEngineDriver.load_lora),
+    "unload_lora": (UnloadRequest, AgentlessEngineDriver.unload_lora),
+    "drain": (DrainRequest, AgentlessEngineDriver.drain),
+    "undrain": (UndrainRequest, AgentlessEngineDriver.undrain),
 }
 
 

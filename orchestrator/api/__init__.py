@@ -20,8 +20,8 @@ from orchestrator.api.policy import policy_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.ui import ui_routes
-from orchestrator.api.views import Views
-from orchestrator.intent.registry import Registry
+from orchestrator.api.views import WireViews
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.reconciler import Reconciler
 
@@ -29,7 +29,7 @@ from orchestrator.reconcile.reconciler import Reconciler
 def build_router(
     *,
     keys: ApiKeys,
-    registry: Registry,
+    registry: AdapterRegistry,
     reconciler: Reconciler,
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
@@ -37,7 +37,7 @@ def build_router(
     metrics_need_key: bool = False,
 ) -> APIRouter:
     """All routes."""
-    views = Views(reconciler, clock)
+    views = WireViews(reconciler, clock)
     metrics.observe(views.counts, views.workers_by_state, views.pools)
     api = APIRouter()
     add_routes(

@@ -9,12 +9,18 @@ from pydantic import BaseModel, Field
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
-from orchestrator.api.views import Views
-from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, Permanent, Transient, Unavailable
+from orchestrator.api.views import WireViews
+from orchestrator.core.errors import (
+    InvalidAdapter,
+    OrchestratorError,
+    OrchestratorRequestError,
+    OrchestratorUnavailable,
+    WorkerFailed,
+)
 from orchestrator.core.placement.choose import fits_nowhere, limits_of
 from orchestrator.core.placement.place import rendezvous
-from orchestrator.core.state import Adapter
-from orchestrator.intent.registry import Registry, new_adapter
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry, new_adapter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import (
     AdapterBatch,
@@ -43,7 +49,7 @@ BATCH_EXAMPLE = {"adapters": [ADAPTER_EXAMPLE, {"lora_id": "legal/v2", "source":
 _MOST_ASKED = 3  # workers, about a source; a guess: they are set up alike
 
 
-class Wanted(BaseModel):
+class AdapterListQuery(BaseModel):
     """Which adapters a list is to have."""
 
     state: AdapterState | None = None
@@ -56,11 +62,11 @@ class Wanted(BaseModel):
     cursor: Cursor = None
 
 
-def adapter_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
-    def shown(adapter: Adapter, response: Response) -> AdapterItem:
+    def shown(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
         response.headers["etag"] = registry.adapter_etag(adapter)
         return views.adapter(adapter)
 
@@ -90,7 +96,7 @@ def adapter_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, vi
         return BatchAnswer(data=tuple(results))
 
     @api.get("/v1/adapters", response_model=AdapterList)
-    async def adapters(wanted: Annotated[Wanted, Query()]) -> Response:
+    async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
         """Registered adapters by lora_id; all that is asked for must hold."""
         ready = reconciler.ready_table()
         rows = _chosen(wanted, reconciler, ready)
@@ -146,7 +152,7 @@ def adapter_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, vi
     return api
 
 
-def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]) -> Sequence[str]:
+def _chosen(wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]) -> Sequence[str]:
     """lora_ids in order, of the adapters that are all that."""
     store = reconciler.store
     rows = store.adapter_ids
@@ -154,7 +160,7 @@ def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence
         rows = rows[bisect_left(rows, wanted.prefix) : bisect_left(rows, wanted.prefix + chr(0x10FFFF))]
     if wanted.worker is not None:
         rows = [name for name in rows if wanted.worker in ready.get(name, ())]
-    tests: list[Callable[[Adapter], bool]] = []
+    tests: list[Callable[[RegisteredAdapter], bool]] = []
     if wanted.base_model is not None:
         tests.append(lambda adapter: adapter.base_model == wanted.base_model)
     if wanted.tenant is not None:
@@ -166,7 +172,7 @@ def _chosen(wanted: Wanted, reconciler: Reconciler, ready: Mapping[str, Sequence
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
 
 
-async def _require_allowed(spec: AdapterSpec, registry: Registry, reconciler: Reconciler) -> None:
+async def _require_allowed(spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler) -> None:
     """Raises OrchestratorRequestError where the adapter is new and no worker that is asked may read its source."""
     if registry.check(spec) is not None:
         return
@@ -178,7 +184,9 @@ async def _require_allowed(spec: AdapterSpec, registry: Registry, reconciler: Re
         raise OrchestratorRequestError(f"no worker may read the source: {why}", code=why.code, param="source")
 
 
-async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler, views: Views) -> AdapterItem:
+async def _dry_run(
+    spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews
+) -> AdapterItem:
     known = registry.check(spec)
     if known is not None:
         return views.adapter(known)
@@ -190,21 +198,23 @@ async def _dry_run(spec: AdapterSpec, registry: Registry, reconciler: Reconciler
         if worker.state == "ready" and (spec.base_model is None or spec.base_model == worker.base_model)
     ]
     if not able:
-        raise Unavailable(f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter")
+        raise OrchestratorUnavailable(
+            f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter"
+        )
     home = max(able, key=lambda worker: (rendezvous(spec.lora_id, worker.id), worker.id))
     try:
         found = await reconciler.inspect_only(adapter, home.id)
-    except Permanent as exc:
+    except InvalidAdapter as exc:
         raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
-    except Transient as exc:
-        raise Unavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
+    except WorkerFailed as exc:
+        raise OrchestratorUnavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
     misfit = fits_nowhere(found, limits_of(workers))
     if misfit is not None:
         raise OrchestratorRequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
     return views.adapter(found, ready={})
 
 
-def _registered(registry: Registry, spec: AdapterSpec, actor: str) -> BatchResult:
+def _registered(registry: AdapterRegistry, spec: AdapterSpec, actor: str) -> BatchResult:
     try:
         _, is_new = registry.register(spec, actor)
     except OrchestratorError as exc:

@@ -8,7 +8,7 @@ from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.rollouts import pending_of
-from orchestrator.intent.registry import Registry
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.catalog import alias_item
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import AliasItem, AliasList, AliasSpec, HistoryList
@@ -16,7 +16,7 @@ from orchestrator.wire import AliasItem, AliasList, AliasSpec, HistoryList
 ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]}
 
 
-def alias_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 

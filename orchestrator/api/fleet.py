@@ -6,14 +6,14 @@ from fastapi import APIRouter, Body, Depends
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
-from orchestrator.api.views import Views
-from orchestrator.core.errors import Conflict
-from orchestrator.intent.registry import Registry
+from orchestrator.api.views import WireViews
+from orchestrator.core.errors import StateConflict
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerItem, WorkerList
 
 
-def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: Views) -> APIRouter:
+def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/workers")
@@ -40,7 +40,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
         told = body.metadata
         other = reconciler.fleet.other_of_the_name(told, reconciler.settings.probe_after_s)
         if other is not None:
-            raise Conflict(
+            raise StateConflict(
                 f"worker {told.instance_id!r} is at {other} and speaks from there; give the one at {told.agent_url}"
                 " another --instance-id, or stop one of them",
                 code="worker_id_taken",
@@ -58,7 +58,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     return api
 
 
-def fleet_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views) -> APIRouter:
+def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.post("/v1/workers/{worker_id}/cordon")

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from fastapi.params import Depends
 from fastapi.responses import PlainTextResponse
 
-from orchestrator.core.errors import Unavailable
+from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Status
@@ -36,11 +36,11 @@ def health_routes(
     async def ready() -> Status:
         """Synced: the store is read and the fleet has had time to speak. 503 before that, and while stopping."""
         if is_stopping():
-            raise Unavailable("stopping", code="stopping")
+            raise OrchestratorUnavailable("stopping", code="stopping")
         if not reconciler.store.is_read:
-            raise Unavailable("started, the store has not been read yet", code="starting")
+            raise OrchestratorUnavailable("started, the store has not been read yet", code="starting")
         if not reconciler.is_settled:
-            raise Unavailable("started, listening to the fleet before anything is decided", code="starting")
+            raise OrchestratorUnavailable("started, listening to the fleet before anything is decided", code="starting")
         return status("ready")
 
     @api.get("/metrics", response_class=PlainTextResponse, dependencies=guarded)

@@ -13,8 +13,8 @@ from starlette.background import BackgroundTask
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Limit
 from orchestrator.core.errors import OrchestratorRequestError
-from orchestrator.store.backend import Entry
-from orchestrator.store.store import KINDS, Store
+from orchestrator.store.backend import HistoryEntry
+from orchestrator.store.store import KINDS, IntentStore
 from orchestrator.wire import HistoryItem, HistoryList
 
 BACKUP_TYPES = {".db": "application/vnd.sqlite3", ".json": "application/vnd.lorafleet.backup+json"}
@@ -22,7 +22,7 @@ ALIAS_KINDS = ("alias_set", "alias_deleted", "alias_rollout")
 HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the answer before")]
 
 
-def history_routes(keys: ApiKeys, store: Store) -> APIRouter:
+def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
     api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/history")
@@ -68,7 +68,7 @@ def history_routes(keys: ApiKeys, store: Store) -> APIRouter:
 
 
 def history_page(
-    store: Store, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
+    store: IntentStore, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
 ) -> HistoryList:
     """One page, newest first, and where the next begins."""
     # One more than asked for, to know whether there is a next page.
@@ -79,7 +79,7 @@ def history_page(
     )
 
 
-def _item(entry: Entry) -> HistoryItem:
+def _item(entry: HistoryEntry) -> HistoryItem:
     at = datetime.fromtimestamp(entry.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return HistoryItem(
         id=entry.id, at=at, kind=entry.kind, subject=entry.subject, actor=entry.actor, body=dict(entry.body)

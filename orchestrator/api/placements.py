@@ -10,12 +10,12 @@ from pydantic import BaseModel
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, Limit, page_of
-from orchestrator.api.views import Views
+from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
-from orchestrator.core.placement.what_if import Hypothesis, Scene, what_if
-from orchestrator.core.state import Adapter, Intent, Rules
+from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
+from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
 from orchestrator.intent.orphans import adopt, orphans
-from orchestrator.intent.registry import Registry, changed_policy, new_adapter
+from orchestrator.intent.registry import AdapterRegistry, changed_policy, new_adapter
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import (
     AdoptRequest,
@@ -37,7 +37,7 @@ PLAN_EXAMPLE = {
 }
 
 
-class Wanted(BaseModel):
+class PlacementListQuery(BaseModel):
     """Which placements a list is to have."""
 
     lora_id: str | None = None
@@ -49,7 +49,7 @@ class Wanted(BaseModel):
 
 
 def placement_routes(
-    keys: ApiKeys, registry: Registry, reconciler: Reconciler, views: Views, clock: Callable[[], float]
+    keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
 ) -> APIRouter:
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     fleet, store = reconciler.fleet, reconciler.store
@@ -57,7 +57,7 @@ def placement_routes(
     supposing = asyncio.Lock()
 
     @api.get("/v1/placements")
-    async def placements(wanted: Annotated[Wanted, Query()]) -> PlacementList:
+    async def placements(wanted: Annotated[PlacementListQuery, Query()]) -> PlacementList:
         """What is where, and what should be; all that is asked for must hold."""
         asked = wanted.model_dump(include={"lora_id", "worker_id", "state", "desired"}, exclude_none=True)
         rows = {
@@ -110,9 +110,9 @@ def placement_routes(
     return api
 
 
-def _scene(reconciler: Reconciler, now: float) -> Scene:
+def _scene(reconciler: Reconciler, now: float) -> PlacementInputs:
     store = reconciler.store
-    return Scene(
+    return PlacementInputs(
         intent=reconciler.rollouts.held(Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))),
         observed=replace(reconciler.observe(), memory=reconciler.view.desired.memory),
         demand=reconciler.demand.snapshot(now),
@@ -121,7 +121,7 @@ def _scene(reconciler: Reconciler, now: float) -> Scene:
     )
 
 
-def _hypothesis(ask: PlanRequest, scene: Scene) -> Hypothesis:
+def _hypothesis(ask: PlanRequest, scene: PlacementInputs) -> Hypothesis:
     workers, known = scene.observed.workers, scene.intent.adapters
     for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):
         if worker_id not in workers:
@@ -149,13 +149,13 @@ def _hypothesis(ask: PlanRequest, scene: Scene) -> Hypothesis:
     )
 
 
-def _supposed(spec: SupposedAdapter) -> Adapter:
+def _supposed(spec: SupposedAdapter) -> RegisteredAdapter:
     return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
 
 
-def _rules(rules: Rules, ask: PlanRequest) -> Rules:
+def _rules(rules: PlacementPolicy, ask: PlanRequest) -> PlacementPolicy:
     try:
         policy = changed_policy(rules, ask.policy)
     except OrchestratorRequestError as exc:
         raise OrchestratorRequestError(f"policy: {exc}", param="policy") from exc
-    return Rules(**policy.model_dump())
+    return PlacementPolicy(**policy.model_dump())

@@ -6,14 +6,14 @@ from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, IfMatch
-from orchestrator.intent.registry import Registry
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Policy
 
 POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
-def policy_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/policy")

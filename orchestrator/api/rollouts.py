@@ -7,10 +7,10 @@ from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
-from orchestrator.core.rollout import Guard, Rollout, Step, Tally, Targets, targets_now
-from orchestrator.intent.registry import Registry
+from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, targets_now
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.rollouts import Rollouts
+from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.wire import (
     AliasPending,
     AliasTarget,
@@ -30,7 +30,7 @@ ROLLOUT_EXAMPLE = {
 }
 
 
-def rollout_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) -> APIRouter:
+def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
     """To be included before the routes of the bare alias: its name takes every path."""
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     rollouts = reconciler.rollouts
@@ -41,12 +41,12 @@ def rollout_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) ->
     ) -> RolloutItem:
         """Move the alias to another version in steps: 201; 200 when this very rollout is under way already."""
         registry.rollout_target(name, spec.to)
-        guard = Guard(
+        guard = RolloutGuard(
             max_error_rate_increase=spec.max_error_rate_increase,
             max_first_token_ratio=spec.max_first_token_ratio,
             min_requests=spec.min_requests,
         )
-        steps = [Step(step.weight, step.for_s) for step in spec.steps]
+        steps = [WeightStep(step.weight, step.for_s) for step in spec.steps]
         rollout, is_new = rollouts.start(name, spec.to, steps, guard, actor, place_s=spec.place_s)
         await reconciler.changed(("aliases", name))
         response.status_code = 201 if is_new else 200
@@ -77,7 +77,7 @@ def rollout_routes(keys: ApiKeys, registry: Registry, reconciler: Reconciler) ->
     return api
 
 
-def rollout_item(rollout: Rollout, rollouts: Rollouts) -> RolloutItem:
+def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
     """The wire's form."""
     shares = dict(targets_now(rollout))
     total = sum(shares.values())
@@ -102,7 +102,7 @@ def rollout_item(rollout: Rollout, rollouts: Rollouts) -> RolloutItem:
     )
 
 
-def pending_of(rollout: Rollout | None, rollouts: Rollouts) -> AliasPending | None:
+def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPending | None:
     """A switch that waits, or that could not be made; None for anything else."""
     if rollout is None or rollout.guard is not None or rollout.phase not in ("placing", "failed"):
         return None
@@ -122,7 +122,7 @@ def _targets(targets: Targets) -> tuple[AliasTarget, ...]:
     return tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
 
 
-def _tally(tally: Tally) -> RolloutTally:
+def _tally(tally: RequestTally) -> RolloutTally:
     return RolloutTally(
         requests=round(tally.requests),
         errors=round(tally.errors),

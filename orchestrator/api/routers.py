@@ -10,11 +10,11 @@ from fastapi.responses import StreamingResponse
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
-from orchestrator.api.views import Views
-from orchestrator.core.demand import ASKS_S, Hold, Use
-from orchestrator.core.errors import Conflict, NotFound
-from orchestrator.core.state import Adapter
-from orchestrator.intent.registry import Registry
+from orchestrator.api.views import WireViews
+from orchestrator.core.demand import ASKS_S, AdapterQueueing, AdapterUsage
+from orchestrator.core.errors import NotFound, StateConflict
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, EnsureRequest, UsageAnswer, UsageReport
 
@@ -50,9 +50,9 @@ USAGE_EXAMPLE = {
 
 def router_routes(
     keys: ApiKeys,
-    registry: Registry,
+    registry: AdapterRegistry,
     reconciler: Reconciler,
-    views: Views,
+    views: WireViews,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> APIRouter:
@@ -97,7 +97,7 @@ def router_routes(
             report.revision_seen,
             [_use(use) for use in report.uses if "@" in use.engine_name],
             clock(),
-            holds=[Hold(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
+            holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:
             in_flight = Counter[str]()
@@ -142,18 +142,18 @@ def router_routes(
     return api
 
 
-def _use(use: AdapterUse) -> Use:
+def _use(use: AdapterUse) -> AdapterUsage:
     counts = {name: getattr(use, name) for name in _COUNTS}
-    return Use(lora_id=use.engine_name.rpartition("@")[0], **counts)
+    return AdapterUsage(lora_id=use.engine_name.rpartition("@")[0], **counts)
 
 
-def _only_tenant(adapter: Adapter) -> tuple[str, ...]:
+def _only_tenant(adapter: RegisteredAdapter) -> tuple[str, ...]:
     """Who waits for it, where nobody says so and it can be told."""
     return adapter.tenants if adapter.tenants is not None and len(adapter.tenants) == 1 else ()
 
 
-_HOLDS = AdapterHold.model_fields.keys() & Hold.__dataclass_fields__.keys()
-_COUNTS = AdapterUse.model_fields.keys() & Use.__dataclass_fields__.keys()
+_HOLDS = AdapterHold.model_fields.keys() & AdapterQueueing.__dataclass_fields__.keys()
+_COUNTS = AdapterUse.model_fields.keys() & AdapterUsage.__dataclass_fields__.keys()
 
 
 async def _ensured(
@@ -161,9 +161,9 @@ async def _ensured(
     ask: EnsureRequest,
     actor: str,
     *,
-    registry: Registry,
+    registry: AdapterRegistry,
     reconciler: Reconciler,
-    views: Views,
+    views: WireViews,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
@@ -173,7 +173,7 @@ async def _ensured(
         if adapter.is_deleting:
             raise NotFound(f"adapter {lora_id!r} is being deleted", param="lora_id")
         if (why := reconciler.quarantine(lora_id)) is not None:
-            raise Conflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
+            raise StateConflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
         left_s = deadline - clock()
         if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)

@@ -6,10 +6,10 @@ from statistics import median
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
 from orchestrator.core.placement.context import is_placeable, usable_slots
-from orchestrator.core.placement.pools import Member, Need, Pool, engine_wait_s, pools
-from orchestrator.core.placement.what_if import Outcome, Step
-from orchestrator.core.plan import Action
-from orchestrator.core.state import OCCUPYING, Adapter, Desired
+from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pools
+from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
+from orchestrator.core.plan import WorkerAction
+from orchestrator.core.state import OCCUPYING, DesiredPlacement, RegisteredAdapter
 from orchestrator.intent.orphans import is_orphan
 from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
@@ -29,14 +29,14 @@ from orchestrator.wire import (
 )
 
 
-class Views:
+class WireViews:
     """What is stored and what was reported, as the wire shows it."""
 
     def __init__(self, reconciler: Reconciler, clock: Callable[[], float]) -> None:
         self._it = reconciler
         self._clock = clock
 
-    def adapter(self, adapter: Adapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
+    def adapter(self, adapter: RegisteredAdapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
         """`ready`: lora_id -> workers, made once by whoever shows many adapters."""
         if ready is None:
             ready = {adapter.lora_id: self._it.ready_on(adapter.lora_id)}
@@ -111,20 +111,20 @@ class Views:
             )
         return [rows[pair] for pair in sorted(rows)]
 
-    def plan(self, actions: Sequence[Action], desired: Desired) -> Plan:
+    def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
         """The next pass, with what it costs."""
         load_s = self.load_s()
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._it.store.adapters.items()}
         steps = [
-            Step(action=action, turn=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
+            SimulatedStep(action=action, turn=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
             if action.operation == "load"
-            else Step(action=action, turn=0)
+            else SimulatedStep(action=action, turn=0)
             for action in actions
         ]
         seconds = max((step.seconds for step in steps), default=0.0)
         return _plan(steps, desired.unplaced, seconds)
 
-    def outcome(self, outcome: Outcome) -> Plan:
+    def outcome(self, outcome: WhatIfOutcome) -> Plan:
         """What a hypothesis leads to."""
         names = sorted(outcome.before.keys() | outcome.after.keys())
         counts = {name: (outcome.before.get(name, 0), outcome.after.get(name, 0)) for name in names}
@@ -144,7 +144,7 @@ class Views:
         said = [entry.report.load.load_seconds for entry in self._it.fleet.entries.values()]
         return median([seconds for seconds in said if seconds > 0] or [1.0])
 
-    def ensured(self, adapter: Adapter, replicas: int) -> EnsureAnswer:
+    def ensured(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
         ready = tuple(self._it.ready_on(adapter.lora_id))
         expected_s = 0.0 if len(ready) >= replicas else self._it.expected_s(adapter.lora_id)
         return EnsureAnswer.model_validate(
@@ -167,7 +167,7 @@ class Views:
         ids = desired.replicas.keys() | desired.targets.keys()
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[PoolFigures]:
         """Of each pool with a ready worker: its slots, what it needs, and its queue. None while another one leads."""
         it, now = self._it, self._clock()
         if not it.is_leading:
@@ -182,7 +182,7 @@ class Views:
             slots = capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0
             at_engine_s = engine_wait_s(load.running, load.waiting, load.mean_request_s)
             members.append(
-                Member(
+                PoolMember(
                     pool=report.pool,
                     base_model=report.model.base_model,
                     slots=usable_slots(slots, reserve),
@@ -192,7 +192,7 @@ class Views:
             )
         return pools(members, self._needs(now))
 
-    def _needs(self, now: float) -> Iterator[Need]:
+    def _needs(self, now: float) -> Iterator[AdapterNeed]:
         """Copies that should be there: what placement wants, and one of all that was asked for of late."""
         store, targets = self._it.store, self._it.view.desired.targets
         demand = self._it.demand.snapshot(now)
@@ -200,7 +200,7 @@ class Views:
         for lora_id in targets.keys() | recent:
             adapter = store.adapters.get(lora_id)
             if adapter is not None and is_placeable(adapter):
-                yield Need(
+                yield AdapterNeed(
                     base_model=adapter.base_model, rank=adapter.rank or 0, copies=max(1, targets.get(lora_id, 0))
                 )
 
@@ -211,7 +211,7 @@ class Views:
         return counts
 
 
-def _plan(steps: Sequence[Step], unplaced: Mapping[str, str], seconds: float) -> Plan:
+def _plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: float) -> Plan:
     items = tuple(
         ActionItem(
             operation=step.action.operation,

@@ -13,14 +13,23 @@ import msgspec
 from lorafleet.kube.client import KubeClient
 from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
-from orchestrator.configmaps.journal import Journal
-from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.journal import HistoryJournal
+from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import FLEET, kind_of, mark_of, rollout_of, text_of, uid_of, version_of
-from orchestrator.configmaps.rendering import KINDS, Drafts, Taken
-from orchestrator.configmaps.tables import SHARDS, Known, Tables, counters_in, known_in, read, row_of, shard_of
-from orchestrator.configmaps.writer import Key, Writer
-from orchestrator.core.errors import Conflict, OrchestratorError, StoreError, Unavailable
-from orchestrator.store.backend import Change, Entry, Stored, Subject
+from orchestrator.configmaps.rendering import KINDS, AcceptedText, ObjectRendering
+from orchestrator.configmaps.tables import (
+    SHARDS,
+    RememberedAdapter,
+    StoreTables,
+    counters_in,
+    known_in,
+    read,
+    row_of,
+    shard_of,
+)
+from orchestrator.configmaps.writer import ObjectWriter, WriteKey
+from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StateConflict, StoreError
+from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject
 
 _HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
 
@@ -28,7 +37,7 @@ _FINISH_S = 2.0  # a guess: less than any lease lasts, and than a pod is given t
 _AGAIN_S = 10.0  # until what was not written, and nobody waits for, is tried again
 
 
-class ConfigMaps:
+class ConfigMapBackend:
     """Intent in the ConfigMaps of one namespace that are labelled with this fleet's name.
 
     on_undone   something that was written here was not to be, and `read` knows nothing of it any more
@@ -43,10 +52,10 @@ class ConfigMaps:
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
         self._news = asyncio.Event()
-        self.mirror = Mirror(self._hear, self._prove)
+        self.mirror = ConfigMapMirror(self._hear, self._prove)
         self.on_undone: Callable[[], None] = lambda: None
-        self._journal = Journal(fleet)
-        self.drafts = Drafts(fleet, self.mirror, self._journal, Tables(fleet), on_state=self.take_back)
+        self._journal = HistoryJournal(fleet)
+        self.drafts = ObjectRendering(fleet, self.mirror, self._journal, StoreTables(fleet), on_state=self.take_back)
         self._journal_due: asyncio.TimerHandle | None = None
         self._parts: set[str] = set()
         self._is_writing = False
@@ -54,7 +63,7 @@ class ConfigMaps:
         self._is_undone = self._is_caught_up = False
         self._undone: set[tuple[str, str]] = set()  # rows of which the store still knows what was not to be
         self._barrier = 0
-        self.writer = Writer(
+        self.writer = ObjectWriter(
             kube,
             folder=self._folder,
             mirror=self.mirror,
@@ -66,25 +75,25 @@ class ConfigMaps:
         )
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> StoreTables:
         """What is written and what is on its way to be."""
         return self.drafts.tables
 
     # -- Backend --------------------------------------------------------------------------------------------------
 
-    def read(self) -> Stored:
+    def read(self) -> StoredIntent:
         if not self._is_writing and self._edition != self.mirror.edition:
             self.drafts.tables, self._edition = read(self.mirror, self.fleet), self.mirror.edition
         return self.tables.stored()
 
-    def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
+    def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         if not self._is_writing:
-            raise Unavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
+            raise OrchestratorUnavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
         for change in changes:
             row = change.table, change.key
             if change.value is not None and row in self._undone:
                 message = f"{change.table} {change.key!r}: the change before this one was refused; look, and ask again"
-                raise Unavailable(message, code="store_unreachable")
+                raise OrchestratorUnavailable(message, code="store_unreachable")
         for change in changes:
             row = change.table, change.key
             if change.table in ("adapters", "aliases") and change.value is None:
@@ -100,16 +109,16 @@ class ConfigMaps:
                 self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._write_the_journal)
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
-        await self.writer.saved(None if about is None else {key for it in about for key in _keys(Change(*it, 0))})
+        await self.writer.saved(None if about is None else {key for it in about for key in _keys(StoreChange(*it, 0))})
 
     async def catch_up(self) -> None:
         """The counters are asked for by name: whoever raises them does so from what nobody else has raised since."""
         if not self.mirror.is_synced:
-            raise Unavailable("the ConfigMaps have not been listed yet", code="starting")
+            raise OrchestratorUnavailable("the ConfigMaps have not been listed yet", code="starting")
         try:
             found = await self.writer.look(self.tables.state_name("counters"))
         except KubeError as exc:
-            raise Unavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
+            raise OrchestratorUnavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
         if found is None:
             self.mirror.forget(self.tables.state_name("counters"))
         counters_in(found)
@@ -142,7 +151,7 @@ class ConfigMaps:
 
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
-    ) -> list[Entry]:
+    ) -> list[HistoryEntry]:
         if not self._is_writing and self._journal_edition != self.mirror.edition:
             self._journal.load(self.mirror.objects)
             self._journal_edition = self.mirror.edition
@@ -201,7 +210,7 @@ class ConfigMaps:
         """What is written under this key next comes from that object's text, which stays as it is."""
         found = self.mirror.objects[name]
         self.tables.homes[table, key] = name
-        self.drafts.accepting[table, key] = Taken(mark_of(text_of(found, kind_of(found))))
+        self.drafts.accepting[table, key] = AcceptedText(mark_of(text_of(found, kind_of(found))))
         self.drafts.said.pop(name, None)
 
     def accepted(self, table: str, key: str, name: str) -> None:
@@ -209,7 +218,7 @@ class ConfigMaps:
         self.drafts.taken((table, key))
         self.drafts.lost.discard(name)
         self.say(name, "")
-        self.writer.mark([Key(1, table, key)])
+        self.writer.mark([WriteKey(1, table, key)])
 
     def refuse(self, table: str, key: str, *, had: str | None) -> None:
         """It is not taken in: `had` is the object that it stood in before, if in any."""
@@ -226,18 +235,18 @@ class ConfigMaps:
                 self.drafts.said[name] = status
             else:
                 self.drafts.said.pop(name, None)
-            self.writer.mark([Key(1, "status", name)], is_promised=False)
+            self.writer.mark([WriteKey(1, "status", name)], is_promised=False)
 
     def say_as_usual(self, table: str, key: str, name: str) -> None:
         """Have a row's object say again what it says while nothing is wrong."""
         self.say(name, "")
-        self.writer.mark([Key(1, table, key)], is_promised=False)
+        self.writer.mark([WriteKey(1, table, key)], is_promised=False)
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
         """Somebody who led before us has written this: take it as it is."""
         if table in KINDS:
             self.tables.homes.setdefault((table, key), name)
-        self.tables.apply([Change(table, key, value)])  # type: ignore[arg-type]
+        self.tables.apply([StoreChange(table, key, value)])  # type: ignore[arg-type]
 
     def take_back(self) -> None:
         """Somebody else wrote what we remember of deletions, or an older store was put back: what it says counts."""
@@ -260,10 +269,10 @@ class ConfigMaps:
     def forget(self, lora_id: str) -> None:
         """It need not be remembered any more that this adapter was there."""
         if self.tables.known.pop(lora_id, None) is not None:
-            self.writer.mark([Key(2, "known", shard_of(lora_id))], is_promised=False)
+            self.writer.mark([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
     def is_pending(self, table: str, key: str) -> bool:
-        return self.writer.is_pending(Key(1, table, key))
+        return self.writer.is_pending(WriteKey(1, table, key))
 
     def is_leaving(self, name: str) -> bool:
         """Whether this very object is to be deleted, because what it says is."""
@@ -272,10 +281,10 @@ class ConfigMaps:
     def remember(self, lora_id: str) -> None:
         """So that its deletion is noticed, even if no orchestrator is there to see it."""
         adapter, name = self.tables.adapters[lora_id], self.tables.home("adapters", lora_id)
-        known = Known(name, uid_of(self.mirror.objects[name]), adapter.digest)
+        known = RememberedAdapter(name, uid_of(self.mirror.objects[name]), adapter.digest)
         if self.tables.known.get(lora_id) != known:
             self.tables.known[lora_id] = known
-            self.writer.mark([Key(2, "known", shard_of(lora_id))], is_promised=False)
+            self.writer.mark([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
     def _hear(self) -> None:
         """The watch or a list brought something."""
@@ -286,7 +295,7 @@ class ConfigMaps:
         self._is_caught_up = self._is_caught_up or (self._barrier > 0 and has_come)
         self._news.set()
 
-    def _stands(self, key: Key) -> None:
+    def _stands(self, key: WriteKey) -> None:
         """It is written."""
         row = key.table, key.name
         if key.table in KINDS:
@@ -302,15 +311,15 @@ class ConfigMaps:
         """What an object of our own state remembers proves deletions from here on: it is to say so."""
         prefix = self.tables.state_name("adapters-")
         if self._is_writing and name.startswith(prefix):
-            self.writer.mark([Key(2, "known", name.removeprefix(prefix))], is_promised=False)
+            self.writer.mark([WriteKey(2, "known", name.removeprefix(prefix))], is_promised=False)
 
-    def _undo(self, key: Key, error: OrchestratorError) -> None:
+    def _undo(self, key: WriteKey, error: OrchestratorError) -> None:
         """Take back a row whose write was refused: the row becomes what its object in the API server says.
 
         After a conflict the object is looked at at once, because somebody has changed it. After any other refusal it is
         looked at later, because the API server would refuse the same write again.
         """
-        again_s = 0.0 if isinstance(error, Conflict) else _AGAIN_S
+        again_s = 0.0 if isinstance(error, StateConflict) else _AGAIN_S
         row = key.table, key.name
         self.drafts.accepting.pop(row, None)
         self.drafts.leaving.pop(row, None)
@@ -331,7 +340,7 @@ class ConfigMaps:
             self._is_undone = True
             asyncio.get_running_loop().call_soon(self.tell_undone)
 
-    def _try_again(self, key: Key) -> None:
+    def _try_again(self, key: WriteKey) -> None:
         if self._is_writing:
             self.writer.mark([key], is_promised=False)
 
@@ -339,9 +348,9 @@ class ConfigMaps:
         name = self.tables.home(table, key)
         stands = row_of(self.mirror.record(name))
         is_there = stands is not None and stands[:2] == (table, key)
-        changes = [Change(table, key, stands[2] if stands is not None and is_there else None)]
+        changes = [StoreChange(table, key, stands[2] if stands is not None and is_there else None)]
         if table == "aliases":
-            changes.append(Change("rollouts", key, rollout_of(self.mirror.objects[name]) if is_there else None))
+            changes.append(StoreChange("rollouts", key, rollout_of(self.mirror.objects[name]) if is_there else None))
         self.tables.apply(changes)
         self._undone.add((table, key))
         self.drafts.unwritten.discard((table, key))
@@ -368,22 +377,22 @@ class ConfigMaps:
             self._journal_due.cancel()
         self._journal_due = None
         parts, self._parts = self._parts, set()
-        self.writer.mark([Key(3, "history", part) for part in parts], is_promised=False)
+        self.writer.mark([WriteKey(3, "history", part) for part in parts], is_promised=False)
 
 
-def _keys(change: Change) -> Iterable[Key]:
+def _keys(change: StoreChange) -> Iterable[WriteKey]:
     match change.table:
         case "adapters":
-            yield Key(1, "adapters", change.key)
+            yield WriteKey(1, "adapters", change.key)
             if change.value is None:
-                yield Key(0, "tombstones", shard_of(change.key))
+                yield WriteKey(0, "tombstones", shard_of(change.key))
         case "aliases" | "rollouts":
-            yield Key(1, "aliases", change.key)
+            yield WriteKey(1, "aliases", change.key)
         case "tombstones":
-            yield Key(0, "tombstones", shard_of(change.key))
+            yield WriteKey(0, "tombstones", shard_of(change.key))
         case "policy":
-            yield Key(1, "policy", "")
+            yield WriteKey(1, "policy", "")
         case "workers":
-            yield Key(0, "workers", "")
+            yield WriteKey(0, "workers", "")
         case "counters":
-            yield Key(0, "counters", "")
+            yield WriteKey(0, "counters", "")

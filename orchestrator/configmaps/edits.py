@@ -19,9 +19,9 @@ import structlog
 
 from lorafleet.kube.client import Json
 from lorafleet.kube.errors import KubeError
-from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.events import Notices, reason_of
-from orchestrator.configmaps.mirror import Doubt
+from orchestrator.configmaps.backend import ConfigMapBackend
+from orchestrator.configmaps.events import KubeEvents, reason_of
+from orchestrator.configmaps.mirror import DoubtReason
 from orchestrator.configmaps.objects import (
     FLEET,
     KIND,
@@ -38,11 +38,11 @@ from orchestrator.configmaps.objects import (
     uid_of,
 )
 from orchestrator.configmaps.tables import row_of, shard_of
-from orchestrator.core.errors import Conflict, OrchestratorError, OrchestratorRequestError
-from orchestrator.core.state import Adapter
-from orchestrator.intent.registry import Registry
-from orchestrator.store.backend import Change
-from orchestrator.store.store import Store
+from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError, StateConflict
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.store.backend import StoreChange
+from orchestrator.store.store import IntentStore
 from orchestrator.wire import AdapterSpec
 
 log = structlog.get_logger()
@@ -55,15 +55,15 @@ _REFUSED = "refused: "
 _TABLES = {"adapter": "adapters", "alias": "aliases", "policy": "policy"}
 
 
-class Intake:
+class ObjectEdits:
     """Looks at what changed, while we lead. `on_taken`: intent is another now."""
 
     def __init__(
         self,
-        backend: ConfigMaps,
-        store: Store,
-        registry: Registry,
-        notices: Notices,
+        backend: ConfigMapBackend,
+        store: IntentStore,
+        registry: AdapterRegistry,
+        notices: KubeEvents,
         *,
         is_leading: Callable[[], bool],
         on_taken: Callable[[], None],
@@ -130,7 +130,7 @@ class Intake:
         for lora_id, known in self._backend.tables.known.items():
             found = self._mirror.objects.get(known.object_name)
             if found is None or (uid_of(found) != known.uid and lora_id not in self._store.adapters):
-                self._mirror.doubtful.setdefault(known.object_name, Doubt.MISSING)
+                self._mirror.doubtful.setdefault(known.object_name, DoubtReason.MISSING)
 
     def _order(self, name: str) -> tuple[int, tuple[str, str]]:
         """Adapters before the aliases that point at them; then the oldest first."""
@@ -177,11 +177,11 @@ class Intake:
             value = _with_what_was_found(value, known)
         if value != known:
             backend.absorb(table, key, value, name)
-            self._store.absorb(Change(table, key, value))
+            self._store.absorb(StoreChange(table, key, value))
             log.info("taken over", object=name, table=table, key=key)
             if table == "aliases" and (rollout := rollout_of(self._mirror.objects[name])) is not None:
                 backend.absorb("rollouts", key, rollout, name)
-                self._store.absorb(Change("rollouts", key, rollout))
+                self._store.absorb(StoreChange("rollouts", key, rollout))
         if table == "adapters":
             backend.remember(key)
 
@@ -192,7 +192,9 @@ class Intake:
             had = self._backend.tables.homes.get((table, key))
             if had is not None and had != name and had in self._mirror.objects:
                 what = f"{kind} {key!r}" if key else kind
-                raise Conflict(f"{what} stands in ConfigMap {had!r} already; delete one of them", code="name_taken")
+                raise StateConflict(
+                    f"{what} stands in ConfigMap {had!r} already; delete one of them", code="name_taken"
+                )
             self._backend.accept(table, key, name)
             write()
         except OrchestratorError as exc:
@@ -268,25 +270,25 @@ class Intake:
         mirror, tables = self._mirror, self._backend.tables
         for name in missing:
             found, doubt = mirror.objects.get(name), mirror.doubtful.get(name)
-            if found is not None and kind_of(found) == "state" and doubt in {Doubt.MISSING, Doubt.DELETED}:
+            if found is not None and kind_of(found) == "state" and doubt in {DoubtReason.MISSING, DoubtReason.DELETED}:
                 mirror.forget(name)
         homes = {home: row for row, home in tables.homes.items()}
         remembered = {known.object_name: lora_id for lora_id, known in tables.known.items()}
         for name in missing:
             doubt, lora_id = mirror.doubtful.get(name), remembered.get(name)
-            if doubt is None or (doubt is Doubt.ASKED and self._is_followed(name)):
+            if doubt is None or (doubt is DoubtReason.ASKED and self._is_followed(name)):
                 continue  # it is there after all, or the watch will tell how it went
             memory = "" if lora_id is None else tables.state_name(f"adapters-{shard_of(lora_id)}")
             if memory in mirror.doubtful:
                 continue  # the memory could not be asked for yet
-            is_explicit = doubt is Doubt.DELETED or (lora_id is not None and memory not in mirror.unproven)
+            is_explicit = doubt is DoubtReason.DELETED or (lora_id is not None and memory not in mirror.unproven)
             mirror.forget(name)
             self._refused.discard(name)
             self._read.pop(name, None)
             if lora_id is not None and lora_id not in self._store.adapters:
                 self._bury(lora_id) if is_explicit else self._backend.forget(lora_id)
             elif name in homes:
-                is_explicit &= doubt is Doubt.DELETED or lora_id == homes[name][1]
+                is_explicit &= doubt is DoubtReason.DELETED or lora_id == homes[name][1]
                 self._end_row(*homes[name], name, is_explicit=is_explicit)
 
     def _is_followed(self, name: str) -> bool:
@@ -331,7 +333,7 @@ class Intake:
             self._deleted.discard(lora_id)
 
 
-def _with_what_was_found(value: Adapter, known: Adapter) -> Adapter:
+def _with_what_was_found(value: RegisteredAdapter, known: RegisteredAdapter) -> RegisteredAdapter:
     """What was found of its bytes stays found."""
     if value.digest is not None or known.digest is None or (value.source != known.source):
         return value

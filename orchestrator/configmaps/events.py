@@ -19,7 +19,7 @@ _MOST_REMEMBERED = 50_000
 _MOST_CHARACTERS = 1000  # of a message; the API server allows 1,024 bytes
 
 
-class Notices:
+class KubeEvents:
     """Says each thing about each object once, in the background; an Event is a courtesy, and no more than tried."""
 
     def __init__(

@@ -11,7 +11,7 @@ import msgspec
 
 from lorafleet.kube.client import Json
 from orchestrator.configmaps.objects import name_of, new_object
-from orchestrator.store.backend import Entry
+from orchestrator.store.backend import HistoryEntry
 
 RINGS = ("changes", "loads")
 PARTS = 8
@@ -20,12 +20,12 @@ _KEY = "entries.jsonl"
 _LOADS = frozenset({"load", "unload"})
 
 
-class Journal:
+class HistoryJournal:
     """All entries in memory, by ring and part, and which parts of it are not written yet."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
-        self._parts: dict[str, list[list[Entry]]] = {ring: [[] for _ in range(PARTS)] for ring in RINGS}
+        self._parts: dict[str, list[list[HistoryEntry]]] = {ring: [[] for _ in range(PARTS)] for ring in RINGS}
         self._sizes: dict[str, list[int]] = {ring: [0] * PARTS for ring in RINGS}
         self._newest = dict.fromkeys(RINGS, 0)
         self._last = 0
@@ -46,7 +46,7 @@ class Journal:
             self._newest[ring] = max(range(PARTS), key=lambda part: _last_id(self._parts[ring][part]))
         self._last = max(_last_id(entries) for parts in self._parts.values() for entries in parts)
 
-    def add(self, entries: Iterable[Entry]) -> set[str]:
+    def add(self, entries: Iterable[HistoryEntry]) -> set[str]:
         """Take them down; returns the parts that are to be written, as `ring-part`."""
         touched = set()
         for entry in entries:
@@ -70,7 +70,7 @@ class Journal:
         assert name_of(found) == name
         return {**found, "data": {_KEY: "".join(_line(entry) for entry in self._parts[ring][int(part)])}}
 
-    def find(self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int) -> list[Entry]:
+    def find(self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int) -> list[HistoryEntry]:
         """Newest first."""
         wanted = frozenset(kinds)
         found = [
@@ -85,16 +85,16 @@ class Journal:
         return sorted(found, key=lambda entry: entry.id, reverse=True)[:limit]
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: HistoryEntry) -> str:
     return msgspec.json.encode(asdict(entry)).decode() + "\n"
 
 
-def _parsed(text: str) -> list[Entry]:
+def _parsed(text: str) -> list[HistoryEntry]:
     try:
-        return [msgspec.json.decode(line, type=Entry) for line in text.splitlines()]
+        return [msgspec.json.decode(line, type=HistoryEntry) for line in text.splitlines()]
     except msgspec.MsgspecError:
         return []
 
 
-def _last_id(entries: Sequence[Entry]) -> int:
+def _last_id(entries: Sequence[HistoryEntry]) -> int:
     return entries[-1].id if entries else 0

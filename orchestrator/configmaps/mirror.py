@@ -19,7 +19,7 @@ from orchestrator.configmaps.objects import (
 )
 
 
-class Doubt(Enum):
+class DoubtReason(Enum):
     """Why an object may be gone.
 
     ASKED    the API server, asked by name, had none; the watch has not told of it yet
@@ -32,7 +32,7 @@ class Doubt(Enum):
     DELETED = "deleted"
 
 
-class Mirror:
+class ConfigMapMirror:
     """By name. What others did is noted in `changed` (to be looked at) and `doubtful` (to be asked for by name). Of
     our own writes the watch may tell before the API server's answer does, or after what we did next: they are not.
 
@@ -45,7 +45,7 @@ class Mirror:
     ) -> None:
         self.objects: dict[str, Json] = {}
         self.changed: set[str] = set()
-        self.doubtful: dict[str, Doubt] = {}
+        self.doubtful: dict[str, DoubtReason] = {}
         self.is_synced = False
         self.applied: set[str] = set()  # objects whose text somebody applies on the server
         # An object of our own state -> the version at which it was made anew (infinite: it is gone). What such an
@@ -83,7 +83,7 @@ class Mirror:
             self._seen(found)
         elif name in self.objects and uid_of(found) == uid_of(self.objects[name]):
             self.watched[name] = version_of(found)
-            self.doubtful[name] = Doubt.DELETED
+            self.doubtful[name] = DoubtReason.DELETED
         elif self._deleted.get(name) == uid_of(found):
             del self._deleted[name]
         self._brought = max(self._brought, version_of(found))
@@ -92,7 +92,7 @@ class Mirror:
 
     def doubt(self, name: str) -> None:
         """The API server, asked by name, had no such object."""
-        self.doubtful.setdefault(name, Doubt.ASKED)
+        self.doubtful.setdefault(name, DoubtReason.ASKED)
         self.on_news()
 
     def note_owners(self, found: Json) -> None:
@@ -114,8 +114,8 @@ class Mirror:
             self.on_proven(name)
 
     def _miss(self, name: str) -> None:
-        if self.doubtful.get(name) is not Doubt.DELETED:
-            self.doubtful[name] = Doubt.MISSING
+        if self.doubtful.get(name) is not DoubtReason.DELETED:
+            self.doubtful[name] = DoubtReason.MISSING
 
     @contextmanager
     def writing(self, name: str, body: Json) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Mirror:
             if kind_of(was) == "state":
                 self.unproven[name] = math.inf
             del self.objects[name]
-            if self.doubtful.get(name) is not Doubt.DELETED:
+            if self.doubtful.get(name) is not DoubtReason.DELETED:
                 self._deleted[name] = uid_of(was)
             self.edition += 1
             self.changed.add(name)

@@ -19,7 +19,7 @@ from lorafleet.kube.client import Json
 from lorafleet.service.http import said_wrong
 from orchestrator.core.errors import OrchestratorRequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json
-from orchestrator.core.state import Adapter, Rules
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.typed import rollout_in
 from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
 
@@ -50,7 +50,7 @@ class AdapterRecord(msgspec.Struct, frozen=True):
     """`of`: the mark of the text that this was accepted from."""
 
     of: str
-    adapter: Adapter
+    adapter: RegisteredAdapter
 
 
 class AliasRecord(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class AliasRecord(msgspec.Struct, frozen=True):
 
 class PolicyRecord(msgspec.Struct, frozen=True):
     of: str
-    rules: Rules
+    rules: PlacementPolicy
 
 
 Record = AdapterRecord | AliasRecord | PolicyRecord
@@ -230,7 +230,7 @@ def _is_shallow(text: str) -> bool:
     return True
 
 
-def adapter_text(adapter: Adapter) -> str:
+def adapter_text(adapter: RegisteredAdapter) -> str:
     """As a person would write it: only what is not as it is anyway."""
     policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
     secret = SecretRef.of(adapter.secret)
@@ -251,9 +251,9 @@ def alias_text(name: str, targets: Targets) -> str:
     return as_yaml({"name": name, "targets": rows})
 
 
-def policy_text(rules: Rules) -> str:
+def policy_text(rules: PlacementPolicy) -> str:
     """Only what is not the default, which REST takes for whatever is left out."""
-    usual = asdict(Rules())
+    usual = asdict(PlacementPolicy())
     return as_yaml({name: value for name, value in asdict(rules).items() if value != usual[name]})
 
 
@@ -282,7 +282,7 @@ def with_notes(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...
     return {**found, "metadata": {**found["metadata"], "annotations": annotations}}
 
 
-def asked_of(adapter: Adapter) -> tuple[Any, ...]:
+def asked_of(adapter: RegisteredAdapter) -> tuple[Any, ...]:
     """What people may change of an adapter."""
     return adapter.tenants, adapter.secret, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
 

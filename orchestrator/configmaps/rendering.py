@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorafleet.kube.client import Json
-from orchestrator.configmaps.journal import Journal
-from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.journal import HistoryJournal
+from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import (
     STATUS,
     AdapterRecord,
@@ -33,18 +33,18 @@ from orchestrator.configmaps.objects import (
     with_notes,
     with_ours,
 )
-from orchestrator.configmaps.tables import Tables, counters_in, counters_made, row_of, shard_made, workers_made
-from orchestrator.configmaps.writer import Key, Wish
-from orchestrator.core.errors import Conflict
+from orchestrator.configmaps.tables import StoreTables, counters_in, counters_made, row_of, shard_made, workers_made
+from orchestrator.configmaps.writer import DesiredObject, WriteKey
+from orchestrator.core.errors import StateConflict
 from orchestrator.core.rollout import Rollout
-from orchestrator.core.state import Adapter, Rules
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 
 KINDS = {"adapters": "adapter", "aliases": "alias", "policy": "policy"}
 Row = tuple[str, str]
 """(table, key)"""
 
 
-class Taken(NamedTuple):
+class AcceptedText(NamedTuple):
     """A text that a row is taken from: its mark, and what it asks for (None: not worked out yet)."""
 
     mark: str
@@ -52,7 +52,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Drafts:
+class ObjectRendering:
     """Objects as they are to be written.
 
     accepting   row -> text that it is taken from, and that stays as it is unless REST asks for something else
@@ -65,12 +65,12 @@ class Drafts:
     """
 
     fleet: str
-    mirror: Mirror
-    journal: Journal
-    tables: Tables
+    mirror: ConfigMapMirror
+    journal: HistoryJournal
+    tables: StoreTables
     on_state: Callable[[], None] = lambda: None
     writer: str = ""
-    accepting: dict[Row, Taken] = field(default_factory=dict)
+    accepting: dict[Row, AcceptedText] = field(default_factory=dict)
     leaving: dict[Row, tuple[str, str]] = field(default_factory=dict)
     unwritten: set[Row] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
@@ -120,7 +120,7 @@ class Drafts:
                 targets = self.tables.aliases.get(key)
                 return targets and asked_targets(targets, self.tables.rollouts.get(key))
             case _:
-                return self.tables.policy.get("", Rules())
+                return self.tables.policy.get("", PlacementPolicy())
 
     def stands(self, row: Row) -> None:
         """What was to be written of this row by now is."""
@@ -144,14 +144,14 @@ class Drafts:
         rows = self.leaving if said is None else (said[:2],)
         return any(self.leaving.get(row) == (name, uid_of(found)) for row in rows)
 
-    def left(self, table: str, key: str) -> Wish | None:
+    def left(self, table: str, key: str) -> DesiredObject | None:
         """The very object that it stood in is to go; not one that somebody made in its place."""
         name, uid = self.leaving.get((table, key), ("", ""))
         found = self.mirror.objects.get(name)
-        return Wish(name, None, uid) if found is not None and uid_of(found) == uid else None
+        return DesiredObject(name, None, uid) if found is not None and uid_of(found) == uid else None
 
-    def made(self, key: Key) -> Wish | None:
-        """What is to be written. Raises Conflict where somebody else has said something different meanwhile."""
+    def made(self, key: WriteKey) -> DesiredObject | None:
+        """What is to be written. Raises StateConflict where somebody else has said something different meanwhile."""
         match key.table:
             case "adapters":
                 return self._adapter(key.name)
@@ -164,7 +164,7 @@ class Drafts:
             case "history":
                 ring, _, part = key.name.rpartition("-")
                 name = self.journal.name(ring, int(part))
-                return Wish(name, self.journal.made(key.name, self.mirror.objects.get(name)))
+                return DesiredObject(name, self.journal.made(key.name, self.mirror.objects.get(name)))
             case "tombstones" | "known":
                 self.on_state()
                 return self._shard(key.name)
@@ -173,27 +173,27 @@ class Drafts:
             case _:
                 return self._counters()
 
-    def _shard(self, shard: str) -> Wish:
+    def _shard(self, shard: str) -> DesiredObject:
         """What is remembered of adapters proves deletions only with the object's own uid: not before it is proven."""
         what = f"adapters-{shard}"
         is_proven = self.tables.state_name(what) not in self.mirror.unproven
         return self._state(what, lambda known: shard_made(self.tables, shard, known if is_proven else None))
 
-    def _state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> Wish:
+    def _state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
         name = self.tables.state_name(what)
         known = self.mirror.objects.get(name)
         found = known if known is not None else new_object(self.fleet, "state", name)
-        return Wish(name, {**found, "data": data(known)})
+        return DesiredObject(name, {**found, "data": data(known)})
 
-    def _counters(self) -> Wish | None:
+    def _counters(self) -> DesiredObject | None:
         wish = self._state("counters", lambda _: counters_made(self.tables) | {"writer": self.writer})
         known = self.mirror.objects.get(wish.name)
         epoch, writer = counters_in(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
         if writer != self.writer and epoch >= self.tables.counters.get("epoch", 0) > 0:
-            raise Conflict(f"somebody else has written epoch {epoch}, so we do not lead", code="not_leading")
+            raise StateConflict(f"somebody else has written epoch {epoch}, so we do not lead", code="not_leading")
         return wish
 
-    def _adapter(self, lora_id: str) -> Wish | None:
+    def _adapter(self, lora_id: str) -> DesiredObject | None:
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
             return self.left("adapters", lora_id)
@@ -214,7 +214,7 @@ class Drafts:
             status=_status_of(adapter),
         )
 
-    def _alias(self, alias: str) -> Wish | None:
+    def _alias(self, alias: str) -> DesiredObject | None:
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
             return self.left("aliases", alias)
@@ -234,8 +234,8 @@ class Drafts:
             rollout=rollout,
         )
 
-    def _policy(self) -> Wish | None:
-        rules = self.tables.policy.get("", Rules())
+    def _policy(self) -> DesiredObject | None:
+        rules = self.tables.policy.get("", PlacementPolicy())
         name = self.tables.home("policy", "")
         record = self.mirror.record(name)
         return self._wish(
@@ -257,10 +257,12 @@ class Drafts:
         record: Callable[[str], Record],
         status: str,
         rollout: Rollout | None = None,
-    ) -> Wish | None:
+    ) -> DesiredObject | None:
         """The object of a row. Its text is written anew only where a caller has asked for something else than it says.
 
-        is_asked   whether callers have, since it was written last. Raises Conflict when a person has changed it too
+        is_asked   whether callers have, since it was written last
+
+        Raises StateConflict when a person has changed the text too.
         """
         kind = KINDS[row[0]]
         known = self.mirror.objects.get(name)
@@ -281,7 +283,7 @@ class Drafts:
                 message = (
                     f"ConfigMap {name} says something else by now; look at it, and ask again if it still has to be"
                 )
-                raise Conflict(message, code="conflict")
+                raise StateConflict(message, code="conflict")
             assert before is not None, "what is not asked for is in a record"
             mark = before.of
         elif is_asked and not self._is_owned(name, found):
@@ -289,7 +291,7 @@ class Drafts:
             mark = mark_of(new)
         status = self.said.get(name) or status + self._aside(name, found, text, is_new=new is not None)
         body = with_ours(found, kind, text=new, record=record(mark), status=status, rollout=rollout)
-        return Wish(name, body)
+        return DesiredObject(name, body)
 
     def _is_owned(self, name: str, found: Json) -> bool:
         """Whether somebody owns the text who would meet a conflict if it were written here: an upgrade would fail."""
@@ -303,11 +305,11 @@ class Drafts:
         owner = f"Helm release {release_of(found)}" if release_of(found) else "whoever applies it"
         return f"; set over REST, beside the text of {owner}: {', '.join(others)}" if others else ""
 
-    def _status(self, name: str) -> Wish | None:
+    def _status(self, name: str) -> DesiredObject | None:
         found, status = self.mirror.objects.get(name), self.said.get(name)
         if found is None or status is None or annotation(found, STATUS) == status:
             return None
-        return Wish(name, with_notes(found, {STATUS: status}))
+        return DesiredObject(name, with_notes(found, {STATUS: status}))
 
     def copies(self) -> list[Json]:
         """For a backup: what is put back must take nothing from a fleet."""
@@ -324,7 +326,7 @@ class Drafts:
             copies.append(self._copy("policy", "", text, PolicyRecord(mark_of(text), rules)))
         workers = {name: it for name, it in self.tables.workers.items() if it.state != "draining"}
         state = new_object(self.fleet, "state", self.tables.state_name("workers"))
-        return [*copies, {**state, "data": workers_made(Tables(self.fleet, workers=workers))}]
+        return [*copies, {**state, "data": workers_made(StoreTables(self.fleet, workers=workers))}]
 
     def _copy(self, table: str, key: str, text: str, record: Record) -> Json:
         """An object that somebody else owns is copied as they made it: put back, it takes no field from them."""
@@ -337,7 +339,7 @@ class Drafts:
         return with_ours(copy_of(found), kind, text=None, record=record, status=annotation(found, STATUS))
 
 
-def _status_of(adapter: Adapter) -> str:
+def _status_of(adapter: RegisteredAdapter) -> str:
     if adapter.is_deleting:
         return "deleting"
     if adapter.quarantine is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from lorafleet.kube.client import Json
-from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import (
     AdapterRecord,
     AliasRecord,
@@ -22,14 +22,14 @@ from orchestrator.configmaps.objects import (
 )
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import Adapter, Rules
-from orchestrator.store.backend import Change, Stored, Tombstone, WorkerIntent
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent
 
 SCHEMA = 1
 SHARDS = "0123456789abcdef"
 
 
-class Known(msgspec.Struct, frozen=True, array_like=True):
+class RememberedAdapter(msgspec.Struct, frozen=True, array_like=True):
     """What a shard remembers of an adapter, so that its deletion is noticed even if nobody was there to see it."""
 
     object_name: str
@@ -43,19 +43,19 @@ def shard_of(lora_id: str) -> str:
 
 
 @dataclass(slots=True)
-class Tables:
+class StoreTables:
     """Rows by table and key, and which object each adapter, alias and the policy stands in."""
 
     fleet: str
-    adapters: dict[str, Adapter] = field(default_factory=dict)
+    adapters: dict[str, RegisteredAdapter] = field(default_factory=dict)
     aliases: dict[str, Targets] = field(default_factory=dict)
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     workers: dict[str, WorkerIntent] = field(default_factory=dict)
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
-    policy: dict[str, Rules] = field(default_factory=dict)
+    policy: dict[str, PlacementPolicy] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     homes: dict[tuple[str, str], str] = field(default_factory=dict)
-    known: dict[str, Known] = field(default_factory=dict)
+    known: dict[str, RememberedAdapter] = field(default_factory=dict)
 
     def home(self, table: str, key: str) -> str:
         """The name of the object that it stands in, or would."""
@@ -66,7 +66,7 @@ class Tables:
         """Of an object of our own."""
         return f"{self.fleet}-{what}"
 
-    def apply(self, changes: Iterable[Change]) -> None:
+    def apply(self, changes: Iterable[StoreChange]) -> None:
         for change in changes:
             rows: dict[str, Any] = getattr(self, change.table)
             if change.value is None:
@@ -76,10 +76,10 @@ class Tables:
                 if change.table in ("adapters", "aliases", "policy"):
                     self.homes.setdefault((change.table, change.key), self.home(change.table, change.key))
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredIntent:
         """A copy. What is registered is not deleted, whatever a tombstone from before says."""
         adapters = dict(self.adapters)
-        return Stored(
+        return StoredIntent(
             adapters=adapters,
             aliases=dict(self.aliases),
             rollouts=dict(self.rollouts),
@@ -89,14 +89,14 @@ class Tables:
                 for lora_id, stone in self.tombstones.items()
                 if lora_id not in adapters or adapters[lora_id].is_deleting
             },
-            rules=self.policy.get("", Rules()),
+            rules=self.policy.get("", PlacementPolicy()),
             counters=dict(self.counters),
         )
 
 
-def read(mirror: Mirror, fleet: str) -> Tables:
+def read(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
     """What was accepted, as it stands in the objects. Raises StoreError."""
-    tables = Tables(fleet)
+    tables = StoreTables(fleet)
     for name in sorted(mirror.of_people(), key=lambda name: age_of(mirror.objects[name])):
         found, record = mirror.objects[name], mirror.record(name)
         row = row_of(record)
@@ -136,24 +136,24 @@ def counters_in(found: Json | None) -> dict[str, int]:
     return counters
 
 
-def known_in(found: Json | None) -> dict[str, Known]:
+def known_in(found: Json | None) -> dict[str, RememberedAdapter]:
     """Adapters that a shard remembers; nothing from a copy, which says what was there elsewhere, or once."""
     data: Mapping[str, str] = (found or {}).get("data") or {}
     if found is None or data.get("uid") != uid_of(found):
         return {}
-    known: dict[str, Known] = _json(data.get("known.json"), dict[str, Known])
+    known: dict[str, RememberedAdapter] = _json(data.get("known.json"), dict[str, RememberedAdapter])
     return known
 
 
-def counters_made(tables: Tables) -> dict[str, str]:
+def counters_made(tables: StoreTables) -> dict[str, str]:
     return {name: str(value) for name, value in {**tables.counters, "schema": SCHEMA}.items()}
 
 
-def workers_made(tables: Tables) -> dict[str, str]:
+def workers_made(tables: StoreTables) -> dict[str, str]:
     return {"workers.json": msgspec.json.encode(tables.workers).decode()}
 
 
-def shard_made(tables: Tables, shard: str, known: Json | None) -> dict[str, str]:
+def shard_made(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
     adapters = {lora_id: it for lora_id, it in sorted(tables.known.items()) if shard_of(lora_id) == shard}
     stones = {lora_id: tuple(it) for lora_id, it in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard}
     return {
@@ -163,7 +163,7 @@ def shard_made(tables: Tables, shard: str, known: Json | None) -> dict[str, str]
     }
 
 
-def _read_state(mirror: Mirror, tables: Tables) -> None:
+def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
     tables.counters = counters_in(mirror.objects.get(tables.state_name("counters")))
     workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
     tables.workers = _json(workers.get("workers.json"), dict[str, WorkerIntent])

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
-from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.events import Notices, reason_of
+from orchestrator.configmaps.backend import ConfigMapBackend
+from orchestrator.configmaps.events import KubeEvents, reason_of
 from orchestrator.configmaps.objects import STATUS, annotation
-from orchestrator.core.state import Adapter
+from orchestrator.core.state import RegisteredAdapter
 
 _FAILED = "failed: "
 
 
-class Verdicts:
+class FailureStatuses:
     """Compares what is known of adapters with what their objects say, after each pass.
 
     adapters   all that are registered
@@ -20,10 +20,10 @@ class Verdicts:
 
     def __init__(
         self,
-        backend: ConfigMaps,
-        notices: Notices,
+        backend: ConfigMapBackend,
+        notices: KubeEvents,
         *,
-        adapters: Callable[[], Mapping[str, Adapter]],
+        adapters: Callable[[], Mapping[str, RegisteredAdapter]],
         failed: Callable[[], Mapping[str, str]],
         is_ready: Callable[[str], bool],
     ) -> None:
@@ -63,7 +63,7 @@ class Verdicts:
                 self._told[lora_id] = said.removeprefix(_FAILED)
                 self._backend.say(self._backend.tables.home("adapters", lora_id), said)
 
-    def _tell(self, adapter: Adapter, why: str) -> None:
+    def _tell(self, adapter: RegisteredAdapter, why: str) -> None:
         name = self._backend.tables.home("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
         if found is None or self._backend.is_leaving(name):

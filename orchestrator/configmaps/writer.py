@@ -18,9 +18,9 @@ from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict as Collision
 from lorafleet.kube.errors import KubeError, KubeForbidden, KubeNotFound, KubeUnreachable
 from lorafleet.service.loops import backoff_s
-from orchestrator.configmaps.mirror import Mirror
+from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import lean, name_of
-from orchestrator.core.errors import OrchestratorError, StoreError, Unavailable
+from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ _BUSY = frozenset({429, 500, 502, 503, 504})
 _STARTING_S = 5.0
 
 
-class Key(NamedTuple):
+class WriteKey(NamedTuple):
     """Something that is written: a thing of the store, by what it is in there.
 
     order   what others rely on goes first: a deletion is written down before its object goes
@@ -49,15 +49,15 @@ class Key(NamedTuple):
         return self.table in ("adapters", "aliases", "policy", "status")
 
 
-class Make(Protocol):
+class RenderObject(Protocol):
     """What an object is to be."""
 
-    def __call__(self, key: Key) -> "Wish | None":
+    def __call__(self, key: WriteKey) -> "DesiredObject | None":
         """None: as it is. Raises OrchestratorError when it cannot be written as things are."""
         ...
 
 
-class Wish(NamedTuple):
+class DesiredObject(NamedTuple):
     """An object as it is to be; `body` None: the one with this uid is not to be there."""
 
     name: str
@@ -65,20 +65,20 @@ class Wish(NamedTuple):
     uid: str = ""
 
 
-class _Ticket:
+class _PendingWrite:
     """One write of these keys, which somebody may wait for. `errors`: of those that were not to be."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
+    def __init__(self, keys: Iterable[WriteKey]) -> None:
         self.keys = frozenset(keys)
         self.left = set(self.keys)
-        self.errors: dict[Key, OrchestratorError] = {}
+        self.errors: dict[WriteKey, OrchestratorError] = {}
         self.over = asyncio.Event()
 
-    def errors_about(self, keys: Collection[Key]) -> list[OrchestratorError]:
+    def errors_about(self, keys: Collection[WriteKey]) -> list[OrchestratorError]:
         """Of these, and of the deletions that were written with them."""
         return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
 
-    def settle(self, key: Key, error: OrchestratorError | None = None) -> None:
+    def settle(self, key: WriteKey, error: OrchestratorError | None = None) -> None:
         if error is not None:
             self.errors[key] = error
         self.left.discard(key)
@@ -86,7 +86,7 @@ class _Ticket:
             self.over.set()
 
 
-class Writer:
+class ObjectWriter:
     """Writes until `drop`.
 
     make        says what an object is to be
@@ -99,10 +99,10 @@ class Writer:
         kube: KubeClient,
         *,
         folder: str,
-        mirror: Mirror,
-        make: Make,
-        on_written: Callable[[Key], None],
-        on_refused: Callable[[Key, OrchestratorError], None],
+        mirror: ConfigMapMirror,
+        make: RenderObject,
+        on_written: Callable[[WriteKey], None],
+        on_refused: Callable[[WriteKey, OrchestratorError], None],
         give_up_s: float = 30.0,
         call_s: float = 5.0,
         rng: random.Random | None = None,
@@ -116,14 +116,14 @@ class Writer:
         self._give_up_s = give_up_s
         self._call_s = call_s
         self._rng = rng or random.Random()
-        self._dirty: dict[Key, list[_Ticket]] = {}
-        self._open: set[_Ticket] = set()
+        self._dirty: dict[WriteKey, list[_PendingWrite]] = {}
+        self._open: set[_PendingWrite] = set()
         self._work: asyncio.Task[None] | None = None
         self._gate = asyncio.Semaphore(AT_ONCE)
 
-    def mark(self, keys: Iterable[Key], *, is_promised: bool = True) -> None:
+    def mark(self, keys: Iterable[WriteKey], *, is_promised: bool = True) -> None:
         """These are to be written. `is_promised`: `saved` waits for them."""
-        ticket = _Ticket(keys)
+        ticket = _PendingWrite(keys)
         for key in ticket.left:
             self._dirty.setdefault(key, []).append(ticket)
         if is_promised and ticket.left:
@@ -131,11 +131,11 @@ class Writer:
         if self._dirty and self._work is None:
             self._work = asyncio.create_task(self._run())
 
-    def is_pending(self, key: Key) -> bool:
+    def is_pending(self, key: WriteKey) -> bool:
         """Whether it waits to be written, or is being written."""
         return any(key in ticket.left for ticket in self._open)
 
-    async def saved(self, keys: Collection[Key] | None = None) -> None:
+    async def saved(self, keys: Collection[WriteKey] | None = None) -> None:
         """Until all that is promised now of these (None: of any) is written.
 
         Raises OrchestratorError, of the first of them that was not.
@@ -158,7 +158,7 @@ class Writer:
             self._work.cancel()
             self._work = None
         self._dirty.clear()
-        error = Unavailable(
+        error = OrchestratorUnavailable(
             "this orchestrator does not lead any more; it may or may not be written", code="not_leading"
         )
         for ticket in list(self._open):
@@ -177,7 +177,7 @@ class Writer:
             if self._work is asyncio.current_task():
                 self._work = None
 
-    async def _settle(self, key: Key, tickets: list[_Ticket]) -> None:
+    async def _settle(self, key: WriteKey, tickets: list[_PendingWrite]) -> None:
         error: OrchestratorError | None = None
         try:
             async with self._gate, asyncio.timeout(self._give_up_s):
@@ -186,7 +186,7 @@ class Writer:
             error = exc
         except TimeoutError:
             message = f"{key.table} {key.name!r} not written: no answer from the API server in {self._give_up_s:g} s"
-            error = Unavailable(message, code="store_unreachable", retry_after_s=5.0)
+            error = OrchestratorUnavailable(message, code="store_unreachable", retry_after_s=5.0)
         except Exception as exc:
             log.exception("not written", table=key.table, name=key.name)
             error = StoreError(f"{key.table} {key.name!r} not written: {exc!r}")
@@ -200,14 +200,14 @@ class Writer:
             if ticket.over.is_set():
                 self._open.discard(ticket)
 
-    async def _write(self, key: Key) -> None:
+    async def _write(self, key: WriteKey) -> None:
         """Try until it stands or cannot. Raises OrchestratorError."""
         collisions = failures = 0
         doubtful: str | None = None
         now = asyncio.get_running_loop().time
         forbidden_at = math.inf
         while True:
-            wish: Wish | None = None
+            wish: DesiredObject | None = None
             try:
                 if doubtful is not None:
                     if await self.look(doubtful) is None:
@@ -238,7 +238,7 @@ class Writer:
             else:
                 return
 
-    async def _ask_for(self, wish: Wish) -> None:
+    async def _ask_for(self, wish: DesiredObject) -> None:
         known = self._mirror.objects.get(wish.name)
         path = f"{self._folder}/{wish.name}"
         if wish.body is None:

@@ -1,4 +1,4 @@
-"""What routers sent and ask for, kept in memory: usage reports in, one `Demand` snapshot out.
+"""What routers sent and ask for, kept in memory: usage reports in, one `DemandSnapshot` snapshot out.
 
 Reports are cumulative since the router's boot, so a lost one costs nothing, and one that comes twice or late is told by
 its `seq`. What a report adds is taken as spread evenly over the time since the last one, so that a router that was cut
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from orchestrator.core.state import Demand, Flow, Pair, Want
+from orchestrator.core.state import DemandSnapshot, Pair, TrafficFigures, WantedReplicas
 
 WINDOW_S = 60.0
 LIVE_S = 10.0
@@ -27,7 +27,7 @@ _FORGET_ROUTER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class AdapterUsage:
     """One adapter on one worker, as one router counts it since its boot; in_flight is now.
 
     work_s        seconds of engine work that the router charges for the requests: prefill and decode
@@ -49,7 +49,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class AdapterQueueing:
     """One adapter as one router counts it since its boot: held back for a load or for room, for how long, refused.
 
     waiting  requests that wait for room now, at workers that have the adapter
@@ -62,25 +62,25 @@ class Hold:
     waiting: int = 0
 
 
-_FLOWS = tuple(field.name for field in fields(Flow))
-_USED = tuple(name for name in _FLOWS if name in Use.__dataclass_fields__)
-_HELD = tuple(name for name in _FLOWS if name in Hold.__dataclass_fields__)
+_FLOWS = tuple(field.name for field in fields(TrafficFigures))
+_USED = tuple(name for name in _FLOWS if name in AdapterUsage.__dataclass_fields__)
+_HELD = tuple(name for name in _FLOWS if name in AdapterQueueing.__dataclass_fields__)
 _Source = tuple[str, str]
 """(engine_name, worker_id) of a use; ("", lora_id) of a hold"""
 
 
 @dataclass(slots=True)
-class Router:
+class RouterCounts:
     """A router's last word. `uses`: (engine_name, worker_id) -> Use."""
 
     boot_id: str
     seq: int
     revision_seen: int
     heard_at: float
-    uses: Mapping[tuple[str, str], Use]
+    uses: Mapping[tuple[str, str], AdapterUsage]
     waiting: Mapping[str, int] = field(default_factory=dict)
     """lora_id -> requests that wait for room"""
-    counted: dict[_Source, Use | Hold] = field(default_factory=dict)
+    counted: dict[_Source, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
     """The last count of all that was named since that boot: what a report omits must not be counted again later."""
     old_boots: list[str] = field(default_factory=list)
 
@@ -90,8 +90,8 @@ class Router:
 
 
 @dataclass(slots=True)
-class _Sum:
-    """One adapter's amounts, in the order of `Flow`'s fields: in all, and weighted as of `at`."""
+class _AdapterSums:
+    """One adapter's amounts, in the order of `TrafficFigures`'s fields: in all, and weighted as of `at`."""
 
     at: float
     total: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
@@ -101,8 +101,8 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Asked:
-    want: Want
+class _OpenWant:
+    want: WantedReplicas
     until: float
     last: float
 
@@ -112,9 +112,9 @@ class DemandBook:
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
-        self._routers: dict[str, Router] = {}
-        self._sums: dict[str, _Sum] = {}
-        self._wants: dict[str, _Asked] = {}
+        self._routers: dict[str, RouterCounts] = {}
+        self._sums: dict[str, _AdapterSums] = {}
+        self._wants: dict[str, _OpenWant] = {}
         self._turns: dict[str, float] = {}
         self._counts_since: float | None = None
 
@@ -124,10 +124,10 @@ class DemandBook:
         boot_id: str,
         seq: int,
         revision_seen: int,
-        uses: Iterable[Use],
+        uses: Iterable[AdapterUsage],
         now: float,
         *,
-        holds: Iterable[Hold] = (),
+        holds: Iterable[AdapterQueueing] = (),
     ) -> bool:
         """Take a router's cumulative counts; False for one already taken, or older than what was taken."""
         last = self._routers.get(router_id)
@@ -136,7 +136,7 @@ class DemandBook:
         is_same_boot = last is not None and boot_id == last.boot_id
         holds = tuple(holds)
         table = {(use.engine_name, use.worker_id): use for use in uses}
-        fresh: dict[_Source, Use | Hold] = {**table, **{("", hold.lora_id): hold for hold in holds}}
+        fresh: dict[_Source, AdapterUsage | AdapterQueueing] = {**table, **{("", hold.lora_id): hold for hold in holds}}
         counted = last.counted if last is not None and is_same_boot else {}
         # The first report after our own start counts from the router's boot: that is history, not a rate.
         if last is not None:
@@ -145,7 +145,7 @@ class DemandBook:
         elif self._counts_since is None:
             self._counts_since = now
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
-        self._routers[router_id] = Router(
+        self._routers[router_id] = RouterCounts(
             boot_id=boot_id,
             seq=seq,
             revision_seen=revision_seen,
@@ -157,14 +157,20 @@ class DemandBook:
         )
         return True
 
-    def _add(self, count: Use | Hold, before: Use | Hold | None, now: float, over_s: float) -> None:
-        names = _USED if isinstance(count, Use) else _HELD
+    def _add(
+        self,
+        count: AdapterUsage | AdapterQueueing,
+        before: AdapterUsage | AdapterQueueing | None,
+        now: float,
+        over_s: float,
+    ) -> None:
+        names = _USED if isinstance(count, AdapterUsage) else _HELD
         grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
         if not any(amount for _, amount in grown):
             return
         entry = self._sums.get(count.lora_id)
         if entry is None:
-            entry = self._sums[count.lora_id] = _Sum(now)
+            entry = self._sums[count.lora_id] = _AdapterSums(now)
         fade = math.exp(-(now - entry.at) / self.window_s)
         share = _share(over_s, self.window_s)
         entry.weighted = [amount * fade for amount in entry.weighted]
@@ -179,13 +185,13 @@ class DemandBook:
             elif name == "work_s":
                 entry.surge += amount * _share(over_s, SURGE * self.window_s)
 
-    def want(self, lora_id: str, want: Want, until: float) -> bool:
+    def want(self, lora_id: str, want: WantedReplicas, until: float) -> bool:
         """Remember that somebody asks, since now; True when that says more than was known."""
         asked = self._wants.get(lora_id)
         if asked is None:
-            self._wants[lora_id] = _Asked(want, until, want.since)
+            self._wants[lora_id] = _OpenWant(want, until, want.since)
             return True
-        joined = Want(
+        joined = WantedReplicas(
             replicas=max(want.replicas, asked.want.replicas),
             may_evict=want.may_evict or asked.want.may_evict,
             is_repair=want.is_repair and asked.want.is_repair,
@@ -194,10 +200,10 @@ class DemandBook:
             tenants=want.tenants | asked.want.tenants,
         )
         is_more = joined != asked.want
-        self._wants[lora_id] = _Asked(joined, max(until, asked.until), max(want.since, asked.last))
+        self._wants[lora_id] = _OpenWant(joined, max(until, asked.until), max(want.since, asked.last))
         return is_more
 
-    def wants(self, now: float) -> Mapping[str, Want]:
+    def wants(self, now: float) -> Mapping[str, WantedReplicas]:
         """What is asked for, and whether anybody still does."""
         return {
             lora_id: replace(asked.want, is_left=True) if now - asked.last > LEFT_S else asked.want
@@ -229,23 +235,23 @@ class DemandBook:
         """Requests a second."""
         return self.flow(lora_id, now).requests
 
-    def flow(self, lora_id: str, now: float) -> Flow:
+    def flow(self, lora_id: str, now: float) -> TrafficFigures:
         """Everything that is counted of an adapter, a second."""
         entry = self._sums.get(lora_id)
         if entry is None:
-            return Flow()
+            return TrafficFigures()
         scale = self._scale(now) * math.exp(-(now - entry.at) / self.window_s)
-        return Flow(*(amount * scale for amount in entry.weighted))
+        return TrafficFigures(*(amount * scale for amount in entry.weighted))
 
-    def total(self, lora_id: str) -> Flow:
+    def total(self, lora_id: str) -> TrafficFigures:
         """Everything that is counted of an adapter, in all since our own start; two of these make an exact share."""
         entry = self._sums.get(lora_id)
-        return Flow() if entry is None else Flow(*entry.total)
+        return TrafficFigures() if entry is None else TrafficFigures(*entry.total)
 
-    def live_routers(self, now: float) -> list[Router]:
+    def live_routers(self, now: float) -> list[RouterCounts]:
         return [router for router in self._routers.values() if now - router.heard_at < LIVE_S]
 
-    def snapshot(self, now: float) -> Demand:
+    def snapshot(self, now: float) -> DemandSnapshot:
         self._expire(now)
         in_use: set[Pair] = {
             (use.lora_id, use.worker_id)
@@ -265,7 +271,7 @@ class DemandBook:
             habits[lora_id] = entry.habit * math.exp(-(now - entry.at) / (HABIT * self.window_s))
             surges[lora_id] = entry.surge * math.exp(-(now - entry.at) / (SURGE * self.window_s))
             work[lora_id] = entry.weighted[work_s] * fade
-        return Demand(
+        return DemandSnapshot(
             rates=rates,
             work=work,
             habits=habits,

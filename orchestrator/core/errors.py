@@ -1,18 +1,18 @@
 """Every error the orchestrator raises on purpose.
 
 OrchestratorError
-├── OrchestratorRequestError the caller's: 4xx, nothing was changed
+├── OrchestratorRequestError the caller's mistake: 4xx, nothing was changed
 │   ├── NotFound             404
-│   ├── Conflict             409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
-│   ├── Stale                412: somebody else wrote in between (If-Match)
-│   ├── Unconditional        428: a whole replacement that does not say which version it replaces
-│   └── Expired              410: the event buffer no longer reaches back that far
-├── Unavailable              503: nobody is there who could answer now; with Retry-After
-├── Transient                a worker could not do it now; tried again after `retry_after_s`, perhaps elsewhere
-├── Permanent                the adapter's bytes or source are wrong, as a worker found them; kept as data
-├── LeaseLost                another orchestrator leads: nothing more may be done here
-├── LeaseUnreachable         the lease can be neither read nor written now; tried again at the next renewal
-└── StoreError               the store cannot be used; the process refuses to start, the file is left as it is
+│   ├── StateConflict        409: immutable, adapter_failed, name_taken, worker_id_taken, in_use, …
+│   ├── PreconditionFailed   412: another change came in between (If-Match)
+│   ├── PreconditionRequired 428: a whole replacement without the version that it replaces (If-Match)
+│   └── EventsExpired        410: the event buffer no longer reaches back that far
+├── OrchestratorUnavailable  503 with Retry-After: no worker, store or leader can answer now
+├── WorkerFailed             a worker failed for the moment; retried after `retry_after_s`, perhaps on another worker
+├── InvalidAdapter           a worker found the adapter's bytes or source wrong; kept as data until something changes
+├── LeaseLost                another orchestrator leads: this one must stop acting at once
+├── LeaseUnreachable         the lease can be neither read nor written now; retried at the next renewal
+└── StoreError               the store cannot be used; the process refuses to start and leaves the file unchanged
 """
 
 
@@ -38,27 +38,27 @@ class NotFound(OrchestratorRequestError):
     code = "adapter_not_found"
 
 
-class Conflict(OrchestratorRequestError):
+class StateConflict(OrchestratorRequestError):
     status = 409
     code = "conflict"
 
 
-class Stale(OrchestratorRequestError):
+class PreconditionFailed(OrchestratorRequestError):
     status = 412
     code = "precondition_failed"
 
 
-class Unconditional(OrchestratorRequestError):
+class PreconditionRequired(OrchestratorRequestError):
     status = 428
     code = "precondition_required"
 
 
-class Expired(OrchestratorRequestError):
+class EventsExpired(OrchestratorRequestError):
     status = 410
     code = "events_expired"
 
 
-class Unavailable(OrchestratorError):
+class OrchestratorUnavailable(OrchestratorError):
     status = 503
     code = "no_worker"
 
@@ -67,7 +67,7 @@ class Unavailable(OrchestratorError):
         self.retry_after_s = retry_after_s
 
 
-class Transient(OrchestratorError):
+class WorkerFailed(OrchestratorError):
     status = 503
     code = "worker_failed"
 
@@ -76,7 +76,7 @@ class Transient(OrchestratorError):
         self.retry_after_s = retry_after_s
 
 
-class Permanent(OrchestratorError):
+class InvalidAdapter(OrchestratorError):
     status = 422
     code = "adapter_refused"
 

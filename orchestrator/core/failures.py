@@ -5,7 +5,7 @@ from random import Random
 from typing import Literal
 
 from orchestrator.core.placement.context import is_same
-from orchestrator.core.state import Adapter, Failure, Observed, Pair
+from orchestrator.core.state import AdapterFailure, ObservedFleet, Pair, RegisteredAdapter
 
 ANYWHERE = ""
 """The worker_id of a failure that every worker shares: nobody has found good bytes at an adapter's source."""
@@ -18,7 +18,7 @@ _JITTER = 0.25
 """Expiries are up to this much shorter, so that what failed together is not tried again together."""
 
 
-def blamed(adapter: Adapter, observed: Observed, now: float) -> Literal["worker", "fleet", "adapter"]:
+def blamed(adapter: RegisteredAdapter, observed: ObservedFleet, now: float) -> Literal["worker", "fleet", "adapter"]:
     """Who is to blame that an engine has refused an adapter; the refusal is among the failures observed.
 
     One engine's word is not enough: it says the same of bytes that it cannot use and of memory that it has not got.
@@ -42,8 +42,8 @@ class FailureBook:
     """Failures by (lora_id, worker_id). One writer; `current` may be read at any time, expired ones included."""
 
     def __init__(self) -> None:
-        self.current: dict[Pair, Failure] = {}
-        self._of: dict[str, dict[Pair, Failure]] = {}
+        self.current: dict[Pair, AdapterFailure] = {}
+        self._of: dict[str, dict[Pair, AdapterFailure]] = {}
         self._streaks: dict[Pair, tuple[int, float]] = {}
 
     def add(
@@ -57,18 +57,18 @@ class FailureBook:
         now: float,
         rng: Random,
         least_s: float = 0.0,
-    ) -> Failure:
+    ) -> AdapterFailure:
         """It failed, perhaps again: each time in a row counts twice as long, from `first_s` up to `most_s`."""
         count, _ = self._streaks.get(pair, (0, 0.0))
         lasts_s = min(first_s * 2.0 ** min(count, 30), max(first_s, most_s))
         until = now + max(lasts_s * (1.0 - _JITTER * rng.random()), least_s)
         # The row is forgotten when the next failure comes later than the wait and as long again.
         self._streaks[pair] = (count + 1, until + lasts_s)
-        failure = Failure(until=until, code=code, message=message)
+        failure = AdapterFailure(until=until, code=code, message=message)
         self.put(pair, failure)
         return failure
 
-    def put(self, pair: Pair, failure: Failure) -> None:
+    def put(self, pair: Pair, failure: AdapterFailure) -> None:
         """This failure counts there, though nobody tried there."""
         self.current[pair] = self._of.setdefault(pair[0], {})[pair] = failure
 
@@ -95,7 +95,7 @@ class FailureBook:
         for pair in [pair for pair, (_, until) in self._streaks.items() if until <= now]:
             del self._streaks[pair]
 
-    def newest(self, lora_id: str, now: float) -> Failure | None:
+    def newest(self, lora_id: str, now: float) -> AdapterFailure | None:
         """Of this adapter, wherever: the one that counts longest."""
         failures = [failure for failure in self._of.get(lora_id, {}).values() if failure.until > now]
         return max(failures, key=lambda failure: failure.until, default=None)
@@ -104,7 +104,7 @@ class FailureBook:
         """On how many workers it counts as failed."""
         return sum(failure.until > now for failure in self._of.get(lora_id, {}).values())
 
-    def shared(self, lora_id: str, now: float) -> Failure | None:
+    def shared(self, lora_id: str, now: float) -> AdapterFailure | None:
         """The failure that every worker shares, while it counts."""
         failure = self.current.get((lora_id, ANYWHERE))
         return failure if failure is not None and failure.until > now else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class LeaseRecord:
     """The record. `beat` grows with every renewal, so that a renewal can be seen without a clock.
 
     holder       one process; a restarted one is another
@@ -23,7 +23,7 @@ class Hold:
     is_released: bool = False
 
 
-class Candidate:
+class LeaseCandidate:
     """What one process makes of the record. `now` is always its own monotonic clock.
 
     is_absence_new   whether a record that this process has never seen has never been: then it is free at once, else
@@ -33,8 +33,8 @@ class Candidate:
     def __init__(
         self, *, holder: str, url: str, duration_s: float, margin_s: float, is_absence_new: bool = True
     ) -> None:
-        self.mine = Hold(holder=holder, url=url, duration_s=duration_s)
-        self.seen: Hold | None = None
+        self.mine = LeaseRecord(holder=holder, url=url, duration_s=duration_s)
+        self.seen: LeaseRecord | None = None
         self._margin_s = margin_s
         self._is_absence_new = is_absence_new
         self._seen_at = 0.0
@@ -42,7 +42,7 @@ class Candidate:
         self._beat = -1  # the highest seen or written
         self._until: float | None = None
 
-    def look(self, found: Hold | None, now: float) -> None:
+    def look(self, found: LeaseRecord | None, now: float) -> None:
         """The record was read, before `now`."""
         if found != self.seen or not self._has_seen:
             # A process that has never seen one finds no lease: a first start. One that had seen it waits: the holder
@@ -54,7 +54,7 @@ class Candidate:
         if found is not None and found.holder != self.mine.holder:
             self._until = None
 
-    def wanted(self, now: float, *, is_holder_gone: bool) -> Hold | None:
+    def wanted(self, now: float, *, is_holder_gone: bool) -> LeaseRecord | None:
         """What to write in place of what was seen; None while somebody else holds the lease.
 
         is_holder_gone   that process certainly runs no more
@@ -76,7 +76,7 @@ class Candidate:
         is_over = now - self._seen_at >= lasts_s
         return is_over or (seen is not None and (seen.is_released or is_holder_gone))
 
-    def wrote(self, hold: Hold, asked_at: float) -> None:
+    def wrote(self, hold: LeaseRecord, asked_at: float) -> None:
         """It is written. `asked_at`: before the call, because the time that it took is not ours."""
         self.seen, self._has_seen, self._seen_at = hold, True, asked_at
         self._until = None if hold.is_released else asked_at + hold.duration_s - self._margin_s
@@ -98,7 +98,7 @@ class Candidate:
         other = self.other(now)
         return 0.0 if other is None else self._seen_at + other.duration_s - now
 
-    def other(self, now: float) -> Hold | None:
+    def other(self, now: float) -> LeaseRecord | None:
         """Who else holds the lease, as far as we know."""
         seen = self.seen
         if seen is None or seen.holder == self.mine.holder or seen.is_released:

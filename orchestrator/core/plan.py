@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.core.demand import Router
+from orchestrator.core.demand import RouterCounts
 from orchestrator.core.placement.warm_up import LOADS_AT_ONCE, WARMING
-from orchestrator.core.state import Desired, Observed, Pair, Rules, Worker
+from orchestrator.core.state import DesiredPlacement, ObservedFleet, ObservedWorker, Pair, PlacementPolicy
 
 Operation = Literal["inspect", "load", "drain", "unload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Action:
+class WorkerAction:
     """One step on one worker. A drain without a lora_id is the whole worker's.
 
     evict        the victim of a load: drained already, and unloaded by the agent because there is no slot left
@@ -32,7 +32,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
+class AdapterDrain:
     """An adapter that takes no new requests on a worker, since a catalog revision and until a deadline at most."""
 
     lora_id: str
@@ -44,7 +44,7 @@ class Drain:
     reason: str
 
 
-def is_drained(drain: Drain, routers: Iterable[Router], worker: Worker, now: float) -> bool:
+def is_drained(drain: AdapterDrain, routers: Iterable[RouterCounts], worker: ObservedWorker, now: float) -> bool:
     """Whether nothing is in flight there any more, or the deadline has passed.
 
     Every live router must have said so, knowing the catalog that forbids new requests. With no live router
@@ -61,7 +61,7 @@ def is_drained(drain: Drain, routers: Iterable[Router], worker: Worker, now: flo
     )
 
 
-def drains_wanted(desired: Desired) -> dict[Pair, str]:
+def drains_wanted(desired: DesiredPlacement) -> dict[Pair, str]:
     """(lora_id, worker_id) -> why it has to take no new requests there."""
     wanted = {(removal.lora_id, removal.worker_id): removal.reason for removal in desired.removals}
     for load in desired.loads:
@@ -71,19 +71,24 @@ def drains_wanted(desired: Desired) -> dict[Pair, str]:
 
 
 def diff(
-    desired: Desired, observed: Observed, drained: Mapping[Pair, bool], policy: Rules, inspects: int, now: float
-) -> list[Action]:
+    desired: DesiredPlacement,
+    observed: ObservedFleet,
+    drained: Mapping[Pair, bool],
+    policy: PlacementPolicy,
+    inspects: int,
+    now: float,
+) -> list[WorkerAction]:
     """What to do now, in order: within the budgets, and nothing that is under way already.
 
     drained    of everything that drains: whether it has finished
     inspects   how many more inspections may start
     """
     actions = [
-        Action(operation="inspect", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
+        WorkerAction(operation="inspect", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
         for step in desired.inspections[: max(0, inspects)]
     ]
     actions += [
-        Action(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
+        WorkerAction(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
         for (lora_id, worker_id), reason in drains_wanted(desired).items()
         if (lora_id, worker_id) not in drained
     ]
@@ -91,7 +96,9 @@ def diff(
     actions += _unloads(desired, observed, drained, policy, busy, now)
     actions += _loads(desired, observed, drained, policy, busy)
     actions += [
-        Action(operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move")
+        WorkerAction(
+            operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
+        )
         for worker_id in desired.leaving
         if not busy.get(worker_id)
     ]
@@ -99,14 +106,14 @@ def diff(
 
 
 def _unloads(
-    desired: Desired,
-    observed: Observed,
+    desired: DesiredPlacement,
+    observed: ObservedFleet,
     drained: Mapping[Pair, bool],
-    policy: Rules,
+    policy: PlacementPolicy,
     busy: dict[str, int],
     now: float,
-) -> list[Action]:
-    actions: list[Action] = []
+) -> list[WorkerAction]:
+    actions: list[WorkerAction] = []
     for step in desired.removals:
         is_failing = observed.failed(step.lora_id, step.worker_id, now) is not None
         if not drained.get((step.lora_id, step.worker_id)) or is_failing:
@@ -114,15 +121,19 @@ def _unloads(
         if busy.get(step.worker_id, 0) < policy.loads_per_worker:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             actions.append(
-                Action(operation="unload", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
+                WorkerAction(operation="unload", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
             )
     return actions
 
 
 def _loads(
-    desired: Desired, observed: Observed, drained: Mapping[Pair, bool], policy: Rules, busy: dict[str, int]
-) -> list[Action]:
-    actions: list[Action] = []
+    desired: DesiredPlacement,
+    observed: ObservedFleet,
+    drained: Mapping[Pair, bool],
+    policy: PlacementPolicy,
+    busy: dict[str, int],
+) -> list[WorkerAction]:
+    actions: list[WorkerAction] = []
     left = policy.loads_fleet_wide - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied for worker_id, worker in observed.workers.items()}
     for step in desired.loads:
@@ -138,7 +149,7 @@ def _loads(
             left -= 1
             free[step.worker_id] -= has_slot
             actions.append(
-                Action(
+                WorkerAction(
                     operation="load",
                     lora_id=step.lora_id,
                     worker_id=step.worker_id,

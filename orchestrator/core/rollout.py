@@ -33,7 +33,7 @@ _Z = 2.576
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class WeightStep:
     """The new targets' share of the alias (0 < weight <= 1), and for how long at least it stays.
 
     New targets that the alias points at already keep the share that they had where that is more.
@@ -44,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class RolloutGuard:
     """When the new version is worse; see above. `max_first_token_ratio`: None looks at errors alone."""
 
     max_error_rate_increase: float = 0.02
@@ -53,7 +53,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class RequestTally:
     """Requests that are over, those of them that failed, and the first-token times of those that were streamed."""
 
     requests: float = 0.0
@@ -61,8 +61,8 @@ class Tally:
     first_tokens: float = 0.0
     first_token_s: float = 0.0
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
+    def __add__(self, other: "RequestTally") -> "RequestTally":
+        return RequestTally(
             self.requests + other.requests,
             self.errors + other.errors,
             self.first_tokens + other.first_tokens,
@@ -96,8 +96,8 @@ class Rollout:
     alias: str
     before: Targets
     after: Targets
-    steps: tuple[Step, ...] = (Step(1.0, 0.0),)
-    guard: Guard | None = None
+    steps: tuple[WeightStep, ...] = (WeightStep(1.0, 0.0),)
+    guard: RolloutGuard | None = None
     place_s: float = 300.0
     began_at: float
     since: float
@@ -105,9 +105,9 @@ class Rollout:
     step: int = 0
     paused_at: float | None = None
     scale: int | None = None
-    old: Tally = Tally()
-    new: Tally = Tally()
-    baseline: Tally = Tally()
+    old: RequestTally = RequestTally()
+    new: RequestTally = RequestTally()
+    baseline: RequestTally = RequestTally()
     reason: str = ""
 
     @property
@@ -125,7 +125,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RolloutObservation:
     """What one look at the fleet found.
 
     ready      lora_id -> workers that serve it
@@ -143,13 +143,13 @@ class Seen:
     unusable: Mapping[str, str] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
-    old: Tally = Tally()
-    new: Tally = Tally()
+    old: RequestTally = RequestTally()
+    new: RequestTally = RequestTally()
 
 
-def with_last_step(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def with_last_step(steps: tuple[WeightStep, ...]) -> tuple[WeightStep, ...]:
     """Steps that end at 1: one that is left out follows the last, and lasts for no time."""
-    return steps if steps and steps[-1].weight >= 1 else (*steps, Step(1.0, 0.0))
+    return steps if steps and steps[-1].weight >= 1 else (*steps, WeightStep(1.0, 0.0))
 
 
 def targets_at(rollout: Rollout, step: int) -> Targets:
@@ -187,7 +187,7 @@ def floors(rollout: Rollout) -> dict[str, int]:
     return found
 
 
-def missing(rollout: Rollout, seen: Seen) -> dict[str, str]:
+def missing(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
     """lora_id -> what it still lacks before the alias may shift to this step."""
     had, needed = _shares(targets_at(rollout, rollout.step - 1)), floors(rollout)
     # Where nobody could use the old version either, there is nothing to break.
@@ -207,7 +207,7 @@ def missing(rollout: Rollout, seen: Seen) -> dict[str, str]:
     return lacks
 
 
-def worse(guard: Guard, old: Tally, new: Tally) -> str | None:
+def worse(guard: RolloutGuard, old: RequestTally, new: RequestTally) -> str | None:
     """Why the new version is worse, or None: it is not, or there are too few requests to tell."""
     least = max(guard.min_requests, _LEAST_REQUESTS)
     if new.requests >= least:
@@ -225,7 +225,7 @@ def worse(guard: Guard, old: Tally, new: Tally) -> str | None:
     return None
 
 
-def advance(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets | None]:
+def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
     """The rollout after one look, and what the alias shall point at from now on (None: as it does).
 
     At most one step of the way; to be called again while it changes something.
@@ -265,7 +265,7 @@ def as_json(rollout: Rollout) -> dict[str, Any]:
     return asdict(rollout)
 
 
-def _placed(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets | None]:
+def _placed(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
     lacks = missing(rollout, seen)
     if rollout.paused_at is not None:
         return rollout, None
@@ -278,14 +278,14 @@ def _placed(rollout: Rollout, seen: Seen, now: float) -> tuple[Rollout, Targets 
         rollout,
         phase="watching",
         since=now,
-        old=Tally(),
-        new=Tally(),
+        old=RequestTally(),
+        new=RequestTally(),
         baseline=rollout.baseline + rollout.old,
     )
     return shifted, targets_at(rollout, rollout.step)
 
 
-def _watched(rollout: Rollout, seen: Seen, now: float) -> Rollout:
+def _watched(rollout: Rollout, seen: RolloutObservation, now: float) -> Rollout:
     step = rollout.steps[rollout.step]
     if rollout.paused_at is not None or now - rollout.since < step.for_s:
         return rollout
@@ -298,7 +298,7 @@ def _watched(rollout: Rollout, seen: Seen, now: float) -> Rollout:
     return replace(rollout, phase="placing", step=rollout.step + 1, since=now, scale=scale)
 
 
-def _why_unusable(rollout: Rollout, seen: Seen) -> str | None:
+def _why_unusable(rollout: Rollout, seen: RolloutObservation) -> str | None:
     """Routers refuse what cannot be used before any engine sees it: no count of errors would ever tell."""
     for lora_id in _shares(rollout.after):
         if lora_id in seen.unusable:
@@ -321,7 +321,7 @@ def _back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | No
     return ended, rollout.before if has_shifted else None
 
 
-def _scale(rollout: Rollout, seen: Seen) -> int:
+def _scale(rollout: Rollout, seen: RolloutObservation) -> int:
     """Replicas that all sessions of the alias would need together, by what the old targets have for their shares.
 
     Not their sum: a target with a small share has one replica, too, and many sessions would have room there.
@@ -337,14 +337,14 @@ def _shares(targets: Targets) -> dict[str, float]:
     return {lora_id: weight / total for lora_id, weight in targets if weight > 0}
 
 
-def _is_more_than_chance(old: Tally, new: Tally) -> bool:
+def _is_more_than_chance(old: RequestTally, new: RequestTally) -> bool:
     low, _ = _wilson(new)
     _, high = _wilson(old)
     spread = sqrt((new.error_rate - low) ** 2 + (high - old.error_rate) ** 2)
     return new.error_rate - old.error_rate > spread
 
 
-def _wilson(tally: Tally) -> tuple[float, float]:
+def _wilson(tally: RequestTally) -> tuple[float, float]:
     """Bounds of an error rate; of no requests at all, that there are no errors."""
     n, p = tally.requests, tally.error_rate
     if n <= 0:

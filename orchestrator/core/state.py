@@ -16,7 +16,7 @@ OCCUPYING = frozenset({"loading", "ready", "draining"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class RegisteredAdapter:
     """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it.
 
     secret         name/key of the credentials for its source, which workers have in a file
@@ -52,7 +52,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class PlacementPolicy:
     """The global placement policy; the same fields as `wire.Policy`, where they are described."""
 
     loading: str = "lazy"
@@ -75,12 +75,12 @@ class Rules:
 class Intent:
     """All that was asked for over REST and is stored. `tombstones`: lora_id -> digest of adapters that were deleted."""
 
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     tombstones: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ReportedAdapter:
     """An adapter on a worker, as its agent reported it. `since`: when it became ready there."""
 
     lora_id: str
@@ -92,7 +92,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class ObservedWorker:
     """A worker as last reported. `slots`: how many adapters it can hold at all; `running`: requests in its engine.
 
     base_model    by its name in the fleet
@@ -107,7 +107,7 @@ class Worker:
     slots: int
     max_lora_rank: int
     refusal: str = ""
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, ReportedAdapter] = field(default_factory=dict)
     zone: str = ""
     node: str = ""
     running: int = 0
@@ -140,7 +140,7 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class AdapterFailure:
     """That an adapter failed on a worker, until when that counts, and why."""
 
     until: float
@@ -149,7 +149,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class StandingTarget:
     """A replica target above 1 that stands, and since when demand has asked for clearly less."""
 
     replicas: int
@@ -157,7 +157,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storm:
+class ChurnHistory:
     """Steps of late that no request waited for.
 
     named         those that the last pass named, so that one step is counted once however long it takes
@@ -171,24 +171,24 @@ class Storm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class PassMemory:
     """What one pass hands to the next, and all that does: losing it costs no more than some patience.
 
     scales   lora_id -> the target that stands
     moves    (lora_id, worker_id it leaves) -> worker_id it goes to
     """
 
-    scales: Mapping[str, Scale] = field(default_factory=dict)
+    scales: Mapping[str, StandingTarget] = field(default_factory=dict)
     moves: Mapping[Pair, str] = field(default_factory=dict)
-    storm: Storm = field(default_factory=Storm)
+    storm: ChurnHistory = field(default_factory=ChurnHistory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class ObservedFleet:
     """The fleet as reported, and what we know to be under way there."""
 
-    workers: Mapping[str, Worker] = field(default_factory=dict)
-    failures: Mapping[Pair, Failure] = field(default_factory=dict)
+    workers: Mapping[str, ObservedWorker] = field(default_factory=dict)
+    failures: Mapping[Pair, AdapterFailure] = field(default_factory=dict)
     busy: Mapping[str, int] = field(default_factory=dict)
     """worker_id -> loads and unloads that we have started there and not yet heard the end of"""
     inspecting: Mapping[str, str] = field(default_factory=dict)
@@ -198,10 +198,10 @@ class Observed:
     """named victims of loads that took the reserve, and what they made room for: they leave as soon as they drained"""
     evicting: frozenset[Pair] = frozenset()
     """named victims of loads that are on their way: each is gone when its load is there"""
-    memory: Memory = field(default_factory=Memory)
-    """what the last pass left in `Desired.memory`"""
+    memory: PassMemory = field(default_factory=PassMemory)
+    """what the last pass left in `DesiredPlacement.memory`"""
 
-    def failed(self, lora_id: str, worker_id: str, now: float) -> Failure | None:
+    def failed(self, lora_id: str, worker_id: str, now: float) -> AdapterFailure | None:
         """The failure that counts there now; one under the worker_id "" counts everywhere."""
         for where in (worker_id, ""):
             failure = self.failures.get((lora_id, where))
@@ -211,7 +211,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class WantedReplicas:
     """Somebody asks for an adapter that is not, or not often enough, there.
 
     may_evict   whether somebody else may be thrown out for it
@@ -235,7 +235,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class TrafficFigures:
     """What routers count of one adapter; a second, or in all.
 
     work_s   seconds of engine work for its requests; a second, this is how many workers it keeps busy
@@ -255,7 +255,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class DemandSnapshot:
     """What routers say they sent, and what they ask for.
 
     rates    lora_id -> requests a second
@@ -278,12 +278,12 @@ class Demand:
     backlog: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
-    wants: Mapping[str, Want] = field(default_factory=dict)
+    wants: Mapping[str, WantedReplicas] = field(default_factory=dict)
     turns: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PlannedLoad:
     """Put this adapter there; `evict` names the adapter that has to make room."""
 
     lora_id: str
@@ -293,7 +293,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
+class PlannedRemoval:
     """Take this adapter away from there: a tombstone, a finished move, or a load whose victim it is."""
 
     lora_id: str
@@ -302,7 +302,7 @@ class Removal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class PlannedInspection:
     """Have this worker fetch and verify an adapter whose digest and rank nobody knows yet."""
 
     lora_id: str
@@ -311,7 +311,7 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desired:
+class DesiredPlacement:
     """Where adapters should be, and the steps that lead there.
 
     replicas   lora_id -> workers where it is and stays, or will be
@@ -325,11 +325,11 @@ class Desired:
 
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     targets: Mapping[str, int] = field(default_factory=dict)
-    loads: tuple[Load, ...] = ()
-    removals: tuple[Removal, ...] = ()
-    inspections: tuple[Inspection, ...] = ()
+    loads: tuple[PlannedLoad, ...] = ()
+    removals: tuple[PlannedRemoval, ...] = ()
+    inspections: tuple[PlannedInspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)
     fits_nowhere: Mapping[str, str] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
     frozen: str | None = None
-    memory: Memory = field(default_factory=Memory)
+    memory: PassMemory = field(default_factory=PassMemory)

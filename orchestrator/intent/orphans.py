@@ -5,16 +5,16 @@ An orphan is what is left when a store was lost, put back from a backup, or exch
 
 from collections.abc import Iterable, Iterator
 
-from orchestrator.core.errors import Conflict, NotFound, OrchestratorError
-from orchestrator.core.state import OCCUPYING, Adapter
-from orchestrator.intent.registry import Registry
-from orchestrator.reconcile.worker_reports import Fleet
-from orchestrator.store.store import Store
+from orchestrator.core.errors import NotFound, OrchestratorError, StateConflict
+from orchestrator.core.state import OCCUPYING, RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.store.store import IntentStore
 from orchestrator.wire import AdoptRequest, BatchResult, OrphanItem, checked_lora_id
 from workers.wire import LoadedLora
 
 
-def is_orphan(lora: LoadedLora, store: Store) -> bool:
+def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
     """Whether it is there without being meant. What is being inspected may yet turn out to be it."""
     known = store.adapters.get(lora.lora_id)
     if known is not None:
@@ -22,7 +22,7 @@ def is_orphan(lora: LoadedLora, store: Store) -> bool:
     return store.tombstones.get(lora.lora_id) != lora.digest
 
 
-def orphans(fleet: Fleet, store: Store) -> list[OrphanItem]:
+def orphans(fleet: WorkerReports, store: IntentStore) -> list[OrphanItem]:
     """By lora_id and digest, each with all workers that hold it."""
     found: dict[tuple[str, str], list[tuple[str, LoadedLora]]] = {}
     for worker_id, entry in sorted(fleet.entries.items()):
@@ -36,7 +36,9 @@ def orphans(fleet: Fleet, store: Store) -> list[OrphanItem]:
     return [_item(copies, digests[lora_id], store) for (lora_id, _), copies in sorted(found.items())]
 
 
-def adopt(ask: AdoptRequest, fleet: Fleet, store: Store, registry: Registry, actor: str) -> list[BatchResult]:
+def adopt(
+    ask: AdoptRequest, fleet: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
+) -> list[BatchResult]:
     """Register them as they are, under their own names; nothing is loaded or unloaded. One result each."""
     there = orphans(fleet, store)
     wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
@@ -45,12 +47,12 @@ def adopt(ask: AdoptRequest, fleet: Fleet, store: Store, registry: Registry, act
     return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in there})]
 
 
-def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Registry, actor: str) -> BatchResult:
+def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
     try:
         if item.problem is not None:
-            raise Conflict(item.problem, code="not_adoptable")
+            raise StateConflict(item.problem, code="not_adoptable")
         registry.adopt(
-            Adapter(
+            RegisteredAdapter(
                 lora_id=item.lora_id,
                 source=item.source,
                 base_model=item.base_model,
@@ -73,7 +75,7 @@ def _missing(asked: Iterable[str], there: set[str]) -> Iterator[BatchResult]:
             yield BatchResult(lora_id=lora_id, status=error.status, code=error.code, error=str(error))
 
 
-def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: Store) -> OrphanItem:
+def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStore) -> OrphanItem:
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
         lora_id=lora.lora_id,
@@ -88,7 +90,7 @@ def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: Store) -> 
     )
 
 
-def _problem(lora: LoadedLora, versions: int, store: Store) -> str | None:
+def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
     """Why this cannot be registered as it is; None when it can."""
     known = store.adapters.get(lora.lora_id)
     if known is not None:

@@ -13,26 +13,32 @@ from typing import Any
 from pydantic import ValidationError
 
 from lorafleet.service.http import said_wrong
-from orchestrator.core.errors import Conflict, NotFound, OrchestratorRequestError, Stale, Unconditional
+from orchestrator.core.errors import (
+    NotFound,
+    OrchestratorRequestError,
+    PreconditionFailed,
+    PreconditionRequired,
+    StateConflict,
+)
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.core.state import Adapter, Rules
-from orchestrator.reconcile.rollouts import Rollouts
-from orchestrator.reconcile.worker_reports import Fleet
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
-from orchestrator.store.store import NOBODY, Store
+from orchestrator.store.store import NOBODY, IntentStore
 from orchestrator.wire import AdapterPatch, AdapterPolicy, AdapterSpec, AliasSpec, Policy, SecretRef, checked_lora_id
 
 _IMMUTABLE = ("source", "digest", "base_model")
 
 
-class Registry:
+class AdapterRegistry:
     """Intent as REST callers change it. `forget_failures`: told of an adapter that workers are asked for otherwise."""
 
     def __init__(
         self,
-        store: Store,
-        fleet: Fleet,
-        rollouts: Rollouts,
+        store: IntentStore,
+        fleet: WorkerReports,
+        rollouts: RolloutController,
         *,
         forget_failures: Callable[[str], None],
         wall: Callable[[], float] = time.time,
@@ -43,17 +49,17 @@ class Registry:
         self._forget_failures = forget_failures
         self._wall = wall
 
-    def adapter(self, lora_id: str) -> Adapter:
+    def adapter(self, lora_id: str) -> RegisteredAdapter:
         """Raises NotFound."""
         found = self._store.adapters.get(lora_id)
         if found is None:
             raise NotFound(f"adapter {lora_id!r} is not registered; POST /v1/adapters registers one", param="lora_id")
         return found
 
-    def check(self, spec: AdapterSpec) -> Adapter | None:
+    def check(self, spec: AdapterSpec) -> RegisteredAdapter | None:
         """What is registered and equal to this spec, else None.
 
-        Raises Conflict when it cannot be registered, RequestError for a source with credentials in it.
+        Raises StateConflict when it cannot be registered, OrchestratorRequestError for a source with credentials in it.
         """
         known = self._store.adapters.get(spec.lora_id)
         if known is None:
@@ -67,11 +73,11 @@ class Registry:
                 f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
                 f" PATCH /v1/adapters/{spec.lora_id} changes those"
             )
-            raise Conflict(message, code="already_registered", param="lora_id")
+            raise StateConflict(message, code="already_registered", param="lora_id")
         return known
 
-    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[Adapter, bool]:
-        """The adapter, and whether it is new. Raises Conflict."""
+    def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
+        """The adapter, and whether it is new. Raises StateConflict."""
         known = self.check(spec)
         if known is not None:
             return self._fill_in(known, spec), False
@@ -85,7 +91,7 @@ class Registry:
     def declare(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
         """Have it be as this says: registered if it is new, else changed where that may be.
 
-        Raises Conflict, RequestError.
+        Raises StateConflict, OrchestratorRequestError.
         """
         known = self._store.adapters.get(spec.lora_id)
         if known is None:
@@ -99,8 +105,8 @@ class Registry:
             self._fill_in(known, spec)
             self.patch(spec.lora_id, whole, actor)
 
-    def adopt(self, adapter: Adapter, actor: str = NOBODY) -> None:
-        """Register what a worker holds already, with all that its agent found. Raises Conflict."""
+    def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY) -> None:
+        """Register what a worker holds already, with all that its agent found. Raises StateConflict."""
         self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             self._store.put_adapter(adapter)
@@ -108,7 +114,7 @@ class Registry:
             body = {name: getattr(adapter, name) for name in kept}
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
-    def _fill_in(self, known: Adapter, spec: AdapterSpec) -> Adapter:
+    def _fill_in(self, known: RegisteredAdapter, spec: AdapterSpec) -> RegisteredAdapter:
         """Said now what was left open then; an inspection that finds something else will say so."""
         filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
         if filled != known:
@@ -116,8 +122,10 @@ class Registry:
             self._forget_failures(known.lora_id)
         return filled
 
-    def patch(self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None) -> Adapter:
-        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound, Stale."""
+    def patch(
+        self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None
+    ) -> RegisteredAdapter:
+        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound, PreconditionFailed."""
         before = adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         if patch.policy is not None:
@@ -140,7 +148,7 @@ class Registry:
     def delete(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
         """Mark it; it goes when no worker holds it any more.
 
-        Raises NotFound, Conflict while an alias points at it, Stale.
+        Raises NotFound, StateConflict while an alias points at it, PreconditionFailed.
         """
         adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
@@ -149,13 +157,13 @@ class Registry:
         names = sorted({*names, *(rollout.alias for rollout in going)})
         if names:
             message = f"{lora_id!r} is the target of alias {', '.join(map(repr, names))}; change or delete that first"
-            raise Conflict(message, code="in_use", param="lora_id")
+            raise StateConflict(message, code="in_use", param="lora_id")
         if not adapter.is_deleting:
             with self._store.together():
                 self._store.put_adapter(replace(adapter, is_deleting=True))
                 self._store.record("adapter_deleted", lora_id, {"digest": adapter.digest}, actor)
 
-    def unquarantine(self, lora_id: str, actor: str = NOBODY) -> Adapter:
+    def unquarantine(self, lora_id: str, actor: str = NOBODY) -> RegisteredAdapter:
         """Forget why it failed. What an agent once found of its bytes stays: those may not change."""
         before = self.adapter(lora_id)
         adapter = replace(before, quarantine=None)
@@ -166,15 +174,15 @@ class Registry:
         return adapter
 
     @staticmethod
-    def adapter_etag(adapter: Adapter) -> str:
+    def adapter_etag(adapter: RegisteredAdapter) -> str:
         """Of what callers may change of it; what agents find and report leaves it as it is."""
         return _etag([adapter.lora_id, adapter.source, adapter.tenants, adapter.secret, asdict_policy(adapter)])
 
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
         """Whether it is new; one that is there shifts when the targets are placed.
 
-        Raises Conflict for a taken name and while a rollout is under way, NotFound for a target that is not
-        registered, Stale.
+        Raises StateConflict for a taken name and while a rollout is under way, NotFound for a target that is not
+        registered, PreconditionFailed.
         """
         self.require_name(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
@@ -189,14 +197,14 @@ class Registry:
         return is_new
 
     def rollout_target(self, name: str, to: str) -> None:
-        """Raises NotFound for an alias or a target that is not there, Conflict for one that is being deleted."""
+        """Raises NotFound for an alias or a target that is not there, StateConflict for one that is being deleted."""
         self.alias(name)
         self._require_target(to, "to")
 
     def _require_target(self, lora_id: str, param: str) -> None:
         if self.adapter(lora_id).is_deleting:
             message = f"{lora_id!r} is being deleted and cannot be a target"
-            raise Conflict(message, code="adapter_deleting", param=param)
+            raise StateConflict(message, code="adapter_deleting", param=param)
 
     def alias_etag(self, name: str) -> str | None:
         """None while there is no such alias."""
@@ -212,7 +220,7 @@ class Registry:
         return found
 
     def drop_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Raises NotFound, Stale."""
+        """Raises NotFound, PreconditionFailed."""
         was = self.alias(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         with self._store.together():
@@ -236,7 +244,7 @@ class Registry:
         elif name in self._fleet.base_model_names():
             taken = "a base model that a worker serves"
         if taken is not None:
-            raise Conflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
+            raise StateConflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
 
     def policy_etag(self) -> str:
         return _etag(asdict(self._store.rules))
@@ -245,16 +253,19 @@ class Registry:
         return Policy.model_validate(asdict(self._store.rules))
 
     def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Raises Stale when the policy is no longer the one that the caller saw, Unconditional when it does not say."""
+        """Replace the whole policy.
+
+        Raises PreconditionFailed when `if_match` names another version, PreconditionRequired when it is None.
+        """
         if if_match is None:
-            raise Unconditional(
+            raise PreconditionRequired(
                 "PUT replaces the whole policy, so it needs If-Match with the ETag that GET /v1/policy answered"
                 " (or * for whatever is there); PATCH changes only what it names"
             )
         return self._replace_policy(policy, if_match, actor)
 
     def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Raises OrchestratorRequestError like `changed_policy`, Stale like `put_policy`."""
+        """Raises OrchestratorRequestError like `changed_policy`, PreconditionFailed like `put_policy`."""
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
@@ -263,7 +274,7 @@ class Registry:
             raise OrchestratorRequestError(
                 _BOUNDS.format(policy.min_replicas, policy.max_replicas), param="min_replicas"
             )
-        before, rules = self._store.rules, Rules(**policy.model_dump())
+        before, rules = self._store.rules, PlacementPolicy(**policy.model_dump())
         if rules != before:
             with self._store.together():
                 self._store.put_rules(rules)
@@ -297,15 +308,15 @@ def _require_no_secret(source: str) -> None:
         )
 
 
-def _require_same(known: Adapter, spec: AdapterSpec) -> None:
-    """Raises Conflict where what is registered cannot become this."""
+def _require_same(known: RegisteredAdapter, spec: AdapterSpec) -> None:
+    """Raises StateConflict where what is registered cannot become this."""
     if known.is_deleting:
         message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
-        raise Conflict(message, code="adapter_deleting", param="lora_id")
+        raise StateConflict(message, code="adapter_deleting", param="lora_id")
     for name in _IMMUTABLE:
         said, is_ = getattr(spec, name), getattr(known, name)
         if said is not None and is_ is not None and said != is_:
-            raise Conflict(
+            raise StateConflict(
                 f"{spec.lora_id!r} is registered with {name} {is_!r}, which cannot change to {said!r}: register"
                 f" a new version (such as {_next_version(spec.lora_id)!r}) and point an alias at it",
                 code="immutable",
@@ -316,9 +327,9 @@ def _require_same(known: Adapter, spec: AdapterSpec) -> None:
 _BOUNDS = "min_replicas {} is above max_replicas {}"
 
 
-def new_adapter(spec: AdapterSpec) -> Adapter:
+def new_adapter(spec: AdapterSpec) -> RegisteredAdapter:
     """The adapter that a spec describes; nothing of it is inspected yet."""
-    adapter = Adapter(
+    adapter = RegisteredAdapter(
         lora_id=spec.lora_id,
         source=spec.source,
         base_model=spec.base_model,
@@ -329,12 +340,12 @@ def new_adapter(spec: AdapterSpec) -> Adapter:
     return _with_policy(adapter, spec.policy)
 
 
-def policy_of(adapter: Adapter) -> AdapterPolicy:
+def policy_of(adapter: RegisteredAdapter) -> AdapterPolicy:
     """The wire's form of an adapter's own policy."""
     return AdapterPolicy.model_validate(asdict_policy(adapter))
 
 
-def changed_policy(rules: Rules, changes: dict[str, Any]) -> Policy:
+def changed_policy(rules: PlacementPolicy, changes: dict[str, Any]) -> Policy:
     """The global policy with these changes. Raises OrchestratorRequestError for a bad value or an unknown name."""
     if unknown := sorted(changes.keys() - Policy.model_fields.keys()):
         raise OrchestratorRequestError(
@@ -347,7 +358,7 @@ def changed_policy(rules: Rules, changes: dict[str, Any]) -> Policy:
         raise OrchestratorRequestError(said_wrong(exc.errors()), param=where) from exc
 
 
-def asdict_policy(adapter: Adapter) -> dict[str, Any]:
+def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
     """Its own policy by field."""
     return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
 
@@ -366,7 +377,9 @@ def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
     asked = {tag.strip().removeprefix("W/") for tag in if_match.split(",")}
     if etag is None or (etag not in asked and "*" not in asked):
         now = "does not exist" if etag is None else f"is {etag} now"
-        raise Stale(f"{what} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match")
+        raise PreconditionFailed(
+            f"{what} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match"
+        )
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
@@ -374,13 +387,13 @@ def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[An
     return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
 
 
-def _with_policy(adapter: Adapter, policy: AdapterPolicy) -> Adapter:
+def _with_policy(adapter: RegisteredAdapter, policy: AdapterPolicy) -> RegisteredAdapter:
     adapter = replace(adapter, **{name: getattr(policy, name) for name in AdapterPolicy.model_fields})
     _check_bounds(adapter, None)
     return adapter
 
 
-def _check_bounds(adapter: Adapter, rules: Rules | None) -> None:
+def _check_bounds(adapter: RegisteredAdapter, rules: PlacementPolicy | None) -> None:
     least = adapter.min_replicas if adapter.min_replicas is not None or rules is None else rules.min_replicas
     most = adapter.max_replicas if adapter.max_replicas is not None or rules is None else rules.max_replicas
     is_own = adapter.min_replicas is not None or adapter.max_replicas is not None
@@ -403,4 +416,6 @@ def _next_version(lora_id: str) -> str:
     return f"{lora_id}/v2"
 
 
-assert {f.name for f in fields(Rules)} == set(Policy.model_fields), "core and wire disagree on the policy's fields"
+assert {f.name for f in fields(PlacementPolicy)} == set(Policy.model_fields), (
+    "core and wire disagree on the policy's fields"
+)

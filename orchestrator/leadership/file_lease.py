@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator.core.errors import LeaseUnreachable
-from orchestrator.core.lease import Hold
+from orchestrator.core.lease import LeaseRecord
 from orchestrator.store.sqlite import no_space
 
 _TABLE = """
@@ -32,13 +32,13 @@ class Lease(Protocol):
     @property
     def is_absence_new(self) -> bool: ...
 
-    async def read(self) -> Hold | None: ...
+    async def read(self) -> LeaseRecord | None: ...
 
-    async def write(self, new: Hold, seen: Hold | None) -> bool:
+    async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         """Put `new` in place of exactly `seen`; False when something else is there by now."""
         ...
 
-    async def is_gone(self, hold: Hold) -> bool:
+    async def is_gone(self, hold: LeaseRecord) -> bool:
         """Whether its holder certainly runs no more. False where that cannot be known."""
         ...
 
@@ -75,13 +75,13 @@ class FileLease:
             os.close(self._lock)
             self._lock = None
 
-    async def read(self) -> Hold | None:
+    async def read(self) -> LeaseRecord | None:
         return await asyncio.to_thread(self._read)
 
-    async def write(self, new: Hold, seen: Hold | None) -> bool:
+    async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         return await asyncio.to_thread(self._write, new, seen)
 
-    async def is_gone(self, hold: Hold) -> bool:
+    async def is_gone(self, hold: LeaseRecord) -> bool:
         return await asyncio.to_thread(self._is_gone, hold)
 
     async def is_late_look_safe(self) -> bool:
@@ -95,11 +95,11 @@ class FileLease:
     def _sign_of_life(self, holder: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{holder}")
 
-    def _read(self) -> Hold | None:
+    def _read(self) -> LeaseRecord | None:
         with self._open() as db:
             return _found(db)
 
-    def _write(self, new: Hold, seen: Hold | None) -> bool:
+    def _write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         with self._open() as db:
             db.execute("BEGIN IMMEDIATE")
             if _found(db) != seen:
@@ -117,7 +117,7 @@ class FileLease:
             if path != self._alive and _is_unlocked(path):
                 path.unlink(missing_ok=True)
 
-    def _is_gone(self, hold: Hold) -> bool:
+    def _is_gone(self, hold: LeaseRecord) -> bool:
         return _is_unlocked(self._sign_of_life(hold.holder))
 
     @contextlib.contextmanager
@@ -136,12 +136,12 @@ class FileLease:
             raise LeaseUnreachable(f"lease {self._path}: {what}") from exc
 
 
-def _found(db: sqlite3.Connection) -> Hold | None:
+def _found(db: sqlite3.Connection) -> LeaseRecord | None:
     row = db.execute(f"SELECT {_FIELDS} FROM lease").fetchone()  # noqa: S608
     if row is None:
         return None
     holder, url, beat, duration_s, is_released = row
-    return Hold(holder=holder, url=url, beat=beat, duration_s=duration_s, is_released=bool(is_released))
+    return LeaseRecord(holder=holder, url=url, beat=beat, duration_s=duration_s, is_released=bool(is_released))
 
 
 def _is_unlocked(path: Path) -> bool:

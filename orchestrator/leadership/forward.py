@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.service.http import error_response
 from lorafleet.service.loops import watched
-from orchestrator.core.errors import OrchestratorError, Unavailable
-from orchestrator.core.lease import Hold
+from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
+from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 
@@ -34,11 +34,11 @@ _LOOK_EVERY_S = 0.2
 _LOOKS_WHEN_STOPPING = 10
 
 
-class _Stopping(Exception):
+class _ServiceStopping(Exception):
     """We are told to end, and the leader takes its time."""
 
 
-class Forwarder:
+class LeaderForwarding:
     """ASGI middleware in front of all routes.
 
     refresh      reads the store again, before a read is answered from it
@@ -94,10 +94,12 @@ class Forwarder:
         elif leader is not None and leader.url:
             try:
                 return await self._asked(leader, request)
-            except _Stopping:
+            except _ServiceStopping:
                 self._metrics.forwarded.labels("refused").inc()
                 why = "this orchestrator stops, and the one that leads has not answered yet; ask again"
-                return error_response(Unavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
+                return error_response(
+                    OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s)
+                )
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
                 self._metrics.forwarded.labels("unreachable").inc()
                 why = f"the orchestrator that leads, {leader.url}, does not answer ({exc!r})"
@@ -105,9 +107,9 @@ class Forwarder:
             self._metrics.forwarded.labels("answered_here").inc()
             return None
         self._metrics.forwarded.labels("refused").inc()
-        return error_response(Unavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
+        return error_response(OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
 
-    async def _asked(self, leader: Hold, request: Request) -> Response:
+    async def _asked(self, leader: LeaseRecord, request: Request) -> Response:
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES]
         upstream = self._client.build_request(
@@ -122,7 +124,7 @@ class Forwarder:
         kept = {k: v for k, v in answer.headers.items() if k not in _HOP_BY_HOP}
         return StreamingResponse(self._body(leader, answer), status_code=answer.status_code, headers=kept)
 
-    async def _while_it_leads(self, leader: Hold, sending: Awaitable[httpx.Response]) -> httpx.Response:
+    async def _while_it_leads(self, leader: LeaseRecord, sending: Awaitable[httpx.Response]) -> httpx.Response:
         """Its answer. Some calls wait for minutes, so what ends the wait is that it leads no longer: TimeoutError. Or
         that we end: _Stopping.
         """
@@ -132,17 +134,17 @@ class Forwarder:
             nonlocal looks_left
             looks_left -= self._is_stopping()
             if not looks_left:
-                raise _Stopping
+                raise _ServiceStopping
             if not self._leads(leader):
                 raise TimeoutError("it leads no longer")
 
         return await watched(sending, look, every_s=_LOOK_EVERY_S)
 
-    def _leads(self, leader: Hold) -> bool:
+    def _leads(self, leader: LeaseRecord) -> bool:
         now = self._leadership.other
         return now is not None and now.holder == leader.holder
 
-    async def _body(self, leader: Hold, answer: httpx.Response) -> AsyncIterator[bytes]:
+    async def _body(self, leader: LeaseRecord, answer: httpx.Response) -> AsyncIterator[bytes]:
         """As it comes; the connection to the leader ends with it, however that ends."""
         is_events = answer.headers.get("content-type", "").startswith("text/event-stream")
         pieces = answer.aiter_raw()
@@ -152,7 +154,7 @@ class Forwarder:
         finally:
             await answer.aclose()
 
-    async def _until_its_end(self, leader: Hold, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _until_its_end(self, leader: LeaseRecord, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Or ours, or that of its term: one that hangs says nothing of it."""
         coming = asyncio.ensure_future(anext(pieces, None))
         try:

@@ -17,7 +17,7 @@ from typing import Any
 from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict, KubeError, KubeNotFound
 from orchestrator.core.errors import LeaseUnreachable
-from orchestrator.core.lease import Hold
+from orchestrator.core.lease import LeaseRecord
 
 ANNOTATION = "lorafleet.io/hold"
 
@@ -41,7 +41,7 @@ class KubeLease:
         self._wall = wall
         self._known: Json | None = None
 
-    async def read(self) -> Hold | None:
+    async def read(self) -> LeaseRecord | None:
         try:
             self._known = await self._kube.get(f"{self._folder}/{self._name}", timeout_s=self._timeout_s)
         except KubeNotFound:
@@ -50,7 +50,7 @@ class KubeLease:
             raise self._unreachable(exc) from exc
         return None if self._known is None else hold_of(self._known)
 
-    async def write(self, new: Hold, seen: Hold | None) -> bool:
+    async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         """Made by POST where there was none, else put in place of the very version that was read."""
         known = self._known
         if (None if known is None else hold_of(known)) != seen:
@@ -67,7 +67,7 @@ class KubeLease:
             raise self._unreachable(exc) from exc
         return True
 
-    async def is_gone(self, hold: Hold) -> bool:  # noqa: ARG002  (the interface's)
+    async def is_gone(self, hold: LeaseRecord) -> bool:  # noqa: ARG002  (the interface's)
         """Never known: a pod that cannot be seen may still act."""
         return False
 
@@ -82,7 +82,7 @@ class KubeLease:
         return LeaseUnreachable(f"{self._what}: {exc}")
 
 
-def hold_of(lease: Json) -> Hold:
+def hold_of(lease: Json) -> LeaseRecord:
     """What a Lease says, whoever wrote it: without our annotation it has no url, and lasts as its spec says."""
     spec = lease.get("spec") or {}
     said: Any = {}
@@ -90,7 +90,7 @@ def hold_of(lease: Json) -> Hold:
         said = json.loads(((lease.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION, "{}"))
     said = said if isinstance(said, dict) else {}
     holder = str(spec.get("holderIdentity") or "")
-    return Hold(
+    return LeaseRecord(
         holder=holder,
         url=_text(said.get("url")),
         beat=int(_number(said.get("beat"), 0)),
@@ -99,7 +99,7 @@ def hold_of(lease: Json) -> Hold:
     )
 
 
-def with_hold(known: Json | None, hold: Hold, *, name: str, at: float) -> Json:
+def with_hold(known: Json | None, hold: LeaseRecord, *, name: str, at: float) -> Json:
     """The Lease to send: `known` with its resourceVersion and all that others keep in it, and this hold. `at`: Unix."""
     lease: Json = deepcopy(known) if known is not None else {"metadata": {"name": name}}
     spec: Json = lease.setdefault("spec", {})

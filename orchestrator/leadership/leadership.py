@@ -9,7 +9,7 @@ from random import Random
 import structlog
 
 from orchestrator.core.errors import LeaseLost, LeaseUnreachable, OrchestratorError
-from orchestrator.core.lease import Candidate, Hold
+from orchestrator.core.lease import LeaseCandidate, LeaseRecord
 from orchestrator.leadership.file_lease import Lease
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ class Leadership:
         self.on_begin: Callable[[], None] = _nothing
         self.on_end: Callable[[], None] = _nothing
         self._lease = lease
-        self._candidate = Candidate(
+        self._candidate = LeaseCandidate(
             holder=holder, url=url, duration_s=duration_s, margin_s=margin_s, is_absence_new=lease.is_absence_new
         )
         self._renew_s = renew_s
@@ -83,7 +83,7 @@ class Leadership:
                     await self._looked.wait()
 
     @property
-    def other(self) -> Hold | None:
+    def other(self) -> LeaseRecord | None:
         """Who leads, when we do not and somebody does."""
         return None if self.is_leading else self._candidate.other(self._clock())
 
@@ -199,7 +199,9 @@ class Leadership:
         if self._is_term:
             self._end("stopping")
         if held is not None and held.holder == self.holder:
-            gone = Hold(holder=held.holder, url="", beat=held.beat + 1, duration_s=held.duration_s, is_released=True)
+            gone = LeaseRecord(
+                holder=held.holder, url="", beat=held.beat + 1, duration_s=held.duration_s, is_released=True
+            )
             with contextlib.suppress(LeaseUnreachable):
                 await self._lease.write(gone, held)
         self._lease.close()

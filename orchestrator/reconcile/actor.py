@@ -12,20 +12,27 @@ from typing import Any
 import structlog
 
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.errors import Conflict, LeaseLost, Permanent, StoreError, Transient, Unavailable
+from orchestrator.core.errors import (
+    InvalidAdapter,
+    LeaseLost,
+    OrchestratorUnavailable,
+    StateConflict,
+    StoreError,
+    WorkerFailed,
+)
 from orchestrator.core.failures import ANYWHERE, ENGINES_NO, LONGEST_S, blamed
-from orchestrator.core.plan import Action, Drain
-from orchestrator.core.state import Adapter, Held
+from orchestrator.core.plan import AdapterDrain, WorkerAction
+from orchestrator.core.state import RegisteredAdapter, ReportedAdapter
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.agent_client import SOURCE_CODES, Agents
+from orchestrator.reconcile.agent_client import SOURCE_CODES, AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.in_flight import Underway
-from orchestrator.reconcile.queries import Reads
-from orchestrator.reconcile.tasks import Tasks
-from orchestrator.reconcile.worker_reports import Fleet
-from orchestrator.store.audit import Audit
+from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.queries import FleetQueries
+from orchestrator.reconcile.tasks import BackgroundTasks
+from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
-from orchestrator.store.store import Store
+from orchestrator.store.store import IntentStore
 from workers.wire import AvailableLora, DrainRequest, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
 log = structlog.get_logger()
@@ -39,28 +46,28 @@ _CHECK_S = 1.0  # an agent that takes longer to judge a source leaves that to th
 
 
 @dataclass(frozen=True, slots=True)
-class _Ending:
+class _ActionResult:
     outcome: str
     code: str
     error: str
 
 
-class Actor:
+class ActionRunner:
     """Starts actions and keeps the books of what is under way. `poke` asks for a pass."""
 
     def __init__(
         self,
         *,
         settings: OrchestratorSettings,
-        store: Store,
-        fleet: Fleet,
+        store: IntentStore,
+        fleet: WorkerReports,
         catalog: CatalogBook,
-        agents: Agents,
+        agents: AgentClient,
         metrics: OrchestratorMetrics,
-        underway: Underway,
-        reads: Reads,
-        tasks: Tasks,
-        audit: Audit,
+        underway: OperationsInProgress,
+        reads: FleetQueries,
+        tasks: BackgroundTasks,
+        audit: AuditLog,
         poke: Callable[[], None],
         claim: Callable[[str], Awaitable[None]],
         on_lease_lost: Callable[[str], None],
@@ -83,7 +90,7 @@ class Actor:
         self._poke = poke
         self._clock = clock
 
-    def start(self, action: Action) -> None:
+    def start(self, action: WorkerAction) -> None:
         """Begin an action. A drain is a mark in the catalog and done at once; the rest are calls to an agent."""
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         evict = action.evict or action.evict_after
@@ -111,37 +118,41 @@ class Actor:
             it.unloading.add((action.lora_id, action.worker_id))
             self._tasks.spawn(self._guarded(action, self._unload(action), settings.unload_timeout_s))
 
-    async def _guarded(self, action: Action, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
+    async def _guarded(self, action: WorkerAction, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
         """Run one action to its end or its deadline; whatever it raises becomes data, and the next pass is due."""
         began, who = self._clock(), self._audit.who(action.lora_id)
         asked = self._question(action)
-        end = _Ending("dropped", "", "")
+        end = _ActionResult("dropped", "", "")
         try:
             async with asyncio.timeout(deadline_s):
                 # What this follows from must not be forgotten once it is done.
                 await self._store.saved(_follows_from(action))
                 await self._claim(action.worker_id)
                 await work
-            end = _Ending("ok", "", "")
+            end = _ActionResult("ok", "", "")
             self._succeeded(action)
         except LeaseLost as exc:
-            end = _Ending("dropped", exc.code, str(exc))
+            end = _ActionResult("dropped", exc.code, str(exc))
             self._on_lease_lost(str(exc))
-        except (Conflict, StoreError, Unavailable) as exc:  # the store's: the next pass decides from what is there
-            end = _Ending("dropped", exc.code, str(exc))
-        except Permanent as exc:
-            end = _Ending("refused", exc.code, str(exc))
+        except (
+            StateConflict,
+            StoreError,
+            OrchestratorUnavailable,
+        ) as exc:  # the store's: the next pass decides from what is there
+            end = _ActionResult("dropped", exc.code, str(exc))
+        except InvalidAdapter as exc:
+            end = _ActionResult("refused", exc.code, str(exc))
             if self._question(action) == asked:  # else it is asked for otherwise by now, and nobody has refused that
                 with _as_far_as_written():
                     self._refused(action, exc)
-        except Transient as exc:
-            end = _Ending("failed", exc.code, str(exc))
+        except WorkerFailed as exc:
+            end = _ActionResult("failed", exc.code, str(exc))
             self._failed(action, exc.code, str(exc), exc.retry_after_s)
         except TimeoutError:
-            end = _Ending("timeout", "deadline", f"{action.operation} not done within {deadline_s} s")
+            end = _ActionResult("timeout", "deadline", f"{action.operation} not done within {deadline_s} s")
             self._failed(action, end.code, end.error, None)
         except Exception as exc:
-            end = _Ending("error", "internal_error", f"{action.operation}: {exc!r}")
+            end = _ActionResult("error", "internal_error", f"{action.operation}: {exc!r}")
             log.exception("action broke", operation=action.operation, lora_id=action.lora_id)
             self._failed(action, end.code, end.error, None)
         finally:
@@ -150,7 +161,7 @@ class Actor:
         self._reads.refresh_catalog()
         self._poke()
 
-    def _ended(self, action: Action, end: "_Ending", who: str, duration_s: float) -> None:
+    def _ended(self, action: WorkerAction, end: _ActionResult, who: str, duration_s: float) -> None:
         it = self._underway
         if action.operation == "inspect":
             it.inspecting.pop(action.lora_id, None)
@@ -170,13 +181,13 @@ class Actor:
                     action, who=who, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
                 )
 
-    def _succeeded(self, action: Action) -> None:
+    def _succeeded(self, action: WorkerAction) -> None:
         failures = self._underway.failures
         failures.succeeded((action.lora_id, action.worker_id))
         if action.operation != "unload":
             failures.succeeded((action.lora_id, ANYWHERE))  # somebody found good bytes, or an engine took them
 
-    def _failed(self, action: Action, code: str, message: str, retry_after_s: float | None) -> None:
+    def _failed(self, action: WorkerAction, code: str, message: str, retry_after_s: float | None) -> None:
         """It counts against this adapter on this worker, for longer each time in a row."""
         expiry_s = self._store.rules.failure_expiry_s
         # A worker that is starting again is a matter of moments, and somebody's request may be waiting for it.
@@ -194,7 +205,7 @@ class Actor:
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         self._catalog.emit(f"{action.operation}_failed", **where, message=f"{code}: {message}")
 
-    def _refused(self, action: Action, exc: Permanent) -> None:
+    def _refused(self, action: WorkerAction, exc: InvalidAdapter) -> None:
         """An agent says that source or bytes are wrong, or that its engine refuses bytes of the registered digest.
 
         The latter may be the adapter's fault for good: quarantine. All else is wrong with one worker's way to the
@@ -217,7 +228,7 @@ class Actor:
             self._failed(replace(action, worker_id=ANYWHERE), exc.code, str(exc), None)
             log.warning("adapter failed", lora_id=action.lora_id, code=exc.code, error=str(exc))
 
-    def _has_others_to_ask(self, action: Action, adapter: Adapter, code: str) -> bool:
+    def _has_others_to_ask(self, action: WorkerAction, adapter: RegisteredAdapter, code: str) -> bool:
         """Whether another worker might find good bytes where this one found none."""
         now, observed = self._clock(), self._reads.observe()
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
@@ -232,7 +243,7 @@ class Actor:
         observed = replace(observed, failures=self._underway.failures.current)
         return any(observed.failed(action.lora_id, worker.id, now) is None for worker in ready)
 
-    async def _inspect(self, action: Action) -> None:
+    async def _inspect(self, action: WorkerAction) -> None:
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
@@ -249,29 +260,29 @@ class Actor:
             )
             self._catalog.emit("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
 
-    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> Permanent | None:
+    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> InvalidAdapter | None:
         """Why none of these workers may fetch this source; None where one may, or does not say."""
         answers = await asyncio.gather(*(self._why_forbidden(source, worker_id) for worker_id in worker_ids))
         return answers[0] if answers and all(answers) else None
 
-    async def _why_forbidden(self, source: str, worker_id: str) -> Permanent | None:
+    async def _why_forbidden(self, source: str, worker_id: str) -> InvalidAdapter | None:
         try:
             await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
-        except Permanent as exc:
+        except InvalidAdapter as exc:
             return exc if exc.code in ("source_forbidden", "source_invalid") else None
-        except (Transient, LeaseLost):
+        except (WorkerFailed, LeaseLost):
             return None  # an agent of an older version, or one that is busy: the inspection will tell
         return None
 
-    async def inspect_only(self, adapter: Adapter, worker_id: str) -> Adapter:
-        """A dry run: what an agent says about bytes that nobody registered. Raises Permanent or Transient."""
+    async def inspect_only(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
+        """A dry run: what an agent says about bytes that nobody registered. Raises InvalidAdapter or WorkerFailed."""
         ask = _inspection_of(adapter)
         found = await self._agents.inspect(
             self._agent_url(worker_id), ask, key=secrets.token_hex(8), timeout_s=self._settings.inspect_timeout_s
         )
         return with_manifest(adapter, found)
 
-    async def _load(self, action: Action, adapter: Adapter) -> None:
+    async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
         began = self._clock()
         evicted = None if action.evict is None else self._held(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
@@ -299,7 +310,7 @@ class Actor:
             )
         self._catalog.emit("loaded", lora_id=action.lora_id, worker_id=action.worker_id)
 
-    async def _unload(self, action: Action) -> None:
+    async def _unload(self, action: WorkerAction) -> None:
         held, timeout_s = self._held(action.lora_id, action.worker_id), self._settings.unload_timeout_s
         ask = UnloadRequest(lora_id=action.lora_id, digest=held.digest or None)
         await self._agents.unload(self._agent_url(action.worker_id), ask, key=_key(action), timeout_s=timeout_s)
@@ -309,7 +320,7 @@ class Actor:
             self._metrics.evicted(action.lora_id, why)
         self._catalog.emit("unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason)
 
-    def _why_evicted(self, action: Action) -> str | None:
+    def _why_evicted(self, action: WorkerAction) -> str | None:
         """lru: made room for another; capacity: its worker is to be empty; ttl: nobody needs this copy any more."""
         if (action.lora_id, action.worker_id) in self._underway.owed:
             return "lru"
@@ -328,7 +339,7 @@ class Actor:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)
             await self._agents.undrain(url, key=secrets.token_hex(8), timeout_s=timeout_s)
-        except (Transient, Permanent) as exc:
+        except (WorkerFailed, InvalidAdapter) as exc:
             log.warning(
                 "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
             )
@@ -338,7 +349,7 @@ class Actor:
             self._catalog.emit("worker_undrained", worker_id=worker_id)
             self._poke()
 
-    async def _drain_worker(self, action: Action) -> None:
+    async def _drain_worker(self, action: WorkerAction) -> None:
         try:
             ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)
             # The agent answers when its engine is empty, or at that deadline.
@@ -346,7 +357,7 @@ class Actor:
             url = self._agent_url(action.worker_id)
             await self._claim(action.worker_id)
             await self._agents.drain(url, ask, key=_key(action), timeout_s=timeout_s)
-        except (Transient, Permanent) as exc:
+        except (WorkerFailed, InvalidAdapter) as exc:
             self._underway.leaving.discard(action.worker_id)  # the next pass asks again
             log.warning("worker not drained", worker_id=action.worker_id, error=str(exc))
         except LeaseLost as exc:
@@ -354,9 +365,9 @@ class Actor:
         else:
             self._catalog.emit("worker_draining", worker_id=action.worker_id)
 
-    def _mark_draining(self, action: Action) -> None:
+    def _mark_draining(self, action: WorkerAction) -> None:
         now, pair = self._clock(), (action.lora_id, action.worker_id)
-        mark = Drain(
+        mark = AdapterDrain(
             lora_id=action.lora_id,
             worker_id=action.worker_id,
             engine_name=self._held(action.lora_id, action.worker_id).engine_name,
@@ -371,23 +382,23 @@ class Actor:
         self._underway.drains[pair] = replace(mark, revision=self._catalog.revision)
         self._metrics.operations.labels("drain", "ok").inc()
 
-    def _question(self, action: Action) -> InspectRequest | None:
+    def _question(self, action: WorkerAction) -> InspectRequest | None:
         """What workers are asked about the adapter by now."""
         adapter = self._store.adapters.get(action.lora_id)
         return None if adapter is None else _inspection_of(adapter)
 
-    def _held(self, lora_id: str, worker_id: str) -> Held:
-        """The adapter there, as reported. Raises Transient when it went meanwhile."""
+    def _held(self, lora_id: str, worker_id: str) -> ReportedAdapter:
+        """The adapter there, as reported. Raises WorkerFailed when it went meanwhile."""
         worker = self._reads.observe().workers.get(worker_id)
         held = None if worker is None else worker.held.get(lora_id)
         if held is None:
-            raise Transient(f"{lora_id} is no longer on worker {worker_id}", code="not_loaded")
+            raise WorkerFailed(f"{lora_id} is no longer on worker {worker_id}", code="not_loaded")
         return held
 
     def _agent_url(self, worker_id: str) -> str:
         entry = self._fleet.entries.get(worker_id)
         if entry is None or not entry.report.agent_url:
-            raise Transient(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
+            raise WorkerFailed(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
         return entry.report.agent_url
 
 
@@ -396,11 +407,11 @@ def _as_far_as_written() -> Iterator[None]:
     """What has happened on the fleet has happened, whether the store takes a note of it or not."""
     try:
         yield
-    except (StoreError, Unavailable) as exc:
+    except (StoreError, OrchestratorUnavailable) as exc:
         log.warning("how an action ended is not written down", error=str(exc))
 
 
-def _inspection_of(adapter: Adapter) -> InspectRequest:
+def _inspection_of(adapter: RegisteredAdapter) -> InspectRequest:
     return InspectRequest(
         lora_id=adapter.lora_id,
         source=adapter.source,
@@ -413,13 +424,13 @@ def _inspection_of(adapter: Adapter) -> InspectRequest:
 _MANIFEST_FIELDS = ("digest", "rank", "base_model", "size_bytes", "pinned_source")
 
 
-def with_manifest(adapter: Adapter, found: AvailableLora) -> Adapter:
-    """The adapter with what an agent found. Raises Permanent when that contradicts what was said at registration."""
+def with_manifest(adapter: RegisteredAdapter, found: AvailableLora) -> RegisteredAdapter:
+    """The adapter with what an agent found. Raises InvalidAdapter when the registered digest is another."""
     if adapter.digest is not None and found.digest != adapter.digest:
         message = (
             f"{adapter.source} has digest {found.digest}, expected {adapter.digest}; bytes under a lora_id never change"
         )
-        raise Permanent(f"{message}: register the new ones under a new lora_id", code="digest_mismatch")
+        raise InvalidAdapter(f"{message}: register the new ones under a new lora_id", code="digest_mismatch")
     base_model = adapter.base_model or found.base_model
     return replace(
         adapter,
@@ -436,21 +447,21 @@ def _is_pin(found: str, source: str) -> bool:
     return found != source and found.startswith("hf://") and found.partition("@")[0] == source.partition("@")[0]
 
 
-def _check_loaded(lora: LoadedLora, adapter: Adapter) -> None:
+def _check_loaded(lora: LoadedLora, adapter: RegisteredAdapter) -> None:
     if lora.digest != adapter.digest:
         message = f"the worker loaded digest {lora.digest}, expected {adapter.digest}"
-        raise Permanent(message, code="digest_mismatch")
+        raise InvalidAdapter(message, code="digest_mismatch")
     if lora.state != "ready":
-        raise Transient(f"the worker answered state {lora.state!r} ({lora.error}), expected 'ready'")
+        raise WorkerFailed(f"the worker answered state {lora.state!r} ({lora.error}), expected 'ready'")
 
 
-def _follows_from(action: Action) -> list[Subject]:
+def _follows_from(action: WorkerAction) -> list[Subject]:
     """What has to be durable before it."""
     names = [name for name in (action.lora_id, action.evict, action.evict_after) if name]
     adapters: list[Subject] = [("adapters", name) for name in names]
     return [*adapters, *(("tombstones", name) for name in names), ("workers", ""), ("policy", "")]
 
 
-def _key(action: Action) -> str:
+def _key(action: WorkerAction) -> str:
     """One key an attempt: an agent that sees it twice may answer the second from the first."""
     return f"{action.operation}-{secrets.token_hex(8)}"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from lorafleet.service.own_key import OwnKey
-from orchestrator.core.errors import LeaseLost, Permanent, Transient
+from orchestrator.core.errors import InvalidAdapter, LeaseLost, WorkerFailed
 from workers.wire import (
     AvailableLora,
     ClaimRequest,
@@ -77,7 +77,7 @@ may have room for.
 """
 
 
-class Agents:
+class AgentClient:
     """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
 
     def __init__(self, client: httpx.AsyncClient, *, own: OwnKey, epoch: Callable[[], int]) -> None:
@@ -87,44 +87,44 @@ class Agents:
         self.own = own
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
-        """Raises Transient when the agent does not answer with its metadata."""
+        """Raises WorkerFailed when the agent does not answer with its metadata."""
         return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
     async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
-        """Have the agent refuse every older epoch from now on; its state after that. Raises Transient, LeaseLost."""
+        """Have the agent refuse every older epoch from now on; its state after that. Raises WorkerFailed, LeaseLost."""
         return _parsed(Metadata, await self._act(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s))
 
     async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
-        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
+        """Raises InvalidAdapter for what is wrong with source or bytes, WorkerFailed for everything else, LeaseLost."""
         return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
-        """Raises Permanent where the worker's settings forbid it, Transient where the agent does not say."""
+        """Raises InvalidAdapter where the worker's settings forbid it, WorkerFailed where the agent does not say."""
         await self._call("GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s)
 
     async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
-        """Raises Permanent for what is wrong with source or bytes, Transient for everything else, LeaseLost."""
+        """Raises InvalidAdapter for what is wrong with source or bytes, WorkerFailed for everything else, LeaseLost."""
         return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
-        """Done, also when the agent does not hold it (404). Raises Transient."""
+        """Done, also when the agent does not hold it (404). Raises WorkerFailed."""
         await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
-        """The whole worker. Raises Transient."""
+        """The whole worker. Raises WorkerFailed."""
         await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
 
     async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
-        """The whole worker, used again. Raises Transient, also for an agent that knows no such call."""
+        """The whole worker, used again. Raises WorkerFailed, also for an agent that knows no such call."""
         await self._act(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
-        """Names that the engine serves; None when it is up but will not say. Raises Transient when it is not up."""
+        """Names that the engine serves; None when it is up but will not say. Raises WorkerFailed when it is not up."""
         await self._call("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
         try:
             answer = await self._call("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
             return frozenset(str(item["id"]) for item in answer.json()["data"])
-        except (Transient, Permanent, ValueError, KeyError, TypeError):
+        except (WorkerFailed, InvalidAdapter, ValueError, KeyError, TypeError):
             return None
 
     async def _act(
@@ -158,13 +158,13 @@ class Agents:
         try:
             answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise Transient(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
+            raise WorkerFailed(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
         if answer.is_success or answer.status_code in also:
             return answer
         raise _refusal(method, url, answer)
 
 
-def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Permanent | LeaseLost:
+def _refusal(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:
         error = from_json(answer.content)["error"]  # stricter than Python's own: what it takes can be said again
@@ -174,12 +174,12 @@ def _refusal(method: str, url: str, answer: httpx.Response) -> Transient | Perma
     if code == "stale_epoch":
         return LeaseLost(message)
     if code in CONTENT_CODES or code in SOURCE_CODES:
-        return Permanent(message, code=code)
-    return Transient(message, code=code)
+        return InvalidAdapter(message, code=code)
+    return WorkerFailed(message, code=code)
 
 
 def _parsed(cls: type[M], answer: httpx.Response) -> M:
     try:
         return cls.model_validate_json(answer.content)
     except ValidationError as exc:
-        raise Transient(f"{answer.request.url}: not a {cls.__name__}: {exc}", code="worker_speaks_nonsense") from exc
+        raise WorkerFailed(f"{answer.request.url}: not a {cls.__name__}: {exc}", code="worker_speaks_nonsense") from exc

@@ -8,22 +8,22 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 
 from lorafleet.service.loops import ChangeSignal
-from orchestrator.core.errors import Expired
-from orchestrator.core.state import Adapter
-from orchestrator.store.store import Store
+from orchestrator.core.errors import EventsExpired
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.store.store import IntentStore
 from orchestrator.wire import AliasItem, AliasTarget, Catalog, CatalogAdapter, CatalogWorker, Draining, FleetEvent
 
 
 class CatalogBook:
     """The current catalog and the recent events. One writer: the event loop."""
 
-    def __init__(self, store: Store, *, wall: Callable[[], float], buffer: int) -> None:
+    def __init__(self, store: IntentStore, *, wall: Callable[[], float], buffer: int) -> None:
         self._store = store
         self._wall = wall
         self._events: deque[FleetEvent] = deque(maxlen=buffer)
         self._oldest = store.revision
         self._adapters: dict[str, CatalogAdapter] = {}
-        self._made_of: dict[str, tuple[Adapter, str, str | None]] = {}
+        self._made_of: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
         self._aliases: dict[str, AliasItem] = {}
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
@@ -128,9 +128,11 @@ class CatalogBook:
         return self._body
 
     def since(self, revision: int) -> list[FleetEvent]:
-        """Events after this revision; raises Expired when some of them are no longer, or were never, known here."""
+        """Events after this revision. Raises EventsExpired when the buffer does not hold all of them."""
         if not self._oldest <= revision <= self.revision:
-            raise Expired(f"events since {revision} are not kept (from {self._oldest} on they are): fetch /v1/catalog")
+            raise EventsExpired(
+                f"events since {revision} are not kept (from {self._oldest} on they are): fetch /v1/catalog"
+            )
         return [event for event in self._events if event.id > revision]
 
     async def follow(
@@ -141,7 +143,7 @@ class CatalogBook:
         while not is_stopping():
             try:
                 events = self.since(revision)
-            except Expired:
+            except EventsExpired:
                 return  # the reader was slower than the buffer; it comes back, and is told 410
             for event in events:
                 yield f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"

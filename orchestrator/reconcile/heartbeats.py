@@ -9,14 +9,14 @@ import structlog
 
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import LeaseLost, Transient
-from orchestrator.core.state import Want
-from orchestrator.reconcile.agent_client import Agents
-from orchestrator.reconcile.in_flight import Underway
-from orchestrator.reconcile.queries import Reads
-from orchestrator.reconcile.tasks import Tasks
-from orchestrator.reconcile.worker_reports import Change, Entry, Fleet
-from orchestrator.store.store import Store
+from orchestrator.core.errors import LeaseLost, WorkerFailed
+from orchestrator.core.state import WantedReplicas
+from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.queries import FleetQueries
+from orchestrator.reconcile.tasks import BackgroundTasks
+from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
+from orchestrator.store.store import IntentStore
 from workers.wire import Metadata
 
 log = structlog.get_logger()
@@ -25,20 +25,20 @@ MOST_AHEAD = 1 << 20
 """Terms that an agent may have obeyed and our store knows nothing of; one a second would take twelve days."""
 
 
-class Watcher:
+class HeartbeatMonitor:
     """Keeps the fleet's reports true. `poke` asks for a pass."""
 
     def __init__(
         self,
         *,
         settings: OrchestratorSettings,
-        store: Store,
-        fleet: Fleet,
+        store: IntentStore,
+        fleet: WorkerReports,
         demand: DemandBook,
-        agents: Agents,
-        underway: Underway,
-        reads: Reads,
-        tasks: Tasks,
+        agents: AgentClient,
+        underway: OperationsInProgress,
+        reads: FleetQueries,
+        tasks: BackgroundTasks,
         poke: Callable[[], None],
         is_leading: Callable[[], bool],
         on_lease_lost: Callable[[str], None],
@@ -80,7 +80,7 @@ class Watcher:
             self._on_lease_lost(message)
 
     async def claim(self, worker_id: str) -> None:
-        """Have the agent refuse every older leader, unless it does already. Raises Transient, LeaseLost."""
+        """Have the agent refuse every older leader, unless it does already. Raises WorkerFailed, LeaseLost."""
         entry, epoch = self._fleet.entries.get(worker_id), self._store.epoch
         if entry is None or entry.report.epoch >= epoch or self._claimed.get(worker_id) == epoch:
             return
@@ -91,7 +91,7 @@ class Watcher:
         except LeaseLost as exc:
             self._judge_refusal(worker_id, epoch, exc)
             raise
-        except Transient as exc:
+        except WorkerFailed as exc:
             if exc.code not in ("not_found", "method_not_allowed"):
                 raise
             # An agent of the version before: our first action there tells it the epoch.
@@ -102,14 +102,14 @@ class Watcher:
         self._claimed[worker_id] = epoch
 
     def _judge_refusal(self, worker_id: str, epoch: int, exc: LeaseLost) -> None:
-        """Raises Transient where it is this one agent's trouble: one that cannot be claimed must end no more terms.
+        """Raises WorkerFailed where it is this one agent's trouble: one that cannot be claimed must end no more terms.
 
         It refused us before, the lease was still ours then, and though we are above that epoch and above all that it
         reports, it refuses again. It is not acted on; that needs no other leader.
         """
         if self._is_leading() and self._refused.get(worker_id, epoch) < epoch:
             message = f"worker {worker_id} refuses epoch {epoch}, though it reports none above it; restart its agent"
-            raise Transient(f"{message}: {exc}", code="stale_epoch") from exc
+            raise WorkerFailed(f"{message}: {exc}", code="stale_epoch") from exc
         self._refused[worker_id] = epoch
 
     def claim_all(self) -> None:
@@ -122,7 +122,7 @@ class Watcher:
     async def _try_to_claim(self, worker_id: str) -> None:
         try:
             await self.claim(worker_id)
-        except Transient as exc:
+        except WorkerFailed as exc:
             log.info("worker not claimed yet", worker_id=worker_id, error=str(exc))
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
@@ -140,7 +140,7 @@ class Watcher:
         for worker_id in self._fleet.forget(self._settings.forget_after_s):
             log.info("worker forgotten", worker_id=worker_id)
 
-    def _take(self, worker_id: str, change: Change) -> None:
+    def _take(self, worker_id: str, change: ReportChange) -> None:
         """Adapters that went with an engine or a worker, and not by our doing, are wanted back."""
         now = self._clock()
         for lora_id in change.vanished:
@@ -149,7 +149,7 @@ class Watcher:
                 continue
             is_hot = self._demand.rate(lora_id, now) > 0
             there = len(self._reads.ready_on(lora_id))
-            want = Want(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
+            want = WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
             self._demand.want(lora_id, want, now + self._settings.wanted_for_s)
             log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
         if change.is_news:
@@ -184,7 +184,7 @@ class Watcher:
                 if task is not None:
                     task.cancel()
 
-    def _is_somebody_else(self, worker_id: str, entry: Entry, fresh: Metadata) -> None:
+    def _is_somebody_else(self, worker_id: str, entry: KnownWorker, fresh: Metadata) -> None:
         """Another worker has its agent's address and its engine's: a pod's address is used again, or a name changed."""
         if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
             return
@@ -196,12 +196,12 @@ class Watcher:
         self._take(worker_id, replace(change, vanished=()) if is_same_engine else change)
 
     async def _judge_by_its_engine(
-        self, worker_id: str, entry: Entry, engine: "asyncio.Task[frozenset[str] | None]"
+        self, worker_id: str, entry: KnownWorker, engine: "asyncio.Task[frozenset[str] | None]"
     ) -> None:
         """The agent does not answer. Is the engine gone, too?"""
         try:
             models = await engine
-        except Transient:
+        except WorkerFailed:
             if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
                 return
             change = self._fleet.nobody_answers(worker_id)
@@ -221,5 +221,5 @@ class Watcher:
 async def _unless_away(agent: "asyncio.Task[Metadata]") -> Metadata | None:
     try:
         return await agent
-    except Transient:
+    except WorkerFailed:
         return None

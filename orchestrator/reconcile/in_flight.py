@@ -7,12 +7,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from orchestrator.core.failures import FailureBook
-from orchestrator.core.plan import Drain
+from orchestrator.core.plan import AdapterDrain
 from orchestrator.core.state import Pair
 
 
 @dataclass(slots=True)
-class Underway:
+class OperationsInProgress:
     """One writer: the event loop.
 
     busy          worker_id -> loads and unloads on their way there
@@ -34,7 +34,7 @@ class Underway:
     leaving: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
     evicting: set[Pair] = field(default_factory=set)
-    drains: dict[Pair, Drain] = field(default_factory=dict)
+    drains: dict[Pair, AdapterDrain] = field(default_factory=dict)
     owed: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)
     load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))

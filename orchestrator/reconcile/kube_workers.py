@@ -14,9 +14,9 @@ import structlog
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.slices import DiscoveredWorker, by_own_name
 from lorafleet.service.loops import forever
-from orchestrator.core.errors import Transient
-from orchestrator.reconcile.agent_client import Agents
-from orchestrator.reconcile.worker_reports import Fleet
+from orchestrator.core.errors import WorkerFailed
+from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.worker_reports import WorkerReports
 from workers.wire import Metadata
 
 log = structlog.get_logger()
@@ -25,15 +25,15 @@ _AT_ONCE = 128
 """Workers asked at the same time. A guess: a fleet of 1,000 that answers is met within a second or two."""
 
 
-class Finder:
+class KubeWorkerFinder:
     """Tells the fleet what slices say, and asks whoever has not been heard there. `poke` asks for a pass."""
 
     def __init__(
         self,
         slices: SliceWatch,
         *,
-        fleet: Fleet,
-        agents: Agents,
+        fleet: WorkerReports,
+        agents: AgentClient,
         hear: Callable[[Metadata], object],
         poke: Callable[[], object],
         timeout_s: float,
@@ -92,7 +92,7 @@ class Finder:
         async with self._free:
             try:
                 report = await self._agents.metadata(worker.agent_url, timeout_s=self._timeout_s)
-            except Transient:
+            except WorkerFailed:
                 return  # it has not started yet, or not ended; asked again for as long as it is named
         if report.instance_id != worker.id:
             self._called[worker.id, worker.agent_url] = report.instance_id

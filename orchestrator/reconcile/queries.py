@@ -5,38 +5,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.core.state import Adapter, Desired, Load, Observed
+from orchestrator.core.state import DesiredPlacement, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.in_flight import Underway
-from orchestrator.reconcile.worker_reports import Entry, Fleet, answering, state_of
-from orchestrator.store.store import Store
+from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, answering, state_of
+from orchestrator.store.store import IntentStore
 from orchestrator.wire import CatalogWorker, Draining
 from workers.wire import LoadedLora
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LastPass:
     """What the last pass saw and decided. `warming`: what each worker that is not ready yet lacks of its share."""
 
-    observed: Observed
-    desired: Desired
-    warming: Mapping[str, Sequence[Load]] = field(default_factory=dict)
+    observed: ObservedFleet
+    desired: DesiredPlacement
+    warming: Mapping[str, Sequence[PlannedLoad]] = field(default_factory=dict)
 
 
-class Reads:
+class FleetQueries:
     """Answers from what is stored, reported and under way; changes nothing but the catalog."""
 
     def __init__(
-        self, *, store: Store, fleet: Fleet, catalog: CatalogBook, underway: Underway, clock: Callable[[], float]
+        self,
+        *,
+        store: IntentStore,
+        fleet: WorkerReports,
+        catalog: CatalogBook,
+        underway: OperationsInProgress,
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._fleet = fleet
         self._catalog = catalog
         self._underway = underway
         self._clock = clock
-        self.view = View(Observed(), Desired())
+        self.view = LastPass(ObservedFleet(), DesiredPlacement())
 
-    def observe(self) -> Observed:
+    def observe(self) -> ObservedFleet:
         """The fleet now, with what we have under way in it."""
         it = self._underway
         seen = self._fleet.snapshot(
@@ -142,7 +148,7 @@ class Reads:
             for lora_id, adapter in store.adapters.items()
         )
 
-    def state_of(self, adapter: Adapter, ready: Mapping[str, Sequence[str]]) -> str:
+    def state_of(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
         """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
         it, lora_id = self._underway, adapter.lora_id
         is_loading = any(name == lora_id for name, _ in it.loading)
@@ -169,7 +175,7 @@ class Reads:
         )
         self._catalog.refresh(self.states(), workers, draining)
 
-    def _told_of(self, worker_id: str, entry: Entry) -> str:
+    def _told_of(self, worker_id: str, entry: KnownWorker) -> str:
         """A worker's state for routers: one that is asked to drain serves on until what it has is elsewhere."""
         state = state_of(entry, self._store.workers.get(worker_id))
         is_going = worker_id in self._underway.leaving or entry.report.state == "draining" or entry.is_terminating
@@ -181,7 +187,7 @@ class Reads:
         return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")
 
 
-def _state(adapter: Adapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool) -> str:
+def _state(adapter: RegisteredAdapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool) -> str:
     if adapter.is_deleting:
         return "deleting"
     if is_failed:

@@ -17,26 +17,34 @@ import structlog
 
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import Permanent
+from orchestrator.core.errors import InvalidAdapter
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.pools import QueueBook
+from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_shares
-from orchestrator.core.plan import Action, diff, drains_wanted, is_drained
-from orchestrator.core.state import Adapter, Desired, Failure, Load, Observed, Pair, Want
+from orchestrator.core.plan import WorkerAction, diff, drains_wanted, is_drained
+from orchestrator.core.state import (
+    AdapterFailure,
+    DesiredPlacement,
+    ObservedFleet,
+    Pair,
+    PlannedLoad,
+    RegisteredAdapter,
+    WantedReplicas,
+)
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.reconcile.actor import Actor
-from orchestrator.reconcile.agent_client import Agents
+from orchestrator.reconcile.actor import ActionRunner
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.heartbeats import Watcher
-from orchestrator.reconcile.in_flight import Underway
-from orchestrator.reconcile.queries import Reads, View
-from orchestrator.reconcile.rollouts import Rollouts
-from orchestrator.reconcile.tasks import Tasks
-from orchestrator.reconcile.worker_reports import Fleet, is_warming
-from orchestrator.store.audit import Audit
+from orchestrator.reconcile.heartbeats import HeartbeatMonitor
+from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.queries import FleetQueries, LastPass
+from orchestrator.reconcile.rollouts import RolloutController
+from orchestrator.reconcile.tasks import BackgroundTasks
+from orchestrator.reconcile.worker_reports import WorkerReports, is_warming
+from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
-from orchestrator.store.store import NOBODY, Store
+from orchestrator.store.store import NOBODY, IntentStore
 from workers.wire import Metadata
 
 log = structlog.get_logger()
@@ -54,11 +62,11 @@ class Reconciler:
         self,
         *,
         settings: OrchestratorSettings,
-        store: Store,
-        fleet: Fleet,
+        store: IntentStore,
+        fleet: WorkerReports,
         demand: DemandBook,
         catalog: CatalogBook,
-        agents: Agents,
+        agents: AgentClient,
         metrics: OrchestratorMetrics,
         leadership: Leadership,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +77,7 @@ class Reconciler:
         self.store = store
         self.fleet = fleet
         self.demand = demand
-        self.queues = QueueBook()
+        self.queues = RouterQueues()
         self.catalog = catalog
         self._metrics = metrics
         self._clock = clock
@@ -77,11 +85,11 @@ class Reconciler:
         self._leadership = leadership
         self._started_at = self._term_began_at = clock()
         self._due = asyncio.Event()
-        self._tasks = Tasks()
-        self._audit = Audit(store)
-        self._underway = underway = Underway()
-        self._reads = reads = Reads(store=store, fleet=fleet, catalog=catalog, underway=underway, clock=clock)
-        self.rollouts = Rollouts(
+        self._tasks = BackgroundTasks()
+        self._audit = AuditLog(store)
+        self._underway = underway = OperationsInProgress()
+        self._reads = reads = FleetQueries(store=store, fleet=fleet, catalog=catalog, underway=underway, clock=clock)
+        self.rollouts = RolloutController(
             store=store,
             demand=demand,
             catalog=catalog,
@@ -90,7 +98,7 @@ class Reconciler:
             clock=clock,
             wall=wall,
         )
-        self._watcher = Watcher(
+        self._watcher = HeartbeatMonitor(
             settings=settings,
             store=store,
             fleet=fleet,
@@ -104,7 +112,7 @@ class Reconciler:
             on_lease_lost=leadership.doubt,
             clock=clock,
         )
-        self._actor = Actor(
+        self._actor = ActionRunner(
             settings=settings,
             store=store,
             fleet=fleet,
@@ -204,7 +212,7 @@ class Reconciler:
         """Somebody needs so many replicas of this adapter; a pass is due if that is news. `tenants`: as in Want."""
         self.asked(lora_id, by)
         now = self._clock()
-        want = Want(replicas=replicas, since=now, tenants=frozenset(tenants))
+        want = WantedReplicas(replicas=replicas, since=now, tenants=frozenset(tenants))
         if self.demand.want(lora_id, want, now + self.settings.wanted_for_s):
             self.poke()
 
@@ -256,7 +264,7 @@ class Reconciler:
 
     # -- one pass ---------------------------------------------------------------------------------------------
 
-    def run_pass(self) -> list[Action]:
+    def run_pass(self) -> list[WorkerAction]:
         """Observe, place, diff, act. Returns what was started. Safe to repeat, to miss, and to interrupt."""
         began = time.perf_counter()
         self._watcher.probe_the_silent()
@@ -267,7 +275,7 @@ class Reconciler:
         desired, observed, actions, warming = self._decide()
         if desired.frozen is not None and self._reads.view.desired.frozen is None:
             log.warning("moves frozen", reason=desired.frozen)
-        self._reads.view = View(observed, desired, warming)
+        self._reads.view = LastPass(observed, desired, warming)
         self._end_drains(desired)
         for action in actions:
             self._actor.start(action)
@@ -279,16 +287,18 @@ class Reconciler:
         self._metrics.pass_seconds.observe(time.perf_counter() - began)
         return actions
 
-    def plan(self) -> tuple[Desired, list[Action]]:
+    def plan(self) -> tuple[DesiredPlacement, list[WorkerAction]]:
         """What a pass would decide now; starts nothing."""
         desired, _, actions, _ = self._decide()
         return desired, actions
 
-    def _decide(self) -> tuple[Desired, Observed, list[Action], Mapping[str, tuple[Load, ...]]]:
+    def _decide(
+        self,
+    ) -> tuple[DesiredPlacement, ObservedFleet, list[WorkerAction], Mapping[str, tuple[PlannedLoad, ...]]]:
         now = self._clock()
         observed = self.observe()
         if not self._may_decide:
-            return Desired(), observed, [], {}
+            return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
         intent, demand = self.rollouts.held(self.store.intent), self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
@@ -302,7 +312,7 @@ class Reconciler:
         actions = diff(steps, observed, self._drained(observed), self.store.rules, inspects, now)
         return desired, observed, actions, warming
 
-    def _drained(self, observed: Observed) -> dict[Pair, bool]:
+    def _drained(self, observed: ObservedFleet) -> dict[Pair, bool]:
         now, routers = self._clock(), self.demand.live_routers(self._clock())
         return {
             pair: pair not in self._underway.unloading and (worker is None or is_drained(drain, routers, worker, now))
@@ -350,7 +360,7 @@ class Reconciler:
                 self._audit.served(adapter.lora_id)
                 log.info("adapter deleted", lora_id=adapter.lora_id)
 
-    def _end_drains(self, desired: Desired) -> None:
+    def _end_drains(self, desired: DesiredPlacement) -> None:
         """A mark that no pass asks for any more is lifted, unless an action that relies on it is under way."""
         if not self._may_decide:
             return
@@ -380,12 +390,12 @@ class Reconciler:
         return self._leadership.leader_url
 
     @property
-    def view(self) -> View:
+    def view(self) -> LastPass:
         """What the last pass saw and decided."""
         return self._reads.view
 
     @property
-    def failures(self) -> Mapping[Pair, Failure]:
+    def failures(self) -> Mapping[Pair, AdapterFailure]:
         return self._underway.failures.current
 
     def hear(self, report: Metadata) -> None:
@@ -403,16 +413,16 @@ class Reconciler:
         """Requests that routers have at that worker's engine."""
         return self.queues.in_flight(worker_id, self._clock())
 
-    def observe(self) -> Observed:
+    def observe(self) -> ObservedFleet:
         """The fleet now, with what we have under way in it."""
         return self._reads.observe()
 
-    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> Permanent | None:
+    async def why_forbidden(self, source: str, worker_ids: Sequence[str]) -> InvalidAdapter | None:
         """Why none of these workers may fetch this source; None where one may, or does not say."""
         return await self._actor.why_forbidden(source, worker_ids)
 
-    async def inspect_only(self, adapter: Adapter, worker_id: str) -> Adapter:
-        """A dry run: what an agent says about bytes that nobody registered. Raises Permanent or Transient."""
+    async def inspect_only(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
+        """A dry run: what an agent says about bytes that nobody registered. Raises InvalidAdapter or WorkerFailed."""
         return await self._actor.inspect_only(adapter, worker_id)
 
     def undrained(self, worker_id: str) -> None:
@@ -461,7 +471,7 @@ class Reconciler:
         """lora_id -> (adapter state, error), for all registered adapters at once."""
         return self._reads.states()
 
-    def state_of(self, adapter: Adapter, ready: Mapping[str, Sequence[str]]) -> str:
+    def state_of(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
         """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
         return self._reads.state_of(adapter, ready)
 

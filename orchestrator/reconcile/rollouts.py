@@ -7,14 +7,14 @@ from dataclasses import replace
 import structlog
 
 from orchestrator.core.demand import DemandBook
-from orchestrator.core.errors import Conflict, NotFound, OrchestratorRequestError
+from orchestrator.core.errors import NotFound, OrchestratorRequestError, StateConflict
 from orchestrator.core.rollout import (
-    Guard,
+    RequestTally,
     Rollout,
-    Seen,
-    Step,
-    Tally,
+    RolloutGuard,
+    RolloutObservation,
     Targets,
+    WeightStep,
     aborted,
     advance,
     floors,
@@ -23,24 +23,24 @@ from orchestrator.core.rollout import (
     resumed,
     with_last_step,
 )
-from orchestrator.core.state import Adapter, Intent, Worker
+from orchestrator.core.state import Intent, ObservedWorker, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.queries import Reads
-from orchestrator.store.store import NOBODY, Store
+from orchestrator.reconcile.queries import FleetQueries
+from orchestrator.store.store import NOBODY, IntentStore
 
 log = structlog.get_logger()
 
 
-class Rollouts:
+class RolloutController:
     """Moves aliases from target to target; makes nothing of its own but what it tells the store."""
 
     def __init__(
         self,
         *,
-        store: Store,
+        store: IntentStore,
         demand: DemandBook,
         catalog: CatalogBook,
-        reads: Reads,
+        reads: FleetQueries,
         is_settled: Callable[[], bool],
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -53,7 +53,7 @@ class Rollouts:
         self._clock = clock
         self._wall = wall
         # (alias, began_at) -> what was counted of its adapters when it was last looked at
-        self._marks: dict[tuple[str, float], dict[str, Tally]] = {}
+        self._marks: dict[tuple[str, float], dict[str, RequestTally]] = {}
 
     def turn(self) -> None:
         """Look at every rollout that is under way, and take the steps that are due."""
@@ -79,11 +79,11 @@ class Rollouts:
     def point(self, alias: str, targets: Targets, actor: str, *, place_s: float) -> None:
         """Point an alias somewhere: at once where it is new or `place_s` is 0, else when the targets are placed.
 
-        Raises Conflict while a rollout is under way; a switch that is under way is given up for this one.
+        Raises StateConflict while a rollout is under way; a switch that is under way is given up for this one.
         """
         was, under_way = self._store.aliases.get(alias), self._store.rollouts.get(alias)
         if under_way is not None and under_way.is_active and under_way.guard is not None:
-            raise Conflict(
+            raise StateConflict(
                 f"a rollout of {alias!r} is under way; wait for its end or abort it"
                 f" (DELETE /v1/aliases/{alias}/rollout), then change the alias",
                 code="rollout_running",
@@ -104,16 +104,19 @@ class Rollouts:
         self._look(switch)
 
     def start(
-        self, alias: str, to: str, steps: Sequence[Step], guard: Guard, actor: str, *, place_s: float
+        self, alias: str, to: str, steps: Sequence[WeightStep], guard: RolloutGuard, actor: str, *, place_s: float
     ) -> tuple[Rollout, bool]:
-        """The rollout, and whether it is new: the same one again changes nothing. Raises Conflict, RequestError."""
+        """Start a rollout; returns it, and whether it is new: the same one again changes nothing.
+
+        Raises StateConflict, OrchestratorRequestError.
+        """
         before, known = self._store.aliases[alias], self._store.rollouts.get(alias)
         after, way = ((to, 1.0),), with_last_step(tuple(steps))
         if known is not None and known.is_active:
             if (known.after, known.steps, known.guard, known.place_s) == (after, way, guard, place_s):
                 return known, False
             what = "a rollout" if known.guard is not None else "a change"
-            raise Conflict(
+            raise StateConflict(
                 f"{what} of {alias!r} is under way; wait for its end or abort it (DELETE /v1/aliases/{alias}/rollout)",
                 code="rollout_running",
                 param="name",
@@ -132,7 +135,7 @@ class Rollouts:
             since=now,
         )
         counted = {lora_id: self._tally(lora_id, self._running()) for lora_id in rollout.old_ids}
-        rollout = replace(rollout, baseline=sum(counted.values(), Tally()))
+        rollout = replace(rollout, baseline=sum(counted.values(), RequestTally()))
         with self._store.together():
             self._begin(rollout, actor)
         self._look(rollout)
@@ -146,7 +149,7 @@ class Rollouts:
         return found
 
     def pause(self, alias: str, is_paused: bool, actor: str) -> Rollout:
-        """Pause or resume it; repeats change nothing. Raises NotFound, Conflict when it is over."""
+        """Pause or resume it; repeats change nothing. Raises NotFound, StateConflict when it is over."""
         rollout = self._under_way(alias)
         after = paused(rollout, self._wall()) if is_paused else resumed(rollout, self._wall())
         if after != rollout:
@@ -155,7 +158,7 @@ class Rollouts:
         return self._store.rollouts[alias]
 
     def abort(self, alias: str, actor: str) -> Rollout:
-        """Back to what the alias pointed at. Raises NotFound, Conflict when it is over."""
+        """Back to what the alias pointed at. Raises NotFound, StateConflict when it is over."""
         rollout = self._under_way(alias)
         after, targets = aborted(rollout, self._wall())
         self._keep(rollout, after, targets, "aborted", actor)
@@ -172,7 +175,7 @@ class Rollouts:
     def _under_way(self, alias: str) -> Rollout:
         found = self.rollout(alias)
         if not found.is_active:
-            raise Conflict(
+            raise StateConflict(
                 f"the last rollout of {alias!r} is over: {found.phase}; POST starts another",
                 code="rollout_over",
                 param="name",
@@ -194,7 +197,7 @@ class Rollouts:
             seen = self._seen(rollout, self._reads.ready_table(), self._running(), self._workers())
             self._step(rollout, seen)
 
-    def _step(self, rollout: Rollout, seen: Seen) -> None:
+    def _step(self, rollout: Rollout, seen: RolloutObservation) -> None:
         look = seen
         while True:
             after, targets = advance(rollout, look, self._wall())
@@ -206,7 +209,7 @@ class Rollouts:
                 self._store.rollouts[rollout.alias] = after
             if (after.phase, after.step) == (rollout.phase, rollout.step) or not after.is_active:
                 return
-            rollout, look = after, replace(seen, old=Tally(), new=Tally())
+            rollout, look = after, replace(seen, old=RequestTally(), new=RequestTally())
 
     def _keep(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
@@ -228,16 +231,16 @@ class Rollouts:
         rollout: Rollout,
         ready: Mapping[str, Sequence[str]],
         running: Mapping[str, int],
-        workers: Collection[Worker],
+        workers: Collection[ObservedWorker],
         *,
         is_look: bool = True,
-    ) -> Seen:
+    ) -> RolloutObservation:
         """`is_look`: what was counted since the last look is taken out of the books."""
         ids = rollout.old_ids | rollout.new_ids
         adapters = {lora_id: self._store.adapters[lora_id] for lora_id in ids if lora_id in self._store.adapters}
         why = {lora_id: self._reads.last_error(lora_id) for lora_id in ids}
         counted = self._counted(rollout, ids, running) if is_look else {}
-        return Seen(
+        return RolloutObservation(
             ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
             most={lora_id: self._most(adapter) for lora_id, adapter in adapters.items()},
             room={
@@ -248,22 +251,26 @@ class Rollouts:
             unusable={lora_id: wrong for lora_id in ids if (wrong := self._wrong(lora_id))},
             unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
             known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
-            old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), Tally()),
-            new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), Tally()),
+            old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), RequestTally()),
+            new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), RequestTally()),
         )
 
-    def _counted(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, Tally]:
+    def _counted(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, RequestTally]:
         """What was added since the last look; nothing at the first."""
         now = {lora_id: self._tally(lora_id, running) for lora_id in ids}
         marks = self._marks.get(_key(rollout))
         self._marks[_key(rollout)] = now
-        return {} if marks is None else {name: _grown(tally, marks.get(name, Tally())) for name, tally in now.items()}
+        return (
+            {}
+            if marks is None
+            else {name: _grown(tally, marks.get(name, RequestTally())) for name, tally in now.items()}
+        )
 
-    def _tally(self, lora_id: str, running: Mapping[str, int]) -> Tally:
+    def _tally(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
         """What is known of its requests that are over, since our own start."""
         flow = self._demand.total(lora_id)
         over = max(0.0, flow.requests - running.get(lora_id, 0))
-        return Tally(over, flow.errors, flow.first_tokens, flow.first_token_s)
+        return RequestTally(over, flow.errors, flow.first_tokens, flow.first_token_s)
 
     def _running(self) -> Counter[str]:
         """lora_id -> requests in flight."""
@@ -274,10 +281,10 @@ class Rollouts:
                     found[use.lora_id] += use.in_flight
         return found
 
-    def _workers(self) -> Collection[Worker]:
+    def _workers(self) -> Collection[ObservedWorker]:
         return self._reads.observe().workers.values()
 
-    def _most(self, adapter: Adapter) -> int:
+    def _most(self, adapter: RegisteredAdapter) -> int:
         return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
     def _wrong(self, lora_id: str) -> str | None:
@@ -287,7 +294,7 @@ class Rollouts:
             return "it is deleted"
         return self._reads.quarantine(lora_id) if adapter.is_inspected else None
 
-    def _raised(self, adapter: Adapter, least: int) -> Adapter:
+    def _raised(self, adapter: RegisteredAdapter, least: int) -> RegisteredAdapter:
         loading = adapter.loading or self._store.rules.loading
         own = self._store.rules.min_replicas if loading != "lazy" else 0
         own = own if adapter.min_replicas is None else adapter.min_replicas
@@ -299,15 +306,15 @@ def _key(rollout: Rollout) -> tuple[str, float]:
     return rollout.alias, rollout.began_at
 
 
-def _room(adapter: Adapter, workers: Collection[Worker], holders: Sequence[str]) -> int:
+def _room(adapter: RegisteredAdapter, workers: Collection[ObservedWorker], holders: Sequence[str]) -> int:
     """Workers that can hold the adapter, or do."""
     fits = {worker.id for worker in workers if worker.fits(adapter.base_model, adapter.rank or 0)}
     return len(fits.union(holders))
 
 
-def _grown(now: Tally, before: Tally) -> Tally:
+def _grown(now: RequestTally, before: RequestTally) -> RequestTally:
     """What was added; where a count fell it was begun anew, and the next look tells."""
-    return Tally(
+    return RequestTally(
         max(0.0, now.requests - before.requests),
         max(0.0, now.errors - before.errors),
         max(0.0, now.first_tokens - before.first_tokens),

@@ -8,16 +8,16 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
-from orchestrator.core.errors import Transient
+from orchestrator.core.errors import WorkerFailed
 from orchestrator.leadership.leadership import Leadership
-from orchestrator.reconcile.agent_client import Agents
+from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Catalog
 
 log = structlog.get_logger()
 
 
-class Standby:
+class StandbyFollower:
     """Follows the leader; does nothing while we lead ourselves, or nobody does."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Standby:
         *,
         leadership: Leadership,
         reconciler: Reconciler,
-        agents: Agents,
+        agents: AgentClient,
         client: httpx.AsyncClient,
         timeout_s: float,
     ) -> None:
@@ -56,7 +56,7 @@ class Standby:
     async def _meet(self, agent_url: str) -> bool:
         try:
             self._reconciler.hear(await self._agents.metadata(agent_url, timeout_s=self._timeout_s))
-        except (Transient, ValidationError) as exc:
+        except (WorkerFailed, ValidationError) as exc:
             log.info("worker not met yet", agent_url=agent_url, error=str(exc))
             return False
         return True

@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Tasks:
+class BackgroundTasks:
     """Starts coroutines and can wait for, or drop, all of them."""
 
     def __init__(self) -> None:

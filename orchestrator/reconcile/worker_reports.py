@@ -1,4 +1,4 @@
-"""What the workers last said, in memory only: heartbeats and our own probes in, an `Observed` snapshot out.
+"""What the workers last said, in memory only: heartbeats and our own probes in, an `ObservedFleet` snapshot out.
 
 A report stays valid for as long as its engine runs, however old it is. So silence alone changes nothing: agent and
 engine are asked first, and only when both are gone is the worker lost.
@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.core.placement.warm_up import WARMING
-from orchestrator.core.state import OCCUPYING, Failure, Held, Observed, Pair, Worker
+from orchestrator.core.state import OCCUPYING, AdapterFailure, ObservedFleet, ObservedWorker, Pair, ReportedAdapter
 from orchestrator.store.backend import WorkerIntent
 from workers.wire import LoadedLora, LoraInfo, Metadata
 
@@ -18,7 +18,7 @@ _AGENT_STATES = {"starting": "starting", "engine_down": "starting", "draining": 
 
 
 @dataclass(slots=True)
-class Entry:
+class KnownWorker:
     """One worker. `reach`: heard (the agent speaks), unmanaged (only the engine answers), lost (neither).
 
     found  what EndpointSlices said of it last, also once they have stopped to name it: a pod that ends goes on ending
@@ -38,20 +38,20 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ReportChange:
     """What a report or probe changed: whether a pass is due, and which adapters went without our doing."""
 
     is_news: bool
     vanished: tuple[str, ...] = ()
 
 
-class Fleet:
+class WorkerReports:
     """All workers by id. One writer: the event loop."""
 
     def __init__(self, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock = clock
         self._wall = wall
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, KnownWorker] = {}
         self._places: Mapping[str, DiscoveredWorker] = {}
 
     def place(self, found: Mapping[str, DiscoveredWorker]) -> bool:
@@ -75,24 +75,24 @@ class Fleet:
         is_other = entry.report.agent_url != report.agent_url and entry.report.agent_boot_id != report.agent_boot_id
         return entry.report.agent_url if is_other else None
 
-    def hear(self, report: Metadata) -> Change:
+    def hear(self, report: Metadata) -> ReportChange:
         """Take an agent's own word."""
         now = self._clock()
         entry = self.entries.get(report.instance_id)
         if entry is None:
             found = self._places.get(report.instance_id)
-            entry = self.entries[report.instance_id] = Entry(_placed(report, found), now, found=found)
+            entry = self.entries[report.instance_id] = KnownWorker(_placed(report, found), now, found=found)
             self._note_ready(entry, now)
-            return Change(is_news=True)
+            return ReportChange(is_news=True)
         report = _placed(report, entry.found)
         before, entry.report, entry.heard_at = entry.report, report, now
         had = _ready_ids(before) if entry.reach != "lost" else frozenset()
         is_news = entry.reach != "heard" or _gist(before) != _gist(report)
         entry.reach = "heard"
         self._note_ready(entry, now)
-        return Change(is_news, tuple(sorted(had - _there_ids(report))))
+        return ReportChange(is_news, tuple(sorted(had - _there_ids(report))))
 
-    def engine_answers(self, worker_id: str, models: frozenset[str] | None) -> Change:
+    def engine_answers(self, worker_id: str, models: frozenset[str] | None) -> ReportChange:
         """The agent is silent, its engine is up: what it holds is still there, less what it does not list."""
         entry = self.entries[worker_id]
         loaded = entry.report.lora.loaded_loras
@@ -103,15 +103,15 @@ class Fleet:
         is_news = entry.reach != "unmanaged" or bool(gone)
         entry.reach = "unmanaged"
         entry.report = _with_loaded(entry.report, there)
-        return Change(is_news, gone)
+        return ReportChange(is_news, gone)
 
-    def nobody_answers(self, worker_id: str) -> Change:
+    def nobody_answers(self, worker_id: str) -> ReportChange:
         """Agent and engine are gone, and so is what the engine held."""
         entry = self.entries[worker_id]
         if entry.reach == "lost":
-            return Change(is_news=False)
+            return ReportChange(is_news=False)
         entry.reach = "lost"
-        return Change(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
+        return ReportChange(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
 
     def loaded(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
         """Our own load succeeded: true at once, without waiting for the next report. `evicted`: an engine name."""
@@ -166,7 +166,7 @@ class Fleet:
         self,
         intents: Mapping[str, WorkerIntent],
         *,
-        failures: Mapping[Pair, Failure],
+        failures: Mapping[Pair, AdapterFailure],
         busy: Mapping[str, int],
         loading: Mapping[Pair, str],
         draining: Iterable[Pair],
@@ -174,7 +174,7 @@ class Fleet:
         owed: Mapping[Pair, str],
         evicting: Iterable[Pair],
         digests: Callable[[str], str | None],
-    ) -> Observed:
+    ) -> ObservedFleet:
         """The fleet now.
 
         loading    (lora_id, worker_id) -> digest of loads that we have under way
@@ -184,14 +184,16 @@ class Fleet:
         workers = {name: self._worker(entry, intents.get(name), digests) for name, entry in self.entries.items()}
         for (lora_id, worker_id), digest in loading.items():
             if worker_id in workers and not workers[worker_id].holds(lora_id):
-                held = Held(lora_id=lora_id, digest=digest, engine_name="", state="loading", since=self._clock())
+                held = ReportedAdapter(
+                    lora_id=lora_id, digest=digest, engine_name="", state="loading", since=self._clock()
+                )
                 workers[worker_id] = replace(workers[worker_id], held={**workers[worker_id].held, lora_id: held})
         for lora_id, worker_id in draining:
             if worker_id in workers and lora_id in workers[worker_id].held:
                 all_held = dict(workers[worker_id].held)
                 all_held[lora_id] = replace(all_held[lora_id], state="draining")
                 workers[worker_id] = replace(workers[worker_id], held=all_held)
-        return Observed(
+        return ObservedFleet(
             workers=workers,
             failures=failures,
             busy=busy,
@@ -201,12 +203,14 @@ class Fleet:
             evicting=frozenset(evicting),
         )
 
-    def _worker(self, entry: Entry, intent: WorkerIntent | None, digests: Callable[[str], str | None]) -> Worker:
+    def _worker(
+        self, entry: KnownWorker, intent: WorkerIntent | None, digests: Callable[[str], str | None]
+    ) -> ObservedWorker:
         report = entry.report
         held = {} if entry.reach == "lost" else self._all_held(entry, digests)
         capacity = report.lora.capacity
         until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
-        return Worker(
+        return ObservedWorker(
             id=report.instance_id,
             state=WARMING if is_warming(entry, intent) else state_of(entry, intent),
             base_model=entry.report.model.base_model,
@@ -224,9 +228,9 @@ class Fleet:
             reported_at=entry.heard_at,
         )
 
-    def _all_held(self, entry: Entry, digests: Callable[[str], str | None]) -> dict[str, Held]:
+    def _all_held(self, entry: KnownWorker, digests: Callable[[str], str | None]) -> dict[str, ReportedAdapter]:
         """By lora_id. Of two versions the registered one has the name, the other goes by its engine name: an orphan."""
-        found: dict[str, Held] = {}
+        found: dict[str, ReportedAdapter] = {}
         loras = entry.report.lora.loaded_loras
 
         def order(lora: LoadedLora) -> tuple[bool, bool]:
@@ -240,9 +244,9 @@ class Fleet:
                 found[lora.engine_name] = replace(held, lora_id=lora.engine_name)
         return found
 
-    def _held(self, entry: Entry, lora: LoadedLora) -> Held:
+    def _held(self, entry: KnownWorker, lora: LoadedLora) -> ReportedAdapter:
         since = entry.since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
-        return Held(
+        return ReportedAdapter(
             lora_id=lora.lora_id,
             digest=lora.digest,
             engine_name=lora.engine_name,
@@ -251,7 +255,7 @@ class Fleet:
             since=since,
         )
 
-    def _note_ready(self, entry: Entry, now: float) -> None:
+    def _note_ready(self, entry: KnownWorker, now: float) -> None:
         boot = entry.report.engine_boot_id
         entry.since = {
             (lora.lora_id, boot): entry.since.get((lora.lora_id, boot), now - self._age(lora))
@@ -269,7 +273,7 @@ class Fleet:
         return max(0.0, self._wall() - loaded_at.timestamp())
 
 
-def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
+def state_of(entry: KnownWorker, intent: WorkerIntent | None) -> str:
     """One word for a worker: what we cannot reach outweighs what it says, and that what we were told."""
     if entry.reach == "lost":
         return entry.reach
@@ -283,7 +287,7 @@ def state_of(entry: Entry, intent: WorkerIntent | None) -> str:
     return intent.state if said == "ready" and intent is not None else said
 
 
-def is_warming(entry: Entry, intent: WorkerIntent | None) -> bool:
+def is_warming(entry: KnownWorker, intent: WorkerIntent | None) -> bool:
     """Whether a worker waits for its share; one that is cordoned, ends, or has a load that hangs is given nothing."""
     report = entry.report
     is_held_back = report.is_suspect or entry.is_terminating or intent is not None
@@ -300,7 +304,7 @@ def _placed(report: Metadata, found: DiscoveredWorker | None) -> Metadata:
     return report.model_copy(update=dict(zip(("zone", "node", "pool"), place, strict=True)))
 
 
-def answering(entry: Entry) -> tuple[LoadedLora, ...]:
+def answering(entry: KnownWorker) -> tuple[LoadedLora, ...]:
     """What the worker lists, if requests can reach it at all."""
     is_used = entry.reach != "lost" and entry.report.state == "ready" and not entry.is_terminating
     return entry.report.lora.loaded_loras if is_used else ()

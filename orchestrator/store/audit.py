@@ -5,16 +5,16 @@ One structured log line each, and one entry in the store's history, where each k
 
 import structlog
 
-from orchestrator.core.plan import Action
-from orchestrator.store.store import NOBODY, Store
+from orchestrator.core.plan import WorkerAction
+from orchestrator.store.store import NOBODY, IntentStore
 
 log = structlog.get_logger()
 
 
-class Audit:
+class AuditLog:
     """Writes down how actions ended. `asked_by`: lora_id -> who wants it loaded, or gone."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: IntentStore) -> None:
         self._store = store
         self._asked_by: dict[str, str] = {}
 
@@ -31,7 +31,7 @@ class Audit:
         return self._asked_by.get(lora_id, NOBODY)
 
     def ended(
-        self, action: Action, *, who: str, outcome: str, duration_s: float, code: str = "", error: str = ""
+        self, action: WorkerAction, *, who: str, outcome: str, duration_s: float, code: str = "", error: str = ""
     ) -> None:
         """Note the end of an action. outcome: ok, refused, failed, timeout, error or dropped."""
         what = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import Adapter, Rules
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +25,34 @@ class Tombstone(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredIntent:
     """Everything that was asked for, as one reading of the backend found it."""
 
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     aliases: Mapping[str, Targets] = field(default_factory=dict)
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     workers: Mapping[str, WorkerIntent] = field(default_factory=dict)
     tombstones: Mapping[str, Tombstone] = field(default_factory=dict)
-    rules: Rules = field(default_factory=Rules)
+    rules: PlacementPolicy = field(default_factory=PlacementPolicy)
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
 Table = Literal["adapters", "aliases", "rollouts", "workers", "tombstones", "policy", "counters"]
 
 Subject = tuple[Table, str]
-"""What a change is about: a table, and a key in it as `Change` has it."""
+"""What a change is about: a table, and a key in it as `StoreChange` has it."""
 
 
-class Change(NamedTuple):
-    """One thing written, or with None taken away. `value` is what `Stored` has under that name and key."""
+class StoreChange(NamedTuple):
+    """One thing written, or with None taken away. `value` is what `StoredIntent` has under that name and key."""
 
     table: Table
     key: str
-    value: Adapter | Targets | Rollout | WorkerIntent | Tombstone | Rules | int | None
+    value: RegisteredAdapter | Targets | Rollout | WorkerIntent | Tombstone | PlacementPolicy | int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class HistoryEntry:
     """One line of the history. `id` grows; 0 while it is not stored. `at` is Unix time, `actor` who asked."""
 
     kind: str
@@ -63,16 +63,17 @@ class Entry:
     id: int = 0
 
 
-class Backend(Protocol):
+class StoreBackend(Protocol):
     """Keeps intent and its history. Only one process at a time writes; any may read."""
 
-    def read(self) -> Stored:
+    def read(self) -> StoredIntent:
         """Everything, as far as it is known here now. Raises StoreError when it cannot be understood."""
         ...
 
-    def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
-        """Take these down, in this order; durable once `saved` returns. Raises StoreError or Unavailable, and then
-        none of it is.
+    def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
+        """Store changes and history in this order, all or nothing; durable once `saved` returns.
+
+        Raises StoreError, OrchestratorUnavailable.
         """
         ...
 
@@ -107,7 +108,7 @@ class Backend(Protocol):
 
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
-    ) -> list[Entry]:
+    ) -> list[HistoryEntry]:
         """Newest first, below the id `before`; of these kinds (none named: all)."""
         ...
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.service import files
-from orchestrator.core.errors import StoreError, Unavailable
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.rollout import Rollout, Targets, as_json
-from orchestrator.core.state import Adapter, Rules
-from orchestrator.store.backend import Change, Entry, Stored, Subject, Tombstone, WorkerIntent
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
 from orchestrator.store.typed import parsed, rollout_in, typed
 
 _MIGRATIONS: tuple[str, ...] = (
@@ -67,11 +67,11 @@ _BUSY_PAUSE_S = 0.02
 _NO_SPACE_BYTES = 2**20
 
 
-class SqliteFile:
+class SqliteBackend:
     """A Backend; what `write` takes is one transaction.
 
-    Raises StoreError when the file is no store of ours, damaged, or of a newer version, and Unavailable while another
-    process keeps it from being written.
+    Raises StoreError when the file is no store of ours, damaged, or of a newer version.
+    Raises OrchestratorUnavailable while another process holds the write lock.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
     """
@@ -97,18 +97,18 @@ class SqliteFile:
     def let_go(self) -> None:
         """Nothing waits to be written."""
 
-    def read(self) -> Stored:
+    def read(self) -> StoredIntent:
         try:
             return self._read()
         except (sqlite3.Error, ValueError) as exc:
             raise _unreadable(self._path, exc) from exc
 
-    def _read(self) -> Stored:
+    def _read(self) -> StoredIntent:
         rows = self._db.execute
-        rules = Rules()
+        rules = PlacementPolicy()
         for (body,) in rows("SELECT body FROM policy"):
-            rules = typed(parsed(body, "policy"), Rules, "policy")
-        return Stored(
+            rules = typed(parsed(body, "policy"), PlacementPolicy, "policy")
+        return StoredIntent(
             adapters={row["lora_id"]: _adapter(row) for row in rows("SELECT * FROM adapters")},
             aliases={
                 name: typed(parsed(targets, f"alias {name!r}"), Targets, f"alias {name!r}")
@@ -130,7 +130,7 @@ class SqliteFile:
             counters={name: typed(value, int, name) for name, value in rows("SELECT name, value FROM counters")},
         )
 
-    def write(self, changes: Sequence[Change], entries: Sequence[Entry]) -> None:
+    def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         try:
             for change in changes:
                 self._write(change)
@@ -141,7 +141,7 @@ class SqliteFile:
             what = no_space(exc, self._path) or str(exc)
             self._db.rollback()
             if _is_busy(exc):
-                raise Unavailable(
+                raise OrchestratorUnavailable(
                     f"store {self._path}: nothing was written: another process is in the middle of a write",
                     code="store_unreachable",
                     retry_after_s=_BUSY_S,
@@ -151,7 +151,7 @@ class SqliteFile:
             self._db.rollback()  # what SQLite has no form for, as an integer of over 64 bits: all or nothing here too
             raise
 
-    def _write(self, change: Change) -> None:
+    def _write(self, change: StoreChange) -> None:
         if change.value is None:
             key = _KEYS[change.table]
             self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
@@ -160,7 +160,7 @@ class SqliteFile:
             marks = ",".join("?" * len(row))
             self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: HistoryEntry) -> None:
         row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
         self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
@@ -174,7 +174,7 @@ class SqliteFile:
 
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
-    ) -> list[Entry]:
+    ) -> list[HistoryEntry]:
         wheres: list[str] = ["id < ?"]
         values: list[Any] = [2**62 if before is None else min(before, 2**62)]
         if kinds:
@@ -339,9 +339,9 @@ def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _row(change: Change) -> tuple[Any, ...]:
+def _row(change: StoreChange) -> tuple[Any, ...]:
     match change.value:
-        case Adapter() as adapter:
+        case RegisteredAdapter() as adapter:
             return _adapter_row(adapter)
         case Rollout() as rollout:
             return change.key, json.dumps(as_json(rollout))
@@ -349,16 +349,16 @@ def _row(change: Change) -> tuple[Any, ...]:
             return change.key, state, until
         case Tombstone(digest, at):
             return change.key, digest, at
-        case Rules() as rules:
-            return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(Rules)})
+        case PlacementPolicy() as rules:
+            return 1, json.dumps({f.name: getattr(rules, f.name) for f in fields(PlacementPolicy)})
         case int() as value:
             return change.key, value
         case targets:
             return change.key, json.dumps(targets)
 
 
-def _entry(row: Mapping[str, Any]) -> Entry:
-    return Entry(
+def _entry(row: Mapping[str, Any]) -> HistoryEntry:
+    return HistoryEntry(
         id=row["id"],
         at=row["at"],
         kind=row["kind"],
@@ -368,17 +368,17 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     )
 
 
-def _adapter(row: Mapping[str, Any]) -> Adapter:
+def _adapter(row: Mapping[str, Any]) -> RegisteredAdapter:
     what, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
     policy = typed(parsed(row["policy"], f"{what}: policy"), dict[str, Any], f"{what}: policy")
     body = {name: row[name] for name in _ADAPTER_COLUMNS} | {
         "tenants": None if tenants is None else parsed(tenants, f"{what}: tenants"),
         "is_deleting": bool(row["is_deleting"]),
     }
-    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, Adapter, what)
+    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, RegisteredAdapter, what)
 
 
-def _adapter_row(a: Adapter) -> tuple[Any, ...]:
+def _adapter_row(a: RegisteredAdapter) -> tuple[Any, ...]:
     policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
     tenants = None if a.tenants is None else json.dumps(a.tenants)
     known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)

@@ -12,11 +12,19 @@ from typing import Any, cast
 
 from sortedcontainers import SortedDict  # type: ignore[import-untyped]
 
-from orchestrator.core.errors import Unavailable
+from orchestrator.core.errors import OrchestratorUnavailable
 from orchestrator.core.rollout import Rollout, Targets
-from orchestrator.core.state import Adapter, Intent, Rules
-from orchestrator.store.backend import Backend, Change, Entry, Stored, Subject, Tombstone, WorkerIntent
-from orchestrator.store.sqlite import SqliteFile
+from orchestrator.core.state import Intent, PlacementPolicy, RegisteredAdapter
+from orchestrator.store.backend import (
+    HistoryEntry,
+    StoreBackend,
+    StoreChange,
+    StoredIntent,
+    Subject,
+    Tombstone,
+    WorkerIntent,
+)
+from orchestrator.store.sqlite import SqliteBackend
 
 _RESERVED = 1000
 """Revisions taken from the backend at a time; what is not used by the time of a crash is skipped."""
@@ -32,22 +40,22 @@ KINDS = (
 """What a line of history may be about."""
 
 
-class Store:
+class IntentStore:
     """The intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
 
-    def __init__(self, where: Path | str | Backend, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, where: Path | str | StoreBackend, *, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
-        self._backend: Backend = SqliteFile(where) if isinstance(where, Path | str) else where
+        self._backend: StoreBackend = SqliteBackend(where) if isinstance(where, Path | str) else where
         self._depth = 0
-        self._changes: list[Change] = []
-        self._entries: list[Entry] = []
-        self.adapters: MutableMapping[str, Adapter] = SortedDict()
+        self._changes: list[StoreChange] = []
+        self._entries: list[HistoryEntry] = []
+        self.adapters: MutableMapping[str, RegisteredAdapter] = SortedDict()
         self.aliases: MutableMapping[str, Targets] = SortedDict()
         self.rollouts: dict[str, Rollout] = {}
         self.workers: dict[str, WorkerIntent] = {}
         self.tombstones: dict[str, str] = {}
         self._deleted_at: dict[str, float] = {}
-        self.rules = Rules()
+        self.rules = PlacementPolicy()
         self.writes = 0  # how often intent was written here
         self.epoch = self.revision = self._reserved = 0
         try:
@@ -75,9 +83,9 @@ class Store:
         self._count_on(stored)
 
     def refresh(self) -> None:
-        """Read again what another process may have written, and write nothing. Raises StoreError, Unavailable."""
+        """Read the stored intent again and write nothing. Raises StoreError, OrchestratorUnavailable."""
         if not self._backend.is_read:
-            raise Unavailable("the store has not been read yet", code="starting")
+            raise OrchestratorUnavailable("the store has not been read yet", code="starting")
         self._take(self._backend.read())
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
@@ -135,11 +143,13 @@ class Store:
         """A line of history: what happened to what, and who asked. `body` is JSON."""
         assert kind in KINDS, kind
         with self.together():
-            self._entries.append(Entry(kind=kind, subject=subject, actor=actor, at=self._wall(), body=dict(body or {})))
+            self._entries.append(
+                HistoryEntry(kind=kind, subject=subject, actor=actor, at=self._wall(), body=dict(body or {}))
+            )
 
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int = 100
-    ) -> list[Entry]:
+    ) -> list[HistoryEntry]:
         """Newest first, below the id `before`; of these kinds (none named: all)."""
         return self._backend.history(kinds=kinds, subject=subject, before=before, limit=limit)
 
@@ -168,7 +178,7 @@ class Store:
             with self.together():
                 self._put("counters", "epoch", self.epoch)
 
-    def put_adapter(self, adapter: Adapter) -> None:
+    def put_adapter(self, adapter: RegisteredAdapter) -> None:
         """Insert or replace. A registration takes back an earlier deletion of the same name."""
         with self.together():
             self._put("adapters", adapter.lora_id, adapter)
@@ -176,7 +186,7 @@ class Store:
             if not adapter.is_deleting and self.tombstones.pop(adapter.lora_id, None) is not None:
                 self._put("tombstones", adapter.lora_id, None)
 
-    def compare_and_set(self, seen: Adapter, adapter: Adapter) -> bool:
+    def compare_and_set(self, seen: RegisteredAdapter, adapter: RegisteredAdapter) -> bool:
         """Replace the adapter only if nobody has changed it since it was seen."""
         if self.adapters.get(seen.lora_id) is not seen:
             return False
@@ -202,12 +212,12 @@ class Store:
                 self.tombstones[lora_id], self._deleted_at[lora_id] = stone
             self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
 
-    def absorb(self, change: Change) -> None:
+    def absorb(self, change: StoreChange) -> None:
         """The backend has this from somebody who led before us: known from now on, and written already."""
         match change.value:
-            case Adapter() as adapter:
+            case RegisteredAdapter() as adapter:
                 self.adapters[change.key] = adapter
-            case Rules() as rules:
+            case PlacementPolicy() as rules:
                 self.rules = rules
             case Rollout() as rollout:
                 self.rollouts[change.key] = rollout
@@ -243,7 +253,7 @@ class Store:
                 self._put("rollouts", alias, rollout)
                 self.rollouts[alias] = rollout
 
-    def put_rules(self, rules: Rules) -> None:
+    def put_rules(self, rules: PlacementPolicy) -> None:
         with self.together():
             self._put("policy", "", rules)
             self.rules = rules
@@ -258,9 +268,9 @@ class Store:
                 self.workers[worker_id] = intent
 
     def _put(self, *change: Any) -> None:
-        self._changes.append(Change(*change))
+        self._changes.append(StoreChange(*change))
 
-    def _take(self, stored: Stored) -> None:
+    def _take(self, stored: StoredIntent) -> None:
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
@@ -269,7 +279,7 @@ class Store:
         self._deleted_at = {lora_id: stone.at for lora_id, stone in stored.tombstones.items()}
         self.rules = stored.rules
 
-    def _count_on(self, stored: Stored) -> None:
+    def _count_on(self, stored: StoredIntent) -> None:
         # The clock lifts the revision above everything routers saw, even when the backend is an old copy put back.
         self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
         self._reserved = self.revision  # the first that is needed reserves, and writes that down

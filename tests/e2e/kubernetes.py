@@ -18,7 +18,7 @@ import yaml
 from lorafleet.local import tiny_model
 from tests.e2e.scenarios import fresh_prompt
 from tests.kube.binaries import helm, kubectl, run
-from tests.kube.controller import Controller
+from tests.kube.controller import WorkloadController
 from tests.kube.server import KubeServer
 from tests.patience import patience, until, within
 
@@ -42,7 +42,7 @@ class SentRequests:
 class InstalledRelease:
     """A running release. Make it with `installed`."""
 
-    def __init__(self, server: KubeServer, cluster: Controller, folder: Path) -> None:
+    def __init__(self, server: KubeServer, cluster: WorkloadController, folder: Path) -> None:
         self.server, self.cluster = server, cluster
         self._folder = folder
         server.tokens["operator"] = "admin"
@@ -163,7 +163,7 @@ async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[Insta
     model = await asyncio.to_thread(_made_model, folder / "model")
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(small_fleet(model) | values))
-    async with KubeServer(tls=True) as server, Controller(server, NAMESPACE, folder, nodes=NODES) as cluster:
+    async with KubeServer(tls=True) as server, WorkloadController(server, NAMESPACE, folder, nodes=NODES) as cluster:
         release = InstalledRelease(server, cluster, folder)
         await release.helm("install", NAME, str(CHART), "--namespace", NAMESPACE, "--values", str(path))
         await cluster.settled(within_s=120)

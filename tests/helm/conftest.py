@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.helm.releases import HelmRelease
-from tests.kube.conftest import Cluster, kube, people, seat, seats
+from tests.kube.conftest import KubeCluster, kube, people, seat, seats
 
 __all__ = ["kube", "people", "seat", "seats"]
 
 
 @pytest.fixture
-def release(kube: Cluster, tmp_path: Path) -> HelmRelease:
+def release(kube: KubeCluster, tmp_path: Path) -> HelmRelease:
     return HelmRelease(kube, tmp_path)

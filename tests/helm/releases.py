@@ -9,13 +9,13 @@ import yaml
 
 from tests.helm.rendering import RELEASE
 from tests.kube.binaries import helm, run
-from tests.kube.conftest import Cluster
+from tests.kube.conftest import KubeCluster
 
 
 class HelmRelease:
     """The chart in a cluster's namespace, by the helm that users run."""
 
-    def __init__(self, kube: Cluster, home: Path) -> None:
+    def __init__(self, kube: KubeCluster, home: Path) -> None:
         self.program = helm
         self._kube = kube
         self._environment = {"KUBECONFIG": str(kube.kubeconfig)} | {

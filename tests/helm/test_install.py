@@ -9,7 +9,7 @@ from tests.helm.kinds import KINDS
 from tests.helm.releases import HelmRelease
 from tests.helm.rendering import CHART, DRAWN, RELEASE, VALUES, manifests
 from tests.kube.binaries import helm, run
-from tests.kube.conftest import Cluster
+from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
 
 pytestmark = pytest.mark.fleet
@@ -94,7 +94,7 @@ async def test_whoever_may_do_all_in_one_namespace_and_nothing_else_can_install(
             server.objects.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": name, **meta}})
         server.grant(user, "ml", [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}])
         kubeconfig = server.kubeconfig(tmp_path / "kubeconfig", token="t", namespace="ml")
-        await HelmRelease(Cluster(kubeconfig, "ml", "127.0.0.1", server), tmp_path).helm(
+        await HelmRelease(KubeCluster(kubeconfig, "ml", "127.0.0.1", server), tmp_path).helm(
             "install", RELEASE, str(CHART), *CPU
         )
         assert server.forbidden == []

@@ -16,17 +16,17 @@ from tests.patience import patience, within
 
 
 @contextlib.asynccontextmanager
-async def connected(kubeconfig: Path) -> AsyncIterator["Api"]:
+async def connected(kubeconfig: Path) -> AsyncIterator["KubeApi"]:
     """To the server and namespace of its first context: with a token or a client certificate, as it says."""
     cluster, user, context = _named_in(kubeconfig)
     headers = {"authorization": f"Bearer {user['token']}"} if "token" in user else {}
     async with httpx.AsyncClient(
         base_url=cluster["server"], headers=headers, timeout=patience(30), trust_env=False, verify=_trust(cluster, user)
     ) as client:
-        yield Api(client, context.get("namespace", "default"))
+        yield KubeApi(client, context.get("namespace", "default"))
 
 
-class Api:
+class KubeApi:
     """`{namespace}` in a path is the connection's."""
 
     def __init__(self, client: httpx.AsyncClient, namespace: str) -> None:
@@ -46,14 +46,14 @@ class Api:
         return made
 
     @contextlib.asynccontextmanager
-    async def watch(self, path: str, **query: Any) -> AsyncIterator["Watched"]:
+    async def watch(self, path: str, **query: Any) -> AsyncIterator["WatchEvents"]:
         url = path.format(namespace=self.namespace)
         async with self.client.stream("GET", url, params={"watch": 1, "timeoutSeconds": 30, **query}) as answer:
             assert answer.status_code == 200
-            yield Watched(answer)
+            yield WatchEvents(answer)
 
 
-class Watched:
+class WatchEvents:
     """A watch's events, one `next` each; None when it has ended."""
 
     def __init__(self, answer: httpx.Response) -> None:

@@ -20,15 +20,15 @@ import yaml
 
 from lorafleet.kube.client import connect
 from tests.kube.binaries import kubectl, run
-from tests.kube.faults import Faults
+from tests.kube.faults import ServerFaults
 from tests.kube.server import KubeServer
-from tests.kube.stores import People, Seat, Seats
+from tests.kube.stores import ManifestApplier, StoreInstance, StoreInstances
 
 _REAL = os.environ.get("KUBECONFIG", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class KubeCluster:
     """Where to connect, and what may be used there.
 
     kubeconfig  its context's namespace is `namespace`
@@ -42,7 +42,7 @@ class Cluster:
     server: KubeServer | None
 
     @property
-    def faults(self) -> Faults:
+    def faults(self) -> ServerFaults:
         return self.ours.faults
 
     @property
@@ -60,19 +60,19 @@ class Cluster:
 
 
 @pytest.fixture
-async def kube(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def kube(tmp_path: Path) -> AsyncIterator[KubeCluster]:
     """A cluster with an empty namespace."""
     namespace = f"lorafleet-test-{uuid.uuid4().hex[:8]}"
     path = tmp_path / "kubeconfig"
     if _REAL:
-        cluster = Cluster(_with_namespace(Path(_REAL), path, namespace), namespace, _own_address(Path(_REAL)), None)
+        cluster = KubeCluster(_with_namespace(Path(_REAL), path, namespace), namespace, _own_address(Path(_REAL)), None)
         cluster.kubectl("create", "namespace", namespace)
         yield cluster
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
         return
     async with KubeServer() as server:
         server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        yield Cluster(server.kubeconfig(path, namespace=namespace), namespace, "127.0.0.1", server)
+        yield KubeCluster(server.kubeconfig(path, namespace=namespace), namespace, "127.0.0.1", server)
 
 
 def _with_namespace(real: Path, path: Path, namespace: str) -> Path:
@@ -104,22 +104,22 @@ def _address_towards(host: str) -> str:
 
 
 @pytest.fixture
-async def people(kube: Cluster) -> AsyncIterator[People]:
+async def people(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
     """Somebody who applies ConfigMaps there."""
     api = await connect(kube.kubeconfig, environ={})
-    yield People(api, kube.namespace)
+    yield ManifestApplier(api, kube.namespace)
     await api.close()
 
 
 @pytest.fixture
-async def seats(kube: Cluster) -> AsyncIterator[Seats]:
+async def seats(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
     """Orchestrators' stores there."""
-    them = Seats(kube)
+    them = StoreInstances(kube)
     yield them
     await them.close_all()
 
 
 @pytest.fixture
-async def seat(seats: Seats) -> Seat:
+async def seat(seats: StoreInstances) -> StoreInstance:
     """One that leads."""
     return await seats.lead()

@@ -20,8 +20,8 @@ from typing import Any, Self
 from tests.kube import workloads
 from tests.kube.kinds import BY_PLURAL
 from tests.kube.kubelet import PlayedPod, folder_for
-from tests.kube.managers import Writer
-from tests.kube.podspec import Place
+from tests.kube.managers import FieldWriter
+from tests.kube.podspec import PodPlace
 from tests.kube.proxy import ServiceProxy
 from tests.kube.server import KubeServer
 from tests.kube.status import ApiError
@@ -31,11 +31,11 @@ from tests.patience import until
 
 _FOLLOWED = ("deployments", "statefulsets", "services", "pods", "poddisruptionbudgets", "nodes")
 _CRASH_LOOP = 5
-_CONTROLLER = Writer("kube-controller-manager", "status")
+_CONTROLLER = FieldWriter("kube-controller-manager", "status")
 _OWNERS = {"deployments": workloads.deployment, "statefulsets": workloads.stateful_set}
 
 
-class Controller:
+class WorkloadController:
     """Of one namespace. `pace`: see `kubelet.PlayedPod`.
 
     pods  those that are played, by name
@@ -142,7 +142,7 @@ class Controller:
             chosen = workloads.selected(self._all("pods"), budget["spec"]["selector"].get("matchLabels"))
             self._say("poddisruptionbudgets", budget, workloads.budget_status(budget, chosen))
 
-    def _own(self, plural: str, workload: Object, wishes: Callable[..., workloads.Wishes]) -> None:
+    def _own(self, plural: str, workload: Object, wishes: Callable[..., workloads.PodChanges]) -> None:
         uid = workload["metadata"]["uid"]
         pods = [
             pod
@@ -193,7 +193,7 @@ class Controller:
             address = f"{self._network}.{next(self._pod_numbers)}"
             hosts = {s["metadata"]["name"]: s["spec"].get("clusterIP", "") for s in self._all("services")}
             folder = folder_for(self._folder, pod)
-            place = Place(pod, address, folder, {name: ip for name, ip in hosts.items() if ip not in ("", "None")})
+            place = PodPlace(pod, address, folder, {name: ip for name, ip in hosts.items() if ip not in ("", "None")})
             folder.mkdir(parents=True)
             played = PlayedPod(
                 pod,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.kube.kinds import RESOURCES, Resource
+from tests.kube.kinds import RESOURCES, ResourceKind
 
 VERSION = {"major": "1", "minor": "36", "gitVersion": "v1.36.0", "platform": "linux/amd64"}
 # Protobuf of a document with a version and no definitions. kubectl asks for it when a file has a List in it, and what
@@ -44,7 +44,7 @@ def _group(name: str, version: str) -> dict[str, Any]:
     return {"name": name, "versions": [only], "preferredVersion": only}
 
 
-def _rows(resource: Resource) -> list[dict[str, Any]]:
+def _rows(resource: ResourceKind) -> list[dict[str, Any]]:
     row = {
         "name": resource.plural,
         "singularName": resource.kind.lower(),

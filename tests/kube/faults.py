@@ -9,14 +9,14 @@ from aiohttp import web
 
 from tests.kube.kinds import RESOURCES
 from tests.kube.status import ApiError
-from tests.kube.store import Store
+from tests.kube.store import VersionedObjects
 
 
 @dataclass(slots=True)
-class Faults:
+class ServerFaults:
     """Each lasts until it is taken back; none of them forgets an object."""
 
-    store: Store
+    store: VersionedObjects
     stop_listening: Callable[[], Awaitable[None]]
     listen: Callable[[], Awaitable[None]]
     watches: list[web.Request] = field(default_factory=list)

@@ -42,7 +42,7 @@ _NOBODYS = frozenset({
 })  # fmt: skip
 
 
-class Duplicate(Exception):
+class DuplicateField(Exception):
     """Two items of one list have the same keys."""
 
 
@@ -69,7 +69,7 @@ def leaves(node: Any, path: Path = ()) -> dict[Path, Any]:
         for item in node:
             at = (*path, _item(item, keys))
             if at in found:
-                raise Duplicate(f"{shown(path)}: duplicate entries for key {_bracket(at[-1])}")
+                raise DuplicateField(f"{shown(path)}: duplicate entries for key {_bracket(at[-1])}")
             found |= {at: ITEM} | leaves(item, at)
         return found
     return {path: node} if path else {}

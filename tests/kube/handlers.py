@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from tests.kube import documents, managers, parts, selectors, status, watching, wire
-from tests.kube.faults import Faults
-from tests.kube.lists import Lists
-from tests.kube.registry import Registry
-from tests.kube.rules import Rules
+from tests.kube.faults import ServerFaults
+from tests.kube.lists import PagedLists
+from tests.kube.registry import ObjectRegistry
+from tests.kube.rules import AccessRules
 
 
-class Asked(NamedTuple):
+class RecordedRequest(NamedTuple):
     """One request, as it came: also those that a fault or a rule refused."""
 
     time: float
@@ -24,16 +24,16 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class Handlers:
+class RequestHandlers:
     """One API server's answers. `bookmark_s`: how often a watch that asks for bookmarks gets one."""
 
-    registry: Registry
-    rules: Rules
-    faults: Faults
-    requests: list[Asked]
+    registry: ObjectRegistry
+    rules: AccessRules
+    faults: ServerFaults
+    requests: list[RecordedRequest]
     forbidden: list[str]
     bookmark_s: float = 60.0
-    lists: Lists = field(default_factory=Lists)
+    lists: PagedLists = field(default_factory=PagedLists)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=wire.MOST_BODY_BYTES)
@@ -70,13 +70,13 @@ class Handlers:
 
     # --- before the verb -----------------------------------------------------------------------------------------
 
-    def _note(self, request: web.Request, target: wire.Target | None) -> Asked:
+    def _note(self, request: web.Request, target: wire.PathTarget | None) -> RecordedRequest:
         verb = wire.verb_of(request, target)
         try:
             user = self.rules.user(request.headers.get("Authorization", ""))
         except status.ApiError:
             user = ""
-        asked = Asked(asyncio.get_running_loop().time(), verb, request.path, dict(request.query), user)
+        asked = RecordedRequest(asyncio.get_running_loop().time(), verb, request.path, dict(request.query), user)
         self.requests.append(asked)
         return asked
 
@@ -88,13 +88,13 @@ class Handlers:
         found = documents.document(request.path.rstrip("/"), dict(request.query))
         return web.Response(status=404, text="404 page not found\n") if found is None else wire.answered(200, found)
 
-    def _permit(self, user: str, asked: Asked, target: wire.Target, request: web.Request) -> None:
+    def _permit(self, user: str, asked: RecordedRequest, target: wire.PathTarget, request: web.Request) -> None:
         name = target.name or selectors.named_by(request.query.get("fieldSelector", ""))
         self.rules.require(user, asked.verb, target.resource, target.part, target.namespace, name)
 
     # --- verbs ---------------------------------------------------------------------------------------------------
 
-    async def _object(self, request: web.Request, verb: str, target: wire.Target) -> tuple[int, Any]:
+    async def _object(self, request: web.Request, verb: str, target: wire.PathTarget) -> tuple[int, Any]:
         resource, namespace, name = target.resource, target.namespace, target.name
         dry_run = bool(request.query.get("dryRun"))
         by = _writer(request, target)
@@ -122,7 +122,7 @@ class Handlers:
                 return self._delete_all(request, target, await wire.options_of(request))
         raise status.method_not_allowed()
 
-    async def _apply(self, request: web.Request, target: wire.Target, *, dry_run: bool) -> tuple[int, Any]:
+    async def _apply(self, request: web.Request, target: wire.PathTarget, *, dry_run: bool) -> tuple[int, Any]:
         managers.require_manager(request.query)
         obj, is_new = self.registry.apply(
             target.resource,
@@ -135,12 +135,12 @@ class Handlers:
         )
         return (201 if is_new else 200), obj
 
-    async def _watch(self, request: web.Request, target: wire.Target) -> web.StreamResponse:
+    async def _watch(self, request: web.Request, target: wire.PathTarget) -> web.StreamResponse:
         query = request.query
         asked = query.get("resourceVersion", "")
         version = wire.version_of(asked)
         initial = query.get("sendInitialEvents", "").lower() == "true"
-        watch = watching.Watch(
+        watch = watching.WatchRequest(
             resource=target.resource,
             namespace=target.namespace,
             version=None if version == 0 or initial else version,
@@ -169,20 +169,20 @@ class Handlers:
             await asyncio.wait({ended, telling})
         return response
 
-    async def _tell(self, response: web.StreamResponse, watch: watching.Watch) -> None:
+    async def _tell(self, response: web.StreamResponse, watch: watching.WatchRequest) -> None:
         async for line in watching.lines(watch, self.registry.store):
             await self.faults.thawed()
             await self.faults.event_delay()
             await response.write(line)
         await self.faults.thawed()
 
-    def _delete(self, target: wire.Target, options: dict[str, Any], *, dry_run: bool) -> tuple[int, Any]:
+    def _delete(self, target: wire.PathTarget, options: dict[str, Any], *, dry_run: bool) -> tuple[int, Any]:
         obj, is_gone = self.registry.delete(target.resource, target.namespace, target.name, options, dry_run=dry_run)
         if target.resource.graceful or not is_gone:
             return 200, obj
         return 200, status.success(target.resource, target.name, obj["metadata"]["uid"])
 
-    def _delete_all(self, request: web.Request, target: wire.Target, options: dict[str, Any]) -> tuple[int, Any]:
+    def _delete_all(self, request: web.Request, target: wire.PathTarget, options: dict[str, Any]) -> tuple[int, Any]:
         holds = wire.holds_of(request.query)
         for obj in self.registry.store.find(target.resource, target.namespace):
             if holds(obj):
@@ -192,5 +192,5 @@ class Handlers:
         return 200, {"kind": f"{target.resource.kind}List", "apiVersion": target.resource.api_version} | empty
 
 
-def _writer(request: web.Request, target: wire.Target) -> managers.Writer:
+def _writer(request: web.Request, target: wire.PathTarget) -> managers.FieldWriter:
     return managers.writer_of(request.query, request.headers.get("User-Agent", ""), target.part)

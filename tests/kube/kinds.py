@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Resource:
+class ResourceKind:
     """One row of the table below.
 
     unconditional      PUT without a resourceVersion overwrites; otherwise it is 422
@@ -53,29 +53,29 @@ class Resource:
 
 
 RESOURCES = (
-    Resource("", "v1", "configmaps", "ConfigMap", ("cm",)),
-    Resource("", "v1", "secrets", "Secret"),
-    Resource("", "v1", "pods", "Pod", ("po",), graceful=True, has_status=True),
-    Resource("", "v1", "services", "Service", ("svc",), has_status=True),
-    Resource("", "v1", "events", "Event", ("ev",), created_by_update=True),
-    Resource("", "v1", "serviceaccounts", "ServiceAccount", ("sa",), unconditional=False),
-    Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", ("pvc",), has_status=True),
-    Resource("", "v1", "namespaces", "Namespace", ("ns",), namespaced=False, unconditional=False, has_status=True),
-    Resource("", "v1", "nodes", "Node", ("no",), namespaced=False, has_status=True),
-    Resource("apps", "v1", "deployments", "Deployment", ("deploy",), has_status=True, has_generation=True),
-    Resource("apps", "v1", "statefulsets", "StatefulSet", ("sts",), has_status=True, has_generation=True),
-    Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", ("hpa",), has_status=True),
-    Resource("batch", "v1", "jobs", "Job", has_status=True, has_generation=True),
-    Resource("coordination.k8s.io", "v1", "leases", "Lease", unconditional=False, created_by_update=True),
-    Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice", has_generation=True),
-    Resource("networking.k8s.io", "v1", "ingresses", "Ingress", ("ing",), has_status=True, has_generation=True),
-    Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", ("netpol",), has_generation=True),
-    Resource(
+    ResourceKind("", "v1", "configmaps", "ConfigMap", ("cm",)),
+    ResourceKind("", "v1", "secrets", "Secret"),
+    ResourceKind("", "v1", "pods", "Pod", ("po",), graceful=True, has_status=True),
+    ResourceKind("", "v1", "services", "Service", ("svc",), has_status=True),
+    ResourceKind("", "v1", "events", "Event", ("ev",), created_by_update=True),
+    ResourceKind("", "v1", "serviceaccounts", "ServiceAccount", ("sa",), unconditional=False),
+    ResourceKind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", ("pvc",), has_status=True),
+    ResourceKind("", "v1", "namespaces", "Namespace", ("ns",), namespaced=False, unconditional=False, has_status=True),
+    ResourceKind("", "v1", "nodes", "Node", ("no",), namespaced=False, has_status=True),
+    ResourceKind("apps", "v1", "deployments", "Deployment", ("deploy",), has_status=True, has_generation=True),
+    ResourceKind("apps", "v1", "statefulsets", "StatefulSet", ("sts",), has_status=True, has_generation=True),
+    ResourceKind("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", ("hpa",), has_status=True),
+    ResourceKind("batch", "v1", "jobs", "Job", has_status=True, has_generation=True),
+    ResourceKind("coordination.k8s.io", "v1", "leases", "Lease", unconditional=False, created_by_update=True),
+    ResourceKind("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice", has_generation=True),
+    ResourceKind("networking.k8s.io", "v1", "ingresses", "Ingress", ("ing",), has_status=True, has_generation=True),
+    ResourceKind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", ("netpol",), has_generation=True),
+    ResourceKind(
         "policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", ("pdb",),
         unconditional=False, has_status=True, has_generation=True,
     ),
-    Resource("rbac.authorization.k8s.io", "v1", "roles", "Role"),
-    Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
+    ResourceKind("rbac.authorization.k8s.io", "v1", "roles", "Role"),
+    ResourceKind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
 )  # fmt: skip
 
 BY_PLURAL = {resource.plural: resource for resource in RESOURCES}

@@ -12,7 +12,7 @@ import httpx
 
 from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked
 from tests.kube import podspec
-from tests.kube.podspec import Place
+from tests.kube.podspec import PodPlace
 from tests.kube.store import Object
 from tests.patience import patience
 
@@ -29,8 +29,8 @@ class PlayedPod:
     def __init__(
         self,
         pod: Object,
-        place: Place,
-        read: podspec.Reads,
+        place: PodPlace,
+        read: podspec.NamespaceReader,
         told: Callable[["PlayedPod"], None],
         *,
         extra: Mapping[str, str],

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.kube import status
-from tests.kube.kinds import Resource
-from tests.kube.store import Object, Store
-from tests.kube.wire import Target, holds_of, version_of
+from tests.kube.kinds import ResourceKind
+from tests.kube.store import Object, VersionedObjects
+from tests.kube.wire import PathTarget, holds_of, version_of
 
 _MOST = 64
 _TOO_OLD_TOKEN = (
@@ -21,12 +21,12 @@ _TOO_OLD_TOKEN = (
 
 
 @dataclass(slots=True)
-class Lists:
+class PagedLists:
     """Remembers the whole of what was listed in part, by its version: where the next pages come from."""
 
-    _wholes: dict[tuple[int, Resource, str], list[Object]] = field(default_factory=dict)
+    _wholes: dict[tuple[int, ResourceKind, str], list[Object]] = field(default_factory=dict)
 
-    def listed(self, store: Store, target: Target, query: Mapping[str, str]) -> Any:
+    def listed(self, store: VersionedObjects, target: PathTarget, query: Mapping[str, str]) -> Any:
         """What GET of a collection answers. Raises 400, 410 and 504."""
         resource = target.resource
         asked = version_of(query.get("resourceVersion", ""))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tests.kube.fields import (
-    Duplicate,
+    DuplicateField,
     Fields,
     Path,
     as_fields_v1,
@@ -21,20 +21,20 @@ from tests.kube.fields import (
     shown,
     without,
 )
-from tests.kube.kinds import Resource
+from tests.kube.kinds import ResourceKind
 from tests.kube.status import ApiError, bad_request
 
 Object = dict[str, Any]
 
 
-class Writer(NamedTuple):
+class FieldWriter(NamedTuple):
     """Who writes: `fieldManager` of the request, or how the client calls itself. `part`: through which subresource."""
 
     manager: str = "tests"
     part: str = ""
 
 
-class _Who(NamedTuple):
+class _ManagerKey(NamedTuple):
     """What tells entries apart."""
 
     manager: str
@@ -43,16 +43,16 @@ class _Who(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ManagedFieldsEntry:
     api_version: str
     fields: Fields
     time: str
 
 
-_Owners = Mapping[_Who, _Entry]
+_Owners = Mapping[_ManagerKey, _ManagedFieldsEntry]
 
 
-def updated(resource: Resource, old: Object | None, new: Object, by: Writer) -> Object:
+def updated(resource: ResourceKind, old: Object | None, new: Object, by: FieldWriter) -> Object:
     """The object with owners: whoever writes a value owns it alone, and what is gone nobody owns.
 
     Owners that the object brings itself count, as where a client hands over from one manager to another.
@@ -62,14 +62,14 @@ def updated(resource: Resource, old: Object | None, new: Object, by: Writer) -> 
     changed = frozenset(path for path, value in after.items() if before.get(path, _NONE) != value)
     if by.part != "status":
         changed = frozenset(path for path in changed if path[0] != "status")
-    who = _Who(by.manager, "Update", by.part)
+    who = _ManagerKey(by.manager, "Update", by.part)
     mine = owners[who].fields if who in owners else frozenset()
     taken = {key: replace(it, fields=it.fields - changed) for key, it in owners.items() if key != who}
-    taken[who] = _Entry(resource.api_version, mine | changed, _now())
+    taken[who] = _ManagedFieldsEntry(resource.api_version, mine | changed, _now())
     return _with(new, _living(taken, after), owners)
 
 
-def applied(resource: Resource, live: Object | None, config: Object, by: Writer, *, force: bool) -> Object:
+def applied(resource: ResourceKind, live: Object | None, config: Object, by: FieldWriter, *, force: bool) -> Object:
     """What the object becomes when this manager applies this. `status` is not the main resource's to write.
 
     raises  409 where another manager owns what would change; 500 where a list has an item twice
@@ -80,12 +80,12 @@ def applied(resource: Resource, live: Object | None, config: Object, by: Writer,
     said = owned_part(config)
     try:
         fields = frozenset(leaves(said))
-    except Duplicate as exc:
+    except DuplicateField as exc:
         meta = (live or config)["metadata"]
         named = f"{meta.get('namespace', '')}/{meta['name']}; {resource.api_version}, Kind={resource.kind}"
         message = f"failed to create typed patch object ({named}): {exc}"
         raise ApiError(500, "InternalError", message) from exc
-    who = _Who(by.manager, "Apply", by.part)
+    who = _ManagerKey(by.manager, "Apply", by.part)
     owners = _owners(live or {})
     others = {key: entry for key, entry in owners.items() if key != who}
     held = frozenset().union(*(entry.fields for entry in others.values()))
@@ -100,7 +100,7 @@ def applied(resource: Resource, live: Object | None, config: Object, by: Writer,
     if conflicts and not force and not {path for _, path in conflicts} <= _handed_over(live or {}, by):
         raise _conflict([(key, owners[key], path) for key, path in conflicts])
     taken = {key: replace(entry, fields=entry.fields - changed) for key, entry in others.items()}
-    taken[who] = _Entry(resource.api_version, fields, _now())
+    taken[who] = _ManagedFieldsEntry(resource.api_version, fields, _now())
     kept = {key: value for key, value in (live or {}).items() if key in ("apiVersion", "kind")}
     meta = {**(live or config).get("metadata", {}), **_meta(new)}
     for name in ("labels", "annotations", "finalizers", "ownerReferences"):
@@ -112,12 +112,12 @@ def applied(resource: Resource, live: Object | None, config: Object, by: Writer,
     return _with({**kept, **rest, "metadata": meta}, _living(taken, new_leaves), owners)
 
 
-def writer_of(query: Mapping[str, str], user_agent: str, part: str) -> Writer:
+def writer_of(query: Mapping[str, str], user_agent: str, part: str) -> FieldWriter:
     """Raises 422 where the name is longer than names may be."""
     manager = query.get("fieldManager") or user_agent.partition("/")[0] or "unknown"
     if len(manager) > _LONGEST:
         raise _refused(f"Too long: may not be more than {_LONGEST} bytes")
-    return Writer(manager, part)
+    return FieldWriter(manager, part)
 
 
 def require_manager(query: Mapping[str, str]) -> None:
@@ -147,7 +147,7 @@ def _is_held(path: Path, held: Fields) -> bool:
     return isinstance(path[-1], tuple) and any(other[: len(path)] == path for other in held)
 
 
-def _handed_over(live: Object, by: Writer) -> frozenset[Path]:
+def _handed_over(live: Object, by: FieldWriter) -> frozenset[Path]:
     """What kubectl has applied on the client, and still stands: on the server it takes that without a conflict.
 
     source  k8s.io/apimachinery 0.36 util/managedfields/internal/lastappliedmanager.go
@@ -159,17 +159,17 @@ def _handed_over(live: Object, by: Writer) -> frozenset[Path]:
     return frozenset(path for path, value in leaves(owned_part(json.loads(text))).items() if there.get(path) == value)
 
 
-def _owners(obj: Object) -> dict[_Who, _Entry]:
+def _owners(obj: Object) -> dict[_ManagerKey, _ManagedFieldsEntry]:
     found = {}
     for entry in (obj.get("metadata") or {}).get("managedFields") or ():
         if "manager" in entry and "fieldsV1" in entry:
-            who = _Who(entry["manager"], entry["operation"], entry.get("subresource", ""))
+            who = _ManagerKey(entry["manager"], entry["operation"], entry.get("subresource", ""))
             fields = from_fields_v1(entry["fieldsV1"])
-            found[who] = _Entry(entry.get("apiVersion", ""), fields, entry.get("time", ""))
+            found[who] = _ManagedFieldsEntry(entry.get("apiVersion", ""), fields, entry.get("time", ""))
     return found
 
 
-def _living(owners: _Owners, there: Mapping[Path, Any]) -> dict[_Who, _Entry]:
+def _living(owners: _Owners, there: Mapping[Path, Any]) -> dict[_ManagerKey, _ManagedFieldsEntry]:
     """Without fields that are not there any more, and without managers that own nothing."""
     found = {who: replace(entry, fields=entry.fields & there.keys()) for who, entry in owners.items()}
     return {who: entry for who, entry in found.items() if entry.fields}
@@ -194,7 +194,7 @@ def _with(obj: Object, owners: _Owners, before: _Owners) -> Object:
     return {**obj, "metadata": meta | ({"managedFields": written} if written else {})}
 
 
-def _conflict(found: list[tuple[_Who, _Entry, Path]]) -> ApiError:
+def _conflict(found: list[tuple[_ManagerKey, _ManagedFieldsEntry, Path]]) -> ApiError:
     causes = [
         {"reason": "FieldManagerConflict", "message": f"conflict with {_said(who, entry)}", "field": shown(path)}
         for who, entry, path in found
@@ -210,7 +210,7 @@ def _conflict(found: list[tuple[_Who, _Entry, Path]]) -> ApiError:
     return ApiError(409, "Conflict", message, {"causes": causes})
 
 
-def _said(who: _Who, entry: _Entry) -> str:
+def _said(who: _ManagerKey, entry: _ManagedFieldsEntry) -> str:
     part = f' with subresource "{who.part}"' if who.part else ""
     using = f" using {entry.api_version} at {entry.time}" if who.operation == "Update" else ""
     return f'"{who.manager}"{part}{using}'

@@ -6,15 +6,17 @@ from aiohttp import web
 
 from tests.kube import status
 from tests.kube.kinds import BY_PLURAL
-from tests.kube.managers import Writer
-from tests.kube.registry import Registry
+from tests.kube.managers import FieldWriter
+from tests.kube.registry import ObjectRegistry
 from tests.kube.store import Object
-from tests.kube.wire import Target, body_of, change_of
+from tests.kube.wire import PathTarget, body_of, change_of
 
 NAMES = ("scale", "eviction")
 
 
-async def answer(registry: Registry, request: web.Request, verb: str, target: Target, by: Writer) -> tuple[int, Any]:
+async def answer(
+    registry: ObjectRegistry, request: web.Request, verb: str, target: PathTarget, by: FieldWriter
+) -> tuple[int, Any]:
     """Evictions, and scales: only the number of replicas, whatever else the object says."""
     obj = registry.get(target.resource, target.namespace, target.name)
     match target.part, verb:
@@ -47,7 +49,7 @@ def scale_of(obj: Object) -> Object:
     }
 
 
-def _evict(registry: Registry, target: Target, eviction: Any) -> tuple[int, Any]:
+def _evict(registry: ObjectRegistry, target: PathTarget, eviction: Any) -> tuple[int, Any]:
     """A delete that asks the disruption budgets first: 429 when one of them has nothing to give."""
     pod = registry.get(target.resource, target.namespace, target.name)
     labels = pod["metadata"].get("labels") or {}

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeNotFound
-from tests.kube.conftest import Cluster
+from tests.kube.conftest import KubeCluster
 
 SELECTOR = "app.kubernetes.io/instance=fleet,app.kubernetes.io/component=worker"
 LABELS = {"app.kubernetes.io/instance": "fleet", "app.kubernetes.io/component": "worker"}
@@ -36,7 +36,7 @@ def slice_of(
     return _slice(f"workers-{worker}", [endpoint], ports, labels, namespace)
 
 
-async def put_slice(kube: Cluster, slice_: dict) -> None:
+async def put_slice(kube: KubeCluster, slice_: dict) -> None:
     """Make it, or replace what has its name."""
     if kube.server is not None:  # also while it is down, or refuses
         kube.server.objects.put(slice_)
@@ -51,7 +51,7 @@ async def put_slice(kube: Cluster, slice_: dict) -> None:
         await client.close()
 
 
-async def drop_slice(kube: Cluster, slice_: dict) -> None:
+async def drop_slice(kube: KubeCluster, slice_: dict) -> None:
     meta = slice_["metadata"]
     if kube.server is not None:
         kube.server.objects.delete("endpointslices", meta["namespace"], meta["name"])

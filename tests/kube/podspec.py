@@ -17,14 +17,14 @@ _ANY_ADDRESS = ("0.0.0.0", "::")
 _REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
-class Reads(Protocol):
+class NamespaceReader(Protocol):
     """Objects of the pod's namespace, by resource and name; None where there is none."""
 
     def __call__(self, resource: str, name: str) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PodPlace:
     """Where one pod is played. `hosts`: name of a Service -> its address."""
 
     pod: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Place:
         return found
 
 
-def made_volumes(place: Place, read: Reads) -> None:
+def made_volumes(place: PodPlace, read: NamespaceReader) -> None:
     """Fill the pod's folder: empty folders, and files from Secrets and ConfigMaps. KeyError for one that is missing."""
     for volume in place.spec.get("volumes") or []:
         folder = place.folder / volume["name"]
@@ -49,20 +49,20 @@ def made_volumes(place: Place, read: Reads) -> None:
             _write(folder, _items(_found(read, "configmaps", source["name"]), source, binary=False))
 
 
-def command(container: Mapping[str, Any], place: Place, environment: Mapping[str, str]) -> list[str]:
+def command(container: Mapping[str, Any], place: PodPlace, environment: Mapping[str, str]) -> list[str]:
     """What it runs. A container without a command would be its image's, of which there is none here."""
     return translated_words([*container["command"], *(container.get("args") or [])], container, place, environment)
 
 
 def translated_words(
-    words: list[str], container: Mapping[str, Any], place: Place, environment: Mapping[str, str]
+    words: list[str], container: Mapping[str, Any], place: PodPlace, environment: Mapping[str, str]
 ) -> list[str]:
     program, *rest = [_expanded(word, environment) for word in words]
     program = sys.executable if program in ("python", "python3") else program
     return [program, *(_translated(word, container, place) for word in rest)]
 
 
-def environment(container: Mapping[str, Any], place: Place, read: Reads) -> dict[str, str]:
+def environment(container: Mapping[str, Any], place: PodPlace, read: NamespaceReader) -> dict[str, str]:
     """Its own variables. KeyError where a Secret, ConfigMap or key is missing: a real pod would not start either."""
     found: dict[str, str] = {}
     for source in container.get("envFrom") or []:
@@ -84,7 +84,7 @@ def port_of(container: Mapping[str, Any], port: int | str) -> int:
     return int(named[port])
 
 
-def _value_from(source: Mapping[str, Any], place: Place, read: Reads) -> str | None:
+def _value_from(source: Mapping[str, Any], place: PodPlace, read: NamespaceReader) -> str | None:
     if "fieldRef" in source:
         return _field(source["fieldRef"]["fieldPath"], place)
     kind, ref = (
@@ -97,7 +97,7 @@ def _value_from(source: Mapping[str, Any], place: Place, read: Reads) -> str | N
     return value
 
 
-def _field(path: str, place: Place) -> str:
+def _field(path: str, place: PodPlace) -> str:
     if found := re.match(r"^metadata\.(labels|annotations)\['(.*)'\]$", path):
         return str((place.pod["metadata"].get(found.group(1)) or {}).get(found.group(2), ""))
     known = {
@@ -117,7 +117,7 @@ def _expanded(text: str, environment: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda found: environment.get(found.group(1), found.group(0)), text)
 
 
-def _translated(text: str, container: Mapping[str, Any], place: Place) -> str:
+def _translated(text: str, container: Mapping[str, Any], place: PodPlace) -> str:
     if text in _ANY_ADDRESS:
         return place.address
     mounts = _mounts(container, place)
@@ -131,7 +131,7 @@ def _translated(text: str, container: Mapping[str, Any], place: Place) -> str:
     return text
 
 
-def _mounts(container: Mapping[str, Any], place: Place) -> dict[str, str]:
+def _mounts(container: Mapping[str, Any], place: PodPlace) -> dict[str, str]:
     hosted = {v["name"]: v["hostPath"]["path"] for v in place.spec.get("volumes") or [] if "hostPath" in v}
     return {
         mount["mountPath"].rstrip("/"): hosted.get(mount["name"], str(place.folder / mount["name"]))
@@ -139,7 +139,7 @@ def _mounts(container: Mapping[str, Any], place: Place) -> dict[str, str]:
     }
 
 
-def _found(read: Reads, resource: str, name: str) -> dict[str, Any]:
+def _found(read: NamespaceReader, resource: str, name: str) -> dict[str, Any]:
     held = read(resource, name)
     if held is None:
         raise KeyError(f"{resource} {name} is not there")

@@ -13,38 +13,38 @@ from typing import Any
 import msgspec
 
 from tests.kube import managers, status
-from tests.kube.kinds import BY_PLURAL, RESOURCES, Resource
-from tests.kube.managers import Writer
-from tests.kube.store import Object, Store
+from tests.kube.kinds import BY_PLURAL, RESOURCES, ResourceKind
+from tests.kube.managers import FieldWriter
+from tests.kube.store import Object, VersionedObjects
 from tests.kube.validation import check, check_change, tidied, typed
 
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # as k8s.io/apimachinery's names: no vowels, no words
 _POD_GRACE_S = 30
-_ARRANGED = Writer()  # by a test itself, without a request
+_ARRANGED = FieldWriter()  # by a test itself, without a request
 _SYSTEM = ("uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "generation", "selfLink")
 
 
 @dataclass(slots=True)
-class Registry:
+class ObjectRegistry:
     """The rules around a store. `allow_loopback`: see `validation.check`."""
 
-    store: Store = field(default_factory=Store)
+    store: VersionedObjects = field(default_factory=VersionedObjects)
     allow_loopback: bool = True
     rng: random.Random = field(default_factory=random.Random)
 
-    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+    def get(self, resource: ResourceKind, namespace: str, name: str) -> Object:
         found = self.store.get(resource, namespace, name)
         if found is None:
             raise status.not_found(resource, name)
         return found
 
     def create(
-        self, resource: Resource, namespace: str, given: Any, *, by: Writer = _ARRANGED, dry_run: bool = False
+        self, resource: ResourceKind, namespace: str, given: Any, *, by: FieldWriter = _ARRANGED, dry_run: bool = False
     ) -> Object:
         obj = self._named(resource, namespace, given)
         return self._made(resource, obj, by=by, dry_run=dry_run)
 
-    def _named(self, resource: Resource, namespace: str, given: Any) -> Object:
+    def _named(self, resource: ResourceKind, namespace: str, given: Any) -> Object:
         """What is to be made, with its name. Raises 404 without its namespace, and 409 where it is there already."""
         obj = self._taken(resource, namespace, given)
         meta = obj["metadata"]
@@ -64,12 +64,12 @@ class Registry:
 
     def replace(
         self,
-        resource: Resource,
+        resource: ResourceKind,
         namespace: str,
         name: str,
         given: Any,
         *,
-        by: Writer = _ARRANGED,
+        by: FieldWriter = _ARRANGED,
         dry_run: bool = False,
     ) -> tuple[Object, bool]:
         """The object as stored, and whether it was made by this. By the part "status" only that is written."""
@@ -97,12 +97,12 @@ class Registry:
 
     def patch(
         self,
-        resource: Resource,
+        resource: ResourceKind,
         namespace: str,
         name: str,
         change: Callable[[Object], Any],
         *,
-        by: Writer = _ARRANGED,
+        by: FieldWriter = _ARRANGED,
         dry_run: bool = False,
     ) -> Object:
         """`change` says what the object becomes.
@@ -114,7 +114,15 @@ class Registry:
         return self._updated(resource, old, obj, by=by, dry_run=dry_run)
 
     def apply(
-        self, resource: Resource, namespace: str, name: str, config: Any, *, by: Writer, force: bool, dry_run: bool
+        self,
+        resource: ResourceKind,
+        namespace: str,
+        name: str,
+        config: Any,
+        *,
+        by: FieldWriter,
+        force: bool,
+        dry_run: bool,
     ) -> tuple[Object, bool]:
         """Server-side apply: the object as stored, and whether it was made by this."""
         config = self._taken(resource, namespace, config)
@@ -127,7 +135,7 @@ class Registry:
         new = self._patched(resource, old, new)
         return self._updated(resource, old, new, by=by, is_applied=True, dry_run=dry_run), False
 
-    def _patched(self, resource: Resource, old: Object, obj: Object) -> Object:
+    def _patched(self, resource: ResourceKind, old: Object, obj: Object) -> Object:
         """Raises 409 and 422 where it is of another name, version or uid."""
         meta = old["metadata"]
         if obj["metadata"].get("name") != meta["name"]:
@@ -139,7 +147,7 @@ class Registry:
         return obj
 
     def delete(
-        self, resource: Resource, namespace: str, name: str, options: dict[str, Any], *, dry_run: bool = False
+        self, resource: ResourceKind, namespace: str, name: str, options: dict[str, Any], *, dry_run: bool = False
     ) -> tuple[Object, bool]:
         """The object, and whether it is gone: finalizers and a pod's grace keep it for a while."""
         old = self.get(resource, namespace, name)
@@ -165,7 +173,7 @@ class Registry:
 
     # --- what they share -----------------------------------------------------------------------------------------
 
-    def _taken(self, resource: Resource, namespace: str, given: Any) -> Object:
+    def _taken(self, resource: ResourceKind, namespace: str, given: Any) -> Object:
         """A copy of what was sent, of this kind and namespace."""
         if problem := typed(resource, given):
             raise problem
@@ -177,7 +185,7 @@ class Registry:
             )
         return obj
 
-    def _made(self, resource: Resource, obj: Object, *, by: Writer | None, dry_run: bool) -> Object:
+    def _made(self, resource: ResourceKind, obj: Object, *, by: FieldWriter | None, dry_run: bool) -> Object:
         """`by` None: the object says itself who owns what."""
         meta = {key: value for key, value in obj["metadata"].items() if key not in _SYSTEM}
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": _now()}
@@ -192,7 +200,14 @@ class Registry:
         return obj if dry_run else self.store.put(resource, obj)
 
     def _updated(
-        self, resource: Resource, old: Object, obj: Object, *, by: Writer, is_applied: bool = False, dry_run: bool
+        self,
+        resource: ResourceKind,
+        old: Object,
+        obj: Object,
+        *,
+        by: FieldWriter,
+        is_applied: bool = False,
+        dry_run: bool,
     ) -> Object:
         """`is_applied`: the object says itself who owns what."""
         if by.part == "status":
@@ -215,7 +230,7 @@ class Registry:
             return obj
         return self.store.put(resource, obj)
 
-    def _grace_s(self, resource: Resource, old: Object, options: dict[str, Any]) -> int:
+    def _grace_s(self, resource: ResourceKind, old: Object, options: dict[str, Any]) -> int:
         if not resource.graceful:
             return 0
         spec = old.get("spec") or {}
@@ -223,7 +238,7 @@ class Registry:
             return 0  # nobody runs it, so nobody has to end it
         return int(options.get("gracePeriodSeconds", spec.get("terminationGracePeriodSeconds", _POD_GRACE_S)))
 
-    def _marked(self, resource: Resource, old: Object, grace_s: int) -> Object:
+    def _marked(self, resource: ResourceKind, old: Object, grace_s: int) -> Object:
         if old["metadata"].get("deletionTimestamp"):
             return old
         gone_at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=grace_s)

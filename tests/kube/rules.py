@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kube.kinds import BY_PLURAL, Resource
+from tests.kube.kinds import BY_PLURAL, ResourceKind
 from tests.kube.status import forbidden, unauthorized
-from tests.kube.store import Store
+from tests.kube.store import VersionedObjects
 
 ADMIN = "admin"  # in system:masters, so to speak: may do everything
 
 
 @dataclass(slots=True)
-class Rules:
+class AccessRules:
     """`tokens`: token -> user, e.g. `system:serviceaccount:<namespace>:<name>`. None at all: everybody is admin."""
 
-    store: Store
+    store: VersionedObjects
     tokens: dict[str, str] = field(default_factory=dict)
 
     def user(self, authorization: str) -> str:
@@ -27,7 +27,9 @@ class Rules:
             raise unauthorized()
         return user
 
-    def require(self, user: str, verb: str, resource: Resource, subresource: str, namespace: str, name: str) -> None:
+    def require(
+        self, user: str, verb: str, resource: ResourceKind, subresource: str, namespace: str, name: str
+    ) -> None:
         """Raises 403. `name` is "" for a whole collection and for what has none yet."""
         if user == ADMIN:
             return

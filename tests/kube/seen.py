@@ -12,7 +12,7 @@ from tests.patience import within
 
 
 @dataclass
-class Seen:
+class FollowedState:
     """What a follower was told, as the state that it adds up to."""
 
     state: dict = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Seen:
 
 
 @contextlib.asynccontextmanager
-async def seeing(kube: KubeClient, path: str, *, selector: str = "", **more) -> AsyncIterator[Seen]:
-    seen = Seen()
+async def seeing(kube: KubeClient, path: str, *, selector: str = "", **more) -> AsyncIterator[FollowedState]:
+    seen = FollowedState()
     told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
     loop = asyncio.create_task(follow(kube, path, label_selector=selector, rng=random.Random(1), **(told | more)))
     try:

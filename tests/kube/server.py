@@ -24,20 +24,20 @@ from aiohttp import web
 
 from lorafleet.service.sockets import bound
 from tests.kube import certificates
-from tests.kube.faults import Faults
-from tests.kube.handlers import Asked, Handlers
+from tests.kube.faults import ServerFaults
+from tests.kube.handlers import RecordedRequest, RequestHandlers
 from tests.kube.kinds import BY_KIND, BY_PLURAL
-from tests.kube.registry import Registry
-from tests.kube.rules import Rules
-from tests.kube.store import Object, Store
+from tests.kube.registry import ObjectRegistry
+from tests.kube.rules import AccessRules
+from tests.kube.store import Object, VersionedObjects
 
 _HOST = "127.0.0.1"
 
 
-class Objects:
+class DirectObjects:
     """The server's objects without a request: for what a test arranges. `resource` is the plural, as in paths."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ObjectRegistry) -> None:
         self._registry = registry
 
     def get(self, resource: str, namespace: str, name: str) -> Object | None:
@@ -81,14 +81,16 @@ class KubeServer:
     def __init__(
         self, *, port: int = 0, tls: bool = False, allow_loopback: bool = True, bookmark_s: float = 60.0
     ) -> None:
-        self.requests: list[Asked] = []
+        self.requests: list[RecordedRequest] = []
         self.forbidden: list[str] = []
-        self.registry = Registry(Store(), allow_loopback=allow_loopback)
-        self.objects = Objects(self.registry)
-        self.rules = Rules(self.registry.store)
+        self.registry = ObjectRegistry(VersionedObjects(), allow_loopback=allow_loopback)
+        self.objects = DirectObjects(self.registry)
+        self.rules = AccessRules(self.registry.store)
         self.tokens = self.rules.tokens
-        self.faults = Faults(self.registry.store, self._stop_listening, self._listen)
-        self._handlers = Handlers(self.registry, self.rules, self.faults, self.requests, self.forbidden, bookmark_s)
+        self.faults = ServerFaults(self.registry.store, self._stop_listening, self._listen)
+        self._handlers = RequestHandlers(
+            self.registry, self.rules, self.faults, self.requests, self.forbidden, bookmark_s
+        )
         self._port = port
         self._certificate = certificates.made_for(_HOST) if tls else None
         self._site: web.SockSite | None = None

@@ -6,7 +6,7 @@ source  k8s.io/apimachinery pkg/api/errors/errors.go; FACTS measured on kube-api
 from collections.abc import Sequence
 from typing import Any
 
-from tests.kube.kinds import Resource
+from tests.kube.kinds import ResourceKind
 
 
 class ApiError(Exception):
@@ -42,7 +42,7 @@ class ApiError(Exception):
         return status | ({"details": details} if details else {})
 
 
-def success(resource: Resource, name: str, uid: str) -> dict[str, Any]:
+def success(resource: ResourceKind, name: str, uid: str) -> dict[str, Any]:
     """What most DELETEs answer."""
     details = _named(resource, name) | {"uid": uid}
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
@@ -56,7 +56,7 @@ def unauthorized() -> ApiError:
     return ApiError(401, "Unauthorized", "Unauthorized")
 
 
-def forbidden(user: str, verb: str, resource: Resource, subresource: str, namespace: str, name: str) -> ApiError:
+def forbidden(user: str, verb: str, resource: ResourceKind, subresource: str, namespace: str, name: str) -> ApiError:
     what = f"{resource.plural}/{subresource}" if subresource else resource.plural
     where = f'in the namespace "{namespace}"' if namespace else "at the cluster scope"
     named = f'{resource.qualified} "{name}"' if name else resource.qualified
@@ -66,21 +66,21 @@ def forbidden(user: str, verb: str, resource: Resource, subresource: str, namesp
     return ApiError(403, "Forbidden", message, _named(resource, name))
 
 
-def not_found(resource: Resource, name: str) -> ApiError:
+def not_found(resource: ResourceKind, name: str) -> ApiError:
     return ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found', _named(resource, name))
 
 
-def already_exists(resource: Resource, name: str) -> ApiError:
+def already_exists(resource: ResourceKind, name: str) -> ApiError:
     return ApiError(409, "AlreadyExists", f'{resource.qualified} "{name}" already exists', _named(resource, name))
 
 
-def conflict(resource: Resource, name: str, why: str = "") -> ApiError:
+def conflict(resource: ResourceKind, name: str, why: str = "") -> ApiError:
     why = why or "the object has been modified; please apply your changes to the latest version and try again"
     message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
     return ApiError(409, "Conflict", message, _named(resource, name))
 
 
-def invalid(resource: Resource, name: str, causes: Sequence[tuple[str, str]]) -> ApiError:
+def invalid(resource: ResourceKind, name: str, causes: Sequence[tuple[str, str]]) -> ApiError:
     """causes  (field, what is wrong with it), as kube-apiserver lists them"""
     listed = [f"{field}: {what}" for field, what in causes]
     said = listed[0] if len(listed) == 1 else f"[{', '.join(listed)}]"
@@ -116,6 +116,6 @@ def unsupported_media_type(given: str) -> ApiError:
     return ApiError(415, "UnsupportedMediaType", f"{message} (given: {given or 'none'})")
 
 
-def _named(resource: Resource, name: str) -> dict[str, Any]:
+def _named(resource: ResourceKind, name: str) -> dict[str, Any]:
     found = {"name": name, "group": resource.group, "kind": resource.plural}
     return {key: value for key, value in found.items() if value}

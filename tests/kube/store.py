@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tests.kube.kinds import Resource
+from tests.kube.kinds import ResourceKind
 from tests.kube.status import expired
 
 Object = dict[str, Any]
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # namespace, name
 
 
 @dataclass(frozen=True)
-class Change:
+class StoredWrite:
     """One write. `old` is None where it made the object, `new` is the last state where it removed it."""
 
     version: int
@@ -32,43 +32,43 @@ class Change:
 
 
 @dataclass(slots=True)
-class Store:
+class VersionedObjects:
     """What etcd is to an API server: one version counter for everything, and a history that can be compacted.
 
     An object that is in here is never changed, only replaced: lists and watches hand the same one out.
     """
 
     version: int = 1000
-    oldest: dict[Resource, int] = field(default_factory=lambda: defaultdict(int))
-    _objects: dict[Resource, dict[Key, Object]] = field(default_factory=lambda: defaultdict(dict))
-    _history: dict[Resource, list[Change]] = field(default_factory=lambda: defaultdict(list))
-    _watches: dict[Resource, set["asyncio.Queue[Change]"]] = field(default_factory=lambda: defaultdict(set))
+    oldest: dict[ResourceKind, int] = field(default_factory=lambda: defaultdict(int))
+    _objects: dict[ResourceKind, dict[Key, Object]] = field(default_factory=lambda: defaultdict(dict))
+    _history: dict[ResourceKind, list[StoredWrite]] = field(default_factory=lambda: defaultdict(list))
+    _watches: dict[ResourceKind, set["asyncio.Queue[StoredWrite]"]] = field(default_factory=lambda: defaultdict(set))
 
-    def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
+    def get(self, resource: ResourceKind, namespace: str, name: str) -> Object | None:
         return self._objects[resource].get((namespace, name))
 
-    def find(self, resource: Resource, namespace: str = "") -> list[Object]:
+    def find(self, resource: ResourceKind, namespace: str = "") -> list[Object]:
         """In the order of keys, of one namespace or of all."""
         found = self._objects[resource]
         return [found[key] for key in sorted(found, key="/".join) if not namespace or key[0] == namespace]
 
-    def put(self, resource: Resource, obj: Object) -> Object:
+    def put(self, resource: ResourceKind, obj: Object) -> Object:
         """Store it under its own name as the next version."""
         key = _key(obj)
         old = self._objects[resource].get(key)
         new = self._next(obj)
         self._objects[resource][key] = new
-        self._tell(resource, Change(self.version, "MODIFIED" if old else "ADDED", new, old))
+        self._tell(resource, StoredWrite(self.version, "MODIFIED" if old else "ADDED", new, old))
         return new
 
-    def remove(self, resource: Resource, obj: Object) -> Object:
+    def remove(self, resource: ResourceKind, obj: Object) -> Object:
         """The last state, at the version of its removal: what a watch is told."""
         old = self._objects[resource].pop(_key(obj))
         gone = self._next(old)
-        self._tell(resource, Change(self.version, "DELETED", gone, old))
+        self._tell(resource, StoredWrite(self.version, "DELETED", gone, old))
         return gone
 
-    def changes_since(self, resource: Resource, version: int) -> list[Change]:
+    def changes_since(self, resource: ResourceKind, version: int) -> list[StoredWrite]:
         """Raises 410 where they are forgotten. A version of the future has none and is no error, as on a real one."""
         oldest = self.oldest[resource]
         if version < oldest:
@@ -76,23 +76,23 @@ class Store:
         history = self._history[resource]
         return history[bisect_right(history, version, key=lambda change: change.version) :]
 
-    def watch(self, resource: Resource) -> "asyncio.Queue[Change]":
+    def watch(self, resource: ResourceKind) -> "asyncio.Queue[StoredWrite]":
         """Each change from now on, until `unwatch`."""
-        queue: asyncio.Queue[Change] = asyncio.Queue()
+        queue: asyncio.Queue[StoredWrite] = asyncio.Queue()
         self._watches[resource].add(queue)
         return queue
 
-    def unwatch(self, resource: Resource, queue: "asyncio.Queue[Change]") -> None:
+    def unwatch(self, resource: ResourceKind, queue: "asyncio.Queue[StoredWrite]") -> None:
         self._watches[resource].discard(queue)
 
-    def compact(self, resources: tuple[Resource, ...]) -> None:
+    def compact(self, resources: tuple[ResourceKind, ...]) -> None:
         """Forget how things came to be. The counter goes on, as it does when anything else in a cluster is written."""
         self.version += 100
         for resource in resources:
             self._history[resource].clear()
             self.oldest[resource] = self.version
 
-    def rewind(self, resources: tuple[Resource, ...]) -> None:
+    def rewind(self, resources: tuple[ResourceKind, ...]) -> None:
         """As after a restored backup of etcd: the same objects at lower versions than clients have seen."""
         self.version = 1
         for resource in resources:
@@ -102,14 +102,14 @@ class Store:
         for resource in resources:
             self.oldest[resource] = self.version
 
-    def __iter__(self) -> Iterator[tuple[Resource, Object]]:
+    def __iter__(self) -> Iterator[tuple[ResourceKind, Object]]:
         return ((resource, obj) for resource, found in self._objects.items() for obj in found.values())
 
     def _next(self, obj: Object) -> Object:
         self.version += 1
         return obj | {"metadata": obj["metadata"] | {"resourceVersion": str(self.version)}}
 
-    def _tell(self, resource: Resource, change: Change) -> None:
+    def _tell(self, resource: ResourceKind, change: StoredWrite) -> None:
         self._history[resource].append(change)
         for queue in self._watches[resource]:
             queue.put_nowait(change)

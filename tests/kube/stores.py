@@ -6,15 +6,15 @@ import contextlib
 import yaml
 
 from lorafleet.kube.client import connect
-from orchestrator.configmaps.backend import ConfigMaps
-from orchestrator.configmaps.edits import Intake
-from orchestrator.configmaps.events import Notices
+from orchestrator.configmaps.backend import ConfigMapBackend
+from orchestrator.configmaps.edits import ObjectEdits
+from orchestrator.configmaps.events import KubeEvents
 from orchestrator.configmaps.objects import FLEET as FLEET_LABEL
 from orchestrator.configmaps.objects import KIND, STATUS
-from orchestrator.core.lease import Hold
-from orchestrator.intent.registry import Registry
+from orchestrator.core.lease import LeaseRecord
+from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.kube_lease import KubeLease
-from orchestrator.store.store import Store
+from orchestrator.store.store import IntentStore
 from tests.patience import until
 
 FLEET = "lorafleet"
@@ -24,10 +24,10 @@ async def give_back_lease(kube):
     """As after an orderly end of whoever led: the first that looks leads at once, however long the lease lasts."""
     lease = KubeLease(kube, namespace=kube.namespace, name=FLEET, timeout_s=5.0)
     await lease.read()
-    assert await lease.write(Hold(holder="before", url="", duration_s=1.0, is_released=True), None)
+    assert await lease.write(LeaseRecord(holder="before", url="", duration_s=1.0, is_released=True), None)
 
 
-class Fleet:
+class StubWorkerReports:
     """As far as the registry asks it."""
 
     def __init__(self):
@@ -37,7 +37,7 @@ class Fleet:
         return {"tiny-qwen"}
 
 
-class Rollouts:
+class ImmediateRollouts:
     """Points aliases at once, as rollouts do with `place_s` 0."""
 
     def __init__(self, store):
@@ -49,20 +49,24 @@ class Rollouts:
             self._store.record("alias_set", alias, {"targets": targets}, actor)
 
 
-class Seat:
+class StoreInstance:
     """One orchestrator's store, with the intake beside it. `is_looking` False: it looks when it is told to."""
 
     def __init__(self, kube, *, wall, give_up_s, call_s, is_looking):
         self.kube = kube
-        self.backend = ConfigMaps(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=call_s)
-        self.store = Store(self.backend, wall=wall)
-        self.registry = Registry(
-            self.store, Fleet(), Rollouts(self.store), forget_failures=lambda _lora_id: None, wall=wall
+        self.backend = ConfigMapBackend(kube, namespace=kube.namespace, fleet=FLEET, give_up_s=give_up_s, call_s=call_s)
+        self.store = IntentStore(self.backend, wall=wall)
+        self.registry = AdapterRegistry(
+            self.store,
+            StubWorkerReports(),
+            ImmediateRollouts(self.store),
+            forget_failures=lambda _lora_id: None,
+            wall=wall,
         )
         self.is_leading = False
         self.taken = 0
-        notices = Notices(kube, namespace=kube.namespace, reporter="test", wall=wall)
-        self.intake = Intake(
+        notices = KubeEvents(kube, namespace=kube.namespace, reporter="test", wall=wall)
+        self.intake = ObjectEdits(
             self.backend,
             self.store,
             self.registry,
@@ -103,7 +107,7 @@ class Seat:
         await self.kube.close()
 
 
-class Seats:
+class StoreInstances:
     """Opens them on one cluster; all are closed at the end."""
 
     def __init__(self, cluster):
@@ -112,7 +116,7 @@ class Seats:
 
     async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, call_s=1.0, is_looking=True):
         kube = await connect(self.cluster.kubeconfig, environ={})
-        seat = Seat(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
+        seat = StoreInstance(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
         self._open.append(seat)
         return seat
 
@@ -129,7 +133,7 @@ class Seats:
                 await seat.close()
 
 
-class People:
+class ManifestApplier:
     """Whoever applies manifests."""
 
     def __init__(self, api, namespace):

@@ -31,7 +31,7 @@ from tests.patience import patience
 from tests.serving import serving
 
 
-class Api:
+class StubApiServer:
     """Answers as told, and keeps what it was asked."""
 
     def __init__(self, answer=None):
@@ -75,7 +75,7 @@ def kubeconfig(path, url, *, token="", namespace="fleet"):
 
 @pytest.fixture
 async def api():
-    return Api()
+    return StubApiServer()
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from orchestrator.configmaps.objects import FLEET, KIND, RECORD, adapter_object_name
-from orchestrator.core.errors import Conflict
-from orchestrator.core.state import Rules
+from orchestrator.core.errors import StateConflict
+from orchestrator.core.state import PlacementPolicy
 from orchestrator.wire import AdapterPatch, AdapterSpec
 from tests.kube.stores import FLEET as FLEET_NAME
 from tests.patience import until
@@ -228,7 +228,7 @@ async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(sea
 
 async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(seat, people):
     await people.apply("our-policy", {"loading": "eager", "loads_per_worker": 2}, kind="policy")
-    await until(lambda: seat.store.rules == Rules(loading="eager", loads_per_worker=2))
+    await until(lambda: seat.store.rules == PlacementPolicy(loading="eager", loads_per_worker=2))
     await people.said("our-policy", "accepted")
     await people.delete("our-policy")
 
@@ -286,7 +286,7 @@ async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looke
     seat.is_leading = False  # so that the edit is not looked at
     await people.apply("my-sql", SQL | {"tenants": ["edited"]})
     seat.registry.patch("sql/v1", AdapterPatch(tenants=("rest",)), "me")
-    with pytest.raises(Conflict, match="ConfigMap my-sql says something else by now"):
+    with pytest.raises(StateConflict, match="ConfigMap my-sql says something else by now"):
         await seat.store.saved()
     assert seat.store.adapters["sql/v1"].tenants is None
     # What agents find is written, and the edit still stands to be looked at.
@@ -302,7 +302,7 @@ async def test_an_object_of_somebody_elses_is_never_taken_for_ours(seat, people)
     name = adapter_object_name("legal/v2")
     await people.apply(name, None, text="precious", labels={})
     seat.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
-    with pytest.raises(Conflict, match=f"ConfigMap {name} says something else"):
+    with pytest.raises(StateConflict, match=f"ConfigMap {name} says something else"):
         await seat.store.saved()
     assert "legal/v2" not in seat.store.adapters
     assert (await people.get(name))["data"] == {"adapter.yaml": "precious"}

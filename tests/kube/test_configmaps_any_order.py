@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import KIND, adapter_object_name
-from orchestrator.core.errors import OrchestratorError, Unavailable
+from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.wire import AdapterPatch, AdapterSpec
-from tests.kube.conftest import Cluster
+from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
-from tests.kube.stores import People, Seats
+from tests.kube.stores import ManifestApplier, StoreInstances
 from tests.patience import patience, until
 from tests.properties import examples
 
@@ -40,7 +40,7 @@ STEPS = st.tuples(
 SCRIPTS = st.lists(st.lists(STEPS, min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-class Script:
+class WriteScript:
     """What people and REST callers do to one fleet.
 
     expected   object -> the tenants that may stand in it in the end; None among them: it may be gone
@@ -131,7 +131,7 @@ class Script:
         for adapter in list(store.adapters.values()):
             if adapter.is_inspected or adapter.is_deleting:
                 continue
-            with contextlib.suppress(Unavailable):  # a change before it was refused just now
+            with contextlib.suppress(OrchestratorUnavailable):  # a change before it was refused just now
                 store.put_adapter(replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7))
 
     async def _end(self, _number, _tenant):
@@ -185,10 +185,10 @@ async def play(groups, seed):
             namespace = "somewhere"
             server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
             path = server.kubeconfig(Path(folder) / "kubeconfig", namespace=namespace)
-            seats = Seats(Cluster(path, namespace, "127.0.0.1", server))
+            seats = StoreInstances(KubeCluster(path, namespace, "127.0.0.1", server))
             seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))
-            people = People(await connect(path, environ={}), namespace)
-            script = Script(seat, people)
+            people = ManifestApplier(await connect(path, environ={}), namespace)
+            script = WriteScript(seat, people)
             try:
                 server.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04, events_s=0.01)
                 await script.run(groups)
@@ -221,7 +221,7 @@ async def test_forty_objects_applied_and_deleted_at_once_stay_deleted(kube, seat
     await asyncio.gather(*(people.delete(f"applied-{number}") for number in numbers))
     await people.apply("last", _said("last/v1", "a"))  # what was done before is looked at by then
     await people.said("last", "accepted")
-    script = Script(seat, people)
+    script = WriteScript(seat, people)
     await until(lambda: set(seat.store.adapters) == {"last/v1"} or script.end_deletions())
     await seat.store.saved()
     stand = [it["metadata"]["name"] for it in await people.all() if it["metadata"]["labels"][KIND] == "adapter"]

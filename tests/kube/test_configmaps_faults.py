@@ -8,12 +8,12 @@ import pytest
 
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
-from orchestrator.core.errors import Conflict, StoreError, Unavailable
-from orchestrator.core.state import Adapter
+from orchestrator.core.errors import OrchestratorUnavailable, StateConflict, StoreError
+from orchestrator.core.state import RegisteredAdapter
 from orchestrator.wire import AdapterSpec
 from tests.patience import patience, until
 
-SQL = Adapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
+SQL = RegisteredAdapter(lora_id="sql/v1", source="hf://acme/sql", digest="d" * 64, rank=8, base_model="tiny")
 PYTHON = replace(SQL, lora_id="python/v1", digest="e" * 64)
 
 
@@ -75,7 +75,7 @@ async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known
     kube.faults.refuse(503)
     seat.store.put_adapter(SQL)
     seat.store.put_adapter(replace(PYTHON, priority=9))
-    with pytest.raises(Unavailable, match=f"no answer from the API server in {give_up_s:g} s") as told:
+    with pytest.raises(OrchestratorUnavailable, match=f"no answer from the API server in {give_up_s:g} s") as told:
         await seat.store.saved()
     assert told.value.code == "store_unreachable"
     await until(lambda: dict(seat.store.adapters) == {"python/v1": PYTHON})
@@ -129,10 +129,10 @@ async def test_the_end_of_a_term_gives_up_what_is_not_written_and_says_so(seat, 
     saving = asyncio.create_task(seat.store.saved())
     await asyncio.sleep(0)
     seat.abdicate()
-    with pytest.raises(Unavailable, match="does not lead any more") as told:
+    with pytest.raises(OrchestratorUnavailable, match="does not lead any more") as told:
         await saving
     assert told.value.code == "not_leading"
-    with pytest.raises(Unavailable, match="writes nothing"):
+    with pytest.raises(OrchestratorUnavailable, match="writes nothing"):
         seat.store.put_adapter(PYTHON)
     kube.faults.thaw()
 
@@ -329,7 +329,7 @@ async def test_of_two_who_raise_the_epoch_at_once_the_lower_and_the_later_do_not
     a.store.raise_epoch(0)
     await a.store.saved()
     b.store.raise_epoch(0)
-    with pytest.raises(Conflict, match="somebody else has written epoch 1, so we do not lead"):
+    with pytest.raises(StateConflict, match="somebody else has written epoch 1, so we do not lead"):
         await b.store.saved()
     assert (await seats.lead()).store.epoch == 2
 

@@ -22,7 +22,7 @@ from lorafleet.local.tiny_model import make_model
 from router.app import build
 from router.config import RouterSettings
 from tests.engines import start_engine
-from tests.kube.conftest import Cluster
+from tests.kube.conftest import KubeCluster
 from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
 from tests.kube.status import ApiError
 from tests.patience import patience, until, within
@@ -36,10 +36,10 @@ STEADY = WatchTimes(watch_s=(600.0, 900.0), silent_s=300.0, pause_s=(0.02, 0.2),
 
 
 @dataclass
-class Fleet:
+class DiscoveredFleet:
     """A router, its workers, and the API server that names them."""
 
-    kube: Cluster
+    kube: KubeCluster
     control: Control
     agents: dict[str, str] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
@@ -125,13 +125,13 @@ async def many_agents(control: Control, names: list[str]) -> AsyncIterator[list[
 
 @contextlib.asynccontextmanager
 async def running(
-    kube: Cluster, *engines, control=None, named=(), times: WatchTimes = QUICK, **settings
-) -> AsyncIterator[Fleet]:
+    kube: KubeCluster, *engines, control=None, named=(), times: WatchTimes = QUICK, **settings
+) -> AsyncIterator[DiscoveredFleet]:
     """`named`: the workers that the catalog names; all others are known to the API server alone."""
     control = control or Control()
     control.named = frozenset(named)
     async with contextlib.AsyncExitStack() as stack:
-        it = Fleet(kube, control)
+        it = DiscoveredFleet(kube, control)
         for engine in engines:
             control.workers[engine.name] = await stack.enter_async_context(serving(engine.app, host=kube.host))
             agent = agent_app(control, engine.name, it.answers, it.refused)

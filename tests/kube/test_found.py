@@ -16,11 +16,11 @@ from lorafleet.local.tiny_model import make_model
 from lorafleet.service.own_key import OwnKey
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.reconcile.agent_client import Agents
-from orchestrator.reconcile.kube_workers import Finder
+from orchestrator.reconcile.agent_client import AgentClient
+from orchestrator.reconcile.kube_workers import KubeWorkerFinder
 from tests.engines import start_engine
 from tests.kube.places import LABELS, SELECTOR, drop_slice, put_slice, slice_of
-from tests.orchestrator.conftest import Clock, House
+from tests.orchestrator.conftest import ManualClock, OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
 from tests.patience import patience, until
 from tests.serving import serving
@@ -28,21 +28,21 @@ from tests.serving import serving
 QUICK = WatchTimes(watch_s=(1.0, 1.5), silent_s=0.3, pause_s=(0.02, 0.2), steady_s=0.3, call_s=0.3)
 
 
-class Found(House):
+class SliceOrchestrator(OrchestratorUnderTest):
     """Its agents send no heartbeat unless they are made to: what is known of them was asked."""
 
     def __init__(self, path, kube, **settings):
-        super().__init__(path, Clock(), **settings)
+        super().__init__(path, ManualClock(), **settings)
         self.kube = kube
         self.slices = SliceWatch(
             partial(opened, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
         )
         self.pokes = asyncio.Event()
         self.client = httpx.AsyncClient()
-        self.finder = Finder(
+        self.finder = KubeWorkerFinder(
             self.slices,
             fleet=self.reconciler.fleet,
-            agents=Agents(self.client, own=OwnKey(), epoch=lambda: 1),
+            agents=AgentClient(self.client, own=OwnKey(), epoch=lambda: 1),
             hear=self.reconciler.hear,
             poke=self.pokes.set,
             timeout_s=0.5,
@@ -79,8 +79,8 @@ class Found(House):
 
 
 @pytest.fixture
-async def house(kube, tmp_path) -> AsyncIterator[Found]:
-    found = Found(tmp_path / "store.db", kube)
+async def house(kube, tmp_path) -> AsyncIterator[SliceOrchestrator]:
+    found = SliceOrchestrator(tmp_path / "store.db", kube)
     loop = asyncio.create_task(found.finder.run())
     yield found
     loop.cancel()

@@ -9,19 +9,19 @@ import pytest
 
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import LeaseUnreachable
-from orchestrator.core.lease import Hold
+from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.kube_lease import ANNOTATION, KubeLease, hold_of
 from orchestrator.leadership.leadership import Leadership
 from tests.patience import patience, until, within
 
 NAME = "lorafleet"
-HOLD = Hold(holder="a", url="http://a:8080", duration_s=1.5)
+HOLD = LeaseRecord(holder="a", url="http://a:8080", duration_s=1.5)
 # A leader that a busy machine keeps from renewing in time is no fault of ours.
 DURATION_S, RENEW_S, MARGIN_S = patience(0.4), 0.2, 0.2
 NEVER_S = patience(1000)
 
 
-class Counted(KubeLease):
+class CountingKubeLease(KubeLease):
     """`looks`: how often it was looked at."""
 
     looks = 0
@@ -40,7 +40,7 @@ async def api(kube):
 
 @pytest.fixture
 def lease(api, kube):
-    return lambda: Counted(api, namespace=kube.namespace, name=NAME, timeout_s=0.4)
+    return lambda: CountingKubeLease(api, namespace=kube.namespace, name=NAME, timeout_s=0.4)
 
 
 def path(kube):
@@ -59,7 +59,7 @@ async def test_a_lease_says_to_people_and_tools_what_it_says_to_us(api, kube, le
     renewed = (await api.get(path(kube)))["spec"]
     assert renewed["acquireTime"] == spec["acquireTime"]
     assert renewed["renewTime"] > spec["renewTime"]
-    other = Hold(holder="b", url="http://b", beat=2, duration_s=1.5)
+    other = LeaseRecord(holder="b", url="http://b", beat=2, duration_s=1.5)
     await it.read()
     assert await it.write(other, replace(HOLD, beat=1))
     taken = (await api.get(path(kube)))["spec"]
@@ -75,13 +75,13 @@ async def test_a_lease_changes_only_by_whoever_saw_its_last_state(lease, api, ku
     a, b = lease(), lease()
     assert (await a.read(), await b.read()) == (None, None)
     assert await a.write(HOLD, None)
-    assert not await b.write(Hold(holder="b", url="", duration_s=5.0), None)
+    assert not await b.write(LeaseRecord(holder="b", url="", duration_s=5.0), None)
     assert await b.read() == HOLD
-    assert await b.write(Hold(holder="b", url="", duration_s=5.0, beat=1), HOLD)
+    assert await b.write(LeaseRecord(holder="b", url="", duration_s=5.0, beat=1), HOLD)
     assert not await a.write(replace(HOLD, beat=1), HOLD)
     await b.read()
     await api.delete(path(kube))
-    assert not await b.write(Hold(holder="b", url="", duration_s=5.0, beat=2), await b.read() or HOLD)
+    assert not await b.write(LeaseRecord(holder="b", url="", duration_s=5.0, beat=2), await b.read() or HOLD)
     assert await b.read() is None
 
 
@@ -110,7 +110,7 @@ def test_a_lease_that_somebody_else_wrote_is_still_somebodys(note):
         "metadata": {"annotations": {ANNOTATION: note}},
         "spec": {"holderIdentity": "x", "leaseDurationSeconds": 15},
     }
-    assert hold_of(found) == Hold(holder="x", url="", duration_s=15.0)
+    assert hold_of(found) == LeaseRecord(holder="x", url="", duration_s=15.0)
     assert hold_of({"metadata": {}}).is_released
 
 
@@ -129,7 +129,7 @@ async def test_an_api_server_that_refuses_is_a_lease_that_cannot_be_reached(leas
     kube.faults.thaw()
 
 
-class Candidates:
+class LeaseContest:
     """Leaderships that run on one Lease. `leads` waits until it is this one alone."""
 
     def __init__(self, lease):
@@ -175,7 +175,7 @@ class Candidates:
 
 @pytest.fixture
 async def candidates(lease):
-    them = Candidates(lease)
+    them = LeaseContest(lease)
     yield them
     await them.stop()
 

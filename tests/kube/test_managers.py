@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kube.api import Api, connected
-from tests.kube.conftest import Cluster
+from tests.kube.api import KubeApi, connected
+from tests.kube.conftest import KubeCluster
 from tests.kube.fields import as_fields_v1, from_fields_v1, leaves, merged, without
 from tests.kube.kinds import BY_PLURAL
-from tests.kube.managers import Writer, applied
+from tests.kube.managers import FieldWriter, applied
 from tests.properties import examples
 
 MAPS = "/api/v1/namespaces/{namespace}/configmaps"
@@ -22,7 +22,7 @@ APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 
 
 @pytest.fixture
-async def api(kube: Cluster) -> AsyncIterator[Api]:
+async def api(kube: KubeCluster) -> AsyncIterator[KubeApi]:
     async with connected(kube.kubeconfig) as api:
         yield api
 
@@ -40,7 +40,7 @@ def stateful_set(*, env: Any = (), **spec: Any) -> dict[str, Any]:
     return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "s"}, "spec": said}
 
 
-async def apply(api: Api, path: str, body: dict[str, Any], manager: str, **query: Any) -> tuple[int, Any]:
+async def apply(api: KubeApi, path: str, body: dict[str, Any], manager: str, **query: Any) -> tuple[int, Any]:
     where = f"{path}/{body['metadata']['name']}"
     return await api.ask("PATCH", where, body, kind=APPLY, fieldManager=manager, **query)
 
@@ -54,7 +54,7 @@ def owners(obj: dict[str, Any], field: str) -> set[str]:
     }
 
 
-async def test_another_managers_field_conflicts_until_it_is_forced(api: Api) -> None:
+async def test_another_managers_field_conflicts_until_it_is_forced(api: KubeApi) -> None:
     code, made = await apply(api, MAPS, config_map(k="1", other="1"), "helm")
     assert (code, owners(made, "k")) == (201, {"helm"})
     code, said = await apply(api, MAPS, config_map(k="2"), "argocd")
@@ -66,7 +66,7 @@ async def test_another_managers_field_conflicts_until_it_is_forced(api: Api) -> 
     assert (owners(forced, "k"), owners(forced, "other")) == ({"argocd"}, {"helm"})
 
 
-async def test_the_same_value_is_shared_and_stays_until_nobody_applies_it(api: Api) -> None:
+async def test_the_same_value_is_shared_and_stays_until_nobody_applies_it(api: KubeApi) -> None:
     await apply(api, MAPS, config_map(k="1", other="1"), "helm")
     code, shared = await apply(api, MAPS, config_map(k="1"), "argocd")
     assert (code, owners(shared, "k")) == (200, {"helm", "argocd"})
@@ -76,7 +76,7 @@ async def test_the_same_value_is_shared_and_stays_until_nobody_applies_it(api: A
     assert gone["data"] == {"other": "1"}
 
 
-async def test_an_update_owns_what_it_changes_and_nothing_else(api: Api) -> None:
+async def test_an_update_owns_what_it_changes_and_nothing_else(api: KubeApi) -> None:
     _, made = await apply(api, MAPS, config_map(k="1", other="1"), "helm")
     changed = made | {"data": {"k": "2", "other": "1"}}
     _, written = await api.ask("PUT", f"{MAPS}/m", changed, fieldManager="lorafleet")
@@ -90,19 +90,19 @@ async def test_an_update_owns_what_it_changes_and_nothing_else(api: Api) -> None
     assert again["metadata"]["resourceVersion"] == written["metadata"]["resourceVersion"]
 
 
-async def test_a_client_that_names_no_manager_is_called_as_it_calls_itself(api: Api) -> None:
+async def test_a_client_that_names_no_manager_is_called_as_it_calls_itself(api: KubeApi) -> None:
     made = await api.make(MAPS, config_map(k="1"))
     assert owners(made, "k") == {"python-httpx"}
 
 
-async def test_replicas_that_are_not_applied_any_more_fall_to_one(api: Api) -> None:
+async def test_replicas_that_are_not_applied_any_more_fall_to_one(api: KubeApi) -> None:
     _, made = await apply(api, SETS, stateful_set(replicas=6), "helm")
     assert made["spec"]["replicas"] == 6
     _, fallen = await apply(api, SETS, stateful_set(), "helm")
     assert fallen["spec"]["replicas"] == 1
 
 
-async def test_who_scales_owns_the_replicas_that_were_another_number_before(kube: Cluster, api: Api) -> None:
+async def test_who_scales_owns_the_replicas_that_were_another_number_before(kube: KubeCluster, api: KubeApi) -> None:
     await apply(api, SETS, stateful_set(replicas=2), "helm")
     await asyncio.to_thread(kube.kubectl, "scale", "statefulset", "s", "--replicas", "2")
     code, _ = await apply(api, SETS, stateful_set(replicas=3), "helm")
@@ -119,7 +119,7 @@ async def test_who_scales_owns_the_replicas_that_were_another_number_before(kube
     assert (code, kept["spec"]["replicas"]) == (200, 5)  # whoever scaled owns it
 
 
-async def test_an_item_of_a_list_is_owned_by_its_name(api: Api) -> None:
+async def test_an_item_of_a_list_is_owned_by_its_name(api: KubeApi) -> None:
     await apply(api, SETS, stateful_set(env=[{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]), "helm")
     patch = {"spec": {"template": {"spec": {"containers": [{"name": "c", "env": [{"name": "B", "value": "2"}]}]}}}}
     kind = "application/strategic-merge-patch+json"
@@ -132,14 +132,14 @@ async def test_an_item_of_a_list_is_owned_by_its_name(api: Api) -> None:
     assert left["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "B", "value": "2"}]
 
 
-async def test_a_variable_that_is_there_twice_is_refused(api: Api) -> None:
+async def test_a_variable_that_is_there_twice_is_refused(api: KubeApi) -> None:
     twice = [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]
     code, said = await apply(api, SETS, stateful_set(env=twice), "helm")
     assert code == 500
     assert 'duplicate entries for key [name="A"]' in said["message"]
 
 
-async def test_what_is_applied_names_its_manager_and_no_owners(api: Api) -> None:
+async def test_what_is_applied_names_its_manager_and_no_owners(api: KubeApi) -> None:
     code, said = await api.ask("PATCH", f"{MAPS}/m", config_map(), kind=APPLY)
     assert (code, said["reason"]) == (422, "Invalid")
     body = config_map()
@@ -148,7 +148,7 @@ async def test_what_is_applied_names_its_manager_and_no_owners(api: Api) -> None
     assert code == 400
 
 
-async def test_kubectl_hands_over_from_one_way_of_applying_to_the_other(kube: Cluster, api: Api) -> None:
+async def test_kubectl_hands_over_from_one_way_of_applying_to_the_other(kube: KubeCluster, api: KubeApi) -> None:
     async def kubectl(*words: str, **data: str) -> str:
         text = yaml.safe_dump(config_map(**data))
         return await asyncio.to_thread(kube.kubectl, "apply", *words, "-f", "-", stdin=text)
@@ -160,7 +160,7 @@ async def test_kubectl_hands_over_from_one_way_of_applying_to_the_other(kube: Cl
 
 
 def test_what_is_no_longer_applied_goes_and_what_others_wrote_stays() -> None:
-    head, helm = {"metadata": {"name": "s"}}, Writer("helm")
+    head, helm = {"metadata": {"name": "s"}}, FieldWriter("helm")
     first = {"spec": {"replicas": 2, "list": [1], "containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
     stored = applied(BY_PLURAL["statefulsets"], None, head | first, helm, force=False) | {"status": {"replicas": 2}}
     second = {"spec": {"containers": [{"name": "a", "env": [{"name": "Y", "value": "1"}]}]}}

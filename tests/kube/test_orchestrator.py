@@ -12,7 +12,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.objects import adapter_object_name
 from tests.kube.stores import give_back_lease
 from tests.orchestrator.doubles import FakeAgent
-from tests.orchestrator.test_processes import Process, beating  # noqa: F401  (the second is a fixture)
+from tests.orchestrator.test_processes import OrchestratorProcess, beating  # noqa: F401  (the second is a fixture)
 from tests.patience import patience, until
 from tests.serving import serving
 
@@ -74,7 +74,7 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     async def kubectl(*words, stdin=None):
         return await asyncio.to_thread(kube.kubectl, *words, stdin=stdin)
 
-    process = Process(tmp_path, "one", lease="kubernetes", backend="configmaps", kubeconfig=kube.kubeconfig)
+    process = OrchestratorProcess(tmp_path, "one", lease="kubernetes", backend="configmaps", kubeconfig=kube.kubeconfig)
     await process.start()
     beating.url = process.url
     await kubectl("apply", "-f", "-", stdin=f"{ALIAS}---\n{ADAPTER}")

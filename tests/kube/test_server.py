@@ -10,8 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.kube.api import Api, Watched, connected
-from tests.kube.conftest import Cluster
+from tests.kube.api import KubeApi, WatchEvents, connected
+from tests.kube.conftest import KubeCluster
 from tests.kube.server import KubeServer
 
 EVENTS = "/api/v1/namespaces/{namespace}/events"
@@ -21,7 +21,7 @@ MAPS = "/api/v1/namespaces/{namespace}/configmaps"
 
 
 @pytest.fixture
-async def api(kube: Cluster) -> AsyncIterator[Api]:
+async def api(kube: KubeCluster) -> AsyncIterator[KubeApi]:
     async with connected(kube.kubeconfig) as api:
         yield api
 
@@ -47,7 +47,7 @@ def names(listed: Any) -> list[str]:
 
 
 class TestWriting:
-    async def test_what_is_made_twice_is_refused(self, api: Api) -> None:
+    async def test_what_is_made_twice_is_refused(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         assert made["metadata"]["uid"]
         assert int(made["metadata"]["resourceVersion"]) > 0
@@ -56,7 +56,7 @@ class TestWriting:
         assert said["message"] == 'leases.coordination.k8s.io "l" already exists'
         assert said["details"] == {"name": "l", "group": "coordination.k8s.io", "kind": "leases"}
 
-    async def test_a_stale_write_conflicts_and_one_without_a_version_is_invalid_for_a_lease(self, api: Api) -> None:
+    async def test_a_stale_write_conflicts_and_one_without_a_version_is_invalid_for_a_lease(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         code, newer = await api.ask("PUT", f"{LEASES}/l", made | {"spec": made["spec"] | {"holderIdentity": "b"}})
         assert code == 200
@@ -68,7 +68,7 @@ class TestWriting:
         assert (code, said["reason"]) == (422, "Invalid")
         assert "metadata.resourceVersion" in said["message"]
 
-    async def test_a_patch_without_a_version_is_no_lock(self, api: Api) -> None:
+    async def test_a_patch_without_a_version_is_no_lock(self, api: KubeApi) -> None:
         await api.make(LEASES, lease("l"))
         patch = {"spec": {"holderIdentity": "thief"}}
         code, stolen = await api.ask("PATCH", f"{LEASES}/l", patch, kind="application/merge-patch+json")
@@ -77,14 +77,14 @@ class TestWriting:
         code, said = await api.ask("PATCH", f"{LEASES}/l", stale, kind="application/merge-patch+json")
         assert (code, said["reason"]) == (409, "Conflict")
 
-    async def test_a_config_map_is_overwritten_without_a_version_and_not_made_by_put(self, api: Api) -> None:
+    async def test_a_config_map_is_overwritten_without_a_version_and_not_made_by_put(self, api: KubeApi) -> None:
         await api.make(MAPS, config_map("m", k="1"))
         code, written = await api.ask("PUT", f"{MAPS}/m", config_map("m", k="2"))
         assert (code, written["data"]) == (200, {"k": "2"})
         code, said = await api.ask("PUT", f"{MAPS}/other", config_map("other"))
         assert (code, said["message"]) == (404, 'configmaps "other" not found')
 
-    async def test_a_lease_that_is_gone_is_made_anew_by_put_unless_its_uid_is_named(self, api: Api) -> None:
+    async def test_a_lease_that_is_gone_is_made_anew_by_put_unless_its_uid_is_named(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         await api.ask("DELETE", f"{LEASES}/l")
         code, said = await api.ask("PUT", f"{LEASES}/l", made)
@@ -92,12 +92,12 @@ class TestWriting:
         code, _ = await api.ask("PUT", f"{LEASES}/l", lease("l", resourceVersion="5"))
         assert code == 201
 
-    async def test_a_write_that_changes_nothing_is_no_new_version(self, api: Api) -> None:
+    async def test_a_write_that_changes_nothing_is_no_new_version(self, api: KubeApi) -> None:
         made = await api.make(MAPS, config_map("m", k="1"))
         _, again = await api.ask("PUT", f"{MAPS}/m", made)
         assert again["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
 
-    async def test_a_delete_with_a_stale_precondition_conflicts(self, api: Api) -> None:
+    async def test_a_delete_with_a_stale_precondition_conflicts(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         options = {"preconditions": {"resourceVersion": "1"}}
         code, said = await api.ask("DELETE", f"{LEASES}/l", options)
@@ -109,7 +109,7 @@ class TestWriting:
         code, _ = await api.ask("GET", f"{LEASES}/l")
         assert code == 404
 
-    async def test_a_finalizer_keeps_what_is_deleted_until_it_is_taken_off(self, api: Api) -> None:
+    async def test_a_finalizer_keeps_what_is_deleted_until_it_is_taken_off(self, api: KubeApi) -> None:
         body = config_map("m")
         body["metadata"]["finalizers"] = ["lorafleet.io/drain"]
         await api.make(MAPS, body)
@@ -122,14 +122,14 @@ class TestWriting:
         code, _ = await api.ask("GET", f"{MAPS}/m")
         assert code == 404
 
-    async def test_a_name_is_generated_where_only_its_beginning_is_given(self, api: Api) -> None:
+    async def test_a_name_is_generated_where_only_its_beginning_is_given(self, api: KubeApi) -> None:
         body = config_map("")
         body["metadata"] = {"generateName": "event-"}
         made = [(await api.make(MAPS, body))["metadata"]["name"] for _ in range(2)]
         assert len(set(made)) == 2
         assert all(name.startswith("event-") and len(name) == 11 for name in made)
 
-    async def test_a_json_patch_that_tests_a_value_which_is_another_changes_nothing(self, api: Api) -> None:
+    async def test_a_json_patch_that_tests_a_value_which_is_another_changes_nothing(self, api: KubeApi) -> None:
         await api.make(MAPS, config_map("m", k="1"))
         kind = "application/json-patch+json"
         steps = [{"op": "test", "path": "/data/k", "value": "0"}, {"op": "replace", "path": "/data/k", "value": "2"}]
@@ -151,11 +151,11 @@ class TestWriting:
             (LEASES, lease("l") | {"spec": {"renewTime": "2026-01-02T03:04:05Z"}}, 400),
         ],
     )
-    async def test_what_is_not_valid_is_refused(self, api: Api, path: str, body: Any, code: int) -> None:
+    async def test_what_is_not_valid_is_refused(self, api: KubeApi, path: str, body: Any, code: int) -> None:
         status, said = await api.ask("POST", path, body)
         assert (status, said["status"]) == (code, "Failure"), said
 
-    async def test_an_endpoint_on_loopback_is_refused_unless_our_server_is_told_to_take_it(self, api: Api) -> None:
+    async def test_an_endpoint_on_loopback_is_refused_unless_our_server_is_told_to_take_it(self, api: KubeApi) -> None:
         body = {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
@@ -169,7 +169,7 @@ class TestWriting:
         code, _ = await api.ask("POST", SLICES, body | {"endpoints": [{"addresses": ["10.0.0.1"]}]})
         assert code == 201
 
-    async def test_fields_that_nobody_knows_are_dropped(self, api: Api) -> None:
+    async def test_fields_that_nobody_knows_are_dropped(self, api: KubeApi) -> None:
         body = lease("l")
         body["spec"]["url"] = "http://here"
         made = await api.make(LEASES, body | {"more": 1})
@@ -178,13 +178,13 @@ class TestWriting:
 
 
 class TestReading:
-    async def test_a_list_says_its_kind_once_and_its_items_do_not(self, api: Api) -> None:
+    async def test_a_list_says_its_kind_once_and_its_items_do_not(self, api: KubeApi) -> None:
         await api.make(MAPS, config_map("m"))
         _, listed = await api.ask("GET", MAPS, fieldSelector="metadata.name=m")
         assert (listed["kind"], names(listed)) == ("ConfigMapList", ["m"])
         assert "kind" not in listed["items"][0]
 
-    async def test_a_slice_without_pods_has_null_for_endpoints_and_ports(self, api: Api) -> None:
+    async def test_a_slice_without_pods_has_null_for_endpoints_and_ports(self, api: KubeApi) -> None:
         head = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4"}
         made = await api.make(SLICES, head | {"metadata": {"name": "s"}, "endpoints": [], "ports": []})
         assert (made["endpoints"], made["ports"]) == (None, None)
@@ -202,14 +202,14 @@ class TestReading:
             ("a,b=3", ["y"]),
         ],
     )
-    async def test_labels_select(self, api: Api, selector: str, found: list[str]) -> None:
+    async def test_labels_select(self, api: KubeApi, selector: str, found: list[str]) -> None:
         mark = {"mark": "selected"}
         for name, labels in {"x": {"a": "1"}, "y": {"a": "2", "b": "3"}, "z": {"b": "3"}}.items():
             await api.make(MAPS, config_map(name, labels | mark))
         _, listed = await api.ask("GET", MAPS, labelSelector=f"mark=selected,{selector}")
         assert names(listed) == found
 
-    async def test_a_list_comes_in_pages_of_one_moment(self, api: Api) -> None:
+    async def test_a_list_comes_in_pages_of_one_moment(self, api: KubeApi) -> None:
         for number in range(5):
             await api.make(MAPS, config_map(f"m{number}", {"page": "1"}))
         _, first = await api.ask("GET", MAPS, labelSelector="page=1", limit=2)
@@ -222,13 +222,13 @@ class TestReading:
         assert "continue" not in third["metadata"]
         assert len({page["metadata"]["resourceVersion"] for page in (first, second, third)}) == 1
 
-    async def test_what_is_not_there_is_404_with_a_status(self, api: Api) -> None:
+    async def test_what_is_not_there_is_404_with_a_status(self, api: KubeApi) -> None:
         code, said = await api.ask("GET", f"{LEASES}/none")
         assert (code, said["reason"]) == (404, "NotFound")
 
 
 class TestWatching:
-    async def test_a_watch_goes_on_from_a_version_and_misses_nothing(self, api: Api) -> None:
+    async def test_a_watch_goes_on_from_a_version_and_misses_nothing(self, api: KubeApi) -> None:
         first = await api.make(MAPS, config_map("a", {"w": "1"}))
         await api.make(MAPS, config_map("b", {"w": "1"}))
         since = first["metadata"]["resourceVersion"]
@@ -241,12 +241,12 @@ class TestWatching:
             assert (event["type"], event["object"]["metadata"]["name"], gone["status"]) == ("DELETED", "b", "Success")
             assert int(event["object"]["metadata"]["resourceVersion"]) > int(since)
 
-    async def test_a_watch_without_a_version_begins_with_everything(self, api: Api) -> None:
+    async def test_a_watch_without_a_version_begins_with_everything(self, api: KubeApi) -> None:
         await api.make(MAPS, config_map("a", {"w": "1"}))
         async with api.watch(MAPS, labelSelector="w=1") as watched:
             assert await watched.said() == ("ADDED", "a")
 
-    async def test_what_loses_its_label_is_deleted_to_the_watch_and_what_gains_it_is_added(self, api: Api) -> None:
+    async def test_what_loses_its_label_is_deleted_to_the_watch_and_what_gains_it_is_added(self, api: KubeApi) -> None:
         made = await api.make(MAPS, config_map("a", {"w": "1"}))
         since = made["metadata"]["resourceVersion"]
         async with api.watch(MAPS, resourceVersion=since, labelSelector="w=1") as watched:
@@ -257,7 +257,9 @@ class TestWatching:
             await api.ask("PUT", f"{MAPS}/a", config_map("a", {"w": "1"}))
             assert await watched.said() == ("ADDED", "a")
 
-    async def test_a_watch_ends_when_its_time_is_over_with_a_bookmark_before(self, kube: Cluster, api: Api) -> None:
+    async def test_a_watch_ends_when_its_time_is_over_with_a_bookmark_before(
+        self, kube: KubeCluster, api: KubeApi
+    ) -> None:
         _, listed = await api.ask("GET", MAPS)
         since = listed["metadata"]["resourceVersion"]
         query = {"resourceVersion": since, "allowWatchBookmarks": "true", "timeoutSeconds": 3, "labelSelector": "w=1"}
@@ -269,7 +271,7 @@ class TestWatching:
             assert (event["type"], event["object"]["kind"]) == ("BOOKMARK", "ConfigMap")
             assert int(event["object"]["metadata"]["resourceVersion"]) >= int(since)
 
-    async def test_a_version_that_is_too_old_is_an_error_event_under_200(self, kube: Cluster, api: Api) -> None:
+    async def test_a_version_that_is_too_old_is_an_error_event_under_200(self, kube: KubeCluster, api: KubeApi) -> None:
         made = await api.make(MAPS, config_map("a"))
         kube.faults.compact()
         async with api.watch(MAPS, resourceVersion=made["metadata"]["resourceVersion"]) as watched:
@@ -279,7 +281,7 @@ class TestWatching:
 
 
 class TestFaults:
-    async def test_dropped_watches_break_or_end(self, kube: Cluster, api: Api) -> None:
+    async def test_dropped_watches_break_or_end(self, kube: KubeCluster, api: KubeApi) -> None:
         for cleanly in (True, False):
             async with api.watch(MAPS, resourceVersion=str(kube.ours.registry.store.version)) as watched:
                 assert kube.faults.drop_watches(cleanly=cleanly) == 1
@@ -289,7 +291,7 @@ class TestFaults:
                     with pytest.raises(httpx.TransportError):
                         await watched.next()
 
-    async def test_refusals_say_when_to_come_back_and_stop(self, kube: Cluster, api: Api) -> None:
+    async def test_refusals_say_when_to_come_back_and_stop(self, kube: KubeCluster, api: KubeApi) -> None:
         kube.faults.refuse(503, retry_after_s=7, times=1)
         answer = await api.client.get(MAPS.format(namespace=api.namespace))
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
@@ -300,7 +302,7 @@ class TestFaults:
         kube.faults.refuse(None)
         assert (await api.ask("GET", MAPS))[0] == 200
 
-    async def test_a_frozen_server_takes_requests_and_says_nothing(self, kube: Cluster, api: Api) -> None:
+    async def test_a_frozen_server_takes_requests_and_says_nothing(self, kube: KubeCluster, api: KubeApi) -> None:
         async with api.watch(MAPS, resourceVersion=str(kube.ours.registry.store.version)) as watched:
             kube.faults.freeze()
             kube.ours.objects.put(config_map("a") | {"metadata": {"name": "a", "namespace": api.namespace}})
@@ -314,7 +316,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("rewound", [False, True])
     async def test_a_server_that_was_away_has_its_objects_and_no_history(
-        self, kube: Cluster, api: Api, rewound: bool
+        self, kube: KubeCluster, api: KubeApi, rewound: bool
     ) -> None:
         made = await api.make(MAPS, config_map("a"))
         await kube.faults.go_down()
@@ -332,7 +334,7 @@ class TestFaults:
             async with api.watch(MAPS, resourceVersion=str(version)) as watched:
                 assert (await watched.next())["object"]["code"] == 410
 
-    async def test_a_broken_list_is_410_with_a_token_to_go_on(self, kube: Cluster, api: Api) -> None:
+    async def test_a_broken_list_is_410_with_a_token_to_go_on(self, kube: KubeCluster, api: KubeApi) -> None:
         for number in range(3):
             await api.make(MAPS, config_map(f"m{number}"))
         _, first = await api.ask("GET", MAPS, limit=2)
@@ -352,7 +354,7 @@ class TestFaults:
             trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
             url = f"https://{found['KUBERNETES_SERVICE_HOST']}:{found['KUBERNETES_SERVICE_PORT']}"
             async with httpx.AsyncClient(base_url=url, verify=trust, trust_env=False) as client:
-                api = Api(client, "default")
+                api = KubeApi(client, "default")
                 client.headers["authorization"] = "Bearer old"
                 assert (await api.ask("GET", MAPS))[0] == 200
                 code, said = await api.ask("GET", f"{MAPS}/x")
@@ -372,7 +374,7 @@ class TestFaults:
 
 
 class TestKubectl:
-    async def test_it_applies_shows_watches_and_deletes(self, kube: Cluster, api: Api) -> None:
+    async def test_it_applies_shows_watches_and_deletes(self, kube: KubeCluster, api: KubeApi) -> None:
         async def kubectl(*words: str, stdin: str | None = None) -> str:
             return await asyncio.to_thread(kube.kubectl, *words, stdin=stdin)
 
@@ -390,17 +392,17 @@ class TestKubectl:
             assert "deleted" in await kubectl("delete", "-f", "-", stdin=changed)
             assert await watched.said() == ("DELETED", "by-hand")
 
-    async def test_it_applies_a_list_of_several_objects(self, kube: Cluster) -> None:
+    async def test_it_applies_a_list_of_several_objects(self, kube: KubeCluster) -> None:
         several = {"apiVersion": "v1", "kind": "List", "items": [config_map("one"), config_map("two")]}
         said = await asyncio.to_thread(kube.kubectl, "apply", "-f", "-", stdin=yaml.safe_dump(several))
         assert said == "configmap/one created\nconfigmap/two created\n"
 
-    async def test_it_watches(self, kube: Cluster, api: Api) -> None:
+    async def test_it_watches(self, kube: KubeCluster, api: KubeApi) -> None:
         await api.make(MAPS, config_map("seen", {"w": "1"}))
         words = ["get", "configmaps", "-l", "w=1", "--watch", "-o", "name", "--request-timeout", "1s"]
         assert "configmap/seen" in await asyncio.to_thread(kube.kubectl, *words)
 
 
-async def _all(watched: Watched) -> AsyncIterator[Any]:
+async def _all(watched: WatchEvents) -> AsyncIterator[Any]:
     while event := await watched.next():
         yield event

@@ -2,23 +2,23 @@
 
 from dataclasses import replace
 
-from orchestrator.configmaps.events import Notices
-from orchestrator.configmaps.verdicts import Verdicts
+from orchestrator.configmaps.events import KubeEvents
+from orchestrator.configmaps.verdicts import FailureStatuses
 from tests.patience import until
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
 WHY = "source_not_found: hf://acme/sql: no such repository"
 
 
-class Judged:
+class StatusBench:
     """A seat's verdicts, with what failed as the test says."""
 
     def __init__(self, seat):
         self.failed = {}
-        self.notices = Notices(seat.kube, namespace=seat.kube.namespace, reporter="test")
+        self.notices = KubeEvents(seat.kube, namespace=seat.kube.namespace, reporter="test")
         self.warned = []
         self.notices.warn = lambda _about, reason, message: self.warned.append((reason, message))
-        self.verdicts = Verdicts(
+        self.verdicts = FailureStatuses(
             seat.backend,
             self.notices,
             adapters=lambda: seat.store.adapters,
@@ -30,7 +30,7 @@ class Judged:
 
 async def test_a_failure_is_told_once_and_stands_until_the_adapter_can_be_used(seats, people):
     seat = await seats.lead()
-    judged = Judged(seat)
+    judged = StatusBench(seat)
     await people.apply("my-sql", SQL)
     await people.said("my-sql", "accepted")
     judged.failed = {"sql/v1": WHY, "nobody/v1": WHY}
@@ -43,7 +43,7 @@ async def test_a_failure_is_told_once_and_stands_until_the_adapter_can_be_used(s
     await seats.close(seat)
 
     after = await seats.lead()
-    judged = Judged(after)
+    judged = StatusBench(after)
     judged.turn()
     await after.store.saved()
     assert await people.status("my-sql") == f"failed: {WHY}"
@@ -60,7 +60,7 @@ async def test_a_failure_is_told_once_and_stands_until_the_adapter_can_be_used(s
 
 async def test_an_edit_that_is_refused_is_said_before_a_failure(seats, people):
     seat = await seats.lead()
-    judged = Judged(seat)
+    judged = StatusBench(seat)
     await people.apply("my-sql", SQL)
     await people.said("my-sql", "accepted")
     await people.apply("my-sql", SQL | {"source": "hf://acme/other"})

@@ -12,7 +12,7 @@ import structlog
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError, refusal
 from lorafleet.kube.watch import WatchTimes, _ListWatchLoop, follow
-from tests.kube.seen import Seen, seeing
+from tests.kube.seen import FollowedState, seeing
 from tests.kube.server import KubeServer
 from tests.patience import within
 
@@ -120,7 +120,7 @@ async def test_a_token_that_rotates_is_read_again(server, tmp_path):
     put(server, "a", "0")
     server.kubeconfig(tmp_path / "kubeconfig", token="t0")
     kube = await connect(tmp_path / "kubeconfig")
-    seen = Seen()
+    seen = FollowedState()
     loop = asyncio.create_task(follow(kube, PATH, on_list=seen.listed, on_event=seen.event, times=QUICK))
     await watched(server)
     server.tokens.clear()
@@ -138,7 +138,7 @@ async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(ser
     server.tokens["t0"] = "nobody"
     server.kubeconfig(tmp_path / "kubeconfig", token="t0")
     kube = await connect(tmp_path / "kubeconfig")
-    seen = Seen()
+    seen = FollowedState()
     times = WatchTimes(pause_s=(0.01, 0.08))
     with structlog.testing.capture_logs() as logs:
         loop = asyncio.create_task(
@@ -159,7 +159,7 @@ async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(ser
 async def test_whoever_cannot_take_something_in_is_told_everything_again(server, tmp_path):
     put(server, "a", "0")
     fails = iter([True, False])
-    seen = Seen()
+    seen = FollowedState()
 
     def event(kind, item):
         if next(fails, False):
@@ -215,7 +215,7 @@ async def test_after_whatever_went_wrong_the_last_word_is_the_servers(server, tm
         assert seen.state == {item["metadata"]["name"]: item["data"]["value"] for item in there}
 
 
-class Broken:
+class BrokenWatchClient:
     """An API server in no time at all: lists work, or do not, and each watch ends in its own way at once."""
 
     def __init__(self, clock, how):
@@ -244,7 +244,7 @@ class Broken:
         yield lines()
 
 
-class Time:
+class SleepRecorder:
     """A clock, and a sleep that costs nothing."""
 
     now = 0.0
@@ -258,8 +258,8 @@ class Time:
 
 @pytest.mark.parametrize("how", ["refuses", "cuts", "expires", "ends", "tells and ends"])
 async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times_a_minute(how):
-    clock = Time()
-    server = Broken(clock, how)
+    clock = SleepRecorder()
+    server = BrokenWatchClient(clock, how)
     told = [lambda *_: None] * 4
     loop = _ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.kube import workloads
-from tests.kube.controller import Controller
+from tests.kube.controller import WorkloadController
 from tests.kube.server import KubeServer
-from tests.kube.workloads import REVISION, Wishes
+from tests.kube.workloads import REVISION, PodChanges
 
 TEMPLATE: dict[str, Any] = {"metadata": {"labels": {"app": "x"}}, "spec": {"containers": []}}
 
@@ -36,7 +36,7 @@ class TestDeployment:
         old = [pod("a", new=False), pod("b", new=False)]
         first = workloads.deployment(wanted, old)
         assert (len(first.make), first.delete) == (1, ())
-        assert workloads.deployment(wanted, [*old, pod("c", ready=False)]) == Wishes()
+        assert workloads.deployment(wanted, [*old, pod("c", ready=False)]) == PodChanges()
         assert workloads.deployment(wanted, [*old, pod("c")]).delete == ("a",)
         assert len(workloads.deployment(wanted, [pod("b", new=False), pod("c"), pod("a", going=True)]).make) == 1
 
@@ -48,7 +48,7 @@ class TestDeployment:
 class TestStatefulSet:
     def test_it_makes_its_pods_in_turn_or_all_at_once(self) -> None:
         assert workloads.stateful_set(workload("StatefulSet", 2), []).make == ("w-0",)
-        assert workloads.stateful_set(workload("StatefulSet", 2), [pod("w-0", ready=False)]) == Wishes()
+        assert workloads.stateful_set(workload("StatefulSet", 2), [pod("w-0", ready=False)]) == PodChanges()
         parallel = workload("StatefulSet", 2, podManagementPolicy="Parallel")
         assert workloads.stateful_set(parallel, []).make == ("w-0", "w-1")
 
@@ -56,8 +56,8 @@ class TestStatefulSet:
         wanted = workload("StatefulSet", 3)
         old = [pod(f"w-{number}", new=False) for number in range(3)]
         assert workloads.stateful_set(wanted, old).delete == ("w-2",)
-        assert workloads.stateful_set(wanted, [*old[:2], pod("w-2", new=False, going=True)]) == Wishes()
-        assert workloads.stateful_set(wanted, [*old[:2], pod("w-2", ready=False)]) == Wishes()
+        assert workloads.stateful_set(wanted, [*old[:2], pod("w-2", new=False, going=True)]) == PodChanges()
+        assert workloads.stateful_set(wanted, [*old[:2], pod("w-2", ready=False)]) == PodChanges()
         assert workloads.stateful_set(wanted, [*old[:2], pod("w-2")]).delete == ("w-1",)
 
 
@@ -108,14 +108,17 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def cluster(folder: Path) -> AsyncIterator[tuple[KubeServer, Controller]]:
-    async with KubeServer() as server, Controller(server, "default", folder, nodes={"n": "zone-1"}) as controller:
+async def cluster(folder: Path) -> AsyncIterator[tuple[KubeServer, WorkloadController]]:
+    async with (
+        KubeServer() as server,
+        WorkloadController(server, "default", folder, nodes={"n": "zone-1"}) as controller,
+    ):
         yield server, controller
 
 
 @pytest.mark.fleet
 async def test_pods_run_are_reached_through_their_service_and_replaced_without_a_gap(
-    cluster: tuple[KubeServer, Controller],
+    cluster: tuple[KubeServer, WorkloadController],
 ) -> None:
     server, controller = cluster
     labels = {"app.kubernetes.io/component": "page"}

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from typing import Any
 
-from tests.kube.kinds import Resource
+from tests.kube.kinds import ResourceKind
 from tests.kube.status import ApiError, bad_request, invalid
 
 _LABEL_PART = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -45,7 +45,7 @@ _STATEFUL_SET_CHANGES = (
 Causes = list[tuple[str, str]]
 
 
-def check(resource: Resource, obj: dict[str, Any], *, allow_loopback: bool) -> None:
+def check(resource: ResourceKind, obj: dict[str, Any], *, allow_loopback: bool) -> None:
     """Raises the 422 or 400 that a real server would answer.
 
     allow_loopback  real servers refuse endpoints in 127.0.0.0/8; here pods are processes on this machine
@@ -64,7 +64,7 @@ def check(resource: Resource, obj: dict[str, Any], *, allow_loopback: bool) -> N
         raise invalid(resource, meta["name"], causes)
 
 
-def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
+def tidied(resource: ResourceKind, obj: dict[str, Any]) -> dict[str, Any]:
     """As it comes back from a real server: fields that nobody knows are gone, and so are empty lists and maps, or they
     are null where the field is always written. Of what a server fills in only `replicas` is.
     """
@@ -88,7 +88,7 @@ def tidied(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
     return obj
 
 
-def check_change(resource: Resource, old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_change(resource: ResourceKind, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises the 422 of what may not be changed once it is there. Quantities are compared as they are written."""
     if resource.kind != "StatefulSet":
         return
@@ -102,13 +102,13 @@ def check_change(resource: Resource, old: dict[str, Any], new: dict[str, Any]) -
         raise invalid(resource, new["metadata"]["name"], [("spec", said)])
 
 
-def nothing(resource: Resource) -> dict[str, Any]:
+def nothing(resource: ResourceKind) -> dict[str, Any]:
     """The fields that an empty object of this kind has on the wire: what a bookmark shows."""
     slice_fields = {"addressType": "", "endpoints": None, "ports": None}
     return {"EndpointSlice": slice_fields, "Lease": {"spec": {}}}.get(resource.kind, {})
 
 
-def _metadata(meta: dict[str, Any], resource: Resource) -> Causes:
+def _metadata(meta: dict[str, Any], resource: ResourceKind) -> Causes:
     causes = []
     name = meta["name"]
     pattern, most = (_DNS_LABEL, 63) if resource.kind in _DNS_LABEL_KINDS[:2] else (_DNS_SUBDOMAIN, 253)
@@ -142,7 +142,7 @@ def _key(field: str, key: str) -> Causes:
     return [] if is_good else [(field, f'Invalid value: "{key}": {said}')]
 
 
-def _data(resource: Resource, obj: dict[str, Any]) -> Causes:
+def _data(resource: ResourceKind, obj: dict[str, Any]) -> Causes:
     causes = []
     size = 0
     for field in ("data", "binaryData"):
@@ -229,7 +229,7 @@ def _address_problem(address_type: str, address: str, *, allow_loopback: bool) -
     return "may not be in the link-local range" if parsed.is_link_local else ""
 
 
-def typed(resource: Resource, obj: Any) -> ApiError | None:
+def typed(resource: ResourceKind, obj: Any) -> ApiError | None:
     """What is wrong with an object's own words about its kind, if anything."""
     if not isinstance(obj, dict) or not isinstance(obj.get("metadata", {}), dict):
         return bad_request("the object provided is unrecognized: not a JSON object with metadata")

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from tests.kube import validation
-from tests.kube.kinds import Resource
+from tests.kube.kinds import ResourceKind
 from tests.kube.status import ApiError
-from tests.kube.store import Change, Object, Store
+from tests.kube.store import Object, StoredWrite, VersionedObjects
 
 _LONGEST_S = 1800.0
 _LAST_BOOKMARK_S = 2.0  # before the end [measured on a real one]
@@ -19,10 +19,10 @@ _INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
+class WatchRequest:
     """What was asked for. `version` None: from now on, and first everything that is there."""
 
-    resource: Resource
+    resource: ResourceKind
     namespace: str
     version: int | None
     holds: Callable[[Object], bool]
@@ -32,7 +32,7 @@ class Watch:
     bookmark_s: float
 
 
-async def lines(watch: Watch, store: Store) -> AsyncIterator[bytes]:
+async def lines(watch: WatchRequest, store: VersionedObjects) -> AsyncIterator[bytes]:
     """One JSON object a line, until the watch's time is over.
 
     A version that is too old is no HTTP error: the stream says ERROR and ends.
@@ -60,7 +60,9 @@ async def lines(watch: Watch, store: Store) -> AsyncIterator[bytes]:
         store.unwatch(watch.resource, queue)
 
 
-async def _live(watch: Watch, store: Store, queue: "asyncio.Queue[Change]") -> AsyncIterator[bytes]:
+async def _live(
+    watch: WatchRequest, store: VersionedObjects, queue: "asyncio.Queue[StoredWrite]"
+) -> AsyncIterator[bytes]:
     clock = asyncio.get_running_loop().time
     ends_at = clock() + (watch.timeout_s or random.uniform(_LONGEST_S, 2 * _LONGEST_S))
     last_at = ends_at - _LAST_BOOKMARK_S if watch.bookmarks else 0.0
@@ -80,7 +82,7 @@ async def _live(watch: Watch, store: Store, queue: "asyncio.Queue[Change]") -> A
             yield line
 
 
-def _seen(watch: Watch, change: Change) -> bytes | None:
+def _seen(watch: WatchRequest, change: StoredWrite) -> bytes | None:
     """The change as this watch sees it: what its selector no longer names is deleted, what it names anew is added."""
     if watch.namespace and change.new["metadata"].get("namespace") != watch.namespace:
         return None
@@ -94,7 +96,7 @@ def _seen(watch: Watch, change: Change) -> bytes | None:
     return _line("DELETED", msgspec.json.encode(gone))
 
 
-def _bookmark(watch: Watch, store: Store, meta: dict[str, Any]) -> bytes:
+def _bookmark(watch: WatchRequest, store: VersionedObjects, meta: dict[str, Any]) -> bytes:
     resource = watch.resource
     typed = {"kind": resource.kind, "apiVersion": resource.api_version}
     meta = {"resourceVersion": str(store.version)} | meta

@@ -10,7 +10,7 @@ import yaml
 from aiohttp import web
 
 from tests.kube import patches, protobuf, selectors, status
-from tests.kube.kinds import BY_PATH, Resource
+from tests.kube.kinds import BY_PATH, ResourceKind
 from tests.kube.store import Object
 
 MOST_BODY_BYTES = 3 * 2**20  # as a real one's; etcd takes 1.5 MiB of it
@@ -18,16 +18,16 @@ _PACKED_FROM_BYTES = 128 * 2**10  # as a real one does, at the cheapest level
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PathTarget:
     """What a path names."""
 
-    resource: Resource
+    resource: ResourceKind
     namespace: str
     name: str
     part: str  # "", or one of the resource's
 
 
-def target_of(path: str) -> Target | None:
+def target_of(path: str) -> PathTarget | None:
     """What a path names, or None for the server's own documents."""
     parts = path.strip("/").split("/")
     if parts[:2] == ["api", "v1"]:
@@ -43,10 +43,10 @@ def target_of(path: str) -> Target | None:
     resource = BY_PATH.get((group, version, plural))
     if resource is None or len(rest) > 3 or part not in ("", *resource.parts):
         return None
-    return Target(resource, namespace, name, part)
+    return PathTarget(resource, namespace, name, part)
 
 
-def verb_of(request: web.Request, target: Target | None) -> str:
+def verb_of(request: web.Request, target: PathTarget | None) -> str:
     """As rules and audit logs name it."""
     if target is None:
         return request.method.lower()

@@ -15,7 +15,7 @@ REVISION = "controller-revision-hash"
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PodChanges:
     """Pods to make, by name or by the beginning of one, and pods to delete, by name."""
 
     make: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ def is_going(pod: Object) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
-def deployment(workload: Object, pods: Sequence[Object]) -> Wishes:
+def deployment(workload: Object, pods: Sequence[Object]) -> PodChanges:
     """New pods as far as the surge goes, old ones away as far as enough others are ready."""
     wanted = workload["spec"].get("replicas", 1)
     rolling = (workload["spec"].get("strategy") or {}).get("rollingUpdate") or {}
@@ -55,10 +55,10 @@ def deployment(workload: Object, pods: Sequence[Object]) -> Wishes:
                 continue
             spare -= 1
         leaving.append(pod)
-    return Wishes((f"{workload['metadata']['name']}-{now[:5]}-",) * room, tuple(map(_name, leaving)))
+    return PodChanges((f"{workload['metadata']['name']}-{now[:5]}-",) * room, tuple(map(_name, leaving)))
 
 
-def stateful_set(workload: Object, pods: Sequence[Object]) -> Wishes:
+def stateful_set(workload: Object, pods: Sequence[Object]) -> PodChanges:
     """Names stay: what has to change is deleted first, the highest number first, and one at a time."""
     name, wanted = workload["metadata"]["name"], workload["spec"].get("replicas", 1)
     at_once = workload["spec"].get("podManagementPolicy") == "Parallel"
@@ -70,14 +70,16 @@ def stateful_set(workload: Object, pods: Sequence[Object]) -> Wishes:
     is_calm = all(is_ready(pod) and not is_going(pod) for pod in there.values())
     if missing or extra:
         if at_once:
-            return Wishes(tuple(missing), tuple(extra))
+            return PodChanges(tuple(missing), tuple(extra))
         return (
-            Wishes(tuple(missing[:1]), ()) if missing and is_calm else Wishes((), tuple(extra[:1] if is_calm else ()))
+            PodChanges(tuple(missing[:1]), ())
+            if missing and is_calm
+            else PodChanges((), tuple(extra[:1] if is_calm else ()))
         )
     old = [name for name in reversed(names) if there[name]["metadata"]["labels"][REVISION] != revision(workload)]
     # One of an old revision that never became ready may go too: it is what the new one mends.
     others_are_well = all(is_ready(pod) and not is_going(pod) for name, pod in there.items() if name not in old[:1])
-    return Wishes((), tuple(old[:1]) if others_are_well and old and not is_going(there[old[0]]) else ())
+    return PodChanges((), tuple(old[:1]) if others_are_well and old and not is_going(there[old[0]]) else ())
 
 
 def status(workload: Object, pods: Sequence[Object]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lorafleet.local import demo
 from lorafleet.service.auth import ApiKeys, hash_key
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.store.store import Store
+from orchestrator.store.store import IntentStore
 from tests.e2e.fleets import running
 from tests.patience import patience, wait_until
 from tests.serving import serving_in_thread
@@ -744,7 +744,7 @@ def test_a_backup_is_a_store_that_an_orchestrator_starts_on_and_overwrites_nothi
     said = run("--orchestrator-url", orchestrator, "backup", str(file))
     assert said.status == 1
     assert "new file" in said.err
-    store = Store(file)
+    store = IntentStore(file)
     assert "kept/v1" in store.adapters
     store.close()
 

@@ -12,7 +12,7 @@ from tests.orchestrator.doubles import FakeAgent
 from tests.serving import serving
 
 
-class Clock:
+class ManualClock:
     """Monotonic time that only moves when told to."""
 
     def __init__(self):
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-class House:
+class OrchestratorUnderTest:
     """The orchestrator's REST, its reconciler, and the agents it acts on. No loop runs: `turn` is one pass."""
 
     def __init__(self, path, clock, **settings):
@@ -99,7 +99,7 @@ class House:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ async def open_house(tmp_path, clock):
     houses = []
 
     def make(path=tmp_path / "store.db", **settings):
-        houses.append(House(path, clock, **settings))
+        houses.append(OrchestratorUnderTest(path, clock, **settings))
         return houses[-1]
 
     yield make

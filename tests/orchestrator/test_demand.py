@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import ASKS_S, LEFT_S, DemandBook, Hold, Use
-from orchestrator.core.state import Flow, Want
+from orchestrator.core.demand import ASKS_S, LEFT_S, AdapterQueueing, AdapterUsage, DemandBook
+from orchestrator.core.state import TrafficFigures, WantedReplicas
 from tests.properties import examples
 
 
 def use(requests, lora_id="a", in_flight=0, **more):
-    return Use(
+    return AdapterUsage(
         lora_id=lora_id, worker_id="w0", engine_name=f"{lora_id}@1", requests=requests, in_flight=in_flight, **more
     )
 
@@ -39,11 +39,19 @@ def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
 def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_are():
     book = DemandBook()
     heard(book, *range(1, 100))
-    book.report("r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[Hold(lora_id="a", waiting=5)])
-    book.report("r1", "b1", 1, 0, [], 100.0, holds=[Hold(lora_id="a", waiting=2), Hold(lora_id="new", waiting=1)])
+    book.report("r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[AdapterQueueing(lora_id="a", waiting=5)])
+    book.report(
+        "r1",
+        "b1",
+        1,
+        0,
+        [],
+        100.0,
+        holds=[AdapterQueueing(lora_id="a", waiting=2), AdapterQueueing(lora_id="new", waiting=1)],
+    )
     assert book.snapshot(100.0).backlog == {"a": pytest.approx(0.7), "new": pytest.approx(0.1)}
     # It is a state, not a count; and a router's word that has expired is none.
-    book.report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[Hold(lora_id="a")])
+    book.report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[AdapterQueueing(lora_id="a")])
     assert book.snapshot(101.0).backlog["a"] == pytest.approx(0.2)
     assert book.snapshot(120.0).backlog == {}
 
@@ -58,7 +66,7 @@ def test_a_history_found_after_our_own_start_is_no_rate():
     book = DemandBook()
     book.report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
     assert book.rate("a", 5.0) == 0
-    assert book.total("a") == Flow()
+    assert book.total("a") == TrafficFigures()
     book.report("r0", "b0", 1001, 0, [use(1_000_003)], 6.0)
     assert book.total("a").requests == 3
 
@@ -102,8 +110,8 @@ def test_a_count_that_fell_began_again_from_nothing():
 def test_holds_and_sheds_are_counted_of_an_adapter_that_is_nowhere():
     book = DemandBook()
     book.report("r0", "b0", 1, 0, [], 1.0)
-    book.report("r0", "b0", 2, 0, [], 2.0, holds=[Hold(lora_id="a", held=3, hold_s=4.5, sheds=1)])
-    assert book.total("a") == Flow(held=3, hold_s=4.5, sheds=1)
+    book.report("r0", "b0", 2, 0, [], 2.0, holds=[AdapterQueueing(lora_id="a", held=3, hold_s=4.5, sheds=1)])
+    assert book.total("a") == TrafficFigures(held=3, hold_s=4.5, sheds=1)
 
 
 @settings(max_examples=examples(60))
@@ -132,34 +140,34 @@ def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, 
 
 def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
     book = DemandBook()
-    book.want("a", Want(replicas=1, may_evict=False, is_repair=True), until=60.0)
-    assert book.want("a", Want(replicas=1), until=60.0)
-    assert book.wants(0.0)["a"] == Want(replicas=1)
-    assert not book.want("a", replace(Want(replicas=1), is_repair=True), until=60.0)
+    book.want("a", WantedReplicas(replicas=1, may_evict=False, is_repair=True), until=60.0)
+    assert book.want("a", WantedReplicas(replicas=1), until=60.0)
+    assert book.wants(0.0)["a"] == WantedReplicas(replicas=1)
+    assert not book.want("a", replace(WantedReplicas(replicas=1), is_repair=True), until=60.0)
 
 
 def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none():
     book = DemandBook()
-    book.want("a", Want(replicas=1, is_repair=True, since=10.0), until=70.0)
-    assert book.want("a", Want(replicas=1, since=20.0), until=80.0)
-    assert not book.want("a", Want(replicas=1, since=30.0), until=90.0)
-    assert not book.want("a", Want(replicas=1, is_repair=True, since=40.0), until=100.0)
+    book.want("a", WantedReplicas(replicas=1, is_repair=True, since=10.0), until=70.0)
+    assert book.want("a", WantedReplicas(replicas=1, since=20.0), until=80.0)
+    assert not book.want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
+    assert not book.want("a", WantedReplicas(replicas=1, is_repair=True, since=40.0), until=100.0)
     assert book.wants(40.0)["a"].since == 20.0
     book.satisfied("a")
-    book.want("a", Want(replicas=1, since=50.0), until=110.0)
+    book.want("a", WantedReplicas(replicas=1, since=50.0), until=110.0)
     assert book.wants(50.0)["a"].since == 50.0
 
 
 def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_begins_is_a_turn_of_theirs():
     book = DemandBook()
-    book.want("a", Want(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
-    assert book.want("a", Want(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
-    assert not book.want("a", Want(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
+    book.want("a", WantedReplicas(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
+    assert book.want("a", WantedReplicas(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
+    assert not book.want("a", WantedReplicas(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
     assert book.wants(12.0)["a"].tenants == {"", "acme", "bolt"}
     book.begun("a", 13.0)
     book.begun("never asked for", 14.0)
     book.satisfied("a")
-    book.want("b", Want(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
+    book.want("b", WantedReplicas(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
     book.begun("b", 16.0)
     assert book.snapshot(17.0).turns == {"": 13.0, "acme": 13.0, "bolt": 16.0}
     assert book.snapshot(13.0 + 3600.0).turns == {"bolt": 16.0}
@@ -167,16 +175,16 @@ def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_
 
 def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():
     book = DemandBook()
-    book.want("a", Want(replicas=1, since=10.0), until=70.0)
-    book.want("a", Want(replicas=1, since=12.0), until=72.0)
-    assert book.wants(12.0 + LEFT_S)["a"] == Want(replicas=1, since=10.0)
+    book.want("a", WantedReplicas(replicas=1, since=10.0), until=70.0)
+    book.want("a", WantedReplicas(replicas=1, since=12.0), until=72.0)
+    assert book.wants(12.0 + LEFT_S)["a"] == WantedReplicas(replicas=1, since=10.0)
     (left,) = book.snapshot(12.1 + LEFT_S).wants.values()
     assert (left.is_left, left.is_waited_for) == (True, False)
-    assert not book.want("a", Want(replicas=1, since=30.0), until=90.0)
-    assert book.wants(30.0)["a"] == Want(replicas=1, since=10.0)
+    assert not book.want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
+    assert book.wants(30.0)["a"] == WantedReplicas(replicas=1, since=10.0)
     book.left("a")
     assert book.wants(30.0)["a"].is_left
-    book.want("a", Want(replicas=1, since=31.0), until=91.0)
+    book.want("a", WantedReplicas(replicas=1, since=31.0), until=91.0)
     assert not book.wants(31.0)["a"].is_left
     book.left("never asked for")
     assert book.wants(31.0).keys() == {"a"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.failures import ANYWHERE, ENGINES_NO, FailureBook, blamed
-from orchestrator.core.state import Adapter, Failure, Held, Observed, Worker
+from orchestrator.core.state import AdapterFailure, ObservedFleet, ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 PAIR = ("a", "w0")
 
@@ -98,7 +98,7 @@ def test_a_failure_anywhere_counts_on_every_worker_and_forgetting_an_adapter_for
     book = FailureBook()
     fail(book, 0.0, ("a", ANYWHERE))
     fail(book, 0.0, ("b", "w1"))
-    seen = Observed(failures=book.current)
+    seen = ObservedFleet(failures=book.current)
     assert seen.failed("a", "w7", 1.0) is not None
     assert seen.failed("b", "w7", 1.0) is None
     assert book.shared("a", 1.0) is not None
@@ -108,13 +108,13 @@ def test_a_failure_anywhere_counts_on_every_worker_and_forgetting_an_adapter_for
     assert book.adapters == {"b"}
 
 
-BAD = Adapter(lora_id="a", source="s", digest="d", base_model="m", rank=8)
-GOOD_THERE = Held(lora_id="a", digest="d", engine_name="a", state="ready", since=0.0)
+BAD = RegisteredAdapter(lora_id="a", source="s", digest="d", base_model="m", rank=8)
+GOOD_THERE = ReportedAdapter(lora_id="a", digest="d", engine_name="a", state="ready", since=0.0)
 
 
 def one(name, failed=None, *, until=60.0, **shape):
-    worker = Worker(id=name, **{"state": "ready", "base_model": "m", "slots": 4, "max_lora_rank": 8} | shape)
-    return worker, Failure(until=until, code=failed, message="no") if failed else None
+    worker = ObservedWorker(id=name, **{"state": "ready", "base_model": "m", "slots": 4, "max_lora_rank": 8} | shape)
+    return worker, AdapterFailure(until=until, code=failed, message="no") if failed else None
 
 
 @pytest.mark.parametrize(
@@ -139,5 +139,5 @@ def one(name, failed=None, *, until=60.0, **shape):
 def test_one_engines_refusal_is_its_own_unless_nobody_else_can_be_asked_and_two_are_the_adapters(others, blame):
     fleet = [one("w0", ENGINES_NO), *others]
     failures = {("a", worker.id): failure for worker, failure in fleet if failure is not None}
-    observed = Observed(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
+    observed = ObservedFleet(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
     assert blamed(BAD, observed, 10.0) == blame

@@ -8,14 +8,14 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from orchestrator.core.lease import Hold
-from orchestrator.leadership.forward import FORWARDED, Forwarder
+from orchestrator.core.lease import LeaseRecord
+from orchestrator.leadership.forward import FORWARDED, LeaderForwarding
 from orchestrator.metrics import OrchestratorMetrics
 from tests.patience import patience, until, within
 from tests.serving import serving
 
 
-class Standby:
+class FakeLeadership:
     """Leadership as a forwarder sees it."""
 
     is_leading = False
@@ -26,7 +26,7 @@ class Standby:
     trouble = ""
 
 
-class Leader:
+class FakeLeader:
     def __init__(self):
         self.seen = []
         self.left = asyncio.Event()
@@ -52,7 +52,7 @@ class Leader:
 
 @pytest.fixture
 async def leader():
-    it = Leader()
+    it = FakeLeader()
     async with serving(it.app) as it.url:
         yield it
 
@@ -66,7 +66,7 @@ async def forwarding(leadership):
         return {"answered": "here"}
 
     async with httpx.AsyncClient() as upstream:
-        app = Forwarder(
+        app = LeaderForwarding(
             local,
             leadership=leadership,
             client=upstream,
@@ -82,8 +82,8 @@ async def forwarding(leadership):
 
 
 def standby(url):
-    it = Standby()
-    it.other = Hold(holder="leader", url=url, duration_s=5.0)
+    it = FakeLeadership()
+    it.other = LeaseRecord(holder="leader", url=url, duration_s=5.0)
     return it
 
 
@@ -138,7 +138,7 @@ async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9"])
 async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_is_refused(url):
-    async with forwarding(standby(url) if url else Standby()) as client:
+    async with forwarding(standby(url) if url else FakeLeadership()) as client:
         assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
         assert client.refreshed == [1]
         for method, path in (("POST", "/v1/adapters"), ("GET", "/v1/catalog"), ("GET", "/v1/events")):
@@ -147,7 +147,7 @@ async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_i
 
 
 async def test_what_keeps_it_from_leading_is_in_the_refusal():
-    leadership = Standby()
+    leadership = FakeLeadership()
     leadership.trouble = "lease /srv/store.db.lease: no space left in /srv: make room"
     async with forwarding(leadership) as client:
         message = (await client.post("/v1/adapters")).json()["error"]["message"]
@@ -165,7 +165,7 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
-        leadership.other = Hold(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
+        leadership.other = LeaseRecord(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
         answer = await asyncio.wait_for(waiting, patience(5))
         assert answer.json()["error"]["code"] == "not_leading"
         leader.hang.set()
@@ -195,7 +195,7 @@ async def test_what_is_about_this_process_and_all_that_a_leader_is_asked_stays_h
     assert leader.seen == []
 
 
-class Late(Standby):
+class LateLeadership(FakeLeadership):
     """Leads again after one look at the lease."""
 
     is_late = True
@@ -205,6 +205,6 @@ class Late(Standby):
 
 
 async def test_a_request_waits_for_a_late_look_at_the_lease():
-    async with forwarding(Late()) as client:
+    async with forwarding(LateLeadership()) as client:
         assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
         assert client.refreshed == []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.errors import LeaseUnreachable, StoreError
-from orchestrator.core.lease import Candidate, Hold
+from orchestrator.core.lease import LeaseCandidate, LeaseRecord
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.leadership.leadership import Leadership
 from tests.patience import patience, until
@@ -21,7 +21,7 @@ from tests.properties import examples
 DURATION_S, MARGIN_S = 5.0, 1.0
 
 
-class Record:
+class MemoryLease:
     """The lease in memory, with compare-and-set; `fails` makes every call raise."""
 
     is_absence_new = True
@@ -56,7 +56,7 @@ class Record:
             raise LeaseUnreachable("away")
 
 
-class Clock:
+class LeaseClock:
     def __init__(self):
         self.now = 100.0
 
@@ -82,7 +82,7 @@ def leadership(record, holder, clock):
 
 @pytest.fixture
 def two():
-    record, clock = Record(), Clock()
+    record, clock = MemoryLease(), LeaseClock()
     return record, clock, leadership(record, "a", clock), leadership(record, "b", clock)
 
 
@@ -290,7 +290,9 @@ def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
     record, now = None, 0.0
     offsets = [0.0, 1e6, -1e6]
     them = [
-        Candidate(holder=str(n), url="", duration_s=DURATION_S, margin_s=MARGIN_S, is_absence_new=not may_be_deleted)
+        LeaseCandidate(
+            holder=str(n), url="", duration_s=DURATION_S, margin_s=MARGIN_S, is_absence_new=not may_be_deleted
+        )
         for n in range(3)
     ]
     looked = set()
@@ -311,8 +313,8 @@ def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
 
 
 def test_it_is_known_when_somebody_elses_hold_is_over():
-    one = Candidate(holder="one", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
-    theirs = Hold(holder="other", url="http://other", beat=7, duration_s=9.0)
+    one = LeaseCandidate(holder="one", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    theirs = LeaseRecord(holder="other", url="http://other", beat=7, duration_s=9.0)
     assert one.free_in_s(100.0) == 0.0
     one.look(theirs, 100.0)
     one.look(theirs, 103.0)
@@ -328,11 +330,11 @@ def test_it_is_known_when_somebody_elses_hold_is_over():
 
 
 def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_never_as_it_was():
-    mine = Candidate(holder="mine", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    mine = LeaseCandidate(holder="mine", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
     mine.look(None, 100.0)
     first = mine.wanted(100.0, is_holder_gone=False)
     mine.wrote(first, 100.0)
-    other = Candidate(holder="other", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
+    other = LeaseCandidate(holder="other", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
     other.look(first, 100.0)
     for one in (mine, other):
         one.look(None, 101.0)
@@ -345,12 +347,12 @@ def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_neve
 
 async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):
     a, b = FileLease(tmp_path / "lease", holder="a"), FileLease(tmp_path / "lease", holder="b")
-    first = Hold(holder="a", url="http://a", duration_s=5.0)
+    first = LeaseRecord(holder="a", url="http://a", duration_s=5.0)
     assert await a.read() is None
     assert await a.write(first, None)
-    assert not await b.write(Hold(holder="b", url="", duration_s=5.0), None)
+    assert not await b.write(LeaseRecord(holder="b", url="", duration_s=5.0), None)
     assert await b.read() == first
-    assert await b.write(Hold(holder="b", url="", duration_s=5.0, beat=1), first)
+    assert await b.write(LeaseRecord(holder="b", url="", duration_s=5.0, beat=1), first)
     assert not await a.write(first, first)
     a.close()
     b.close()
@@ -359,7 +361,7 @@ async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):
 async def test_many_who_write_at_once_are_told_apart(tmp_path):
     them = [FileLease(tmp_path / "lease", holder=str(n)) for n in range(8)]
     won = await asyncio.gather(
-        *(it.write(Hold(holder=str(n), url="", duration_s=5.0), None) for n, it in enumerate(them))
+        *(it.write(LeaseRecord(holder=str(n), url="", duration_s=5.0), None) for n, it in enumerate(them))
     )
     assert won.count(True) == 1
     assert (await them[0].read()).holder == str(won.index(True))
@@ -389,7 +391,7 @@ async def test_a_killed_holder_is_known_to_be_gone_and_a_stopped_one_is_not(tmp_
     path = tmp_path / "lease"
     command = [sys.executable, "-c", HOLD_IT, str(path)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    me, hold = FileLease(path, holder="me"), Hold(holder="it", url="", duration_s=5.0)
+    me, hold = FileLease(path, holder="me"), LeaseRecord(holder="it", url="", duration_s=5.0)
     try:
         assert await process.stdout.readline() == b"held\n"
         os.kill(process.pid, signal.SIGSTOP)
@@ -398,8 +400,8 @@ async def test_a_killed_holder_is_known_to_be_gone_and_a_stopped_one_is_not(tmp_
         process.kill()
         await process.wait()
     assert await me.is_gone(hold)
-    assert not await me.is_gone(Hold(holder="never-seen", url="", duration_s=5.0))
+    assert not await me.is_gone(LeaseRecord(holder="never-seen", url="", duration_s=5.0))
     assert path.with_name("lease.it").exists()
-    assert await me.write(Hold(holder="me", url="", duration_s=5.0), None)
+    assert await me.write(LeaseRecord(holder="me", url="", duration_s=5.0), None)
     assert sorted(tmp_path.iterdir()) == [path, path.with_name("lease.me")]
     me.close()

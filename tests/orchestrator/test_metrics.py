@@ -9,9 +9,9 @@ import pytest
 
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from orchestrator.core.demand import Use
-from orchestrator.core.state import Adapter
-from orchestrator.metrics import REST, OrchestratorMetrics, Shown
+from orchestrator.core.demand import AdapterUsage
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.metrics import REST, BoundedLabels, OrchestratorMetrics
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import SLOWNESS
 from workers.wire import Metadata, engine_name
@@ -23,7 +23,7 @@ def series(text, name):
 
 
 def test_only_so_many_adapters_have_series_and_the_rest_are_one():
-    shown = Shown(2)
+    shown = BoundedLabels(2)
     assert [shown.label(name) for name in "abca"] == ["a", "b", REST, "a"]
     assert shown.choose({"a": 1.0, "b": 5.0}) == set()
     assert shown.choose({"a": 1.0, "b": 5.0, "c": 9.0, "d": 8.0, "e": 7.0}) == {"a"}
@@ -32,7 +32,7 @@ def test_only_so_many_adapters_have_series_and_the_rest_are_one():
 
 
 def test_who_is_asked_for_now_takes_the_place_of_who_is_not_any_more():
-    shown = Shown(3)
+    shown = BoundedLabels(3)
     for name in ("a/v1", "b/v1", "c/v1"):
         shown.label(name)
     assert shown.choose({"a/v1": 1.0}) == set()
@@ -57,7 +57,7 @@ async def test_the_series_of_a_deleted_adapter_end(house, clock):
 
 def test_every_request_is_counted_once_and_no_series_ever_falls():
     metrics, totals, rng = OrchestratorMetrics(), {}, Random(3)
-    metrics.shown = Shown(3)
+    metrics.shown = BoundedLabels(3)
     metrics.count_usage(lambda: {name: (total, rng.random()) for name, total in totals.items()})
     before, ended = {}, 0.0
     for _ in range(40):
@@ -135,7 +135,7 @@ async def large(tmp_path):
     with whole.store.together():
         for name in names:
             known = {"base_model": "tiny-qwen", "digest": digest_of(name), "rank": 8, "size_bytes": 1000}
-            whole.store.put_adapter(Adapter(lora_id=name, source=name, **known))
+            whole.store.put_adapter(RegisteredAdapter(lora_id=name, source=name, **known))
     uses = []
     for number in range(200):
         agent = FakeAgent(f"w{number}", slots=64)
@@ -146,7 +146,9 @@ async def large(tmp_path):
             uses.append((named, rng.randrange(100)))
         it.hear(Metadata.model_validate(agent.metadata()))
     for seq in (1, 2):
-        it.demand.report("r", "b", seq, 1, [Use(**named, requests=seq * n, in_flight=0) for named, n in uses], seq)
+        it.demand.report(
+            "r", "b", seq, 1, [AdapterUsage(**named, requests=seq * n, in_flight=0) for named, n in uses], seq
+        )
     yield it
     await it.stop()
     await whole.leadership.release()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orchestrator.configmaps.mirror import Doubt, Mirror
+from orchestrator.configmaps.mirror import ConfigMapMirror, DoubtReason
 from orchestrator.configmaps.objects import KIND
 
 
@@ -12,15 +12,15 @@ def config_map(version: int, **data: str) -> dict[str, Any]:
 
 
 def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_comes_late() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     mirror.event("DELETED", config_map(7))
     mirror.wrote(config_map(6, ours="1"))
-    assert mirror.doubtful == {"m": Doubt.DELETED}
+    assert mirror.doubtful == {"m": DoubtReason.DELETED}
 
 
 def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_before_it() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     mirror.event("MODIFIED", config_map(7, theirs="1"))
     mirror.wrote(config_map(6, ours="1"))
@@ -29,7 +29,7 @@ def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_bef
 
 
 def test_an_answer_that_is_the_newest_word_counts() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     mirror.doubt("m")
     mirror.wrote(config_map(6, ours="1"))
@@ -38,16 +38,16 @@ def test_an_answer_that_is_the_newest_word_counts() -> None:
 
 
 def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_listed() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(500))
     mirror.listed([config_map(3, old="1")])
-    assert mirror.doubtful == {"m": Doubt.MISSING}
+    assert mirror.doubtful == {"m": DoubtReason.MISSING}
     mirror.wrote(config_map(3, old="1"))
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
 
 def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_bring_it_back() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.wrote(config_map(5))
     mirror.forget("m")
     mirror.changed.clear()
@@ -59,7 +59,7 @@ def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_br
 
 
 def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put_back() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.wrote(config_map(5))
     mirror.forget("m")
     mirror.listed([config_map(3, old="1")])
@@ -67,7 +67,7 @@ def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put
 
 
 def test_two_writes_of_one_object_at_once_end_in_any_order() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     mirror.changed.clear()
     first, second = config_map(5, status="1"), config_map(5, text="1")
@@ -82,7 +82,7 @@ def test_two_writes_of_one_object_at_once_end_in_any_order() -> None:
 
 
 def test_our_deletion_of_an_object_takes_no_newer_one_of_its_name() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     newer = config_map(8)
     newer["metadata"]["uid"] = "v"
@@ -93,14 +93,14 @@ def test_our_deletion_of_an_object_takes_no_newer_one_of_its_name() -> None:
 
 
 def test_what_a_list_lacks_is_doubted_more_than_what_only_an_answer_said() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.event("ADDED", config_map(5))
     mirror.doubt("m")
-    assert mirror.doubtful == {"m": Doubt.ASKED}
+    assert mirror.doubtful == {"m": DoubtReason.ASKED}
     mirror.listed([])
-    assert mirror.doubtful == {"m": Doubt.MISSING}
+    assert mirror.doubtful == {"m": DoubtReason.MISSING}
     mirror.doubt("m")
-    assert mirror.doubtful == {"m": Doubt.MISSING}
+    assert mirror.doubtful == {"m": DoubtReason.MISSING}
 
 
 def state(version: int, uid: str) -> dict[str, Any]:
@@ -109,14 +109,14 @@ def state(version: int, uid: str) -> dict[str, Any]:
 
 
 def test_memory_of_before_this_process_proves_deletions_at_once() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.listed([state(5, "a")])
     assert mirror.unproven == {}
 
 
 def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that_far() -> None:
     proven: list[str] = []
-    mirror = Mirror(on_proven=proven.append)
+    mirror = ConfigMapMirror(on_proven=proven.append)
     mirror.listed([state(5, "a")])
     mirror.forget("s")
     mirror.wrote(state(8, "b"))
@@ -127,7 +127,7 @@ def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that
 
 
 def test_memory_that_was_made_again_proves_nothing_while_an_object_is_missing() -> None:
-    mirror = Mirror()
+    mirror = ConfigMapMirror()
     mirror.listed([config_map(4), state(5, "a")])
     mirror.listed([state(8, "b")])
     assert (list(mirror.doubtful), list(mirror.unproven)) == (["m"], ["s"])

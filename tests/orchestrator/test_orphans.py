@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.store.store import Store
+from orchestrator.store.store import IntentStore
 
 
 async def filled(house, count=4):
@@ -43,7 +43,7 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
     before = state(agents)
     path = tmp_path / "other.db"
     if kind == "another one's":
-        store = Store(path)
+        store = IntentStore(path)
         store.close()
         other = open_house(path)
         await other.register("elsewhere/v1")

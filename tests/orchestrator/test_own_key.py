@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from lorafleet.service.own_key import OwnKey
-from orchestrator.core.errors import Transient
-from orchestrator.reconcile.agent_client import Agents
+from orchestrator.core.errors import WorkerFailed
+from orchestrator.reconcile.agent_client import AgentClient
 
 
 async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
@@ -18,11 +18,11 @@ async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
 
     async def ask() -> None:
         for asked in (agents.metadata("http://a", timeout_s=1), agents.claim("http://a", key="k", timeout_s=1)):
-            with pytest.raises(Transient):
+            with pytest.raises(WorkerFailed):
                 await asked
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        agents = Agents(client, own=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
+        agents = AgentClient(client, own=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
         await ask()
         file.write_text("another")
         now[0] += 1

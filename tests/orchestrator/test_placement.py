@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.place import place, usable_slots
 from orchestrator.core.placement.targets import shares
 from orchestrator.core.placement.victims import PATIENCE_S
-from orchestrator.core.state import Adapter, Demand, Desired, Held, Intent, Observed, Rules, Want, Worker
+from orchestrator.core.state import (
+    DemandSnapshot,
+    DesiredPlacement,
+    Intent,
+    ObservedFleet,
+    ObservedWorker,
+    PlacementPolicy,
+    RegisteredAdapter,
+    ReportedAdapter,
+    WantedReplicas,
+)
 from tests.properties import examples
 
 NOW = 10_000.0
@@ -17,21 +27,23 @@ BASES = ("qwen", "llama")
 
 
 def adapter(name, **changes):
-    return replace(Adapter(lora_id=name, source="s", base_model="qwen", digest=f"digest-{name}", rank=8), **changes)
+    return replace(
+        RegisteredAdapter(lora_id=name, source="s", base_model="qwen", digest=f"digest-{name}", rank=8), **changes
+    )
 
 
 def held(name, since=0.0, state="ready", digest=None):
     digest = digest or f"digest-{name}"
-    return Held(lora_id=name, digest=digest, engine_name=f"{name}@{digest}", state=state, since=since)
+    return ReportedAdapter(lora_id=name, digest=digest, engine_name=f"{name}@{digest}", state=state, since=since)
 
 
 def worker(name, *loras, slots=4, **changes):
-    base = Worker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64)
+    base = ObservedWorker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64)
     return replace(base, held={lora.lora_id: lora for lora in loras}, **changes)
 
 
 def fleet(*workers, **more):
-    return Observed(workers={w.id: w for w in workers}, **more)
+    return ObservedFleet(workers={w.id: w for w in workers}, **more)
 
 
 def intent(*adapters, **more):
@@ -39,7 +51,9 @@ def intent(*adapters, **more):
 
 
 def want(*names, replicas=1, may_evict=True, since=NOW):
-    return Demand(wants=dict.fromkeys(names, Want(replicas=replicas, may_evict=may_evict, since=since)))
+    return DemandSnapshot(
+        wants=dict.fromkeys(names, WantedReplicas(replicas=replicas, may_evict=may_evict, since=since))
+    )
 
 
 def is_due(lora_id, demand):
@@ -107,13 +121,13 @@ def fleets(draw):
             )
         )
     wanted = draw(st.lists(st.sampled_from(names), unique=True))
-    demand = Demand(
+    demand = DemandSnapshot(
         rates={name: draw(st.sampled_from([0.0, 1.0, 9.0])) for name in names},
         in_use=frozenset(
             (name, w.id) for w in workers for name in w.held if draw(st.sampled_from([False, False, True]))
         ),
         wants={
-            name: Want(
+            name: WantedReplicas(
                 replicas=draw(st.integers(1, 3)),
                 may_evict=draw(st.booleans()),
                 since=draw(st.sampled_from([NOW, NOW - PATIENCE_S + 1, NOW - PATIENCE_S])),
@@ -122,7 +136,7 @@ def fleets(draw):
         },
     )
     loading = draw(st.sampled_from(["lazy", "eager", "weighted"]))
-    rules = Rules(
+    rules = PlacementPolicy(
         loading=loading,
         min_replicas=draw(st.integers(0, 2)),
         reserve_slots=draw(st.integers(0, 2)),
@@ -215,30 +229,30 @@ def test_once_its_loads_are_done_nothing_more_is_loaded(case):
 def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data):
     wanted = intent(*(adapter(f"a{i}", loading="eager") for i in range(adapters)))
     observed = fleet(*(worker(f"w{i}", slots=16) for i in range(count)))
-    before = applied(observed, place(wanted, observed, Demand(), Rules(), NOW))
+    before = applied(observed, place(wanted, observed, DemandSnapshot(), PlacementPolicy(), NOW))
     gone = data.draw(st.sampled_from(sorted(before.workers)))
     rest = replace(before, workers={k: w for k, w in before.workers.items() if k != gone})
-    desired = place(wanted, rest, Demand(), Rules(), NOW)
+    desired = place(wanted, rest, DemandSnapshot(), PlacementPolicy(), NOW)
     assert {load.lora_id for load in desired.loads} == set(before.workers[gone].held)
     assert desired.removals == ()
 
 
 def test_an_adapter_that_nobody_asks_for_is_neither_loaded_nor_unloaded_when_lazy():
     observed = fleet(worker("w0", held("a")), worker("w1"))
-    desired = place(intent(adapter("a"), adapter("b")), observed, Demand(), Rules(), NOW)
+    desired = place(intent(adapter("a"), adapter("b")), observed, DemandSnapshot(), PlacementPolicy(), NOW)
     assert (desired.loads, desired.removals) == ((), ())
     assert desired.replicas == {"a": ("w0",)}
 
 
 def test_an_empty_intent_removes_nothing_from_a_full_fleet():
     observed = fleet(worker("w0", *(held(f"a{i}") for i in range(4))))
-    desired = place(Intent(), observed, Demand(), Rules(loading="eager"), NOW)
+    desired = place(Intent(), observed, DemandSnapshot(), PlacementPolicy(loading="eager"), NOW)
     assert (desired.loads, desired.removals, desired.replicas) == ((), (), {})
 
 
 def test_an_unknown_adapter_is_never_a_victim():
     observed = fleet(worker("w0", held("orphan"), slots=1))
-    desired = place(intent(adapter("a")), observed, want("a"), Rules(), NOW)
+    desired = place(intent(adapter("a")), observed, want("a"), PlacementPolicy(), NOW)
     assert desired.loads == ()
     assert "no free slot" in desired.unplaced["a"]
 
@@ -259,7 +273,7 @@ def test_the_victim_is_the_one_that_is_missed_least_and_it_is_named(why):
     observed = fleet(worker("w0", held("ash"), held("oak"), held("yew"), slots=4))
     adapters = intent(*[adapter(name, size_bytes=sizes.get(name)) for name in AGO], adapter("new"))
     demand = replace(want("new"), habits=habits, last=last)
-    (load,) = place(adapters, observed, demand, Rules(reserve_slots=1), NOW).loads
+    (load,) = place(adapters, observed, demand, PlacementPolicy(reserve_slots=1), NOW).loads
     assert load.evict == "yew"
     assert "yew" in load.reason
 
@@ -268,20 +282,24 @@ def test_a_weighted_adapter_throws_out_no_other():
     observed = fleet(worker("w0", held("old"), slots=1))
     for loading, loads in (("weighted", 0), ("lazy", 1)):
         adapters = intent(adapter("old"), adapter("new", loading=loading))
-        assert len(place(adapters, observed, want("new"), Rules(), NOW).loads) == loads
+        assert len(place(adapters, observed, want("new"), PlacementPolicy(), NOW).loads) == loads
 
 
 def test_by_default_every_slot_is_filled_before_anybody_has_to_go():
     observed = fleet(worker("w0", held("hot"), held("cold"), held("warm"), slots=4))
     adapters = intent(*map(adapter, ("hot", "cold", "warm", "new", "newer")))
-    (load,) = place(adapters, observed, want("new"), Rules(), NOW).loads
+    (load,) = place(adapters, observed, want("new"), PlacementPolicy(), NOW).loads
     assert load.evict is None
-    (load,) = place(adapters, applied(observed, Desired(loads=(load,))), want("newer"), Rules(), NOW).loads
+    (load,) = place(
+        adapters, applied(observed, DesiredPlacement(loads=(load,))), want("newer"), PlacementPolicy(), NOW
+    ).loads
     assert load.evict is not None
 
 
 def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
-    desired = place(intent(adapter("a")), fleet(worker("w0", slots=1)), want("a"), Rules(reserve_slots=1), NOW)
+    desired = place(
+        intent(adapter("a")), fleet(worker("w0", slots=1)), want("a"), PlacementPolicy(reserve_slots=1), NOW
+    )
     assert [load.worker_id for load in desired.loads] == ["w0"]
 
 
@@ -301,8 +319,8 @@ def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
 )
 def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_for(others, limit):
     big = adapter("big", rank=128)
-    for demand in (Demand(), want("big")):
-        desired = place(intent(big, adapter("a")), fleet(worker("w0"), *others), demand, Rules(), NOW)
+    for demand in (DemandSnapshot(), want("big")):
+        desired = place(intent(big, adapter("a")), fleet(worker("w0"), *others), demand, PlacementPolicy(), NOW)
         assert desired.fits_nowhere == ({} if limit is None else {"big": "rank_too_big"})
         if limit is not None:
             assert f"rank 128 is above every worker's max_lora_rank (at most {limit})" in desired.unplaced["big"]
@@ -314,11 +332,13 @@ def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_f
 )
 def test_nothing_else_is_said_to_fit_nowhere(changes):
     known = replace(adapter("big", rank=128), **changes)
-    assert place(intent(known), fleet(worker("w0")), want("big"), Rules(), NOW).fits_nowhere == {}
+    assert place(intent(known), fleet(worker("w0")), want("big"), PlacementPolicy(), NOW).fits_nowhere == {}
 
 
 def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
-    desired = place(intent(adapter("big", rank=128)), fleet(worker("w0", held("big"))), Demand(), Rules(), NOW)
+    desired = place(
+        intent(adapter("big", rank=128)), fleet(worker("w0", held("big"))), DemandSnapshot(), PlacementPolicy(), NOW
+    )
     assert desired.fits_nowhere == {}
 
 
@@ -337,8 +357,8 @@ def refusing(name, **changes):
     ],
 )
 def test_worker_that_refuses_is_given_no_adapter_and_named_where_no_other_could_be(others, is_told):
-    for demand in (Demand(), want("a")):
-        desired = place(intent(adapter("a")), fleet(refusing("w0"), *others), demand, Rules(), NOW)
+    for demand in (DemandSnapshot(), want("a")):
+        desired = place(intent(adapter("a")), fleet(refusing("w0"), *others), demand, PlacementPolicy(), NOW)
         assert desired.loads == ()
         assert desired.fits_nowhere == ({"a": "adapters_refused"} if is_told else {})
         if is_told:
@@ -347,14 +367,14 @@ def test_worker_that_refuses_is_given_no_adapter_and_named_where_no_other_could_
 
 def test_adapter_goes_to_the_worker_that_takes_it_whatever_ranks_others_name():
     observed = fleet(refusing("w0", max_lora_rank=256), worker("w1"))
-    desired = place(intent(adapter("a"), adapter("big", rank=128)), observed, want("a", "big"), Rules(), NOW)
+    desired = place(intent(adapter("a"), adapter("big", rank=128)), observed, want("a", "big"), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in desired.loads] == [("a", "w1")]
     assert "(at most 64)" in desired.unplaced["big"]
 
 
 def test_more_replicas_than_workers_that_can_have_one_are_not_said_to_lack_a_slot():
     here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_model="llama")]
-    desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), Demand(), Rules(), NOW)
+    desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), DemandSnapshot(), PlacementPolicy(), NOW)
     assert desired.loads == ()
     assert desired.unplaced == {"a": "there are no more workers for it: each of the 2 that can have it has it"}
 
@@ -364,46 +384,57 @@ def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
     others = [worker(f"w{i}", zone="z0" if i < 7 else "z1", node=f"n{i}") for i in range(1, 8)]
     observed = fleet(there, *others)
     homes = {
-        load.worker_id for load in place(intent(adapter("a")), observed, want("a", replicas=2), Rules(), NOW).loads
+        load.worker_id
+        for load in place(intent(adapter("a")), observed, want("a", replicas=2), PlacementPolicy(), NOW).loads
     }
     assert len(homes) == 1
     full = fleet(there, *(w if w.id not in homes else replace(w, slots=0) for w in others))
-    (load,) = place(intent(adapter("a")), full, want("a", replicas=2), Rules(), NOW).loads
+    (load,) = place(intent(adapter("a")), full, want("a", replicas=2), PlacementPolicy(), NOW).loads
     # Either another of the adapter's two homes, or, failing that, the other zone.
     assert load.worker_id not in homes
 
 
 def test_a_tombstone_is_the_reason_for_a_removal_only_with_the_same_digest():
     observed = fleet(worker("w0", held("a")), worker("w1", held("a", digest="other")))
-    desired = place(Intent(tombstones={"a": "digest-a"}), observed, Demand(), Rules(), NOW)
+    desired = place(Intent(tombstones={"a": "digest-a"}), observed, DemandSnapshot(), PlacementPolicy(), NOW)
     assert [(step.lora_id, step.worker_id) for step in desired.removals] == [("a", "w0")]
 
 
 def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere():
     leaving = worker("w0", held("a"), state="draining")
-    first = place(intent(adapter("a")), fleet(leaving, worker("w1")), Demand(), Rules(), NOW)
+    first = place(intent(adapter("a")), fleet(leaving, worker("w1")), DemandSnapshot(), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in first.loads] == [("a", "w1")]
     assert (first.removals, first.leaving) == ((), ())
-    half = place(intent(adapter("a")), fleet(leaving, worker("w1", held("a", state="loading"))), Demand(), Rules(), NOW)
+    half = place(
+        intent(adapter("a")),
+        fleet(leaving, worker("w1", held("a", state="loading"))),
+        DemandSnapshot(),
+        PlacementPolicy(),
+        NOW,
+    )
     assert (half.loads, half.removals) == ((), ())
-    done = place(intent(adapter("a")), fleet(leaving, worker("w1", held("a"))), Demand(), Rules(), NOW)
+    done = place(
+        intent(adapter("a")), fleet(leaving, worker("w1", held("a"))), DemandSnapshot(), PlacementPolicy(), NOW
+    )
     assert [(step.lora_id, step.worker_id) for step in done.removals] == [("a", "w0")]
-    assert place(intent(adapter("a")), fleet(replace(leaving, held={})), Demand(), Rules(), NOW).leaving == ("w0",)
+    assert place(
+        intent(adapter("a")), fleet(replace(leaving, held={})), DemandSnapshot(), PlacementPolicy(), NOW
+    ).leaving == ("w0",)
 
 
 def test_a_load_at_a_worker_whose_agent_is_gone_is_no_copy_and_another_worker_is_asked():
     observed = fleet(worker("w0", held("a", state="loading"), state="unmanaged"), worker("w1"))
-    desired = place(intent(adapter("a")), observed, want("a"), Rules(), NOW)
+    desired = place(intent(adapter("a")), observed, want("a"), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in desired.loads] == [("a", "w1")]
     for state in ("ready", "cordoned"):
         answers = fleet(worker("w0", held("a", state="loading"), state=state), worker("w1"))
-        assert not place(intent(adapter("a")), answers, want("a"), Rules(), NOW).loads
+        assert not place(intent(adapter("a")), answers, want("a"), PlacementPolicy(), NOW).loads
 
 
 def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
     observed = fleet(worker("w0", held("a"), held("gone"), state="unmanaged"), worker("w1"))
     wanted = intent(adapter("a", loading="eager"), adapter("gone", is_deleting=True))
-    desired = place(wanted, observed, Demand(), Rules(), NOW)
+    desired = place(wanted, observed, DemandSnapshot(), PlacementPolicy(), NOW)
     assert (desired.loads, desired.removals) == ((), ())
 
 
@@ -441,9 +472,9 @@ PROTECTED = {
     },
     "in use, and waited for": {"demand": {"backlog": {"old": 1.0}}, "asked": NOW - PATIENCE_S + 1},
     "in use, and who waited has gone": {
-        "demand": {"in_use": frozenset({("old", "w0")}), "wants": {"new": Want(replicas=1, is_left=True)}}
+        "demand": {"in_use": frozenset({("old", "w0")}), "wants": {"new": WantedReplicas(replicas=1, is_left=True)}}
     },
-    "asked for itself": {"demand": {"wants": {"new": Want(replicas=1), "old": Want(replicas=1)}}},
+    "asked for itself": {"demand": {"wants": {"new": WantedReplicas(replicas=1), "old": WantedReplicas(replicas=1)}}},
     "loading": {"state": "loading"},
 }
 
@@ -454,10 +485,10 @@ def test_an_adapter_that_is_protected_makes_room_for_nobody(why):
     there = held("old", since=case.get("since", 0.0), state=case.get("state", "ready"))
     adapters = intent(adapter("old", **case.get("known", {})), adapter("new"))
     demand = replace(want("new", since=case.get("asked", 0.0)), **case.get("demand", {}))
-    assert place(adapters, fleet(worker("w0", there, slots=1)), demand, Rules(), NOW).loads == ()
+    assert place(adapters, fleet(worker("w0", there, slots=1)), demand, PlacementPolicy(), NOW).loads == ()
     # The same without the protection, so that each of these cases can fail.
     plain = intent(adapter("old"), adapter("new"))
-    (load,) = place(plain, fleet(worker("w0", held("old"), slots=1)), want("new"), Rules(), NOW).loads
+    (load,) = place(plain, fleet(worker("w0", held("old"), slots=1)), want("new"), PlacementPolicy(), NOW).loads
     assert load.evict == "old"
 
 
@@ -469,11 +500,11 @@ def test_whoever_waits_for_long_has_the_slot_that_was_in_use_for_longest_however
     adapters = intent(adapter("a"), adapter("b"), adapter("new"))
     observed = fleet(worker("w0", held("a", since=NOW - 500), held("b", since=NOW - 100), slots=2))
     demand = replace(want("new", since=NOW - PATIENCE_S), rates={"a": 9.0, "b": 1.0}, **used)
-    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    (load,) = place(adapters, observed, demand, PlacementPolicy(), NOW).loads
     assert load.evict == "a"
     # One that is not in use goes before any that is.
     silent = replace(demand, in_use=frozenset({("a", "w0")}), backlog={})
-    (load,) = place(adapters, observed, silent, Rules(), NOW).loads
+    (load,) = place(adapters, observed, silent, PlacementPolicy(), NOW).loads
     assert load.evict == "b"
 
 
@@ -482,7 +513,7 @@ def test_what_drains_to_make_room_goes_on_to_where_another_one_is_silent_for_a_m
     going = worker("w0", held("a", state="draining"), slots=1)
     observed = fleet(going, worker("w1", held("b"), slots=1))
     demand = replace(want("new", since=NOW - PATIENCE_S), in_use=frozenset({("a", "w0")}))
-    (load,) = place(adapters, observed, demand, Rules(), NOW).loads
+    (load,) = place(adapters, observed, demand, PlacementPolicy(), NOW).loads
     assert (load.worker_id, load.evict) == ("w0", "a")
 
 
@@ -491,17 +522,17 @@ def test_what_drains_to_make_room_goes_on_to_though_it_is_asked_for_by_then():
     observed = fleet(worker("w0", held("a", state="draining"), slots=1))
     demand = want("new", since=NOW - PATIENCE_S)
     for since, evicted in ((NOW - 1, ["a"]), (NOW - PATIENCE_S - 1, [])):
-        both = replace(demand, wants={**demand.wants, "a": Want(replicas=1, since=since)})
-        assert [load.evict for load in place(adapters, observed, both, Rules(), NOW).loads] == evicted
+        both = replace(demand, wants={**demand.wants, "a": WantedReplicas(replicas=1, since=since)})
+        assert [load.evict for load in place(adapters, observed, both, PlacementPolicy(), NOW).loads] == evicted
 
 
 def test_what_only_lost_its_place_or_has_a_copy_takes_no_slot_that_is_in_use():
     adapters = intent(adapter("old"), adapter("new"))
     observed = fleet(worker("w0", held("old"), slots=1), worker("w1", held("new"), slots=1))
-    second = Demand(in_use=frozenset({("old", "w0")}), wants={"new": Want(replicas=2, since=0.0)})
-    assert place(adapters, observed, second, Rules(), NOW).loads == ()
-    repair = replace(second, wants={"new": Want(replicas=1, since=0.0, is_repair=True)})
-    assert place(adapters, fleet(observed.workers["w0"]), repair, Rules(), NOW).loads == ()
+    second = DemandSnapshot(in_use=frozenset({("old", "w0")}), wants={"new": WantedReplicas(replicas=2, since=0.0)})
+    assert place(adapters, observed, second, PlacementPolicy(), NOW).loads == ()
+    repair = replace(second, wants={"new": WantedReplicas(replicas=1, since=0.0, is_repair=True)})
+    assert place(adapters, fleet(observed.workers["w0"]), repair, PlacementPolicy(), NOW).loads == ()
 
 
 def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
@@ -511,10 +542,12 @@ def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
     for now in map(float, range(400)):
         had[there] += 1
         state = "ready" if drains_at is None else "draining"
-        wants = {name: Want(replicas=1, since=began) for name, began in asked.items()}
-        demand = Demand(in_use=frozenset({(there, "w0")}), wants=wants, rates={"a0": 50.0})
+        wants = {name: WantedReplicas(replicas=1, since=began) for name, began in asked.items()}
+        demand = DemandSnapshot(in_use=frozenset({(there, "w0")}), wants=wants, rates={"a0": 50.0})
         observed = fleet(worker("w0", held(there, since=since, state=state), slots=1))
-        evicted = [load for load in place(adapters, observed, demand, Rules(), now).loads if load.evict == there]
+        evicted = [
+            load for load in place(adapters, observed, demand, PlacementPolicy(), now).loads if load.evict == there
+        ]
         if not evicted:
             drains_at = None
         elif drains_at is None:
@@ -529,7 +562,7 @@ def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
 def test_a_copy_of_other_bytes_than_the_registered_ones_makes_room_as_well(registered):
     adapters = intent(adapter("old", digest=registered), adapter("new"))
     observed = fleet(worker("w0", held("old"), slots=1))
-    desired = place(adapters, observed, want("new"), Rules(), NOW)
+    desired = place(adapters, observed, want("new"), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.evict) for load in desired.loads] == [("new", "old")]
     assert "old" not in desired.replicas
 
@@ -537,7 +570,7 @@ def test_a_copy_of_other_bytes_than_the_registered_ones_makes_room_as_well(regis
 def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
     observed = fleet(worker("w0", held("old"), slots=1))
     adapters = intent(adapter("old"), adapter("new"))
-    assert place(adapters, observed, want("new", may_evict=False), Rules(), NOW).loads == ()
+    assert place(adapters, observed, want("new", may_evict=False), PlacementPolicy(), NOW).loads == ()
 
 
 @pytest.mark.parametrize("owed", [{}, {("a", "w0"): "c"}])
@@ -545,12 +578,12 @@ def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a
     state = "ready" if owed else "draining"
     observed = fleet(worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), owed=owed)
     known = intent(adapter("a", min_replicas=1), adapter("b"))
-    desired = place(known, observed, want("b"), Rules(), NOW)
+    desired = place(known, observed, want("b"), PlacementPolicy(), NOW)
     assert [(load.worker_id, load.evict) for load in desired.loads] == [("w0", "a")]
     there = fleet(worker("w0", held("a", state="loading"), slots=1), worker("w1", held("a"), slots=1), busy={"w0": 1})
-    assert place(known, there, want("b"), Rules(), NOW).loads == ()
+    assert place(known, there, want("b"), PlacementPolicy(), NOW).loads == ()
     busy = replace(observed, busy={"w0": 1})  # a load that waits for that very copy to be gone, say
-    assert place(known, busy, want("b"), Rules(), NOW).loads == ()
+    assert place(known, busy, want("b"), PlacementPolicy(), NOW).loads == ()
 
 
 def test_of_two_copies_one_is_too_many_and_the_other_is_worth_what_is_asked_of_it():
@@ -559,5 +592,5 @@ def test_of_two_copies_one_is_too_many_and_the_other_is_worth_what_is_asked_of_i
     observed = fleet(going, worker("w1", held("hot"), held("cold"), slots=2), busy={"w0": 1})
     known = intent(adapter("hot"), adapter("cold"), adapter("new"))
     demand = replace(want("new"), habits={"hot": 5.0, "cold": 0.1}, last={"hot": NOW, "cold": NOW - 600})
-    (load,) = place(known, observed, demand, Rules(), NOW).loads
+    (load,) = place(known, observed, demand, PlacementPolicy(), NOW).loads
     assert (load.worker_id, load.evict) == ("w1", "cold")

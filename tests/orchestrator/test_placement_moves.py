@@ -10,15 +10,26 @@ from hypothesis import strategies as st
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.tenant_order import TURN_S
-from orchestrator.core.state import Demand, Held, Memory, Observed, Rules, Scale, Storm, Want
+from orchestrator.core.state import (
+    ChurnHistory,
+    DemandSnapshot,
+    ObservedFleet,
+    PassMemory,
+    PlacementPolicy,
+    ReportedAdapter,
+    StandingTarget,
+    WantedReplicas,
+)
 from tests.orchestrator.test_placement import NOW, adapter, applied, fleet, held, intent, want, worker
 from tests.properties import examples
 
-RULES = Rules(min_residency_s=10.0)
+RULES = PlacementPolicy(min_residency_s=10.0)
 
 
 def busy(parts, **more):
-    return Demand(rates=dict(parts), work=dict(parts), habits=dict(parts), last=dict.fromkeys(parts, NOW), **more)
+    return DemandSnapshot(
+        rates=dict(parts), work=dict(parts), habits=dict(parts), last=dict.fromkeys(parts, NOW), **more
+    )
 
 
 def carried(observed, desired):
@@ -131,7 +142,9 @@ def test_a_move_makes_the_new_copy_before_it_breaks_the_old_one():
     assert load.worker_id == "w1"
     assert first.removals == ()
     assert first.memory.moves == {(load.lora_id, "w0"): "w1"}
-    loading = Held(lora_id=load.lora_id, digest=f"digest-{load.lora_id}", engine_name="", state="loading", since=NOW)
+    loading = ReportedAdapter(
+        lora_id=load.lora_id, digest=f"digest-{load.lora_id}", engine_name="", state="loading", since=NOW
+    )
     w1 = observed.workers["w1"]
     half = replace(observed, workers={**observed.workers, "w1": replace(w1, held={load.lora_id: loading})})
     second = place(wanted, replace(half, memory=first.memory), demand, RULES, NOW + 1)
@@ -166,21 +179,21 @@ def test_nothing_is_moved_that_is(why):
 
 def doubled():
     observed = fleet(worker("w0", held("a"), zone="z0"), worker("w1", held("a"), zone="z0"), worker("w2", zone="z1"))
-    return intent(adapter("a")), replace(observed, memory=Memory(scales={"a": Scale(replicas=1)}))
+    return intent(adapter("a")), replace(observed, memory=PassMemory(scales={"a": StandingTarget(replicas=1)}))
 
 
 def test_a_surplus_copy_goes_and_is_named_as_one():
     wanted, observed = doubled()
-    (step,) = place(wanted, observed, Demand(), RULES, NOW).removals
+    (step,) = place(wanted, observed, DemandSnapshot(), RULES, NOW).removals
     assert step.reason == "surplus copy: 2 there, 1 needed"
 
 
 @pytest.mark.parametrize("why", ["in use", "pinned", "young", "asked for", "the other is still loading"])
 def test_a_surplus_copy_stays_while_it_is(why):
     wanted, observed = doubled()
-    demand = Demand()
+    demand = DemandSnapshot()
     if why == "in use":
-        demand = Demand(in_use=frozenset({("a", "w0"), ("a", "w1")}))
+        demand = DemandSnapshot(in_use=frozenset({("a", "w0"), ("a", "w1")}))
     elif why == "pinned":
         wanted = intent(adapter("a", pinned=True))
     elif why == "asked for":
@@ -200,7 +213,7 @@ def test_of_surplus_copies_one_that_drains_already_goes_first_even_in_use():
     wanted, observed = doubled()
     w1 = observed.workers["w1"]
     w1 = replace(w1, held={"a": replace(w1.held["a"], state="draining")})
-    demand = Demand(in_use=frozenset({("a", "w1")}))
+    demand = DemandSnapshot(in_use=frozenset({("a", "w1")}))
     steps = place(wanted, replace(observed, workers={**observed.workers, "w1": w1}), demand, RULES, NOW).removals
     assert [step.worker_id for step in steps] == ["w1"]
 
@@ -210,7 +223,7 @@ def test_a_copy_that_a_crashed_worker_brought_back_makes_room_at_once_however_yo
     observed = fleet(
         worker("w0", held("a", since=young), slots=1), worker("w1", held("a", since=young), held("b", since=young))
     )
-    rules = Rules(min_residency_s=60.0)
+    rules = PlacementPolicy(min_residency_s=60.0)
     names = intent(adapter("a"), adapter("b"), adapter("cold", rank=8))
     full = replace(observed, workers={**observed.workers, "w1": replace(observed.workers["w1"], slots=2)})
     (load,) = place(names, full, want("cold"), rules, NOW).loads
@@ -224,7 +237,7 @@ def test_the_victim_is_the_one_whose_loss_costs_least_and_a_small_one_is_fetched
     observed = fleet(worker("w0", held("small"), held("large"), slots=2))
     names = intent(adapter("small", size_bytes=10**7), adapter("large", size_bytes=10**10), adapter("new"))
     demand = replace(want("new"), habits={"small": 0.3, "large": 0.2})
-    (load,) = place(names, observed, demand, Rules(reserve_slots=0), NOW).loads
+    (load,) = place(names, observed, demand, PlacementPolicy(reserve_slots=0), NOW).loads
     assert load.evict == "small"
 
 
@@ -232,7 +245,7 @@ def test_who_was_asked_for_a_moment_ago_stays_before_who_was_asked_for_more_ofte
     observed = fleet(worker("w0", held("talking"), held("over"), slots=2))
     names = intent(adapter("talking"), adapter("over"), adapter("new"))
     demand = replace(want("new"), rates={"talking": 0.02, "over": 0.1}, last={"talking": NOW - 2, "over": NOW - 200.0})
-    (load,) = place(names, observed, demand, Rules(reserve_slots=0), NOW).loads
+    (load,) = place(names, observed, demand, PlacementPolicy(reserve_slots=0), NOW).loads
     assert load.evict == "over"
 
 
@@ -249,11 +262,11 @@ def test_a_scale_up_throws_out_only_what_is_worth_less():
 def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment():
     observed = fleet(worker("w0", held("hot"), slots=1))
     names = intent(adapter("hot"), adapter("cool"))
-    repair = {"cool": Want(replicas=1, is_repair=True)}
-    demand = Demand(habits={"hot": 0.2, "cool": 0.1}, last={"hot": NOW - 300, "cool": NOW - 1}, wants=repair)
+    repair = {"cool": WantedReplicas(replicas=1, is_repair=True)}
+    demand = DemandSnapshot(habits={"hot": 0.2, "cool": 0.1}, last={"hot": NOW - 300, "cool": NOW - 1}, wants=repair)
     assert place(names, observed, demand, RULES, NOW).loads == ()
     # A request that waits does, and so does a repair where it is the hotter one.
-    (load,) = place(names, observed, replace(demand, wants={"cool": Want(replicas=1)}), RULES, NOW).loads
+    (load,) = place(names, observed, replace(demand, wants={"cool": WantedReplicas(replicas=1)}), RULES, NOW).loads
     assert load.evict == "hot"
     (load,) = place(names, observed, replace(demand, habits={"hot": 0.1, "cool": 0.2}), RULES, NOW).loads
     assert load.evict == "hot"
@@ -326,56 +339,57 @@ def test_for_a_request_that_waits_a_worker_that_loads_already_yields_to_one_that
     (first,) = place(names, idle, want("a"), RULES, NOW).loads
     (other,) = place(names, replace(idle, busy={first.worker_id: 1}), want("a"), RULES, NOW).loads
     assert other.worker_id != first.worker_id
-    repair = Demand(wants={"a": Want(replicas=1, is_repair=True)})
+    repair = DemandSnapshot(wants={"a": WantedReplicas(replicas=1, is_repair=True)})
     (patient,) = place(names, replace(idle, busy={first.worker_id: 1}), repair, RULES, NOW).loads
     assert patient.worker_id == first.worker_id
 
 
 def frozen_storm(count=100):
-    return Storm(counts=((int(NOW) - 5, count),))
+    return ChurnHistory(counts=((int(NOW) - 5, count),))
 
 
 def test_in_a_storm_nothing_is_moved_or_scaled_and_the_pass_says_so():
     wanted, observed, demand = uneven()
-    stormy = replace(observed, memory=Memory(storm=frozen_storm()))
+    stormy = replace(observed, memory=PassMemory(storm=frozen_storm()))
     desired = place(wanted, stormy, demand, RULES, NOW)
     assert (desired.loads, desired.removals) == ((), ())
     assert "storm: 100 loads and unloads within 60 s" in desired.frozen
-    hot = fleet(worker("w0", held("a")), worker("w1"), memory=Memory(storm=frozen_storm()))
+    hot = fleet(worker("w0", held("a")), worker("w1"), memory=PassMemory(storm=frozen_storm()))
     assert place(intent(adapter("a")), hot, busy({"a": 1.5}), RULES, NOW).loads == ()
-    assert place(intent(adapter("a")), replace(hot, memory=Memory()), busy({"a": 1.5}), RULES, NOW).loads != ()
+    assert place(intent(adapter("a")), replace(hot, memory=PassMemory()), busy({"a": 1.5}), RULES, NOW).loads != ()
 
 
 def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
-    observed = fleet(worker("w0"), worker("w1"), memory=Memory(storm=frozen_storm()))
-    demand = Demand(
+    observed = fleet(worker("w0"), worker("w1"), memory=PassMemory(storm=frozen_storm()))
+    demand = DemandSnapshot(
         rates={"cool": 1.0, "hot": 9.0},
-        wants={name: Want(replicas=1, is_repair=True) for name in ("cool", "hot")} | {"asked": Want(replicas=1)},
+        wants={name: WantedReplicas(replicas=1, is_repair=True) for name in ("cool", "hot")}
+        | {"asked": WantedReplicas(replicas=1)},
     )
     desired = place(intent(*map(adapter, ("cool", "hot", "asked"))), observed, demand, RULES, NOW)
     assert [load.lora_id for load in desired.loads] == ["asked", "hot", "cool"]
 
 
 def test_a_fleet_without_workers_is_no_storm():
-    assert place(intent(adapter("a")), fleet(), Demand(), RULES, NOW).frozen is None
+    assert place(intent(adapter("a")), fleet(), DemandSnapshot(), RULES, NOW).frozen is None
 
 
 def test_where_no_moves_are_allowed_they_stand_still_in_every_pass():
     forbidden, observed = replace(RULES, storm_moves_per_worker=0), fleet(worker("w0"))
     for number in range(3):
-        desired = place(intent(adapter("a")), observed, Demand(), forbidden, NOW + number)
+        desired = place(intent(adapter("a")), observed, DemandSnapshot(), forbidden, NOW + number)
         assert desired.frozen is not None
         observed = replace(observed, memory=desired.memory)
 
 
 def test_any_number_of_moves_may_be_allowed():
-    rules = Rules(storm_moves_per_worker=10**30)
-    assert place(intent(adapter("a")), fleet(worker("w0", held("a"))), Demand(), rules, NOW).frozen is None
+    rules = PlacementPolicy(storm_moves_per_worker=10**30)
+    assert place(intent(adapter("a")), fleet(worker("w0", held("a"))), DemandSnapshot(), rules, NOW).frozen is None
 
 
 def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
-    rules = Rules(storm_window_s=60.0, storm_moves_per_worker=4)
-    calm = Storm(counts=((0, 3), (30, 5)))
+    rules = PlacementPolicy(storm_window_s=60.0, storm_moves_per_worker=4)
+    calm = ChurnHistory(counts=((0, 3), (30, 5)))
     assert churn.is_frozen(calm, rules, 2, 40.0)
     assert not churn.is_frozen(calm, rules, 2, 60.0)
     assert churn.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 60.0)
@@ -384,14 +398,14 @@ def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
 
 def test_a_step_that_takes_many_passes_is_counted_once():
     steps = frozenset({("a", "w0", "load")})
-    once = churn.watched(Storm(), steps, RULES, is_held=False, now=10.0)
+    once = churn.watched(ChurnHistory(), steps, RULES, is_held=False, now=10.0)
     assert churn.churn(churn.watched(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
 
 
 def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
     names = [f"a{i}" for i in range(8)]
     wanted = intent(*map(adapter, names))
-    rules = Rules(min_residency_s=0.0, scale_down_after_s=0.0, storm_moves_per_worker=2)
+    rules = PlacementPolicy(min_residency_s=0.0, scale_down_after_s=0.0, storm_moves_per_worker=2)
     observed = fleet(*(worker(f"w{i}", held(names[i]), held(names[i + 4]), slots=8) for i in range(4)))
     said, steps = [], 0
     for number in range(100):
@@ -408,13 +422,15 @@ def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
 
 def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
     names = [f"a{i}" for i in range(40)]
-    memory = Memory(scales=dict.fromkeys(names, Scale(replicas=1)))
+    memory = PassMemory(scales=dict.fromkeys(names, StandingTarget(replicas=1)))
     observed = fleet(*(worker(f"w{i}", *map(held, names), slots=64) for i in range(2)), memory=memory)
-    rules = Rules(storm_moves_per_worker=4)
-    first = place(intent(*map(adapter, names)), observed, Demand(), rules, NOW)
+    rules = PlacementPolicy(storm_moves_per_worker=4)
+    first = place(intent(*map(adapter, names)), observed, DemandSnapshot(), rules, NOW)
     assert len(first.removals) == 8
     # Those that were named go on being named; no others join them.
-    second = place(intent(*map(adapter, names)), replace(observed, memory=first.memory), Demand(), rules, NOW + 1)
+    second = place(
+        intent(*map(adapter, names)), replace(observed, memory=first.memory), DemandSnapshot(), rules, NOW + 1
+    )
     assert second.frozen is not None
     assert second.removals == first.removals
 
@@ -422,22 +438,22 @@ def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
 def test_observed_memory_is_all_that_one_pass_knows_of_another():
     wanted, observed, demand = uneven()
     first = place(wanted, observed, demand, RULES, NOW)
-    assert place(wanted, Observed(workers=observed.workers), demand, RULES, NOW) == first
+    assert place(wanted, ObservedFleet(workers=observed.workers), demand, RULES, NOW) == first
 
 
 def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
     turn = NOW // TURN_S * TURN_S
     now = turn + TURN_S - 0.5
     wants = {
-        "hot": Want(replicas=1, since=turn + 5.0),
-        "warm": Want(replicas=1, since=turn),
-        "early": Want(replicas=1, since=turn - 0.5),
-        "lost": Want(replicas=1, since=turn - 3 * TURN_S, is_repair=True),
-        "lost and hot": Want(replicas=1, since=turn + 1.0, is_repair=True),
-        "urgent": Want(replicas=1, since=now),
-        "left": Want(replicas=1, since=turn - 2 * TURN_S, is_left=True),
+        "hot": WantedReplicas(replicas=1, since=turn + 5.0),
+        "warm": WantedReplicas(replicas=1, since=turn),
+        "early": WantedReplicas(replicas=1, since=turn - 0.5),
+        "lost": WantedReplicas(replicas=1, since=turn - 3 * TURN_S, is_repair=True),
+        "lost and hot": WantedReplicas(replicas=1, since=turn + 1.0, is_repair=True),
+        "urgent": WantedReplicas(replicas=1, since=now),
+        "left": WantedReplicas(replicas=1, since=turn - 2 * TURN_S, is_left=True),
     }
-    demand = Demand(rates={"hot": 9.0, "warm": 3.0, "lost": 1.0, "lost and hot": 8.0}, wants=wants)
+    demand = DemandSnapshot(rates={"hot": 9.0, "warm": 3.0, "lost": 1.0, "lost and hot": 8.0}, wants=wants)
     every = intent(*(adapter(name, priority=int(name == "urgent")) for name in wants))
     observed = fleet(*(worker(f"w{number}", slots=1) for number in range(7)))
     desired = place(every, observed, demand, RULES, now)
@@ -455,8 +471,8 @@ def test_where_more_is_asked_for_than_fits_everybody_has_a_turn():
         there = {lora_id for known in observed.workers.values() for lora_id in known.held}
         waiting = {name: waiting.get(name, now) for name in rates if name not in there}
         longest = max(longest, *(now - since for since in waiting.values()))
-        wants = {name: Want(replicas=1, since=since) for name, since in waiting.items()}
-        demand = Demand(rates=rates, habits=rates, last=dict.fromkeys(rates, now), wants=wants)
+        wants = {name: WantedReplicas(replicas=1, since=since) for name, since in waiting.items()}
+        demand = DemandSnapshot(rates=rates, habits=rates, last=dict.fromkeys(rates, now), wants=wants)
         observed = applied(observed, place(every, observed, demand, RULES, now), now)
     # A load for each worker in each turn, and eight wait.
     assert longest <= 4 * TURN_S

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from lorafleet.local.tiny_model import make_adapter, make_model
 from orchestrator.config import OrchestratorSettings
 from tests.engines import RunningEngine, start_engine
-from tests.orchestrator.conftest import House
+from tests.orchestrator.conftest import OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
 from tests.serving import serving
 from tests.workers.running import sim_inside
@@ -56,7 +56,7 @@ def held(engine: RunningEngine) -> dict[str, str]:
     return {model["id"]: model["root"] for model in models if model["parent"]}
 
 
-class PlainHouse(House):
+class OrchestratorOfEngines(OrchestratorUnderTest):
     """Engines beside the agents: each turn begins with a report of theirs."""
 
     async def beat(self):
@@ -71,7 +71,7 @@ async def house_of(tmp_path, clock):
 
     def make(*running, engines=(), **settings):
         named = (*engines, *(f"e{i}={engine.url}" for i, engine in enumerate(running)))
-        houses.append(PlainHouse(tmp_path / f"{len(houses)}.db", clock, engines=named, **settings))
+        houses.append(OrchestratorOfEngines(tmp_path / f"{len(houses)}.db", clock, engines=named, **settings))
         return houses[-1]
 
     yield make

@@ -4,19 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.demand import DemandBook, Use
-from orchestrator.core.plan import Drain, diff, is_drained
-from orchestrator.core.state import Desired, Load, Observed, Removal, Rules, Worker
+from orchestrator.core.demand import AdapterUsage, DemandBook
+from orchestrator.core.plan import AdapterDrain, diff, is_drained
+from orchestrator.core.state import (
+    DesiredPlacement,
+    ObservedFleet,
+    ObservedWorker,
+    PlacementPolicy,
+    PlannedLoad,
+    PlannedRemoval,
+)
 
-MARK = Drain(lora_id="a", worker_id="w0", engine_name="a@1", revision=50, since=100.0, deadline=130.0, reason="deleted")
-IDLE = Worker(id="w0", state="ready", base_model="q", slots=8, max_lora_rank=8, running=0, reported_at=101.0)
+MARK = AdapterDrain(
+    lora_id="a", worker_id="w0", engine_name="a@1", revision=50, since=100.0, deadline=130.0, reason="deleted"
+)
+IDLE = ObservedWorker(id="w0", state="ready", base_model="q", slots=8, max_lora_rank=8, running=0, reported_at=101.0)
 
 
 def routers(*words, now=105.0):
     """Live routers at `now`, from (revision_seen, in_flight, heard_at)."""
     book = DemandBook()
     for number, (revision_seen, in_flight, heard_at) in enumerate(words):
-        use = Use(lora_id="a", worker_id="w0", engine_name="a@1", requests=1, in_flight=in_flight)
+        use = AdapterUsage(lora_id="a", worker_id="w0", engine_name="a@1", requests=1, in_flight=in_flight)
         book.report(f"r{number}", "b", 1, revision_seen, [use], heard_at)
     return book.live_routers(now)
 
@@ -48,34 +57,36 @@ def test_the_deadline_ends_every_drain():
 
 
 def many(count, worker_id="w0"):
-    return tuple(Load(lora_id=f"a{i}", worker_id=worker_id, reason="wanted") for i in range(count))
+    return tuple(PlannedLoad(lora_id=f"a{i}", worker_id=worker_id, reason="wanted") for i in range(count))
 
 
 def started(loads, observed, rules):
-    actions = diff(Desired(loads=loads), observed, {}, rules, 0, 0.0)
+    actions = diff(DesiredPlacement(loads=loads), observed, {}, rules, 0, 0.0)
     return [action.worker_id for action in actions]
 
 
 def test_a_worker_is_given_no_more_loads_than_its_budget_less_what_is_under_way():
-    observed = Observed(workers={"w0": IDLE, "w1": replace(IDLE, id="w1")})
-    assert started(many(3) + many(3, "w1"), observed, Rules()) == ["w0", "w1"]
-    assert started(many(3), observed, Rules(loads_per_worker=2)) == ["w0", "w0"]
-    assert started(many(3), replace(observed, busy={"w0": 1}), Rules()) == []
+    observed = ObservedFleet(workers={"w0": IDLE, "w1": replace(IDLE, id="w1")})
+    assert started(many(3) + many(3, "w1"), observed, PlacementPolicy()) == ["w0", "w1"]
+    assert started(many(3), observed, PlacementPolicy(loads_per_worker=2)) == ["w0", "w0"]
+    assert started(many(3), replace(observed, busy={"w0": 1}), PlacementPolicy()) == []
 
 
 def test_the_fleet_is_given_no_more_loads_than_its_budget_less_what_is_under_way():
     workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(9)}
     loads = tuple(load for name in workers for load in many(1, name))
-    assert len(started(loads, Observed(workers=workers), Rules(loads_fleet_wide=4))) == 4
-    assert len(started(loads, Observed(workers=workers, loads_in_flight=3), Rules(loads_fleet_wide=4))) == 1
+    assert len(started(loads, ObservedFleet(workers=workers), PlacementPolicy(loads_fleet_wide=4))) == 4
+    assert (
+        len(started(loads, ObservedFleet(workers=workers, loads_in_flight=3), PlacementPolicy(loads_fleet_wide=4))) == 1
+    )
 
 
 def test_a_removal_is_drained_first_and_unloaded_only_then():
-    desired = Desired(removals=(Removal(lora_id="a", worker_id="w0", reason="deleted"),))
-    observed = Observed(workers={"w0": IDLE})
+    desired = DesiredPlacement(removals=(PlannedRemoval(lora_id="a", worker_id="w0", reason="deleted"),))
+    observed = ObservedFleet(workers={"w0": IDLE})
 
     def operations(drained):
-        return [action.operation for action in diff(desired, observed, drained, Rules(), 0, 0.0)]
+        return [action.operation for action in diff(desired, observed, drained, PlacementPolicy(), 0, 0.0)]
 
     assert operations({}) == ["drain"]
     assert operations({("a", "w0"): False}) == []
@@ -83,13 +94,13 @@ def test_a_removal_is_drained_first_and_unloaded_only_then():
 
 
 def test_a_full_worker_waits_for_its_victim_and_one_with_a_slot_left_does_not():
-    load = (Load(lora_id="a", worker_id="w0", reason="wanted", evict="v"),)
-    full = Observed(workers={"w0": replace(IDLE, slots=0)})
+    load = (PlannedLoad(lora_id="a", worker_id="w0", reason="wanted", evict="v"),)
+    full = ObservedFleet(workers={"w0": replace(IDLE, slots=0)})
 
     def loads(observed, drained):
-        actions = diff(Desired(loads=load), observed, drained, Rules(), 0, 0.0)
+        actions = diff(DesiredPlacement(loads=load), observed, drained, PlacementPolicy(), 0, 0.0)
         return [(a.evict, a.evict_after) for a in actions if a.operation == "load"]
 
     assert loads(full, {("v", "w0"): False}) == []
     assert loads(full, {("v", "w0"): True}) == [("v", None)]
-    assert loads(Observed(workers={"w0": IDLE}), {("v", "w0"): False}) == [(None, "v")]
+    assert loads(ObservedFleet(workers={"w0": IDLE}), {("v", "w0"): False}) == [(None, "v")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.placement.pools import Member, Need, QueueBook, engine_wait_s, pools
+from orchestrator.core.placement.pools import AdapterNeed, PoolMember, RouterQueues, engine_wait_s, pools
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_metrics import series
 
@@ -14,11 +14,11 @@ RANKS = (8, 16, 64)
 
 
 def member(pool="p", slots=8, rank=64, **more):
-    return Member(**{"base_model": "qwen"} | more, pool=pool, slots=slots, max_lora_rank=rank)
+    return PoolMember(**{"base_model": "qwen"} | more, pool=pool, slots=slots, max_lora_rank=rank)
 
 
 def need(copies=1, rank=8, base_model="qwen"):
-    return Need(base_model=base_model, rank=rank, copies=copies)
+    return AdapterNeed(base_model=base_model, rank=rank, copies=copies)
 
 
 def wanted(members, needs):
@@ -62,7 +62,7 @@ def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
 
 
 def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
-    book = QueueBook()
+    book = RouterQueues()
     book.report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
     book.report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
     assert (book.wait_s("w0", 4.0), book.wait_s("w1", 4.0)) == (5.0, 1.0)
@@ -88,7 +88,7 @@ async def test_an_agent_hears_how_many_requests_routers_have_at_its_engine(house
     assert await told() == 0
 
 
-class Pooled(FakeAgent):
+class PooledAgent(FakeAgent):
     load: ClassVar = {}
 
     def metadata(self):
@@ -96,7 +96,7 @@ class Pooled(FakeAgent):
 
 
 async def test_the_leader_tells_each_pools_slots_need_and_wait(house, clock):
-    agent = Pooled("w0", slots=3)
+    agent = PooledAgent("w0", slots=3)
     await house.join(agent)
     (await house.http.patch("/v1/policy", json={"reserve_slots": 1})).raise_for_status()
     await house.http.patch("/v1/policy", json={"reserve_slots": 1})
@@ -121,7 +121,7 @@ async def test_the_leader_tells_each_pools_slots_need_and_wait(house, clock):
 
 
 async def test_a_lazy_adapter_needs_a_slot_while_it_is_asked_for(house, clock):
-    await house.join(Pooled("w0", slots=4))
+    await house.join(PooledAgent("w0", slots=4))
     await house.register("a/v1")
     await house.ensure("a/v1")
     await house.settle()

@@ -32,10 +32,10 @@ FLAGS = {
 }
 
 
-class Process:
+class OrchestratorProcess:
     """`python -m orchestrator` on a store, with a client."""
 
-    started: ClassVar[list["Process"]] = []
+    started: ClassVar[list["OrchestratorProcess"]] = []
 
     def __init__(self, folder, name, **flags):
         self._folder = folder
@@ -100,24 +100,24 @@ def is_unlocked(path):
 async def nothing_is_left():
     """A test that fails leaves no orchestrator, not even a paused one."""
     yield
-    for it in Process.started:
+    for it in OrchestratorProcess.started:
         if it.process.returncode is None:
             it.process.kill()
             await it.process.wait()
         if it.http is not None:
             await it.http.aclose()
-    Process.started.clear()
+    OrchestratorProcess.started.clear()
 
 
 @pytest.fixture
 async def beating():
     """Agents that are served and tell an orchestrator of themselves: `tell.url` says which."""
 
-    class Tell:
+    class BeatingAgents:
         url = ""
         agents = ()
 
-    tell, stack = Tell(), contextlib.AsyncExitStack()
+    tell, stack = BeatingAgents(), contextlib.AsyncExitStack()
 
     async def add(*agents):
         for agent in agents:
@@ -156,7 +156,7 @@ async def test_killed_at_random_moments_of_many_loads_it_loses_nothing_and_loads
     def loaded():
         return [body["lora_id"] for agent in agents for verb, body in agent.calls if verb == "load_lora"]
 
-    process = Process(tmp_path, "only")
+    process = OrchestratorProcess(tmp_path, "only")
     await process.start()
     beating.url = process.url
     specs = [{"lora_id": name, "source": f"file:///{name}", "policy": {"loading": "eager"}} for name in names]
@@ -193,7 +193,7 @@ async def shared(request, kube):  # noqa: F811
 async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, beating, shared):
     agent = FakeAgent("w0", slots=8)
     await beating.add(agent)
-    one, two = Process(tmp_path, "one", **shared), Process(tmp_path, "two", **shared)
+    one, two = OrchestratorProcess(tmp_path, "one", **shared), OrchestratorProcess(tmp_path, "two", **shared)
     await one.start()
     await until(lambda: one.says("is_leading"))
     await two.start()
@@ -232,7 +232,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     # With nobody left to lead for a moment, what is stored can still be read.
     await one.stop(signal.SIGKILL)
     await two.pause()
-    third = Process(tmp_path, "three", **shared)
+    third = OrchestratorProcess(tmp_path, "three", **shared)
     await third.start()
 
     async def is_known():

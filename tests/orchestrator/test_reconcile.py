@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from orchestrator.core.placement.context import rendezvous
-from orchestrator.core.state import Want
+from orchestrator.core.state import WantedReplicas
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
 from tests.properties import THOROUGH
@@ -126,11 +126,11 @@ async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written
 
 
 async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_and_no_more(house):
-    class Contrary(FakeAgent):
+    class ContraryAgent(FakeAgent):
         def metadata(self):
             return super().metadata() | {"epoch": 0}
 
-    contrary = Contrary("w1", slots=64)
+    contrary = ContraryAgent("w1", slots=64)
     contrary.epoch = 10**9
     await house.worker("w0")
     await house.join(contrary)
@@ -153,7 +153,7 @@ async def test_who_asks_waits_since_it_asked_first(house):
     house.reconciler.ensure("sql/v1", 1)
     house.clock.now += 5.0
     house.reconciler.ensure("sql/v1", 2)
-    assert house.reconciler.demand.wants(house.clock.now) == {"sql/v1": Want(replicas=2, since=began_at)}
+    assert house.reconciler.demand.wants(house.clock.now) == {"sql/v1": WantedReplicas(replicas=2, since=began_at)}
 
 
 async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing_else_is(house):

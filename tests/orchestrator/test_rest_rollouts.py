@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.core.rollout import Tally
+from orchestrator.core.rollout import RequestTally
 
 V1, V2 = "sql/v1", "sql/v2"
 STEPS = [{"weight": 0.1, "for_s": 10}, {"weight": 0.5, "for_s": 10}]
@@ -12,7 +12,7 @@ def code(answer):
     return answer.json()["error"]["code"]
 
 
-class Router:
+class ReportingRouter:
     """A router's reports: adds to what it counted of an adapter, and says so."""
 
     def __init__(self, house):
@@ -134,7 +134,7 @@ async def test_a_second_writer_with_what_it_saw_before_does_not_undo_a_pending_s
 
 
 async def test_a_rollout_goes_step_by_step_places_before_it_shifts_and_ends_at_the_new_version(two_versions, clock):
-    house, router = two_versions, Router(two_versions)
+    house, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     assert (await start(house)).status_code == 201
     assert (await start(house)).status_code == 200
@@ -156,7 +156,7 @@ async def test_a_rollout_goes_step_by_step_places_before_it_shifts_and_ends_at_t
 
 @pytest.mark.parametrize(("bad", "why"), [({"errors": 15}, "error rate"), ({"first_token_s": 0.9}, "first token")])
 async def test_a_version_that_fails_or_is_slow_goes_back_by_itself_and_says_why(two_versions, clock, bad, why):
-    house, router = two_versions, Router(two_versions)
+    house, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     await start(house)
     await house.settle()
@@ -251,7 +251,7 @@ async def test_what_a_rollout_needs_stays_where_it_is_though_nobody_asks_for_it(
 
 
 async def test_what_was_counted_is_shown_and_requests_under_way_are_not_over(two_versions):
-    house, router = two_versions, Router(two_versions)
+    house, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     await start(house)
     await house.settle()
@@ -260,7 +260,7 @@ async def test_what_was_counted_is_shown_and_requests_under_way_are_not_over(two
     await house.turn()
     item = await status(house)
     assert (item["new"]["requests"], item["new"]["errors"], item["needed"]) == (10, 1, 20)
-    assert house.store.rollouts["sql"].new == Tally(10, 1, 10, pytest.approx(1.0))
+    assert house.store.rollouts["sql"].new == RequestTally(10, 1, 10, pytest.approx(1.0))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ async def test_a_rollout_from_a_canary_arrives_on_as_many_workers_as_there_are(h
         await house.settle()
     targets = [{"lora_id": V1, "weight": 9}, {"lora_id": V2, "weight": 1}]
     await house.http.put("/v1/aliases/sql", json={"targets": targets})
-    router = Router(house)
+    router = ReportingRouter(house)
     await router.report()
     await start(house, steps=[{"weight": 0.5, "for_s": 5}])
     found = []

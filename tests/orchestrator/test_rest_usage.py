@@ -1,6 +1,6 @@
 """What routers report reaches the demand that placement and rollouts decide from, field by field."""
 
-from orchestrator.core.state import Flow
+from orchestrator.core.state import TrafficFigures
 
 USE = {
     "worker_id": "w0",
@@ -27,7 +27,7 @@ async def test_every_count_of_a_report_is_added_up_once(house):
     hold = {"lora_id": "sql/v1", "held": 2, "hold_s": 4.0, "sheds": 1}
     assert await report(house, 2, uses=[USE], holds=[hold])
     assert not await report(house, 2, uses=[USE | {"requests": 99}])
-    flow = Flow(10, 100, 50, 2.5, 3, 7, 1.5, 2, 4.0, 1)
+    flow = TrafficFigures(10, 100, 50, 2.5, 3, 7, 1.5, 2, 4.0, 1)
     assert house.reconciler.demand.total("sql/v1") == flow
 
 
@@ -35,4 +35,4 @@ async def test_a_router_of_the_version_before_counts_requests_alone(house):
     assert await report(house, 1)
     uses = [{"worker_id": "w0", "engine_name": "sql/v1@ab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
     assert await report(house, 2, uses=uses)
-    assert house.reconciler.demand.total("sql/v1") == Flow(requests=4)
+    assert house.reconciler.demand.total("sql/v1") == TrafficFigures(requests=4)

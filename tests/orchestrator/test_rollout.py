@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.rollout import (
-    Guard,
+    RequestTally,
     Rollout,
-    Seen,
-    Step,
-    Tally,
+    RolloutGuard,
+    RolloutObservation,
+    WeightStep,
     aborted,
     advance,
     as_json,
@@ -31,15 +31,15 @@ from orchestrator.store.typed import rollout_in
 from tests.properties import examples
 
 OLD, NEW = "sql/v1", "sql/v2"
-GUARD = Guard(max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
-GOOD = Tally(100, 0, 100, 10.0)
-BAD = Tally(100, 30, 100, 10.0)
-SLOW = Tally(100, 0, 100, 40.0)
+GUARD = RolloutGuard(max_error_rate_increase=0.02, max_first_token_ratio=1.5, min_requests=50)
+GOOD = RequestTally(100, 0, 100, 10.0)
+BAD = RequestTally(100, 30, 100, 10.0)
+SLOW = RequestTally(100, 0, 100, 40.0)
 BOTH = frozenset({OLD, NEW})
 
 
 def a_rollout(*steps, guard=GUARD, **more):
-    steps = with_last_step(steps or (Step(0.1, 60), Step(0.5, 60)))
+    steps = with_last_step(steps or (WeightStep(0.1, 60), WeightStep(0.5, 60)))
     return Rollout(
         alias="sql",
         before=((OLD, 1.0),),
@@ -53,7 +53,7 @@ def a_rollout(*steps, guard=GUARD, **more):
 
 
 def seen(old=4, new=0, *, tally=GOOD, **more):
-    return Seen(ready={OLD: old, NEW: new}, known=BOTH, old=GOOD, new=tally, **more)
+    return RolloutObservation(ready={OLD: old, NEW: new}, known=BOTH, old=GOOD, new=tally, **more)
 
 
 def walked(rollout, looks):
@@ -61,7 +61,9 @@ def walked(rollout, looks):
     said = []
     for now, look in looks:
         for turn in range(10):
-            rollout, targets = advance(rollout, replace(look, old=Tally(), new=Tally()) if turn else look, now)
+            rollout, targets = advance(
+                rollout, replace(look, old=RequestTally(), new=RequestTally()) if turn else look, now
+            )
             said += [dict(targets)] if targets is not None else []
     return rollout, said
 
@@ -100,17 +102,17 @@ def test_a_paused_rollout_stays_where_it_is_and_still_goes_back():
 
 
 def test_a_step_without_enough_requests_to_tell_goes_on_until_there_are():
-    few = Tally(10, 0, 10, 1.0)
+    few = RequestTally(10, 0, 10, 1.0)
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4, tally=few))])
     rollout, said = walked(rollout, [(1000, seen(4, 4, tally=few))])
     assert (rollout.phase, said) == ("watching", [])
-    rollout, said = walked(rollout, [(1001, seen(4, 4, tally=Tally(40, 0, 40, 4.0)))])
+    rollout, said = walked(rollout, [(1001, seen(4, 4, tally=RequestTally(40, 0, 40, 4.0)))])
     assert said == [{OLD: 0.5, NEW: 0.5}]
 
 
 def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_says_why():
     look = seen(4, 1, unplaced={NEW: "no free slot on 3 workers"})
-    rollout, said = walked(a_rollout(Step(1.0, 0)), [(0, look), (299, look)])
+    rollout, said = walked(a_rollout(WeightStep(1.0, 0)), [(0, look), (299, look)])
     assert (rollout.phase, said) == ("placing", [])
     rollout, said = walked(rollout, [(300, look)])
     assert (rollout.phase, said) == ("failed", [])
@@ -129,9 +131,9 @@ def test_a_later_step_that_cannot_be_placed_goes_back():
 
 
 def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were_counted():
-    rollout, said = walked(a_rollout(), [(0, seen(4, 4)), (10, seen(4, 4, tally=Tally()))])
+    rollout, said = walked(a_rollout(), [(0, seen(4, 4)), (10, seen(4, 4, tally=RequestTally()))])
     assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
-    look = seen(4, 4, tally=Tally(), unusable={NEW: "adapter_refused: the engine says no"})
+    look = seen(4, 4, tally=RequestTally(), unusable={NEW: "adapter_refused: the engine says no"})
     for now_paused in (rollout, paused(rollout, 15)):
         ended, said = walked(now_paused, [(20, look)])
         assert (ended.phase, said) == ("rolled_back", [{OLD: 1.0}])
@@ -139,14 +141,14 @@ def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were
 
 
 def test_where_the_old_version_is_nowhere_nothing_is_waited_for_but_that_the_new_one_is_sound():
-    assert walked(a_rollout(Step(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
-    look = Seen(known=frozenset({OLD}))
-    assert missing(a_rollout(Step(1.0, 0)), look) == {NEW: "not inspected yet"}
-    assert missing(a_rollout(Step(1.0, 0)), Seen()) == {}
+    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
+    look = RolloutObservation(known=frozenset({OLD}))
+    assert missing(a_rollout(WeightStep(1.0, 0)), look) == {NEW: "not inspected yet"}
+    assert missing(a_rollout(WeightStep(1.0, 0)), RolloutObservation()) == {}
 
 
 def test_the_policys_most_replicas_are_enough():
-    assert walked(a_rollout(Step(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
+    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
 
 
 def canary(*steps, **more):
@@ -155,25 +157,25 @@ def canary(*steps, **more):
 
 @pytest.mark.parametrize("weight", [0.3, 0.5, 0.95])
 def test_a_canary_gets_the_very_share_that_a_step_says(weight):
-    rollout = canary(Step(weight, 60))
+    rollout = canary(WeightStep(weight, 60))
     assert dict(targets_at(rollout, 0)) == pytest.approx({OLD: 1 - weight, NEW: weight})
     assert dict(targets_at(rollout, 1)) == {NEW: 1.0}
 
 
 def test_a_canary_loses_nothing_of_the_share_that_it_has():
-    assert dict(targets_at(canary(Step(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
+    assert dict(targets_at(canary(WeightStep(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
 
 
 @pytest.mark.parametrize(("old", "new", "whole"), [(1, 1, 1), (4, 1, 4), (9, 1, 10), (3, 0, 3), (0, 0, 0)])
 def test_a_rollout_from_a_canary_needs_what_one_version_would_need_alone(old, new, whole):
     looks = [(0, seen(old, new)), (61, seen(old, whole)), (122, seen(old, whole))]
-    rollout, said = walked(canary(Step(0.5, 60)), looks)
+    rollout, said = walked(canary(WeightStep(0.5, 60)), looks)
     assert (rollout.phase, said[-1], rollout.scale) == ("done", {NEW: 1.0}, whole)
 
 
 def test_a_version_waits_for_no_more_replicas_than_workers_can_hold_it():
     look = seen(5, 2, room={NEW: 2})
-    assert walked(a_rollout(Step(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
+    assert walked(a_rollout(WeightStep(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
     assert missing(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {NEW: "0 of 1 replicas ready"}
 
 
@@ -191,14 +193,16 @@ def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, targe
     before = tuple((name, float(weight)) for name, (weight, _) in zip(names, old, strict=True))
     assume([name for name, _ in before] != [to])
     ready = {name: min(count, workers) for name, (_, count) in zip(names, old, strict=True)}
-    steps = with_last_step(tuple(Step(weight, 60.0) for weight in weights))
+    steps = with_last_step(tuple(WeightStep(weight, 60.0) for weight in weights))
     rollout = Rollout(alias="sql", before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
     room, known = dict.fromkeys([*names, to], workers), frozenset([*names, to])
     for look in range(3 * len(steps) + 3):
         least = floors(rollout)
         ready |= {name: max(ready.get(name, 0), min(least.get(name, 0), workers)) for name in room}
         share = dict(targets_now(rollout)).get(to, 0.0) / sum(weight for _, weight in targets_now(rollout))
-        rollout, targets = advance(rollout, Seen(ready=dict(ready), room=room, known=known, new=GOOD), 61.0 * look)
+        rollout, targets = advance(
+            rollout, RolloutObservation(ready=dict(ready), room=room, known=known, new=GOOD), 61.0 * look
+        )
         if targets is not None and rollout.phase == "watching":
             asked = rollout.steps[rollout.step].weight
             assert dict(targets)[to] == pytest.approx(max(asked, share))
@@ -226,10 +230,10 @@ def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
     """A sound version under a bad time: 5 % errors of either, looked at every 20 requests, 200 rollouts."""
     rng, rolled_back = Random(7), 0
     for _ in range(200):
-        old = new = Tally()
+        old = new = RequestTally()
         for _ in range(50):
-            old += Tally(20, sum(rng.random() < 0.05 for _ in range(20)))
-            new += Tally(20, sum(rng.random() < 0.05 for _ in range(20)))
+            old += RequestTally(20, sum(rng.random() < 0.05 for _ in range(20)))
+            new += RequestTally(20, sum(rng.random() < 0.05 for _ in range(20)))
             if worse(GUARD, old, new) is not None:
                 rolled_back += 1
                 break
@@ -250,7 +254,7 @@ def bounds(tally):
     return edge(tally.error_rate, 0.0), edge(tally.error_rate, 1.0)
 
 
-COUNTS = st.integers(10, 2000).flatmap(lambda n: st.builds(Tally, st.just(n), st.integers(0, n)))
+COUNTS = st.integers(10, 2000).flatmap(lambda n: st.builds(RequestTally, st.just(n), st.integers(0, n)))
 
 
 @given(COUNTS, COUNTS)
@@ -258,38 +262,38 @@ def test_a_version_is_worse_where_newcombes_interval_of_the_difference_lies_abov
     increase = new.error_rate - old.error_rate
     spread = hypot(new.error_rate - bounds(new)[0], bounds(old)[1] - old.error_rate)
     assume(abs(increase - spread) > 1e-9)
-    guard = Guard(max_error_rate_increase=0.0, min_requests=10)
+    guard = RolloutGuard(max_error_rate_increase=0.0, min_requests=10)
     assert (worse(guard, old, new) is not None) == (increase > max(0.0, spread))
 
 
 def test_first_tokens_are_compared_once_there_are_enough_of_both():
     assert (
-        worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 50, 7.6))
+        worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.6))
         == "first token after 0.152 s on average, against 0.1 s"
     )
-    assert worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 50, 7.4)) is None
-    assert worse(GUARD, Tally(100, 0, 49, 4.9), Tally(100, 0, 50, 50.0)) is None
-    assert worse(GUARD, Tally(100, 0, 50, 5.0), Tally(100, 0, 49, 49.0)) is None
+    assert worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.4)) is None
+    assert worse(GUARD, RequestTally(100, 0, 49, 4.9), RequestTally(100, 0, 50, 50.0)) is None
+    assert worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 49, 49.0)) is None
 
 
 def test_a_version_with_a_tenth_more_errors_is_found_within_a_few_hundred_requests():
     rng = Random(7)
     for _ in range(50):
-        old, new = Tally(1000, 10), Tally()
+        old, new = RequestTally(1000, 10), RequestTally()
         while worse(GUARD, old, new) is None:
-            new += Tally(20, sum(rng.random() < 0.11 for _ in range(20)))
+            new += RequestTally(20, sum(rng.random() < 0.11 for _ in range(20)))
         assert new.requests <= 400
 
 
 def test_few_requests_tell_nothing_and_without_first_tokens_only_errors_count():
-    assert worse(GUARD, GOOD, Tally(49, 49)) is None
-    assert worse(Guard(min_requests=0), GOOD, Tally(9, 9)) is None
-    assert worse(GUARD, Tally(100, 0), Tally(100, 0, 100, 99.0)) is None
-    assert worse(Guard(max_first_token_ratio=None), GOOD, SLOW) is None
+    assert worse(GUARD, GOOD, RequestTally(49, 49)) is None
+    assert worse(RolloutGuard(min_requests=0), GOOD, RequestTally(9, 9)) is None
+    assert worse(GUARD, RequestTally(100, 0), RequestTally(100, 0, 100, 99.0)) is None
+    assert worse(RolloutGuard(max_first_token_ratio=None), GOOD, SLOW) is None
 
 
 TALLIES = st.builds(
-    lambda requests, errors, first_s: Tally(requests, min(errors, requests), requests, requests * first_s),
+    lambda requests, errors, first_s: RequestTally(requests, min(errors, requests), requests, requests * first_s),
     st.sampled_from([0, 3, 60, 500]),
     st.sampled_from([0, 0, 0, 1, 40]),
     st.sampled_from([0.1, 0.1, 0.11, 0.9]),
@@ -300,7 +304,7 @@ LOOKS = st.lists(
 )
 WAYS = st.lists(
     st.tuples(st.sampled_from([0.05, 0.25, 0.5, 0.75, 1.0]), st.sampled_from([0.0, 10.0, 60.0])), min_size=1, max_size=4
-).map(lambda pairs: with_last_step(tuple(Step(*pair) for pair in sorted(dict(pairs).items()))))
+).map(lambda pairs: with_last_step(tuple(WeightStep(*pair) for pair in sorted(dict(pairs).items()))))
 
 
 @settings(max_examples=examples(200))
@@ -310,7 +314,7 @@ def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_al
     points_at, share, now = rollout.before, 0.0, 0.0
     for after_s, old, new, old_tally, new_tally in looks:
         now += after_s
-        look = Seen(ready={OLD: old, NEW: new}, known=BOTH, old=old_tally, new=new_tally)
+        look = RolloutObservation(ready={OLD: old, NEW: new}, known=BOTH, old=old_tally, new=new_tally)
         previous = rollout
         rollout, targets = advance(rollout, look, now)
         assert rollout_in(json.dumps(as_json(rollout)), "it") == rollout
@@ -343,7 +347,7 @@ def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
 @settings(max_examples=examples(50))
 @given(WAYS)
 def test_a_version_that_fails_its_requests_never_arrives_where_somebody_watches(steps):
-    steps = tuple(Step(step.weight, max(1.0, step.for_s)) for step in steps)
+    steps = tuple(WeightStep(step.weight, max(1.0, step.for_s)) for step in steps)
     rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3, tally=BAD)) for look in range(9)])
     assert (rollout.phase, said[-1]) == ("rolled_back", {OLD: 1.0})
     assert len(said) == 2

@@ -15,17 +15,17 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator.core.errors import LeaseUnreachable, StoreError
-from orchestrator.core.state import Adapter, Rules
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.store.backend import WorkerIntent
-from orchestrator.store.sqlite import SCHEMA, SqliteFile, no_space
-from orchestrator.store.store import Store
+from orchestrator.store.sqlite import SCHEMA, SqliteBackend, no_space
+from orchestrator.store.store import IntentStore
 from tests.orchestrator.test_store_contract import ADAPTER
 
 
 @pytest.mark.parametrize("bad", [replace(ADAPTER, rank=2**70), replace(ADAPTER, quarantine="half a pair: \ud800")])
 def test_what_sqlite_has_no_form_for_is_not_written_and_leaves_nothing_half_done(tmp_path, bad):
-    store = Store(tmp_path / "s.db")
+    store = IntentStore(tmp_path / "s.db")
 
     def put_both():
         with store.together():
@@ -37,18 +37,18 @@ def test_what_sqlite_has_no_form_for_is_not_written_and_leaves_nothing_half_done
     assert list(store.adapters) == []
     store.put_adapter(replace(ADAPTER, lora_id="after/v1"))
     store.close()
-    again = Store(tmp_path / "s.db")
+    again = IntentStore(tmp_path / "s.db")
     assert list(again.adapters) == ["after/v1"]
     again.close()
 
 
 def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
-    Store(tmp_path / "s.db", wall=lambda: 1_000.0).close()
+    IntentStore(tmp_path / "s.db", wall=lambda: 1_000.0).close()
     shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
-    store = Store(tmp_path / "s.db", wall=lambda: 2_000.0)
+    store = IntentStore(tmp_path / "s.db", wall=lambda: 2_000.0)
     last = store.next_revision()
     store.close()
-    restored = Store(tmp_path / "copy.db", wall=lambda: 2_001.0)
+    restored = IntentStore(tmp_path / "copy.db", wall=lambda: 2_001.0)
     assert restored.next_revision() > last
     restored.close()
 
@@ -59,7 +59,7 @@ def test_orchestrators_that_start_together_on_a_new_store_all_have_it(tmp_path):
 
     def start(number):
         together.wait()
-        Store(tmp_path / f"{number}.db").close()
+        IntentStore(tmp_path / f"{number}.db").close()
 
     with ThreadPoolExecutor(3) as pool:
         for number in range(10):
@@ -79,10 +79,10 @@ def test_a_store_of_any_older_schema_is_brought_up_to_date_with_all_that_is_in_i
     with closing(sqlite3.connect(tmp_path / "s.db")) as db:
         db.executescript(path.read_text())
     for _ in range(2):
-        store = Store(tmp_path / "s.db")
+        store = IntentStore(tmp_path / "s.db")
         assert dict(store.adapters) == {"sql/v1": replace(ADAPTER, quarantine=None, secret=None, pinned_source=None)}
         assert dict(store.aliases) == {"sql": (("sql/v1", 1.0),)}
-        assert store.rules == Rules(loading="weighted", loads_per_worker=3)
+        assert store.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
         assert store.workers == {"w0": WorkerIntent("cordoned"), "w1": WorkerIntent("draining", 17.5)}
         assert store.tombstones == {"old": "e" * 64}
         assert store.epoch == 7
@@ -93,7 +93,7 @@ def test_a_store_of_any_older_schema_is_brought_up_to_date_with_all_that_is_in_i
 
 
 def _newer(path):
-    Store(path).close()
+    IntentStore(path).close()
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
     db.close()
@@ -113,9 +113,9 @@ def _foreign_with_a_version(path):
 
 
 def _full(path):
-    store = Store(path)
+    store = IntentStore(path)
     for number in range(200):
-        store.put_adapter(Adapter(lora_id=f"a{number}", source="x" * 500))
+        store.put_adapter(RegisteredAdapter(lora_id=f"a{number}", source="x" * 500))
     store.close()
     return bytearray(path.read_bytes())
 
@@ -194,14 +194,14 @@ def test_a_file_that_is_not_ours_to_read_is_refused_and_left_as_it_is(tmp_path, 
     spoil(path)
     before = path.read_bytes()
     with pytest.raises(StoreError, match=says) as refusal:
-        Store(path)
+        IntentStore(path)
     assert str(path) in str(refusal.value)
     assert path.read_bytes() == before
 
 
 def test_a_folder_in_the_place_of_the_store_is_refused(tmp_path):
     with pytest.raises(StoreError, match=str(tmp_path)):
-        Store(tmp_path)
+        IntentStore(tmp_path)
 
 
 @contextmanager
@@ -221,16 +221,16 @@ def test_a_file_that_may_only_be_read_is_refused_and_left_as_it_is():
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "s.db"
-        Store(path).close()
+        IntentStore(path).close()
         before = path.read_bytes()
         path.chmod(0o444)
         with _as_nobody(), pytest.raises(StoreError, match="not changed"):
-            Store(path)
+            IntentStore(path)
         assert path.read_bytes() == before
 
 
 def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
-    store = Store(SqliteFile(tmp_path / "s.db", history_kept=100), wall=lambda: 5.0)
+    store = IntentStore(SqliteBackend(tmp_path / "s.db", history_kept=100), wall=lambda: 5.0)
     store.record("alias_set", "sql", {"targets": [["sql/v1", 1.0]]}, "tenant acme")
     with store.together():
         for number in range(1000):
@@ -239,7 +239,7 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
     assert 100 <= len(loads) < 200
     assert [entry.subject for entry in loads[:2]] == ["a999", "a998"]
     store.close()
-    again = Store(tmp_path / "s.db")
+    again = IntentStore(tmp_path / "s.db")
     (entry,) = again.history(subject="sql")
     assert (entry.kind, entry.actor, entry.at, entry.body) == (
         "alias_set",
@@ -253,10 +253,10 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
 
 def test_a_store_in_a_folder_that_is_not_there_is_refused_with_advice(tmp_path):
     with pytest.raises(StoreError, match="folder that exists"):
-        Store(tmp_path / "nowhere" / "s.db")
+        IntentStore(tmp_path / "nowhere" / "s.db")
 
 
-class NoRoom(sqlite3.Connection):
+class FullDiskConnection(sqlite3.Connection):
     """A database on a disk that has room for two pages."""
 
     def __init__(self, *args, **named):
@@ -267,14 +267,14 @@ class NoRoom(sqlite3.Connection):
 @pytest.fixture
 def no_room(monkeypatch):
     connect = sqlite3.connect
-    monkeypatch.setattr(sqlite3, "connect", lambda *args, **named: connect(*args, **named, factory=NoRoom))
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **named: connect(*args, **named, factory=FullDiskConnection))
 
 
 @pytest.mark.usefixtures("no_room")
 async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_are_damaged(tmp_path):
     full = f"no space left in {tmp_path}: make room"
     with pytest.raises(StoreError) as refusal:
-        Store(tmp_path / "s.db")
+        IntentStore(tmp_path / "s.db")
     assert str(refusal.value) == f"store {tmp_path}/s.db: {full}; nothing that was in it is lost"
     with closing(sqlite3.connect(tmp_path / "lease")) as db:
         db.execute("CREATE TABLE other (x)")
@@ -286,13 +286,13 @@ async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_a
 
 
 def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_path):
-    file = SqliteFile(tmp_path / "s.db")
-    store = Store(file)
+    file = SqliteBackend(tmp_path / "s.db")
+    store = IntentStore(file)
     file._db.execute("PRAGMA max_page_count = 1")  # no more than there are
     with pytest.raises(StoreError, match=f"nothing was written: no space left in {tmp_path}: make room"):
-        store.put_adapter(Adapter(lora_id="a", source="x" * 100_000))
+        store.put_adapter(RegisteredAdapter(lora_id="a", source="x" * 100_000))
     store.close()
-    again = Store(tmp_path / "s.db")
+    again = IntentStore(tmp_path / "s.db")
     assert dict(again.adapters) == {}
     again.close()
 

@@ -7,15 +7,15 @@ import pytest
 
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import StoreError
-from orchestrator.core.rollout import Guard, Rollout, Step, Tally
-from orchestrator.core.state import Adapter, Rules
+from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
-from orchestrator.store.store import Store
+from orchestrator.store.store import IntentStore
 from tests.kube.conftest import kube  # noqa: F401  (a fixture)
-from tests.kube.stores import Seats
+from tests.kube.stores import StoreInstances
 from tests.patience import until
 
-ADAPTER = Adapter(
+ADAPTER = RegisteredAdapter(
     lora_id="sql/v1",
     source="file:///sql",
     base_model="qwen",
@@ -38,28 +38,28 @@ ROLLOUT = Rollout(
     alias="sql",
     before=(("sql/v1", 1.0),),
     after=(("sql/v2", 1.0),),
-    steps=(Step(0.1, 60.0), Step(1.0, 0.0)),
-    guard=Guard(min_requests=7),
+    steps=(WeightStep(0.1, 60.0), WeightStep(1.0, 0.0)),
+    guard=RolloutGuard(min_requests=7),
     began_at=5.0,
     since=6.0,
     phase="watching",
     scale=3,
-    new=Tally(10, 1, 9, 0.5),
+    new=RequestTally(10, 1, 9, 0.5),
 )
 
 
-class Files:
+class SqliteStores:
     """Stores on one SQLite file."""
 
     def __init__(self, folder):
         self._folder = folder
 
     async def open(self, **options):
-        return Store(self._folder / "s.db", **options)
+        return IntentStore(self._folder / "s.db", **options)
 
     async def look(self):
         """As somebody opens it who does not lead."""
-        return Store(self._folder / "s.db")
+        return IntentStore(self._folder / "s.db")
 
     async def close(self, store):
         store.close()
@@ -72,12 +72,12 @@ class Files:
         pass
 
 
-class Clusters:
+class ConfigMapStores:
     """Stores on the ConfigMaps of one namespace."""
 
     def __init__(self, cluster):
         self._cluster = cluster
-        self._seats = Seats(cluster)
+        self._seats = StoreInstances(cluster)
         self._by_store = {}
 
     async def open(self, **options):
@@ -110,9 +110,9 @@ class Clusters:
 @pytest.fixture(params=["sqlite", "configmaps"])
 async def stores(request, tmp_path, kube):  # noqa: F811
     if request.param == "sqlite":
-        yield Files(tmp_path)
+        yield SqliteStores(tmp_path)
         return
-    clusters = Clusters(kube)
+    clusters = ConfigMapStores(kube)
     yield clusters
     await clusters.close_all()
 
@@ -122,9 +122,9 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
     store.put_adapter(ADAPTER)
     store.put_alias("sql", (("sql/v1", 1.0),))
     store.put_rollout("sql", ROLLOUT)
-    store.put_rules(Rules(loading="weighted", loads_per_worker=3))
+    store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
-    store.put_adapter(Adapter(lora_id="old", source="x", digest="e" * 64))
+    store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
     await store.saved()
     store.drop_adapter("old")
     store.raise_epoch(6)
@@ -135,7 +135,7 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
     assert dict(again.adapters) == {"sql/v1": ADAPTER}
     assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
     assert again.rollouts == {"sql": ROLLOUT}
-    assert again.rules == Rules(loading="weighted", loads_per_worker=3)
+    assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
     assert again.tombstones == {"old": "e" * 64}
     assert again.epoch >= 7
@@ -162,7 +162,7 @@ async def test_compare_and_set_refuses_what_somebody_changed_in_between(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     seen = store.adapters["sql/v1"]
-    store.put_adapter(Adapter(lora_id="sql/v1", source="file:///sql", priority=7))
+    store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", priority=7))
     assert not store.compare_and_set(seen, ADAPTER)
     assert store.adapters["sql/v1"].priority == 7
     await stores.close(store)
@@ -267,12 +267,12 @@ async def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_abov
 async def test_a_backup_leaves_out_what_would_take_from_a_fleet(stores, tmp_path):
     store = await stores.open()
     store.put_adapter(ADAPTER)
-    store.put_adapter(Adapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
-    store.put_adapter(Adapter(lora_id="gone", source="x", digest="f" * 64))
+    store.put_adapter(RegisteredAdapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))
+    store.put_adapter(RegisteredAdapter(lora_id="gone", source="x", digest="f" * 64))
     store.drop_adapter("gone")
     store.put_alias("sql", (("sql/v1", 2.0),))
     store.put_rollout("sql", ROLLOUT)
-    store.put_rules(Rules(loading="eager"))
+    store.put_rules(PlacementPolicy(loading="eager"))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_worker("w1", WorkerIntent("cordoned"))
     path = tmp_path / store.backup_name
@@ -286,5 +286,5 @@ async def test_a_backup_leaves_out_what_would_take_from_a_fleet(stores, tmp_path
     assert not copy.adapters["going"].is_deleting
     assert dict(copy.aliases) == {"sql": (("sql/v1", 2.0),)}
     assert copy.workers == {"w1": WorkerIntent("cordoned")}
-    assert copy.rules == Rules(loading="eager")
+    assert copy.rules == PlacementPolicy(loading="eager")
     await stores.close(copy)

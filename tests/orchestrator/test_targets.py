@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.targets import due, shares, stand
-from orchestrator.core.state import Demand, Memory, Observed, Rules, Scale
+from orchestrator.core.state import DemandSnapshot, ObservedFleet, PassMemory, PlacementPolicy, StandingTarget
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
 
-RULES = Rules()
+RULES = PlacementPolicy()
 
 
 def zipf(count, exponent=0.9):
@@ -31,13 +31,13 @@ def test_one_user_at_night_is_not_a_hot_adapter():
     assert due(share=1.0, fleet=8, busy=0.3, target_utilisation=0.7) < 1
 
 
-@pytest.mark.parametrize(("copies", "scale"), [(1, None), (3, Scale(replicas=3)), (3, None)])
+@pytest.mark.parametrize(("copies", "scale"), [(1, None), (3, StandingTarget(replicas=3)), (3, None)])
 def test_a_target_rises_at_once(copies, scale):
     assert stand(4, 5, copies, scale, NOW, 300.0)[0] == 4
 
 
 def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
-    target, scale = stand(1, 1, 3, Scale(replicas=3), NOW, 300.0)
+    target, scale = stand(1, 1, 3, StandingTarget(replicas=3), NOW, 300.0)
     assert (target, scale.below_since) == (3, NOW)
     assert stand(1, 1, 3, scale, NOW + 299, 300.0)[0] == 3
     assert stand(1, 1, 3, scale, NOW + 300, 300.0)[0] == 1
@@ -48,11 +48,11 @@ def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
 
 def test_copies_found_after_a_restart_stand_like_targets_of_our_own():
     target, scale = stand(1, 1, 3, None, NOW, 300.0)
-    assert (target, scale) == (3, Scale(replicas=3, below_since=NOW))
+    assert (target, scale) == (3, StandingTarget(replicas=3, below_since=NOW))
 
 
 def test_a_copy_that_went_while_its_target_cooled_is_not_brought_back():
-    assert stand(1, 1, 2, Scale(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
+    assert stand(1, 1, 2, StandingTarget(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
 
 
 @settings(max_examples=examples(60))
@@ -71,7 +71,7 @@ def test_constant_demand_with_noise_changes_a_target_at_most_once(level, seed):
 
 def demanded(**busy):
     rates = {name: share * 2 for name, share in busy.items()}
-    return Demand(rates=rates, work=dict(busy), habits=rates, last=dict.fromkeys(busy, NOW))
+    return DemandSnapshot(rates=rates, work=dict(busy), habits=rates, last=dict.fromkeys(busy, NOW))
 
 
 def test_a_lazy_adapter_that_is_hot_gets_another_copy_in_another_zone():
@@ -99,22 +99,22 @@ def test_demand_never_asks_for_more_than_max_replicas_nor_than_workers_that_fit(
 
 def test_while_no_router_speaks_nothing_is_taken_away():
     observed = fleet(worker("w0", held("a")), worker("w1", held("a")))
-    blind = Demand(is_blind=True)
+    blind = DemandSnapshot(is_blind=True)
     for step in range(4):
         desired = place(intent(adapter("a")), observed, blind, RULES, NOW + 400 * step)
         assert desired.removals == ()
-        observed = Observed(workers=observed.workers, memory=desired.memory)
+        observed = ObservedFleet(workers=observed.workers, memory=desired.memory)
     # The same silence of requests while routers do speak is a reason.
     for step in range(4, 7):
-        desired = place(intent(adapter("a")), observed, Demand(), RULES, NOW + 400 * step)
-        observed = Observed(workers=observed.workers, memory=desired.memory)
+        desired = place(intent(adapter("a")), observed, DemandSnapshot(), RULES, NOW + 400 * step)
+        observed = ObservedFleet(workers=observed.workers, memory=desired.memory)
     assert [step.reason for step in desired.removals] == ["surplus copy: 2 there, 1 needed"]
 
 
 def test_the_last_copy_is_never_surplus():
-    memory = Memory(scales={"a": Scale(replicas=1, below_since=0.0)})
+    memory = PassMemory(scales={"a": StandingTarget(replicas=1, below_since=0.0)})
     observed = fleet(worker("w0", held("a")), memory=memory)
-    assert place(intent(adapter("a", loading="lazy")), observed, Demand(), RULES, NOW).removals == ()
+    assert place(intent(adapter("a", loading="lazy")), observed, DemandSnapshot(), RULES, NOW).removals == ()
 
 
 def test_weighted_adapters_share_the_slots_by_largest_remainder():

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.tenant_order import TURN_S
-from orchestrator.core.state import Demand, Rules, Want
+from orchestrator.core.state import DemandSnapshot, PlacementPolicy, WantedReplicas
 from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
 
-RULES = Rules()
+RULES = PlacementPolicy()
 TENANTS = ("", "acme", "bolt", "core")
 WIDE = fleet(*(worker(f"w{number:02}", slots=1) for number in range(12)))
 """Room for all at once: what comes first is told by the order alone."""
@@ -22,12 +22,12 @@ WIDE = fleet(*(worker(f"w{number:02}", slots=1) for number in range(12)))
 def order_of(wants, *, fits=lambda name: True, priority=lambda name: 0, observed=WIDE, **demand):
     """Names in the order in which a pass has them loaded. `fits`: of others nobody has the base model."""
     known = [adapter(name, base_model="qwen" if fits(name) else "llama", priority=priority(name)) for name in wants]
-    desired = place(intent(*known), observed, Demand(wants=wants, **demand), RULES, NOW)
+    desired = place(intent(*known), observed, DemandSnapshot(wants=wants, **demand), RULES, NOW)
     return [load.lora_id for load in desired.loads]
 
 
 def waits(since=NOW, *tenants, **more):
-    return Want(replicas=1, since=since, tenants=frozenset(tenants), **more)
+    return WantedReplicas(replicas=1, since=since, tenants=frozenset(tenants), **more)
 
 
 def naive(wants, rates, turns, stuck):

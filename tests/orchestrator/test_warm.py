@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.warm_up import WARMING, warm_shares
-from orchestrator.core.state import Demand, Rules
+from orchestrator.core.state import DemandSnapshot, PlacementPolicy
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
@@ -17,12 +17,12 @@ NAMES = [f"a{i}" for i in range(24)]
 
 
 def demand(*names, rate=1.0):
-    return Demand(rates=dict.fromkeys(names, rate), work=dict.fromkeys(names, rate / 10))
+    return DemandSnapshot(rates=dict.fromkeys(names, rate), work=dict.fromkeys(names, rate / 10))
 
 
 def shares(observed, asked, adapters=None, **policy):
     adapters = adapters or [adapter(name) for name in NAMES]
-    return warm_shares(intent(*adapters), observed, asked, Rules(**policy), NOW)
+    return warm_shares(intent(*adapters), observed, asked, PlacementPolicy(**policy), NOW)
 
 
 def named(loads):
@@ -44,7 +44,7 @@ def test_a_worker_that_is_warming_gets_its_part_of_what_is_asked_for_and_of_noth
 
 
 def test_no_more_is_loaded_than_the_slots_that_placement_fills_and_the_hottest_come_first():
-    asked = Demand(rates={name: 1.0 + i for i, name in enumerate(NAMES)})
+    asked = DemandSnapshot(rates={name: 1.0 + i for i, name in enumerate(NAMES)})
     full = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked)["new"]]
     few = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked, reserve_slots=13)["new"]]
     assert few == full[:3]
@@ -68,7 +68,7 @@ def test_nobody_waits_for_what_cannot_be_there():
 
 
 def test_without_demand_nothing_is_waited_for():
-    assert shares(two_and_a_new_one(), Demand())["new"] == ()
+    assert shares(two_and_a_new_one(), DemandSnapshot())["new"] == ()
     assert shares(fleet(worker("w0")), demand(*NAMES)) == {}
 
 
@@ -76,7 +76,7 @@ def test_without_demand_nothing_is_waited_for():
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.sets(st.sampled_from(NAMES)), st.integers(0, 3))
 def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_others(ready, new, slots, hot, reserve):
     old = [worker(f"w{i}", slots=slots) for i in range(ready)]
-    asked, rules = demand(*hot), Rules(reserve_slots=reserve)
+    asked, rules = demand(*hot), PlacementPolicy(reserve_slots=reserve)
     adapters = intent(*(adapter(name) for name in NAMES))
     observed = fleet(*old, *(worker(f"n{i}", slots=slots, state=WARMING) for i in range(new)))
     found = warm_shares(adapters, observed, asked, rules, NOW)
@@ -88,7 +88,7 @@ def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_other
     assert place(adapters, observed, asked, rules, NOW) == place(adapters, fleet(*old), asked, rules, NOW)
 
 
-class NewAgent(FakeAgent):
+class WarmingAgent(FakeAgent):
     """Waits to hear that it is warm."""
 
     def metadata(self):
@@ -97,7 +97,7 @@ class NewAgent(FakeAgent):
 
 
 async def joined(house, worker_id="new", **shape):
-    agent = NewAgent(worker_id, **shape)
+    agent = WarmingAgent(worker_id, **shape)
     agent.state = "starting"
     await house.join(agent)
     return agent
@@ -155,7 +155,7 @@ async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(house
     agent.state = "starting"
     await house.join(agent)
     await house.turn()
-    agent.__class__ = NewAgent
+    agent.__class__ = WarmingAgent
     assert not await is_warm(house, agent)
     await house.settle()
     assert agent.loaded

@@ -7,31 +7,40 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core.placement.what_if import Hypothesis, Scene, what_if
-from orchestrator.core.state import Adapter, Demand, Held, Intent, Observed, Rules, Want, Worker
+from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
+from orchestrator.core.state import (
+    DemandSnapshot,
+    Intent,
+    ObservedFleet,
+    ObservedWorker,
+    PlacementPolicy,
+    RegisteredAdapter,
+    ReportedAdapter,
+    WantedReplicas,
+)
 from orchestrator.leadership.file_lease import FileLease
 from tests.patience import until
 
 NOW = 10_000.0
-RULES = Rules(reserve_slots=0)
+RULES = PlacementPolicy(reserve_slots=0)
 
 
 def adapter(name, **changes):
     known = {"base_model": "qwen", "digest": f"digest-{name}", "rank": 8, "size_bytes": 1000}
-    return replace(Adapter(lora_id=name, source="s", **known), **changes)
+    return replace(RegisteredAdapter(lora_id=name, source="s", **known), **changes)
 
 
 def worker(name, *names, slots=4, **changes):
-    held = {n: Held(lora_id=n, digest=f"digest-{n}", engine_name=f"{n}@", state="ready") for n in names}
-    base = Worker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64, node=name)
+    held = {n: ReportedAdapter(lora_id=n, digest=f"digest-{n}", engine_name=f"{n}@", state="ready") for n in names}
+    base = ObservedWorker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64, node=name)
     return replace(base, held=held, **changes)
 
 
 def scene(workers, adapters, *, rates=None, work=None, policy=RULES):
-    return Scene(
+    return PlacementInputs(
         intent=Intent(adapters={a.lora_id: a for a in adapters}),
-        observed=Observed(workers={w.id: w for w in workers}),
-        demand=Demand(rates=rates or {}, work=work or {}),
+        observed=ObservedFleet(workers={w.id: w for w in workers}),
+        demand=DemandSnapshot(rates=rates or {}, work=work or {}),
         policy=policy,
         now=NOW,
     )
@@ -75,16 +84,16 @@ def test_what_is_asked_for_and_nowhere_is_loaded_as_by_its_first_request():
 
 def test_what_would_be_asked_for_waits_its_turn_behind_what_waits_already():
     where = scene([worker("w0", slots=1)], [adapter("a"), adapter("b")])
-    waiting = replace(where, demand=Demand(wants={"b": Want(replicas=1, since=NOW - 30.0)}))
+    waiting = replace(where, demand=DemandSnapshot(wants={"b": WantedReplicas(replicas=1, since=NOW - 30.0)}))
     assert loads(asked(waiting, rates={"a": 9.0}))[0] == ("b", "w0")
 
 
 def test_tenants_take_turns_in_what_is_foretold_as_well():
     where = scene([worker("w0")], [adapter(name) for name in ("a0", "a1", "a2", "b")])
     since, acme, bolt = NOW - 1, frozenset({"acme"}), frozenset({"bolt"})
-    wants = {f"a{number}": Want(replicas=1, since=since, tenants=acme) for number in range(3)}
-    wants["b"] = Want(replicas=1, since=since, tenants=bolt)
-    foretold = asked(replace(where, demand=Demand(wants=wants, rates=dict.fromkeys(("a0", "a1", "a2"), 1.0))))
+    wants = {f"a{number}": WantedReplicas(replicas=1, since=since, tenants=acme) for number in range(3)}
+    wants["b"] = WantedReplicas(replicas=1, since=since, tenants=bolt)
+    foretold = asked(replace(where, demand=DemandSnapshot(wants=wants, rates=dict.fromkeys(("a0", "a1", "a2"), 1.0))))
     assert [name for name, _ in loads(foretold)] == ["a0", "b", "a1", "a2"]
 
 
@@ -114,7 +123,7 @@ def test_another_policy_is_followed():
 
 
 def test_an_adapter_that_nobody_has_seen_is_taken_for_an_ordinary_one():
-    new = Adapter(lora_id="new", source="s", loading="eager")
+    new = RegisteredAdapter(lora_id="new", source="s", loading="eager")
     known = [adapter("a", size_bytes=500), adapter("b", size_bytes=500), adapter("c", size_bytes=9)]
     outcome = asked(scene([worker("w0")], known), adapters={"new": new})
     assert [(s.action.lora_id, s.size_bytes) for s in outcome.steps] == [("new", 500)]
@@ -211,7 +220,9 @@ async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile
     with house.store.together():
         for number in range(300):
             known = {"loading": "eager", "min_replicas": 4, "base_model": "tiny-qwen", "rank": 8}
-            house.store.put_adapter(Adapter(lora_id=f"a{number}", source="s", digest=f"{number:064}", **known))
+            house.store.put_adapter(
+                RegisteredAdapter(lora_id=f"a{number}", source="s", digest=f"{number:064}", **known)
+            )
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     lease = FileLease(tmp_path / "lease", holder="x")
     ask = {"workers_more": [{"count": 30}], "passes": 20}

@@ -11,9 +11,9 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.core.placement.context import PlacementContext, claim_of, loading_of
+from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_of
 from orchestrator.core.placement.victims import is_due, victim, worth
-from orchestrator.core.state import Adapter, Load, Worker
+from orchestrator.core.state import ObservedWorker, PlannedLoad, RegisteredAdapter
 
 CANDIDATES = 16
 """Workers whose adapters are compared when somebody has to go: of more, the best by all else."""
@@ -22,7 +22,7 @@ NEAR = 1.2
 in `benchmarks.placement`, and a home saves few."""
 
 
-def next_load(board: PlacementContext, adapter: Adapter) -> Load | None:
+def next_load(board: PlacementContext, adapter: RegisteredAdapter) -> PlannedLoad | None:
     """The load that brings one copy more, or None when there is no room that it may have."""
     lora_id = adapter.lora_id
     there = board.holders.get(lora_id, set())
@@ -49,7 +49,7 @@ def next_load(board: PlacementContext, adapter: Adapter) -> Load | None:
     return _load(board, adapter, free[0], homes) if free else None
 
 
-def may_evict(board: PlacementContext, adapter: Adapter) -> bool:
+def may_evict(board: PlacementContext, adapter: RegisteredAdapter) -> bool:
     """Whether anybody may be thrown out for it: a request waits, its minimum is not met, or demand needs it more."""
     want = board.demand.wants.get(adapter.lora_id)
     if want is not None and want.may_evict:
@@ -58,7 +58,7 @@ def may_evict(board: PlacementContext, adapter: Adapter) -> bool:
     return board.floor(adapter) > copies or (want is None and copies > 0 and adapter.lora_id not in board.movers)
 
 
-def _below(board: PlacementContext, adapter: Adapter) -> float | None:
+def _below(board: PlacementContext, adapter: RegisteredAdapter) -> float | None:
     """Without a request that waits, only what is worth less than the copy that is to come goes."""
     if board.floor(adapter) > board.copies(adapter.lora_id):
         return None
@@ -66,14 +66,14 @@ def _below(board: PlacementContext, adapter: Adapter) -> float | None:
 
 
 def _ranked(
-    board: PlacementContext, adapter: Adapter, able: list[Worker], homes: list[str], there: set[str]
-) -> list[Worker]:
+    board: PlacementContext, adapter: RegisteredAdapter, able: list[ObservedWorker], homes: list[str], there: set[str]
+) -> list[ObservedWorker]:
     """The best first; no more than can matter."""
     zones = {board.observed.workers[worker_id].zone for worker_id in there}
     nodes = {board.observed.workers[worker_id].node for worker_id in there}
-    claim = claim_of(adapter.lora_id)
+    claim = ClaimOrder(adapter.lora_id)
 
-    def order(worker: Worker) -> tuple[object, ...]:
+    def order(worker: ObservedWorker) -> tuple[object, ...]:
         return (
             worker.id not in homes,
             board.free[worker.id] <= 0,
@@ -90,13 +90,13 @@ def _ranked(
 
 def _with_victim(
     board: PlacementContext,
-    adapter: Adapter,
-    ranked: list[Worker],
+    adapter: RegisteredAdapter,
+    ranked: list[ObservedWorker],
     *,
     below: float | None,
     is_repair: bool,
     from_use: bool,
-) -> tuple[Worker, str] | None:
+) -> tuple[ObservedWorker, str] | None:
     """The first worker whose victim is among those missed least; a victim that drains already before all others, in
     use or not: those that are asked for without a pause are each silent for a moment in turn, and none would ever go.
 
@@ -123,8 +123,12 @@ def _with_victim(
 
 
 def _load(
-    board: PlacementContext, adapter: Adapter, worker: Worker, homes: list[str], evict: str | None = None
-) -> Load:
+    board: PlacementContext,
+    adapter: RegisteredAdapter,
+    worker: ObservedWorker,
+    homes: list[str],
+    evict: str | None = None,
+) -> PlannedLoad:
     there, target = board.copies(adapter.lora_id), board.targets.get(adapter.lora_id, 1)
     want = board.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"
@@ -133,37 +137,37 @@ def _load(
     reason = f"replica {there + 1} of {target} ({loading_of(adapter, board.policy)}{asked}{moving}); {where}"
     if evict is not None:
         reason += f"; {evict} makes room: least asked for there"
-    return Load(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
+    return PlannedLoad(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
 
 
-class Limit(NamedTuple):
+class PoolLimit(NamedTuple):
     """The most that any of a base model's workers takes: the rank, and why none takes an adapter (empty: one does)."""
 
     max_lora_rank: int
     refusal: str
 
 
-class Misfit(NamedTuple):
+class PlacementMisfit(NamedTuple):
     """Why no worker could hold an adapter."""
 
     code: str
     message: str
 
 
-def limits_of(workers: Iterable[Worker]) -> dict[str, Limit]:
+def limits_of(workers: Iterable[ObservedWorker]) -> dict[str, PoolLimit]:
     """What these workers take, by base model."""
-    limits: dict[str, Limit] = {}
+    limits: dict[str, PoolLimit] = {}
     for worker in workers:
         known = limits.get(worker.base_model)
         refusal = f"{worker.id}: {worker.refusal}" if worker.refusal else ""
         if known is None or (known.refusal and not refusal):
-            limits[worker.base_model] = Limit(worker.max_lora_rank, refusal)
+            limits[worker.base_model] = PoolLimit(worker.max_lora_rank, refusal)
         elif bool(known.refusal) == bool(refusal):
             limits[worker.base_model] = known._replace(max_lora_rank=max(worker.max_lora_rank, known.max_lora_rank))
     return limits
 
 
-def fits_nowhere(adapter: Adapter, limits: Mapping[str, Limit]) -> Misfit | None:
+def fits_nowhere(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]) -> PlacementMisfit | None:
     """Why none of the workers that `limits` is made of could ever hold the adapter; None while one could, or none
     serves its base model.
     """
@@ -172,16 +176,16 @@ def fits_nowhere(adapter: Adapter, limits: Mapping[str, Limit]) -> Misfit | None
         return None
     if limit.refusal:
         message = f"no worker of {adapter.base_model} takes adapters ({limit.refusal}); start one that does"
-        return Misfit("adapters_refused", message)
+        return PlacementMisfit("adapters_refused", message)
     if (adapter.rank or 0) <= limit.max_lora_rank:
         return None
     most = f"(at most {limit.max_lora_rank})"
-    return Misfit(
+    return PlacementMisfit(
         "rank_too_big", f"rank {adapter.rank} is above every worker's max_lora_rank {most}; start a worker with more"
     )
 
 
-def why_not(board: PlacementContext, adapter: Adapter) -> str | None:
+def why_not(board: PlacementContext, adapter: RegisteredAdapter) -> str | None:
     """Why there is no next copy; None when it only waits for its turn."""
     ready = [w for w in board.workers if w.state == "ready"]
     fits = [w for w in ready if w.base_model == adapter.base_model]

@@ -4,13 +4,13 @@ Repairs count, because a fleet whose workers come and go is no time to rearrange
 neither is what a request waits for, nor what somebody asked for over REST.
 """
 
-from orchestrator.core.state import Rules, Storm
+from orchestrator.core.state import ChurnHistory, PlacementPolicy
 
 Step = tuple[str, str, str]
 """(lora_id, worker_id, load or unload)"""
 
 
-def is_frozen(storm: Storm, policy: Rules, workers: int, now: float) -> bool:
+def is_frozen(storm: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> bool:
     """Whether moves stand still: as many as allowed in the window, and, once that was so, until they are half of it.
 
     Never without a worker, between which nothing could move.
@@ -22,17 +22,19 @@ def is_frozen(storm: Storm, policy: Rules, workers: int, now: float) -> bool:
     return count >= most or (storm.frozen_since is not None and count > most / 2)
 
 
-def limit(policy: Rules, workers: int) -> int:
+def limit(policy: PlacementPolicy, workers: int) -> int:
     """Steps that the window may hold."""
     return policy.storm_moves_per_worker * workers
 
 
-def churn(storm: Storm, policy: Rules, now: float) -> int:
+def churn(storm: ChurnHistory, policy: PlacementPolicy, now: float) -> int:
     """Steps in the window."""
     return sum(count for second, count in storm.counts if now - second < policy.storm_window_s)
 
 
-def watched(storm: Storm, steps: frozenset[Step], policy: Rules, *, is_held: bool, now: float) -> Storm:
+def watched(
+    storm: ChurnHistory, steps: frozenset[Step], policy: PlacementPolicy, *, is_held: bool, now: float
+) -> ChurnHistory:
     """What to remember after a pass that named these steps. One that was named before is the same one, still under way.
 
     is_held  whether moves stood still in that pass
@@ -46,10 +48,10 @@ def watched(storm: Storm, steps: frozenset[Step], policy: Rules, *, is_held: boo
         else:
             counts.append((second, fresh))
     since = (now if storm.frozen_since is None else storm.frozen_since) if is_held else None
-    return Storm(named=steps, counts=tuple(counts), frozen_since=since)
+    return ChurnHistory(named=steps, counts=tuple(counts), frozen_since=since)
 
 
-def why_frozen(storm: Storm, policy: Rules, workers: int, now: float) -> str:
+def why_frozen(storm: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> str:
     return (
         f"storm: {churn(storm, policy, now)} loads and unloads within {policy.storm_window_s:g} s that no request "
         f"waited for, and {limit(policy, workers)} are allowed; moves stand still until they are half as many"

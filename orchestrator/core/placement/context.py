@@ -9,16 +9,16 @@ import xxhash
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
-    Adapter,
-    Demand,
-    Failure,
-    Held,
+    AdapterFailure,
+    DemandSnapshot,
     Intent,
-    Load,
-    Observed,
+    ObservedFleet,
+    ObservedWorker,
     Pair,
-    Rules,
-    Worker,
+    PlacementPolicy,
+    PlannedLoad,
+    RegisteredAdapter,
+    ReportedAdapter,
 )
 
 HOME_LOAD = 1.25
@@ -39,16 +39,16 @@ def rendezvous(lora_id: str, worker_id: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{len(lora_id)}:{lora_id}{worker_id}".encode())
 
 
-def loading_of(adapter: Adapter, policy: Rules) -> str:
+def loading_of(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
     """lazy, eager or weighted: the adapter's own word, else the global one."""
     return adapter.loading or policy.loading
 
 
-def is_placeable(adapter: Adapter) -> bool:
+def is_placeable(adapter: RegisteredAdapter) -> bool:
     return adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
 
 
-def is_same(adapter: Adapter, held: Held) -> bool:
+def is_same(adapter: RegisteredAdapter, held: ReportedAdapter) -> bool:
     """Whether these are the registered bytes."""
     return adapter.digest is not None and adapter.digest == held.digest
 
@@ -60,7 +60,9 @@ class PlacementContext:
     leaving  (lora_id, worker_id) that this pass takes away as one too many, or as the old half of a move
     """
 
-    def __init__(self, intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> None:
+    def __init__(
+        self, intent: Intent, observed: ObservedFleet, demand: DemandSnapshot, policy: PlacementPolicy, now: float
+    ) -> None:
         self.intent = intent
         self.observed = observed
         self.demand = demand
@@ -76,8 +78,8 @@ class PlacementContext:
         self.holders: dict[str, set[str]] = {}
         self.movers: set[str] = set()
         self._find_holders()
-        self._able: dict[tuple[str | None, int], list[Worker]] = {}
-        self._failures: dict[str, dict[str, Failure]] = {}
+        self._able: dict[tuple[str | None, int], list[ObservedWorker]] = {}
+        self._failures: dict[str, dict[str, AdapterFailure]] = {}
         for (lora_id, worker_id), failure in observed.failures.items():
             if failure.until > now:
                 self._failures.setdefault(lora_id, {})[worker_id] = failure
@@ -136,37 +138,37 @@ class PlacementContext:
         pair = lora_id, worker_id
         return pair not in self.observed.owed and pair not in self.observed.evicting and pair not in self.leaving
 
-    def least(self, adapter: Adapter) -> int:
+    def least(self, adapter: RegisteredAdapter) -> int:
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas
 
-    def most(self, adapter: Adapter) -> int:
+    def most(self, adapter: RegisteredAdapter) -> int:
         return self.policy.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
-    def floor(self, adapter: Adapter) -> int:
+    def floor(self, adapter: RegisteredAdapter) -> int:
         """Replicas below which an adapter is never pushed."""
         loading = loading_of(adapter, self.policy)
         if loading == "weighted":
             return self.targets.get(adapter.lora_id, 0)
         return self.least(adapter) if loading == "eager" else adapter.min_replicas or 0
 
-    def failed(self, lora_id: str, worker_id: str) -> Failure | None:
+    def failed(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
         """The failure that counts there now; one under the worker_id "" counts everywhere."""
         known = self._failures.get(lora_id)
         return None if known is None else known.get(worker_id) or known.get("")
 
-    def fits(self, base_model: str | None, rank: int) -> list[Worker]:
+    def fits(self, base_model: str | None, rank: int) -> list[ObservedWorker]:
         """Ready workers of the base model with slots for adapters of this rank, by id."""
         key = (base_model, rank)
         if key not in self._able:
             self._able[key] = [worker for worker in self.workers if worker.fits(base_model, rank)]
         return self._able[key]
 
-    def can_load(self, adapter: Adapter, worker: Worker) -> bool:
+    def can_load(self, adapter: RegisteredAdapter, worker: ObservedWorker) -> bool:
         """Whether this worker is one of the adapter's `able`."""
         fits = worker.fits(adapter.base_model, adapter.rank or 0)
         return fits and self.failed(adapter.lora_id, worker.id) is None
 
-    def able(self, adapter: Adapter) -> list[Worker]:
+    def able(self, adapter: RegisteredAdapter) -> list[ObservedWorker]:
         """Workers that could load it now: they fit, and it has not failed there of late."""
         fitting = self.fits(adapter.base_model, adapter.rank or 0)
         if adapter.lora_id not in self._failures:
@@ -177,29 +179,29 @@ class PlacementContext:
         """Whether a load named for it now would wait for another there."""
         return self.observed.busy.get(worker_id, 0) + self.begun[worker_id] >= self.policy.loads_per_worker
 
-    def homes(self, adapter: Adapter, able: list[Worker], count: int) -> list[str]:
+    def homes(self, adapter: RegisteredAdapter, able: list[ObservedWorker], count: int) -> list[str]:
         """Where `count` copies belong: the highest claims, in other zones and on other nodes while there are any.
 
         Workers far above the mean load are passed over while others are left.
         """
         bar = HOME_LOAD * self.mean_load(able)
         calm = [worker for worker in able if self.loads[worker.id] <= bar]
-        claim = claim_of(adapter.lora_id)
+        claim = ClaimOrder(adapter.lora_id)
         if count <= 1:
             return [worker.id for worker in nsmallest(count, calm or able, key=claim)]
         ranked = sorted(able, key=lambda worker: (self.loads[worker.id] > bar, *claim(worker)))
-        homes: list[Worker] = []
+        homes: list[ObservedWorker] = []
         while ranked and len(homes) < count:
             zones, nodes = {w.zone for w in homes}, {w.node for w in homes}
             best = min(range(len(ranked)), key=lambda i: (ranked[i].zone in zones, ranked[i].node in nodes, i))
             homes.append(ranked.pop(best))
         return [worker.id for worker in homes]
 
-    def mean_load(self, workers: Iterable[Worker]) -> float:
+    def mean_load(self, workers: Iterable[ObservedWorker]) -> float:
         loads = [self.loads[worker.id] for worker in workers]
         return sum(loads) / len(loads) if loads else 0.0
 
-    def take(self, load: Load) -> None:
+    def take(self, load: PlannedLoad) -> None:
         """A load is named: from now on it counts as there, and its victim as gone; other copies have less, or more."""
         changed = [lora_id for lora_id in (load.lora_id, load.evict) if lora_id is not None]
         for lora_id in changed:
@@ -216,12 +218,12 @@ class PlacementContext:
             self._spread(lora_id, self.weight(lora_id), self.loads)
 
 
-def _weights(demand: Demand) -> Mapping[str, float]:
+def _weights(demand: DemandSnapshot) -> Mapping[str, float]:
     """lora_id -> busy seconds a second that it needs; requests a second where routers count no work."""
     return offered(demand.work, demand, RELIEF_S) if any(demand.work.values()) else demand.rates
 
 
-def offered(work: Mapping[str, float], demand: Demand, within_s: float) -> Mapping[str, float]:
+def offered(work: Mapping[str, float], demand: DemandSnapshot, within_s: float) -> Mapping[str, float]:
     """Busy seconds a second: work that engines were given, and what works off within this time what waits for them.
 
     A router gives an engine no more than it can do, so without what waits an overloaded adapter would look just busy.
@@ -234,7 +236,7 @@ def offered(work: Mapping[str, float], demand: Demand, within_s: float) -> Mappi
     return found
 
 
-class claim_of:  # noqa: N801  (a key function with one argument bound)
+class ClaimOrder:
     """Workers in order of their claim on an adapter, the highest first."""
 
     __slots__ = ("lora_id",)
@@ -242,5 +244,5 @@ class claim_of:  # noqa: N801  (a key function with one argument bound)
     def __init__(self, lora_id: str) -> None:
         self.lora_id = lora_id
 
-    def __call__(self, worker: Worker) -> tuple[int, str]:
+    def __call__(self, worker: ObservedWorker) -> tuple[int, str]:
         return -rendezvous(self.lora_id, worker.id), worker.id

@@ -9,9 +9,9 @@ loads that requests ask for.
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
-from orchestrator.core.placement.context import PlacementContext, claim_of, is_placeable
+from orchestrator.core.placement.context import ClaimOrder, PlacementContext, is_placeable
 from orchestrator.core.placement.victims import victim, worth
-from orchestrator.core.state import Adapter, Load, Pair, Removal, Worker
+from orchestrator.core.state import ObservedWorker, Pair, PlannedLoad, PlannedRemoval, RegisteredAdapter
 
 FULL = 2.0
 """A worker that is to be busy for less than so many times the target utilisation gives nothing away: one that is always
@@ -36,14 +36,14 @@ def unfinished(board: PlacementContext) -> dict[Pair, str]:
     return found
 
 
-def finished(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[Removal]:
+def finished(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[PlannedRemoval]:
     """The old halves of moves whose new half is ready."""
     for (lora_id, worker_id), to in sorted(moves.items()):
         if board.observed.workers[to].held[lora_id].state == "ready":
-            yield Removal(lora_id=lora_id, worker_id=worker_id, reason=f"moved: ready on {to}")
+            yield PlannedRemoval(lora_id=lora_id, worker_id=worker_id, reason=f"moved: ready on {to}")
 
 
-def new_moves(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[tuple[Load, str]]:
+def new_moves(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[tuple[PlannedLoad, str]]:
     """(load, worker_id it leaves): at most one for each worker that has less to do than the mean."""
     for base_model in sorted({worker.base_model for worker in board.workers}):
         group = [w for w in board.workers if w.state == "ready" and w.slots > 0 and w.base_model == base_model]
@@ -64,8 +64,8 @@ def new_moves(board: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[tu
 
 
 def _move_to(
-    board: PlacementContext, idle: Worker, group: list[Worker], mean: float, moving: set[str]
-) -> tuple[Load, str] | None:
+    board: PlacementContext, idle: ObservedWorker, group: list[ObservedWorker], mean: float, moving: set[str]
+) -> tuple[PlannedLoad, str] | None:
     bar = max(mean, FULL * board.policy.target_utilisation)
     for donor in nsmallest(DONORS, group, key=lambda w: (-board.loads[w.id], w.id)):
         if board.loads[donor.id] < bar:
@@ -91,15 +91,15 @@ def _move_to(
                 evict = spare[0].lora_id
             why = f"moves from {donor.id}, {board.loads[donor.id]:.2f} busy with what it holds, and takes {part:.2f}"
             reason = f"{why}; here it is {board.loads[idle.id]:.2f}"
-            return Load(lora_id=adapter.lora_id, worker_id=idle.id, evict=evict, reason=reason), donor.id
+            return PlannedLoad(lora_id=adapter.lora_id, worker_id=idle.id, evict=evict, reason=reason), donor.id
     return None
 
 
-def _pull(adapter: Adapter, worker: Worker, group: list[Worker]) -> float:
-    return 2.0 if min(group, key=claim_of(adapter.lora_id)).id == worker.id else 1.0
+def _pull(adapter: RegisteredAdapter, worker: ObservedWorker, group: list[ObservedWorker]) -> float:
+    return 2.0 if min(group, key=ClaimOrder(adapter.lora_id)).id == worker.id else 1.0
 
 
-def _may_move(board: PlacementContext, adapter: Adapter, donor: Worker, to: Worker) -> bool:
+def _may_move(board: PlacementContext, adapter: RegisteredAdapter, donor: ObservedWorker, to: ObservedWorker) -> bool:
     held = donor.held[adapter.lora_id]
     if adapter.pinned or held.state != "ready" or donor.id not in board.holders.get(adapter.lora_id, ()):
         return False
@@ -118,7 +118,7 @@ def _is_ready(board: PlacementContext, lora_id: str, worker_id: str) -> bool:
     return held is not None and held.state == "ready"
 
 
-def surplus(board: PlacementContext, moving: Iterable[str]) -> Iterable[Removal]:
+def surplus(board: PlacementContext, moving: Iterable[str]) -> Iterable[PlannedRemoval]:
     """Copies above a target that has stood long enough: never in use, young, pinned, or the last one.
 
     The copy that goes is one that drains already, else one that shares its zone or node with another, else the one on
@@ -135,7 +135,7 @@ def surplus(board: PlacementContext, moving: Iterable[str]) -> Iterable[Removal]
             continue
         for worker in _least_missed(board, lora_id)[:extra]:
             reason = f"surplus copy: {board.copies(lora_id)} there, {target} needed"
-            yield Removal(lora_id=lora_id, worker_id=worker.id, reason=reason)
+            yield PlannedRemoval(lora_id=lora_id, worker_id=worker.id, reason=reason)
 
 
 def _are_enough_ready(board: PlacementContext, lora_id: str, target: int) -> bool:
@@ -144,10 +144,10 @@ def _are_enough_ready(board: PlacementContext, lora_id: str, target: int) -> boo
     return sum(w.holds(lora_id) and w.held[lora_id].state in ("ready", "draining") for w in holders) > target
 
 
-def _least_missed(board: PlacementContext, lora_id: str) -> list[Worker]:
+def _least_missed(board: PlacementContext, lora_id: str) -> list[ObservedWorker]:
     holders = [board.observed.workers[worker_id] for worker_id in sorted(board.holders[lora_id])]
 
-    def may_go(worker: Worker) -> bool:
+    def may_go(worker: ObservedWorker) -> bool:
         held = worker.held.get(lora_id)
         if held is None or worker.state != "ready" or board.failed(lora_id, worker.id) is not None:
             return False
@@ -156,14 +156,14 @@ def _least_missed(board: PlacementContext, lora_id: str) -> list[Worker]:
         is_old = board.now - held.since >= board.policy.min_residency_s
         return held.state == "ready" and is_old and (lora_id, worker.id) not in board.demand.in_use
 
-    def order(worker: Worker) -> tuple[object, ...]:
+    def order(worker: ObservedWorker) -> tuple[object, ...]:
         others = [other for other in holders if other.id != worker.id]
         return (
             worker.held[lora_id].state != "draining",
             worker.zone not in {other.zone for other in others},
             worker.node not in {other.node for other in others},
             -board.loads[worker.id],
-            claim_of(lora_id)(worker)[0],
+            ClaimOrder(lora_id)(worker)[0],
         )
 
     # The claim last and reversed: the home stays longest.

@@ -3,7 +3,7 @@
 For every adapter a target number of replicas (`targets.py`), for every missing one, by whose turn it is (`turns.py`),
 a worker (`choose.py`) and, where it is full, who makes room (`victims.py`); then, while all is calm (`churn.py`), what
 moves and what is one too many (`moves.py`).
-What one pass has to know of the one before is in `Observed.memory`, and nowhere else.
+What one pass has to know of the one before is in `ObservedFleet.memory`, and nowhere else.
 """
 
 from collections import Counter
@@ -11,27 +11,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 
 from orchestrator.core.placement import churn
-from orchestrator.core.placement.choose import Misfit, fits_nowhere, limits_of, next_load, why_not
+from orchestrator.core.placement.choose import PlacementMisfit, fits_nowhere, limits_of, next_load, why_not
 from orchestrator.core.placement.context import PlacementContext, is_same, rendezvous, usable_slots
 from orchestrator.core.placement.moves import finished, new_moves, surplus, unfinished
-from orchestrator.core.placement.targets import Target, targets
+from orchestrator.core.placement.targets import ReplicaTarget, targets
 from orchestrator.core.placement.tenant_order import in_turn, turn_of
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
-    Adapter,
-    Demand,
-    Desired,
-    Held,
-    Inspection,
+    DemandSnapshot,
+    DesiredPlacement,
     Intent,
-    Load,
-    Memory,
-    Observed,
+    ObservedFleet,
+    ObservedWorker,
     Pair,
-    Removal,
-    Rules,
-    Worker,
+    PassMemory,
+    PlacementPolicy,
+    PlannedInspection,
+    PlannedLoad,
+    PlannedRemoval,
+    RegisteredAdapter,
+    ReportedAdapter,
 )
 
 __all__ = ["place", "rendezvous", "usable_slots"]
@@ -42,22 +42,24 @@ LOADS = 128
 """Most loads named in one pass, for the same reason."""
 
 
-def place(intent: Intent, observed: Observed, demand: Demand, policy: Rules, now: float) -> Desired:
+def place(
+    intent: Intent, observed: ObservedFleet, demand: DemandSnapshot, policy: PlacementPolicy, now: float
+) -> DesiredPlacement:
     """Where everything should be. The same input gives the same output, whatever the order of its mappings.
 
     Nothing is ever listed for removal because nobody asks for it: only tombstones, finished moves and copies above the
     target are, never the last one, and victims are named in the load that needs their slot. Adapters that no intent
     knows are left alone.
     """
-    return _Pass(PlacementContext(intent, observed, demand, policy, now)).run()
+    return _PlacementPass(PlacementContext(intent, observed, demand, policy, now)).run()
 
 
-class _Pass:
+class _PlacementPass:
     """One pass. `left`: how many more steps it may name that no request waits for; `steps`: those it named."""
 
     def __init__(self, board: PlacementContext) -> None:
         self.board = board
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, ReplicaTarget] = {}
         self.storm = board.observed.memory.storm
         self.workers = sum(worker.state == "ready" for worker in board.workers)
         self.is_frozen = churn.is_frozen(self.storm, board.policy, self.workers, board.now)
@@ -65,7 +67,7 @@ class _Pass:
         self.left = 0 if self.is_frozen else churn.limit(board.policy, self.workers) - count
         self.steps: set[churn.Step] = set()
 
-    def run(self) -> Desired:
+    def run(self) -> DesiredPlacement:
         board = self.board
         self.targets, scales = targets(board)
         board.targets = {lora_id: target.replicas for lora_id, target in self.targets.items()}
@@ -85,7 +87,7 @@ class _Pass:
                 self.steps.add((load.lora_id, load.worker_id, "load"))
         why = churn.why_frozen(self.storm, board.policy, self.workers, board.now) if self.is_frozen else None
         kept = churn.watched(self.storm, frozenset(self.steps), board.policy, is_held=self.is_frozen, now=board.now)
-        return Desired(
+        return DesiredPlacement(
             replicas={lora_id: tuple(sorted(held)) for lora_id, held in board.holders.items() if held},
             targets=board.targets,
             loads=tuple(loads),
@@ -95,12 +97,12 @@ class _Pass:
             fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
             leaving=tuple(self._leaving()),
             frozen=why,
-            memory=Memory(scales=scales, moves=moves, storm=kept),
+            memory=PassMemory(scales=scales, moves=moves, storm=kept),
         )
 
-    def _fill(self, unplaced: dict[str, str]) -> list[Load]:
+    def _fill(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
         board = self.board
-        loads: list[Load] = []
+        loads: list[PlannedLoad] = []
         for adapter in self._hungry():
             target = self.targets[adapter.lora_id]
             while board.copies(adapter.lora_id) < target.replicas:
@@ -131,7 +133,7 @@ class _Pass:
         self.steps.add(step)
         return True
 
-    def _calm_removals(self, moves: Mapping[Pair, str]) -> Iterable[Removal]:
+    def _calm_removals(self, moves: Mapping[Pair, str]) -> Iterable[PlannedRemoval]:
         """Old halves of moves, which are finished in a storm as well, and surplus copies, which wait for its end."""
         for step in finished(self.board, moves):
             self.steps.add((step.lora_id, step.worker_id, "unload"))
@@ -142,7 +144,7 @@ class _Pass:
                 self.board.leaving.add((step.lora_id, step.worker_id))
                 yield step
 
-    def _hungry(self) -> Iterator[Adapter]:
+    def _hungry(self) -> Iterator[RegisteredAdapter]:
         """Adapters with fewer replicas than their target, by whose turn it is.
 
         Those with none, those waited for, those whose turn comes first, the hottest first. What nobody waits for any
@@ -151,12 +153,12 @@ class _Pass:
         board, demand = self.board, self.board.demand
         short = [lora_id for lora_id, n in board.targets.items() if board.copies(lora_id) < n]
 
-        def rank(adapter: Adapter) -> tuple[int, bool, bool]:
+        def rank(adapter: RegisteredAdapter) -> tuple[int, bool, bool]:
             want = demand.wants.get(adapter.lora_id)
             is_waiting = want is not None and want.is_waited_for
             return -adapter.priority, bool(board.copies(adapter.lora_id)), not is_waiting
 
-        def order(adapter: Adapter) -> tuple[object, ...]:
+        def order(adapter: RegisteredAdapter) -> tuple[object, ...]:
             want = demand.wants.get(adapter.lora_id)
             turn = turn_of(want) if want is not None and want.is_waited_for else 0.0
             return (*rank(adapter), want is None, turn, -demand.rates.get(adapter.lora_id, 0.0), adapter.lora_id)
@@ -167,7 +169,7 @@ class _Pass:
         for (_, _, is_idle), alike in [(key, list(them)) for key, them in groupby(adapters, key=rank)]:
             yield from alike if is_idle else in_turn(board, alike, had)
 
-    def _removals(self) -> Iterable[Removal]:
+    def _removals(self) -> Iterable[PlannedRemoval]:
         for worker in self.board.workers:
             if worker.state in ("lost", "unmanaged", "starting"):
                 continue
@@ -175,9 +177,9 @@ class _Pass:
                 held = worker.held[lora_id]
                 reason = self._why_removed(worker, held) if held.state in OCCUPYING else None
                 if reason is not None:
-                    yield Removal(lora_id=lora_id, worker_id=worker.id, reason=reason)
+                    yield PlannedRemoval(lora_id=lora_id, worker_id=worker.id, reason=reason)
 
-    def _why_removed(self, worker: Worker, held: Held) -> str | None:
+    def _why_removed(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
         board = self.board
         adapter = board.intent.adapters.get(held.lora_id)
         owed_to = board.observed.owed.get((held.lora_id, worker.id))
@@ -200,7 +202,7 @@ class _Pass:
                 return f"moved: {ready} ready elsewhere, this worker drains"
         return None
 
-    def _ready_elsewhere(self, adapter: Adapter, worker_id: str) -> int:
+    def _ready_elsewhere(self, adapter: RegisteredAdapter, worker_id: str) -> int:
         lora_id = adapter.lora_id
         return sum(
             w.id != worker_id and w.state in SERVING and w.held[lora_id].state == "ready"
@@ -228,7 +230,7 @@ class _Pass:
             if adapter.base_model is not None and adapter.base_model not in served
         }
 
-    def _misfits(self) -> dict[str, Misfit]:
+    def _misfits(self) -> dict[str, PlacementMisfit]:
         """Adapters that no worker could hold, ready or not: one that starts, or is lost, may be back in a moment."""
         limits = limits_of(self.board.workers)
         found = {}
@@ -239,7 +241,7 @@ class _Pass:
                     found[adapter.lora_id] = misfit
         return found
 
-    def _inspections(self) -> Iterable[Inspection]:
+    def _inspections(self) -> Iterable[PlannedInspection]:
         board = self.board
         ready = [w for w in board.workers if w.state == "ready" and w.max_lora_rank > 0]
         unknown = [
@@ -249,7 +251,7 @@ class _Pass:
         ]
         wants = board.demand.wants
 
-        def order(adapter: Adapter) -> tuple[bool, str]:
+        def order(adapter: RegisteredAdapter) -> tuple[bool, str]:
             # A request waits for a minute; of thousands that are registered at once the last is looked at later.
             return adapter.lora_id not in wants, adapter.lora_id
 
@@ -261,4 +263,4 @@ class _Pass:
             able = [w for w in able if board.failed(lora_id, w.id) is None]
             if able:
                 home = min(able, key=lambda w: (-rendezvous(lora_id, w.id), w.id))
-                yield Inspection(lora_id=lora_id, worker_id=home.id, reason="digest and rank are not known yet")
+                yield PlannedInspection(lora_id=lora_id, worker_id=home.id, reason="digest and rank are not known yet")

@@ -10,7 +10,7 @@ _FIRST_REQUEST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class PoolMember:
     """One ready worker of a pool.
 
     slots   those that placement fills
@@ -25,7 +25,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class AdapterNeed:
     """Copies that one adapter should have."""
 
     base_model: str | None
@@ -34,7 +34,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class PoolFigures:
     """Workers of one base model under one name.
 
     slots         of all its workers together
@@ -50,7 +50,7 @@ class Pool:
 
 
 @dataclass(slots=True)
-class QueueBook:
+class RouterQueues:
     """What routers say of the queues in front of workers, and of what they have there; a silent router's word
     expires.
     """
@@ -85,13 +85,13 @@ def engine_wait_s(running: int, waiting: int, request_s: float) -> float:
     return waiting * (request_s or _FIRST_REQUEST_S) / max(1, running)
 
 
-def pools(members: Iterable[Member], needs: Iterable[Need]) -> list[Pool]:
+def pools(members: Iterable[PoolMember], needs: Iterable[AdapterNeed]) -> list[PoolFigures]:
     """Every pool that has a worker, by base model and name.
 
     A copy is wanted where it fits most closely: in the pools with the smallest `max_lora_rank` that takes it, as the
     others are dearer to run. Several such pools share it by their slots.
     """
-    by_pool: dict[tuple[str, str], list[Member]] = {}
+    by_pool: dict[tuple[str, str], list[PoolMember]] = {}
     for member in members:
         by_pool.setdefault((member.base_model, member.pool), []).append(member)
     wanted = dict.fromkeys(by_pool, 0.0)
@@ -107,7 +107,7 @@ def pools(members: Iterable[Member], needs: Iterable[Need]) -> list[Pool]:
             share = slots[key] / sum(slots.values()) if any(slots.values()) else 1 / len(tier)
             wanted[key] += need.copies * share
     return [
-        Pool(
+        PoolFigures(
             base_model=key[0],
             name=key[1],
             slots=sum(member.slots for member in found),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable, loading_of, offered, usable_slots
-from orchestrator.core.state import OCCUPYING, Adapter, Scale, Worker
+from orchestrator.core.state import OCCUPYING, ObservedWorker, RegisteredAdapter, StandingTarget
 
 FAIR = 1.1
 """A replica may have so much more than a worker's fair share of the load before another is due."""
@@ -19,7 +19,7 @@ SLACK = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplicaTarget:
     """Replicas due now; `asked` without demand's part; `needed`: copies above are spare to whoever waits for a slot."""
 
     replicas: int
@@ -39,8 +39,8 @@ def due(share: float, fleet: int, busy: float, target_utilisation: float) -> flo
 
 
 def stand(
-    up: int, down: int, copies: int, scale: Scale | None, now: float, scale_down_after_s: float
-) -> tuple[int, Scale | None]:
+    up: int, down: int, copies: int, scale: StandingTarget | None, now: float, scale_down_after_s: float
+) -> tuple[int, StandingTarget | None]:
     """The target that stands, and what to remember: up at once, down only after demand was clearly less for long.
 
     up, down  what demand asks for, and what it would with some slack: `up` <= `down`
@@ -59,18 +59,18 @@ def stand(
         else:
             # A copy that went meanwhile, as a victim or with its worker, is not worth a load.
             target = min(before, max(copies, up))
-    return target, Scale(replicas=target, below_since=since) if max(target, copies) > 1 else None
+    return target, StandingTarget(replicas=target, below_since=since) if max(target, copies) > 1 else None
 
 
-def targets(board: PlacementContext) -> tuple[dict[str, Target], dict[str, Scale]]:
+def targets(board: PlacementContext) -> tuple[dict[str, ReplicaTarget], dict[str, StandingTarget]]:
     """lora_id -> its target, of all that should be anywhere; and the scales that stand."""
     asked = _asked(board)
     work, surges = (offered(part, board.demand, CROWD_S) for part in (board.demand.work, board.demand.surges))
     totals, surging = _totals(board, work), _totals(board, surges)
     scales = board.observed.memory.scales
     moving = {lora_id for lora_id, _ in board.observed.memory.moves}
-    found: dict[str, Target] = {}
-    standing: dict[str, Scale] = {}
+    found: dict[str, ReplicaTarget] = {}
+    standing: dict[str, StandingTarget] = {}
     for lora_id in asked.keys() | board.holders.keys():
         adapter = board.intent.adapters[lora_id]
         if not is_placeable(adapter):
@@ -90,7 +90,7 @@ def targets(board: PlacementContext) -> tuple[dict[str, Target], dict[str, Scale
         if kept is not None:
             standing[lora_id] = kept
         if target > 1 or base:
-            found[lora_id] = Target(target, base, min(target, down))
+            found[lora_id] = ReplicaTarget(target, base, min(target, down))
     return found, standing
 
 
@@ -115,7 +115,7 @@ def _totals(board: PlacementContext, weights: Mapping[str, float]) -> dict[str |
 
 
 def _raw(
-    board: PlacementContext, adapter: Adapter, totals: Mapping[str | None, float], work: Mapping[str, float]
+    board: PlacementContext, adapter: RegisteredAdapter, totals: Mapping[str | None, float], work: Mapping[str, float]
 ) -> float:
     """Replicas that this work is worth, and no more than could hold it; `totals` of the same work, by base model."""
     busy = work.get(adapter.lora_id, 0.0)
@@ -138,7 +138,7 @@ def _asked(board: PlacementContext) -> dict[str, int]:
     return found
 
 
-def _plain(board: PlacementContext, adapter: Adapter) -> int:
+def _plain(board: PlacementContext, adapter: RegisteredAdapter) -> int:
     is_eager = loading_of(adapter, board.policy) == "eager"
     target = board.least(adapter) if is_eager else adapter.min_replicas or 0
     want = board.demand.wants.get(adapter.lora_id)
@@ -148,7 +148,7 @@ def _plain(board: PlacementContext, adapter: Adapter) -> int:
 
 def _weighted(board: PlacementContext) -> dict[str, int]:
     """Each base model's slots that no other adapter holds, shared out among its weighted adapters."""
-    groups: dict[str, list[Adapter]] = {}
+    groups: dict[str, list[RegisteredAdapter]] = {}
     for adapter in board.intent.adapters.values():
         if adapter.base_model is None or not is_placeable(adapter):
             continue
@@ -166,7 +166,7 @@ def _weighted(board: PlacementContext) -> dict[str, int]:
     return found
 
 
-def _slots_for(board: PlacementContext, mine: set[str], worker: Worker) -> int:
+def _slots_for(board: PlacementContext, mine: set[str], worker: ObservedWorker) -> int:
     others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.held.values())
     return max(0, usable_slots(worker.slots, board.policy.reserve_slots) - others)
 

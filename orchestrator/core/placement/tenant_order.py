@@ -5,14 +5,16 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from orchestrator.core.placement.context import PlacementContext
-from orchestrator.core.state import Adapter, Want
+from orchestrator.core.state import RegisteredAdapter, WantedReplicas
 
 TURN_S = 10.0
 """Requests that began to wait in the same so many seconds are served hottest first, earlier ones before them. By heat
 alone whoever is asked for a little less than enough others to keep all slots changing waits for ever."""
 
 
-def in_turn(board: PlacementContext, waiting: Sequence[Adapter], had: Counter[str]) -> Iterator[Adapter]:
+def in_turn(
+    board: PlacementContext, waiting: Sequence[RegisteredAdapter], had: Counter[str]
+) -> Iterator[RegisteredAdapter]:
     """The adapters by whose turn it is; who is named a load before the next is asked for has had one.
 
     First those whose tenant was named the fewest loads in this pass, then those whose wait is the longest: it began
@@ -23,11 +25,11 @@ def in_turn(board: PlacementContext, waiting: Sequence[Adapter], had: Counter[st
     had      tenant -> loads of this pass so far
     """
     wants = board.demand.wants
-    lines: dict[frozenset[str] | str, list[Adapter]] = {}
+    lines: dict[frozenset[str] | str, list[RegisteredAdapter]] = {}
     for adapter in reversed(waiting):
         lines.setdefault(wants[adapter.lora_id].tenants or adapter.lora_id, []).append(adapter)
 
-    def order(adapter: Adapter) -> tuple[int, float, float, str]:
+    def order(adapter: RegisteredAdapter) -> tuple[int, float, float, str]:
         lora_id = adapter.lora_id
         heat = board.demand.rates.get(lora_id, 0.0)
         return *min(_turns(board, wants[lora_id], had)), -heat, lora_id
@@ -49,7 +51,7 @@ def in_turn(board: PlacementContext, waiting: Sequence[Adapter], had: Counter[st
             heappush(heads, (order(line[-1]), line))
 
 
-def _turns(board: PlacementContext, want: Want, had: Counter[str]) -> Iterator[tuple[int, float]]:
+def _turns(board: PlacementContext, want: WantedReplicas, had: Counter[str]) -> Iterator[tuple[int, float]]:
     """For each tenant: loads of this pass, and since when it waits."""
     since = turn_of(want)
     if not want.tenants:
@@ -58,7 +60,7 @@ def _turns(board: PlacementContext, want: Want, had: Counter[str]) -> Iterator[t
         yield had[tenant], max(since, board.demand.turns.get(tenant, 0.0))
 
 
-def turn_of(want: Want) -> float:
+def turn_of(want: WantedReplicas) -> float:
     """When the stretch of the clock began in which its wait did.
 
     A stretch and not an age, so that no two who wait ever change places because time passes.

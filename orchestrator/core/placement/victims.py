@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import exp, inf
 
 from orchestrator.core.placement.context import PlacementContext, loading_of
-from orchestrator.core.state import Adapter, Held, Worker
+from orchestrator.core.state import ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 LOAD_S = 0.5
 BYTES_PER_S = 1e9
@@ -24,13 +24,13 @@ else who is asked for without a pause keeps its slot for ever. With the drain, 3
 the minute for which a request waits; a guess otherwise."""
 
 
-def reload_s(adapter: Adapter) -> float:
+def reload_s(adapter: RegisteredAdapter) -> float:
     """What bringing it back would take, about."""
     size_bytes = SIZE_BYTES if adapter.size_bytes is None else adapter.size_bytes
     return LOAD_S + size_bytes / BYTES_PER_S
 
 
-def worth(board: PlacementContext, adapter: Adapter, at: str | None = None) -> float:
+def worth(board: PlacementContext, adapter: RegisteredAdapter, at: str | None = None) -> float:
     """What a copy (`at` that worker) saves: demand x reload cost; nothing for one above what is needed.
 
     Who was asked for a moment ago is about to be asked again, as a conversation goes on; among those silent for longer
@@ -57,13 +57,13 @@ def is_surplus(board: PlacementContext, lora_id: str, at: str | None = None) -> 
 
 def victim(
     board: PlacementContext,
-    adapter: Adapter,
-    worker: Worker,
+    adapter: RegisteredAdapter,
+    worker: ObservedWorker,
     *,
     below: float | None = None,
     is_repair: bool = False,
     from_use: bool = False,
-) -> tuple[Held, float] | None:
+) -> tuple[ReportedAdapter, float] | None:
     """The copy there that is missed least, and what it is worth; None when all must stay.
 
     One that already drains comes first, so that a choice once made stands.
@@ -74,7 +74,7 @@ def victim(
     """
     habits = board.demand.habits
     habit = habits.get(adapter.lora_id, 0.0)
-    best: tuple[tuple[object, ...], Held, float] | None = None
+    best: tuple[tuple[object, ...], ReportedAdapter, float] | None = None
     for held in spares(board, adapter, worker, from_use=from_use):
         known = board.intent.adapters[held.lora_id]
         value = worth(board, known, worker.id)
@@ -90,24 +90,33 @@ def victim(
     return None if best is None else (best[1], best[2])
 
 
-def is_due(board: PlacementContext, adapter: Adapter) -> bool:
+def is_due(board: PlacementContext, adapter: RegisteredAdapter) -> bool:
     """Whether a request has waited for it for so long that it may have the slot of one that is in use."""
     want = board.demand.wants.get(adapter.lora_id)
     return want is not None and want.is_waited_for and board.now - want.since >= PATIENCE_S
 
 
-def is_used(board: PlacementContext, held: Held, worker: Worker) -> bool:
+def is_used(board: PlacementContext, held: ReportedAdapter, worker: ObservedWorker) -> bool:
     """Whether requests run on this copy, or wait for room at whoever has the adapter."""
     demand = board.demand
     return (held.lora_id, worker.id) in demand.in_use or held.lora_id in demand.backlog
 
 
-def spares(board: PlacementContext, adapter: Adapter, worker: Worker, *, from_use: bool = False) -> Iterable[Held]:
+def spares(
+    board: PlacementContext, adapter: RegisteredAdapter, worker: ObservedWorker, *, from_use: bool = False
+) -> Iterable[ReportedAdapter]:
     """Copies there that may make room for the adapter. `from_use`: as in `victim`."""
     return (held for held in worker.held.values() if _is_spare(board, adapter, worker, held, from_use=from_use))
 
 
-def _is_spare(board: PlacementContext, adapter: Adapter, worker: Worker, held: Held, *, from_use: bool) -> bool:
+def _is_spare(
+    board: PlacementContext,
+    adapter: RegisteredAdapter,
+    worker: ObservedWorker,
+    held: ReportedAdapter,
+    *,
+    from_use: bool,
+) -> bool:
     known = board.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
         return False
@@ -133,7 +142,9 @@ def _is_spare(board: PlacementContext, adapter: Adapter, worker: Worker, held: H
     return board.staying(held.lora_id, worker.id) >= board.floor(known)
 
 
-def _is_waited_for(board: PlacementContext, adapter: Adapter, held: Held, *, had_its_turn: bool) -> bool:
+def _is_waited_for(
+    board: PlacementContext, adapter: RegisteredAdapter, held: ReportedAdapter, *, had_its_turn: bool
+) -> bool:
     """Whether somebody asks for it whose turn comes first.
 
     Who is asked for without a pause is asked for as soon as it drains. That must not end the drain.

@@ -9,31 +9,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.core.placement.place import place
-from orchestrator.core.plan import Action, diff, drains_wanted
+from orchestrator.core.plan import WorkerAction, diff, drains_wanted
 from orchestrator.core.state import (
     OCCUPYING,
-    Adapter,
-    Demand,
-    Desired,
-    Held,
+    DemandSnapshot,
+    DesiredPlacement,
     Intent,
-    Observed,
-    Rules,
-    Want,
-    Worker,
+    ObservedFleet,
+    ObservedWorker,
+    PlacementPolicy,
+    RegisteredAdapter,
+    ReportedAdapter,
+    WantedReplicas,
 )
 
 UNKNOWN_DIGEST = "not inspected yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class PlacementInputs:
     """Everything that a pass decides from."""
 
     intent: Intent
-    observed: Observed
-    demand: Demand
-    policy: Rules
+    observed: ObservedFleet
+    demand: DemandSnapshot
+    policy: PlacementPolicy
     now: float
 
 
@@ -53,22 +53,22 @@ class Hypothesis:
     rates: Mapping[str, float] = field(default_factory=dict)
     workers_gone: Sequence[str] = ()
     workers_more: Sequence[tuple[str, int]] = ()
-    policy: Rules | None = None
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    policy: PlacementPolicy | None = None
+    adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     """One action, in which pass from now on (0 is the next), and what it costs. 0 bytes: the size is not known."""
 
-    action: Action
+    action: WorkerAction
     turn: int
     size_bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class WhatIfOutcome:
     """What the passes would do.
 
     before, after   lora_id -> replicas wanted: now, and in the end
@@ -76,7 +76,7 @@ class Outcome:
     seconds         from now until the last step ends, loads on one worker one after the other
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[SimulatedStep, ...]
     before: Mapping[str, int]
     after: Mapping[str, int]
     unplaced: Mapping[str, str]
@@ -84,15 +84,15 @@ class Outcome:
     is_settled: bool
 
 
-def what_if(scene: Scene, hypothesis: Hypothesis, *, load_s: float, passes: int) -> Outcome:
+def what_if(scene: PlacementInputs, hypothesis: Hypothesis, *, load_s: float, passes: int) -> WhatIfOutcome:
     """Neither the scene nor anything in it is changed. Cost: as many passes as it takes, at most `passes`.
 
     load_s   how long a load takes, as measured
     """
     before = _decided(scene).targets
     scene = supposed(scene, hypothesis)
-    steps: list[Step] = []
-    desired, actions = Desired(), list[Action]()
+    steps: list[SimulatedStep] = []
+    desired, actions = DesiredPlacement(), list[WorkerAction]()
     turn = 0
     seconds = 0.0
     for turn in range(passes):
@@ -105,7 +105,7 @@ def what_if(scene: Scene, hypothesis: Hypothesis, *, load_s: float, passes: int)
         took = max(step.seconds for step in costs)
         seconds += took
         scene = _played(scene, desired, actions, took)
-    return Outcome(
+    return WhatIfOutcome(
         steps=tuple(steps),
         before=before,
         after=desired.targets,
@@ -115,7 +115,7 @@ def what_if(scene: Scene, hypothesis: Hypothesis, *, load_s: float, passes: int)
     )
 
 
-def supposed(scene: Scene, it: Hypothesis) -> Scene:
+def supposed(scene: PlacementInputs, it: Hypothesis) -> PlacementInputs:
     """The scene with the hypothesis in it, and with what is under way taken as done."""
     adapters = {name: _inspected(adapter, scene) for name, adapter in it.adapters.items()}
     intent = replace(scene.intent, adapters={**scene.intent.adapters, **adapters})
@@ -132,10 +132,12 @@ def supposed(scene: Scene, it: Hypothesis) -> Scene:
     in_use = frozenset(pair for pair in demand.in_use if pair[1] not in gone)
     wants = {**_first_asked(it, observed.workers, intent, scene.now), **_wanted_back(gone, kept, intent, demand)}
     demand = replace(demand, in_use=in_use, wants=wants)
-    return Scene(intent=intent, observed=observed, demand=demand, policy=it.policy or scene.policy, now=scene.now)
+    return PlacementInputs(
+        intent=intent, observed=observed, demand=demand, policy=it.policy or scene.policy, now=scene.now
+    )
 
 
-def _inspected(adapter: Adapter, scene: Scene) -> Adapter:
+def _inspected(adapter: RegisteredAdapter, scene: PlacementInputs) -> RegisteredAdapter:
     """An adapter that nobody has looked at, taken for an ordinary one: middle rank and size, the fleet's base model."""
     if adapter.is_inspected:
         return adapter
@@ -152,12 +154,12 @@ def _inspected(adapter: Adapter, scene: Scene) -> Adapter:
     )
 
 
-def _arrived(worker: Worker) -> Worker:
+def _arrived(worker: ObservedWorker) -> ObservedWorker:
     held = {name: replace(it, state="ready") if it.state == "loading" else it for name, it in worker.held.items()}
     return replace(worker, held=held)
 
 
-def _clone(like: Worker, number: int, taken: Mapping[str, Worker], now: float) -> Worker:
+def _clone(like: ObservedWorker, number: int, taken: Mapping[str, ObservedWorker], now: float) -> ObservedWorker:
     name = f"{like.id}+{number}"
     while name in taken:
         name += "+"
@@ -175,7 +177,7 @@ def _clone(like: Worker, number: int, taken: Mapping[str, Worker], now: float) -
     )
 
 
-def _asked_for(demand: Demand, it: Hypothesis, now: float) -> Demand:
+def _asked_for(demand: DemandSnapshot, it: Hypothesis, now: float) -> DemandSnapshot:
     """As if it had been so for long: the newest figures and the habit say the same."""
     tables = [dict(table) for table in (demand.rates, demand.work, demand.surges, demand.habits)]
     rates, work, surges, habits = tables
@@ -205,18 +207,20 @@ def _asked_for(demand: Demand, it: Hypothesis, now: float) -> Demand:
     )
 
 
-def _first_asked(it: Hypothesis, workers: Mapping[str, Worker], intent: Intent, now: float) -> Mapping[str, Want]:
+def _first_asked(
+    it: Hypothesis, workers: Mapping[str, ObservedWorker], intent: Intent, now: float
+) -> Mapping[str, WantedReplicas]:
     """What is said to be asked for and is nowhere: its first request would have it loaded."""
     return {
-        lora_id: Want(replicas=1, since=now)
+        lora_id: WantedReplicas(replicas=1, since=now)
         for lora_id, rate in it.rates.items()
         if rate > 0 and lora_id in intent.adapters and not any(worker.holds(lora_id) for worker in workers.values())
     }
 
 
 def _wanted_back(
-    gone: Mapping[str, Worker], kept: Mapping[str, Worker], intent: Intent, demand: Demand
-) -> Mapping[str, Want]:
+    gone: Mapping[str, ObservedWorker], kept: Mapping[str, ObservedWorker], intent: Intent, demand: DemandSnapshot
+) -> Mapping[str, WantedReplicas]:
     """As when workers are lost: what they held and nobody deletes is wanted again, as often as it was there."""
     wants = dict(demand.wants)
     lost = [lora_id for worker in gone.values() for lora_id, held in worker.held.items() if held.state == "ready"]
@@ -226,34 +230,36 @@ def _wanted_back(
             continue
         replicas = _ready(lora_id, kept) + lost.count(lora_id)
         is_hot = demand.rates.get(lora_id, 0.0) > 0
-        asked = wants.get(lora_id, Want(replicas=0, may_evict=False, is_repair=True))
+        asked = wants.get(lora_id, WantedReplicas(replicas=0, may_evict=False, is_repair=True))
         wants[lora_id] = replace(asked, replicas=max(asked.replicas, replicas), may_evict=asked.may_evict or is_hot)
     return wants
 
 
-def _decided(scene: Scene) -> Desired:
+def _decided(scene: PlacementInputs) -> DesiredPlacement:
     return place(scene.intent, scene.observed, scene.demand, scene.policy, scene.now)
 
 
-def _actions(desired: Desired, scene: Scene) -> list[Action]:
+def _actions(desired: DesiredPlacement, scene: PlacementInputs) -> list[WorkerAction]:
     # Every drain is taken to end at once: how long requests in flight take, nobody knows.
     drained = dict.fromkeys(drains_wanted(desired), True)
     leaving = replace(desired, leaving=tuple(w for w in desired.leaving if not _has_left(scene, w)))
     return diff(leaving, scene.observed, drained, scene.policy, 0, scene.now)
 
 
-def _has_left(scene: Scene, worker_id: str) -> bool:
+def _has_left(scene: PlacementInputs, worker_id: str) -> bool:
     return scene.observed.workers[worker_id].is_agent_draining
 
 
-def _cost(action: Action, turn: int, scene: Scene, load_s: float) -> Step:
+def _cost(action: WorkerAction, turn: int, scene: PlacementInputs, load_s: float) -> SimulatedStep:
     if action.operation != "load":
-        return Step(action=action, turn=turn)
+        return SimulatedStep(action=action, turn=turn)
     adapter = scene.intent.adapters[action.lora_id]
-    return Step(action=action, turn=turn, size_bytes=adapter.size_bytes or 0, seconds=load_s)
+    return SimulatedStep(action=action, turn=turn, size_bytes=adapter.size_bytes or 0, seconds=load_s)
 
 
-def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: float) -> Scene:
+def _played(
+    scene: PlacementInputs, desired: DesiredPlacement, actions: Sequence[WorkerAction], took: float
+) -> PlacementInputs:
     """The fleet after these actions, and after the time that they took."""
     now = scene.now + max(took, 1.0)
     workers, owed, turns = dict(scene.observed.workers), dict(scene.observed.owed), dict(scene.demand.turns)
@@ -266,7 +272,7 @@ def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: flo
             if action.evict_after is not None:
                 owed[action.evict_after, action.worker_id] = action.lora_id
             adapter = scene.intent.adapters[action.lora_id]
-            held[action.lora_id] = Held(
+            held[action.lora_id] = ReportedAdapter(
                 lora_id=action.lora_id, digest=adapter.digest or "", engine_name="", state="ready", since=now
             )
             if (want := scene.demand.wants.get(action.lora_id)) is not None:
@@ -285,5 +291,5 @@ def _played(scene: Scene, desired: Desired, actions: Sequence[Action], took: flo
     return replace(scene, observed=observed, demand=replace(scene.demand, wants=wants, turns=turns), now=now)
 
 
-def _ready(lora_id: str, workers: Mapping[str, Worker]) -> int:
+def _ready(lora_id: str, workers: Mapping[str, ObservedWorker]) -> int:
     return sum(lora_id in worker.held and worker.held[lora_id].state in OCCUPYING for worker in workers.values())
