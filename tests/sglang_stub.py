@@ -33,17 +33,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from lorafleet.tokenizer.chat import ChatTokenizer
-from workers.engines.sim.publisher import Publisher
+from workers.engines.sim.publisher import KVEventPublisher
 from workers.engines.sim.settings import EventsConfig
 
 _GAUGE_EVERY = 40  # decoded tokens, between which the gauge of running requests stands still
 
 
-class Event(msgspec.Struct, omit_defaults=True, tag=True):
+class StubKVEvent(msgspec.Struct, omit_defaults=True, tag=True):
     pass
 
 
-class BlockStored(Event):
+class StubBlockStored(StubKVEvent, tag="BlockStored"):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -54,13 +54,13 @@ class BlockStored(Event):
     lora_name: str | None = None
 
 
-class BlockRemoved(Event):
+class StubBlockRemoved(StubKVEvent, tag="BlockRemoved"):
     block_hashes: list[int]
     medium: str | None = None
 
 
 @dataclass(frozen=True)
-class Ref:
+class StubAdapter:
     """One load of an adapter."""
 
     name: str
@@ -71,20 +71,20 @@ class Ref:
 
 
 @dataclass
-class Page:
+class StubPage:
     parent: int | None
     children: int = 0
 
 
-class Cache:
+class StubPageCache:
     """Pages of tokens by the hash of all before them; the least recently used leaf goes first."""
 
     def __init__(self, page_size: int, pages: int) -> None:
         self.page_size, self.most = page_size, pages
-        self.pages: OrderedDict[int, Page] = OrderedDict()
-        self.events: list[Event] = []
+        self.pages: OrderedDict[int, StubPage] = OrderedDict()
+        self.events: list[StubKVEvent] = []
 
-    def hashes(self, tokens: list[int], ref: Ref | None, salt: str | None) -> list[int]:
+    def hashes(self, tokens: list[int], ref: StubAdapter | None, salt: str | None) -> list[int]:
         running, found = hashlib.sha256(f"{ref.id if ref else ''}|{salt or ''}".encode()).digest(), []
         for start in range(0, len(tokens) - len(tokens) % self.page_size, self.page_size):
             page = json.dumps(tokens[start : start + self.page_size]).encode()
@@ -92,7 +92,7 @@ class Cache:
             found.append(int.from_bytes(running[:8], "big", signed=True))
         return found
 
-    def match(self, tokens: list[int], ref: Ref | None, salt: str | None) -> int:
+    def match(self, tokens: list[int], ref: StubAdapter | None, salt: str | None) -> int:
         """Tokens found; the last one is always computed."""
         found = 0
         for page in self.hashes(tokens[:-1], ref, salt):
@@ -102,7 +102,7 @@ class Cache:
             found += self.page_size
         return found
 
-    def store(self, tokens: list[int], ref: Ref | None, salt: str | None) -> None:
+    def store(self, tokens: list[int], ref: StubAdapter | None, salt: str | None) -> None:
         parent: int | None = None
         first = True
         for number, page in enumerate(self.hashes(tokens, ref, salt)):
@@ -110,17 +110,19 @@ class Cache:
                 self.pages.move_to_end(page)
             else:
                 self._make_room(parent)
-                self.pages[page] = Page(parent)
+                self.pages[page] = StubPage(parent)
                 if parent is not None:
                     self.pages[parent].children += 1
                 ids = tokens[number * self.page_size : (number + 1) * self.page_size]
                 last = self.events[-1] if self.events and not first else None
-                if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
+                if isinstance(last, StubBlockStored) and last.block_hashes[-1] == parent:
                     last.block_hashes.append(page)
                     last.token_ids.extend(ids)
                 else:
                     self.events.append(
-                        BlockStored([page], parent, ids, self.page_size, None, "GPU", salt, ref.name if ref else None)
+                        StubBlockStored(
+                            [page], parent, ids, self.page_size, None, "GPU", salt, ref.name if ref else None
+                        )
                     )
                 first = False
             parent = page
@@ -131,20 +133,20 @@ class Cache:
             gone = self.pages.pop(leaf)
             if gone.parent is not None:
                 self.pages[gone.parent].children -= 1
-            self.events.append(BlockRemoved([leaf], "GPU"))
+            self.events.append(StubBlockRemoved([leaf], "GPU"))
 
 
-class Refused(Exception):
+class StubRefusal(Exception):
     """What SGLang raises as ValueError."""
 
 
-class Adapters:
+class StubAdapterRegistry:
     """The registry of names, and the cache of every name that was ever loaded."""
 
     def __init__(self, *, max_loaded: int | None, max_rank: int) -> None:
         self.max_loaded, self.max_rank = max_loaded, max_rank
-        self.registry: OrderedDict[str, Ref] = OrderedDict()
-        self.ever: dict[str, Ref] = {}
+        self.registry: OrderedDict[str, StubAdapter] = OrderedDict()
+        self.ever: dict[str, StubAdapter] = {}
         self.running: Counter[str] = Counter()
         self.lock = asyncio.Lock()
         self.ended = asyncio.Condition()
@@ -152,8 +154,8 @@ class Adapters:
     async def load(self, name: str, path: str) -> None:
         async with self.lock:
             if name in self.registry:
-                raise Refused(f"Failed to load LoRA adapter {name} because it is already loaded")
-            ref = Ref(name, path, _read_adapter(name, Path(path), self.max_rank), _is_deadly(Path(path)))
+                raise StubRefusal(f"Failed to load LoRA adapter {name} because it is already loaded")
+            ref = StubAdapter(name, path, _read_adapter(name, Path(path), self.max_rank), _is_deadly(Path(path)))
             self.registry[name] = self.ever[name] = ref
             while self.max_loaded is not None and len(self.registry) > self.max_loaded:
                 await self._unload(next(iter(self.registry)))
@@ -164,7 +166,7 @@ class Adapters:
 
     async def _unload(self, name: str) -> None:
         if name not in self.registry:
-            raise Refused(f"LoRA with name {name} does not exist. Loaded LoRAs: {self.registry.keys()}")
+            raise StubRefusal(f"LoRA with name {name} does not exist. Loaded LoRAs: {self.registry.keys()}")
         ref = self.registry.pop(name)
         async with self.ended:
             await self.ended.wait_for(lambda: not self.running[ref.id])
@@ -178,11 +180,11 @@ class Adapters:
         if name not in self.registry:
             if name not in self.ever:
                 known = self.ever.keys()
-                raise Refused(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {known}.")
+                raise StubRefusal(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {known}.")
             try:
                 await self.load(name, self.ever[name].path)
-            except (Refused, OSError) as exc:
-                raise Refused(f"Failed to implicitly load LoRA adapter {name}: {exc}") from exc
+            except (StubRefusal, OSError) as exc:
+                raise StubRefusal(f"Failed to implicitly load LoRA adapter {name}: {exc}") from exc
         ref = self.registry[name]
         if ref.is_deadly:
             os._exit(1)
@@ -199,9 +201,9 @@ class Adapters:
 def _read_adapter(name: str, path: Path, max_rank: int) -> bytes:
     config = json.loads((path / "adapter_config.json").read_text())
     if config.get("use_dora"):
-        raise Refused(f"Failed to load {name} because LoRA serving currently doesn't support DoRA adapters")
+        raise StubRefusal(f"Failed to load {name} because LoRA serving currently doesn't support DoRA adapters")
     if config["r"] > max_rank:
-        raise Refused(
+        raise StubRefusal(
             f"LoRA adapter {name} with rank {config['r']} is incompatible with the current LoRA memory pool"
             " configuration. Please ensure that the LoRA adapter's rank is within the configured `--max-lora-rank`"
             " and that the target modules are included in `--lora-target-modules`."
@@ -220,15 +222,15 @@ def _is_deadly(path: Path) -> bool:
     return bool(halves) or any(shape[0] != rank for shape in shapes.values())
 
 
-class Server:
+class SglangStub:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tokenizer = ChatTokenizer.from_dir(Path(args.model_path))
-        self.adapters = Adapters(max_loaded=args.max_loaded_loras, max_rank=args.max_lora_rank)
-        self.cache = Cache(args.page_size, args.max_total_tokens // args.page_size)
+        self.adapters = StubAdapterRegistry(max_loaded=args.max_loaded_loras, max_rank=args.max_lora_rank)
+        self.cache = StubPageCache(args.page_size, args.max_total_tokens // args.page_size)
         config = json.loads(args.kv_events_config)
         assert config.pop("publisher") == "zmq"
-        self.publisher = Publisher(EventsConfig(**config))
+        self.publisher = KVEventPublisher(EventsConfig(**config))
         self.totals: Counter[str] = Counter()
         self.active: Counter[str] = Counter()
         self.started = {"scheduler_e2e": time.perf_counter() % 1, "cuda_graph": {}}
@@ -249,7 +251,7 @@ class Server:
     async def generate(self, body: dict, tokens: list[int]):
         """Yields (None, usage) once the prompt is computed, then (text, usage) a token."""
         if len(tokens) >= self.args.context_length:
-            raise Refused(f"The input ({len(tokens)} tokens) is longer than the model's context length")
+            raise StubRefusal(f"The input ({len(tokens)} tokens) is longer than the model's context length")
         salt = body.get("cache_salt")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         began = time.perf_counter()
@@ -287,7 +289,7 @@ class Server:
                 self.totals["running"] -= 1
                 self.totals["running_gauge"] = self.totals["running"]
 
-    def store(self, tokens: list[int], ref: Ref | None, salt: str | None) -> None:
+    def store(self, tokens: list[int], ref: StubAdapter | None, salt: str | None) -> None:
         self.cache.store(tokens, ref, salt)
         events, self.cache.events = self.cache.events, []
         if events:
@@ -316,7 +318,7 @@ class Server:
 
         try:
             await anext(steps)  # refusals come before the answer begins
-        except Refused as exc:
+        except StubRefusal as exc:
             error = {"object": "error", "message": str(exc), "type": "BadRequestError", "param": None, "code": 400}
             return JSONResponse(error, 400)
         if body.get("stream"):
@@ -375,7 +377,7 @@ class Server:
     async def updated(self, change) -> Response:
         try:
             await change()
-        except (Refused, OSError, ValueError, KeyError) as exc:
+        except (StubRefusal, OSError, ValueError, KeyError) as exc:
             return JSONResponse({"success": False, "error_message": str(exc), "loaded_adapters": None}, 400)
         loaded = {ref.name: ref.path for ref in self.adapters.registry.values()}
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
@@ -480,7 +482,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    uvicorn.run(Server(args), host=args.host, port=args.port, log_level="warning")
+    uvicorn.run(SglangStub(args), host=args.host, port=args.port, log_level="warning")
 
 
 if __name__ == "__main__":

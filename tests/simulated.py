@@ -9,8 +9,8 @@ from itertools import count
 from math import inf
 
 from lorafleet.engine.rates import EngineCounters
-from workers.engines.sim.blocks import BlockPool, Chain, Root
-from workers.engines.sim.timing import Batch, Ended, Job, Pace, Step
+from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
+from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason
 
 
 class SimulatedEngine:
@@ -21,28 +21,28 @@ class SimulatedEngine:
     """
 
     def __init__(self, *, prefill: float, token_s: float, max_num_seqs: int = 256, blocks: int = 100_000) -> None:
-        pace = Pace(
+        pace = EngineLimits(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=2048, max_loras=1, max_cpu_loras=1,
             prefill_tokens_per_s=prefill, decode_tokens_per_s=1 / token_s, load_s=0.0,
         )  # fmt: skip
-        self.batch = Batch(BlockPool(blocks, 32), pace)
+        self.batch = EngineBatch(BlockPool(blocks, 32), pace)
         self.now = 0.0
         self.totals = dict.fromkeys(
             ["computed_tokens", "steps", "ended", "ended_prefill_tokens", "ended_prefill_seconds",
              "ended_output_tokens", "ended_seconds", "token_gaps", "gap_seconds", "first_tokens"], 0.0,
         )  # fmt: skip
         self.read_at = 1.0
-        self._step: tuple[Step, float] | None = None
+        self._step: tuple[EngineStep, float] | None = None
         self._tokens = count()
 
-    def ask(self, prompt_tokens: int, answer_tokens: int) -> Job:
+    def ask(self, prompt_tokens: int, answer_tokens: int) -> EngineJob:
         """A request that comes now."""
-        chain = Chain([next(self._tokens)] * prompt_tokens, Root(), 32)
-        job = Job(
+        chain = BlockChain([next(self._tokens)] * prompt_tokens, ChainRoot(), 32)
+        job = EngineJob(
             chain=chain,
             prompt_tokens=prompt_tokens,
             reply=[0] * answer_tokens,
-            reply_ended=Ended.LENGTH,
+            reply_ended=FinishReason.LENGTH,
             arrived=self.now,
         )
         self.batch.add(job)
@@ -58,7 +58,7 @@ class SimulatedEngine:
             self._step = step, self.now + step.duration_s
         return self._step[1]
 
-    def advance(self, until: float) -> tuple[list[EngineCounters], Sequence[Job]]:
+    def advance(self, until: float) -> tuple[list[EngineCounters], Sequence[EngineJob]]:
         """Let time pass, no further than to the end of one step: readings on the way, and jobs that got a token."""
         done_at = self.next_at
         to = min(until, done_at)
@@ -74,7 +74,7 @@ class SimulatedEngine:
             yield EngineCounters(at_s=self.read_at, running=len(self.batch.running), **self.totals)
             self.read_at += 1.0
 
-    def _ended(self, step: Step, now: float) -> Sequence[Job]:
+    def _ended(self, step: EngineStep, now: float) -> Sequence[EngineJob]:
         told, totals = self.batch.end(step, now), self.totals
         totals["steps"] += bool(told)
         for job in told:

@@ -11,7 +11,7 @@ from lorafleet.service.auth import ApiKeys, Caller, check_scope, of_metrics, req
 from lorafleet.service.http import add_routes
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
-from workers.agent.agent import Agent
+from workers.agent.agent import WorkerAgent
 from workers.core.errors import AgentRequestError, EngineError
 from workers.storage.verify import model_folder
 from workers.wire import (
@@ -36,7 +36,7 @@ _MOST_LISTED = 10_000
 _EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
 
 
-def build_router(agent: Agent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
+def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
     """Every route. Reading and loading need `load`, taking away needs `admin`; health is open, and so are metrics that
     need no key.
     """
@@ -46,7 +46,7 @@ def build_router(agent: Agent, keys: ApiKeys, *, metrics_need_key: bool = False)
     return api
 
 
-def _told(agent: Agent, keys: ApiKeys) -> APIRouter:
+def _told(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/metadata")
@@ -97,7 +97,7 @@ def _told(agent: Agent, keys: ApiKeys) -> APIRouter:
     return api
 
 
-def kv_routes(agent: Agent, keys: ApiKeys) -> APIRouter:
+def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     """What routers follow: which blocks this engine has cached."""
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
@@ -116,7 +116,7 @@ def kv_routes(agent: Agent, keys: ApiKeys) -> APIRouter:
     return api
 
 
-def _done(agent: Agent, keys: ApiKeys) -> APIRouter:
+def _done(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter()
     load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
     operator = [Depends(admin)]
@@ -174,7 +174,7 @@ def _done(agent: Agent, keys: ApiKeys) -> APIRouter:
     return api
 
 
-def _probed(agent: Agent, guarded: Sequence[Depended]) -> APIRouter:
+def _probed(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
     api = APIRouter()
 
     @api.get("/health")

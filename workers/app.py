@@ -26,18 +26,18 @@ from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
-from workers.agent.agent import Agent
-from workers.agent.events import Events
-from workers.agent.heartbeat import Heartbeats
+from workers.agent.agent import WorkerAgent
+from workers.agent.events import AgentEventLog
+from workers.agent.heartbeat import HeartbeatSender
 from workers.agent.inventory import timestamp
-from workers.agent.records import Records
+from workers.agent.records import InstalledAdapters
 from workers.agent.supervisor import Supervisor
 from workers.api import build_router
-from workers.config import TIMERS, Timers, WorkerSettings
+from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
 from workers.core.errors import WorkerError
-from workers.core.manifest import Rules
-from workers.core.retry import Retry
+from workers.core.manifest import AdapterRules
+from workers.core.retry import RetryPolicy
 from workers.engines.connector import named_connector
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraManager
@@ -48,9 +48,9 @@ from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
 from workers.sources.plugged import PluginSource, installed, listener, manager_of
 from workers.sources.web import WebSource
-from workers.storage.cache import Cache
-from workers.storage.disk import Disk
-from workers.storage.local_adapters import Library
+from workers.storage.cache import AdapterCache
+from workers.storage.disk import CacheFolder
+from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import known_base_model
 
 log = structlog.get_logger()
@@ -62,18 +62,20 @@ _ASK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerService:
     """The app, and the agent it serves."""
 
     app: FastAPI
-    agent: Agent
+    agent: WorkerAgent
 
     def stop(self) -> None:
         """Said at once to whoever routes here; streams end now, so that the server can."""
         self.agent.stop()
 
 
-def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: Timers = TIMERS) -> Worker:
+def build(
+    settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: AgentTimers = TIMERS
+) -> WorkerService:
     """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError, CommandError."""
     keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
@@ -83,7 +85,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
-    cache = Cache(
+    cache = AdapterCache(
         disk_of(settings),
         sources=sources_of(settings, manager, rng),
         rules=rules,
@@ -91,12 +93,12 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
         source_prefixes=settings.source_prefixes,
         parallel_fetches=settings.parallel_fetches,
     )
-    agent = Agent(
+    agent = WorkerAgent(
         settings=settings,
         cache=cache,
-        library=Library(settings.lora_path.resolve() if settings.lora_path else None, rules),
-        records=Records(settings.state),
-        events=Events(
+        library=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules),
+        records=InstalledAdapters(settings.state),
+        events=AgentEventLog(
             boot_id=boot_id,
             size=settings.event_buffer,
             now=timestamp,
@@ -122,7 +124,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
                 asyncio.create_task(_loop("tidy", agent.tidy, settings.tidy_s, metrics)),
                 asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
             ]
-            heartbeats = Heartbeats(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
+            heartbeats = HeartbeatSender(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
             if heartbeats is not None:
                 tasks.append(asyncio.create_task(heartbeats.run()))
             try:
@@ -149,7 +151,7 @@ def build(settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodyMiddleware, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open)
-    return Worker(app, agent)
+    return WorkerService(app, agent)
 
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
@@ -187,13 +189,13 @@ def lock(state: Path) -> int:
     return handle
 
 
-def disk_of(settings: WorkerSettings) -> Disk:
+def disk_of(settings: WorkerSettings) -> CacheFolder:
     """The cache folder under a name that no other agent has, also after a restart. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
         write_whole(file, uuid.uuid4().hex[:12].encode())  # half of it would be a name that others have, too
     make_folder(settings.cache_dir, "cache_dir")
-    return Disk(
+    return CacheFolder(
         settings.cache_dir,
         user=f"{settings.instance_id}.{file.read_text()}",
         max_bytes=settings.max_disk_bytes or shutil.disk_usage(settings.cache_dir).total // 2,
@@ -221,7 +223,7 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         timeout_s=settings.source_timeout_s,
         parts=settings.source_parts,
         allow_pickle=settings.allow_pickle,
-        retry=Retry(attempts=settings.source_attempts),
+        retry=RetryPolicy(attempts=settings.source_attempts),
         rng=rng,
     )
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
@@ -241,11 +243,11 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
     return ours | installed(limits, frozenset({*ours, PLUGIN}))
 
 
-def rules_of(settings: WorkerSettings) -> Rules:
+def rules_of(settings: WorkerSettings) -> AdapterRules:
     """What this worker accepts; the base model's modules where its folder is at hand."""
     folder, names = Path(settings.model), {settings.base_name, settings.model_name, settings.model} - {""}
     has_folder = settings.check_shapes and settings.model and folder.is_dir()
-    return Rules(
+    return AdapterRules(
         max_rank=settings.max_lora_rank,
         base_names=frozenset(names),
         base_check=settings.base_model_check if names else "off",

@@ -22,7 +22,7 @@ def _home(kind: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timers:
+class AgentTimers:
     """What nobody has to set; a test that waits for one of them gives a shorter one."""
 
     # A prompt is in no count of vLLM's before its first step is over, and a beam search never is: one request a token
@@ -35,7 +35,7 @@ class Timers:
     attached_s: float = 3.0  # without health, and an engine of others is taken for gone
 
 
-TIMERS = Timers()
+TIMERS = AgentTimers()
 
 
 class WorkerSettings(ServiceSettings):

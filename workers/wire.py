@@ -32,11 +32,11 @@ AgentEventType = Literal[
 ]
 
 
-class _Wire(BaseModel):
+class _WorkerMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 
-class RuntimeConfig(_Wire):
+class RuntimeConfig(_WorkerMessage):
     """The engine's shape. `total_kv_blocks` blocks of `block_size` tokens each."""
 
     block_size: int
@@ -46,14 +46,14 @@ class RuntimeConfig(_Wire):
     max_model_len: int
 
 
-class ModelCard(_Wire):
+class ModelCard(_WorkerMessage):
     name: str
     type: str = "Completions"
     base_model: str
     runtime_config: RuntimeConfig
 
 
-class Transport(_Wire):
+class Transport(_WorkerMessage):
     """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank.
 
     `dialect` is the engine's kind. A newer agent may name one that the reader has never heard of: the rest of what it
@@ -69,7 +69,7 @@ class Transport(_Wire):
     kv_ledger: int = 0
 
 
-class AvailableLora(_Wire):
+class AvailableLora(_WorkerMessage):
     """An adapter whose verified files are on this worker's disk.
 
     source  where these very bytes are: the reference that was asked for, with a hub's branch as the commit it had
@@ -85,7 +85,7 @@ class AvailableLora(_Wire):
     source: str = ""
 
 
-class LoadedLora(_Wire):
+class LoadedLora(_WorkerMessage):
     """An adapter that the engine holds, is loading, or failed to load (then `error` says why)."""
 
     lora_id: str
@@ -106,7 +106,7 @@ class LoadedLora(_Wire):
     error: str | None = None
 
 
-class LoraCapacity(_Wire):
+class LoraCapacity(_WorkerMessage):
     """Slots. `available_slots` is how many more adapters may be loaded without evicting one."""
 
     loaded_count: int = 0
@@ -117,7 +117,7 @@ class LoraCapacity(_Wire):
     disk_free_bytes: int = 0
 
 
-class LoraInfo(_Wire):
+class LoraInfo(_WorkerMessage):
     """What a worker holds. `available_loras` are the first of `available_count` on its disk; the rest is at
     `GET /v1/metadata/loras`, and has changed when `available_digest` has.
 
@@ -141,7 +141,7 @@ class LoraInfo(_Wire):
     capacity: LoraCapacity = LoraCapacity()
 
 
-class Load(_Wire):
+class Load(_WorkerMessage):
     """The engine's own counters as the agent last read them, and what they taught; 0.0 until measured.
 
     prefill_tokens_per_s  of a prefill that has the engine for itself
@@ -166,7 +166,7 @@ class Load(_Wire):
     still_s: float | None = None
 
 
-class Metadata(_Wire):
+class Metadata(_WorkerMessage):
     """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
 
     instance_id  goes into headers, logs and terminals, so it has no character that means something there
@@ -196,7 +196,7 @@ class Metadata(_Wire):
     wire: int = WIRE
 
 
-class LoadRequest(_Wire):
+class LoadRequest(_WorkerMessage):
     """`POST /v1/admin/load_lora`. `evict` names the victim; without an epoch only a free slot may be taken.
 
     secret  name/key of the credentials for the source, a file below this worker's `secrets_dir`
@@ -212,7 +212,7 @@ class LoadRequest(_Wire):
     wire: int = WIRE
 
 
-class UnloadRequest(_Wire):
+class UnloadRequest(_WorkerMessage):
     """`POST /v1/admin/unload_lora`. Without a digest every version of the adapter goes."""
 
     lora_id: str
@@ -220,7 +220,7 @@ class UnloadRequest(_Wire):
     wire: int = WIRE
 
 
-class InspectRequest(_Wire):
+class InspectRequest(_WorkerMessage):
     """`POST /v1/admin/inspect_lora`: fetch and verify, load nothing; answers with the `AvailableLora`.
 
     digest  as it was registered: the caller compares it, and a worker that cannot read the bytes has to believe it
@@ -234,24 +234,24 @@ class InspectRequest(_Wire):
     wire: int = WIRE
 
 
-class ClaimRequest(_Wire):
+class ClaimRequest(_WorkerMessage):
     """`POST /v1/admin/claim`: older epochs than the caller's are refused from now on; answers with the `Metadata`."""
 
     wire: int = WIRE
 
 
-class DrainRequest(_Wire):
+class DrainRequest(_WorkerMessage):
     deadline_s: float = Field(default=30.0, ge=0)
     wire: int = WIRE
 
 
-class UndrainRequest(_Wire):
+class UndrainRequest(_WorkerMessage):
     """`POST /v1/admin/undrain`: serve again; answers with the `Metadata`."""
 
     wire: int = WIRE
 
 
-class DrainAnswer(_Wire):
+class DrainAnswer(_WorkerMessage):
     """Whether the engine finished everything before the deadline, and what it still had if not."""
 
     is_drained: bool
@@ -260,12 +260,12 @@ class DrainAnswer(_Wire):
     wire: int = WIRE
 
 
-class LoadedLoras(_Wire):
+class LoadedLoras(_WorkerMessage):
     data: tuple[LoadedLora, ...]
     next: str | None = None
 
 
-class AvailableLoras(_Wire):
+class AvailableLoras(_WorkerMessage):
     """`GET /v1/metadata/loras`: what is on disk or in the engine, one item a lora_id, in their order.
 
     next  the `cursor` of the next page; None at the end
@@ -275,7 +275,7 @@ class AvailableLoras(_Wire):
     next: str | None = None
 
 
-class AgentEvent(_Wire):
+class AgentEvent(_WorkerMessage):
     """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`.
 
     done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` once the source has said it
@@ -294,7 +294,7 @@ class AgentEvent(_Wire):
     total_bytes: int | None = None
 
 
-class ModelFiles(_Wire):
+class ModelFiles(_WorkerMessage):
     """`GET /v1/model/files`: the tokenizer's files by name, so that a router needs no model volume."""
 
     base_model: str

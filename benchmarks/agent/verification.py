@@ -11,7 +11,7 @@ from statistics import median
 
 from benchmarks.report import Row
 from workers.core.base_model import BaseModel, base_model
-from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, Rules
+from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, AdapterRules
 from workers.storage.verify import describe, read_entry
 
 HEADER_REACH_MS = 10.0
@@ -34,7 +34,7 @@ def rows(folder: Path, *, quick: bool) -> list[Row]:
     assert base is not None
     rank = 8 if quick else 64
     size = _write(folder, base, rank)
-    rules = Rules(rank, frozenset(), "off", base)
+    rules = AdapterRules(rank, frozenset(), "off", base)
     name, weights = f"{size / 1e6:.0f} MB adapter", folder / WEIGHTS_NAME
     calls = 5 if quick else 20
     header_ms = median(_seconds(lambda: describe(folder, rules)) for _ in range(calls)) * 1e3

@@ -13,7 +13,7 @@ from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
 from benchmarks.trace.workload import ADAPTERS, Request
 from lorafleet.engine.rates import EngineCounters as RateReading
 from lorafleet.engine.rates import EngineRates
-from workers.core.slots import Location, Slots
+from workers.core.slots import AdapterSlots, Location
 
 Changes = list[tuple[int, bool]]
 
@@ -81,7 +81,7 @@ class Agent:
     def __init__(self, hardware: Hardware, rng: Random) -> None:
         self._rates = EngineRates()
         names = [str(adapter) for adapter in range(ADAPTERS)]
-        self._slots = Slots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
+        self._slots = AdapterSlots(hardware.max_loras, hardware.max_cpu_loras, frozenset(names))
         self._names = names
         # Its own loads by name, done when the adapters were placed: the median of five.
         draws = [rng.lognormvariate(0, hardware.load_sigma) * hardware.load_s for _ in range(5)]

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from benchmarks.trace.engine import NEVER, Engine, Hardware
-from benchmarks.trace.engine import Job as FastJob
-from workers.engines.sim.blocks import BlockPool, Chain, Root
-from workers.engines.sim.timing import Batch, Ended, Job, Pace
+from benchmarks.trace.engine import EngineJob as FastJob
+from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
+from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, FinishReason
 
 BLOCK = 4
 PLAIN = Hardware(
@@ -32,18 +32,20 @@ def draw(rng: Random, jobs: int) -> list[tuple[float, int, list[int], int]]:
 
 def by_batch(drawn, hardware):
     """What the sim's batch does, step by step."""
-    pace = Pace(
+    pace = EngineLimits(
         max_num_seqs=hardware.max_num_seqs, max_num_batched_tokens=hardware.max_num_batched_tokens,
         max_loras=hardware.max_loras, max_cpu_loras=hardware.max_cpu_loras, load_s=hardware.load_s,
         prefill_tokens_per_s=1 / hardware.prefill_s, decode_tokens_per_s=1 / hardware.decode_s,
     )  # fmt: skip
-    batch = Batch(BlockPool(hardware.blocks + 1, BLOCK), pace)
+    batch = EngineBatch(BlockPool(hardware.blocks + 1, BLOCK), pace)
     jobs = []
     for arrived, adapter, prompt, output in drawn:
         name = str(adapter) if adapter else None
-        chain = Chain(list(prompt), Root(lora_name=name), BLOCK)
+        chain = BlockChain(list(prompt), ChainRoot(lora_name=name), BLOCK)
         reply = [-1 - len(jobs)] * output  # nobody else's
-        job = Job(chain=chain, prompt_tokens=len(prompt), reply=reply, reply_ended=Ended.LENGTH, arrived=arrived)
+        job = EngineJob(
+            chain=chain, prompt_tokens=len(prompt), reply=reply, reply_ended=FinishReason.LENGTH, arrived=arrived
+        )
         job.adapter = adapter or None
         jobs.append(job)
     line, now, loads = list(jobs), 0.0, 0

@@ -87,7 +87,7 @@ def bad_adapters(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 
 @dataclass(slots=True)
-class Wire:
+class KVEventSubscriber:
     """A subscriber to an engine's KV events, and the sequence number it expects next: any, of the first batch."""
 
     sub: "zmq.Socket[bytes]"
@@ -126,12 +126,12 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Bench:
+class EngineUnderTest:
     """What a test needs of an engine under test."""
 
     engine: RunningEngine
     client: httpx.Client
-    wire: Wire
+    wire: KVEventSubscriber
     adapters: dict[str, Path]
 
     def tokens(self, blocks: int, extra: int = 0) -> list[int]:
@@ -166,7 +166,7 @@ class Bench:
 @pytest.fixture(scope="module", params=["sim", pytest.param("vllm", marks=pytest.mark.vllm)])
 def bench(
     request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]
-) -> Iterator[Bench]:
+) -> Iterator[EngineUnderTest]:
     """An engine without adapters, its client, and all its KV events from here on."""
     engine = engine_of(request.param)
     context: zmq.Context[Any] = zmq.Context()
@@ -176,7 +176,7 @@ def bench(
     sub.subscribe(b"")
     try:
         with httpx.Client(base_url=engine.url, timeout=120) as client:
-            bench = Bench(engine, client, Wire(sub), adapters)
+            bench = EngineUnderTest(engine, client, KVEventSubscriber(sub), adapters)
             unload_all(client)
             _hear(bench)
             yield bench
@@ -187,7 +187,7 @@ def bench(
         context.term()
 
 
-def _hear(bench: Bench) -> None:
+def _hear(bench: EngineUnderTest) -> None:
     """A subscription takes effect some time after it was made."""
     for _ in range(200):
         bench.complete(bench.tokens(1))

@@ -36,7 +36,7 @@ STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 
 
 @dataclass(slots=True)
-class Direct:
+class DirectEngine:
     """An engine that holds the adapter, spoken to without a router."""
 
     engine: RunningEngine
@@ -57,13 +57,13 @@ class Direct:
 
 
 @contextmanager
-def holding(engine: RunningEngine, adapter: Path) -> Iterator[Direct]:
+def holding(engine: RunningEngine, adapter: Path) -> Iterator[DirectEngine]:
     """The engine while it holds the adapter, under the name that the router has for it."""
     with httpx.Client(base_url=engine.url, timeout=120) as client:
         body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
         loaded = client.post("/v1/load_lora_adapter", json=body)
         assert loaded.status_code == 200, loaded.text
-        yield Direct(engine, client)
+        yield DirectEngine(engine, client)
         client.post("/v1/unload_lora_adapter", json={"lora_name": ENGINE_NAME}).raise_for_status()
 
 
@@ -74,7 +74,7 @@ def example(path: str) -> dict[str, Any]:
     return {name: value for name, value in sent.items() if name != "model"} | {"temperature": 0}
 
 
-def assert_takes_its_example(direct: Direct, route: Route) -> None:
+def assert_takes_its_example(direct: DirectEngine, route: Route) -> None:
     """For the base model and for an adapter, as the row says."""
     _sent, answered = EXAMPLES[route.path]
     texts = []
@@ -89,7 +89,7 @@ def assert_takes_its_example(direct: Direct, route: Route) -> None:
     assert (texts[0] == texts[1]) == (route.adapter == "names"), "an adapter that runs gives another answer"
 
 
-def assert_names_an_unknown_model(direct: Direct, route: Route) -> None:
+def assert_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
     """By this the router tells an adapter that is gone from a route that is not there."""
     answer = direct.post(route.path, example(route.path), model="sql/v1@000000000000")
     assert answer.status_code == 404
@@ -97,14 +97,14 @@ def assert_names_an_unknown_model(direct: Direct, route: Route) -> None:
     assert ("type" in answer.json()) == (route.errors == "anthropic")
 
 
-def assert_takes_a_salt(direct: Direct, route: Route) -> None:
+def assert_takes_a_salt(direct: DirectEngine, route: Route) -> None:
     """As the row says: vLLM refuses a salt with a slash, where its body has one, and ignores one that it has not."""
     answer = direct.post(route.path, example(route.path) | {"cache_salt": "a/b"}, model=ENGINE_NAME)
     if route.takes_salt and route.computes:
         assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
 
 
-def assert_no_route_is_forgotten(direct: Direct) -> None:
+def assert_no_route_is_forgotten(direct: DirectEngine) -> None:
     """A route that is new in vLLM fails this: it is to be offered, or named among those that are not."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
     left_out = re.compile(
@@ -179,7 +179,7 @@ def _blank(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
 
 @asynccontextmanager
 async def routed(
-    direct: Direct, model_dir: Path, *, figures: Load | None = None, **settings: Any
+    direct: DirectEngine, model_dir: Path, *, figures: Load | None = None, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
 
@@ -198,7 +198,7 @@ async def routed(
 
 
 async def assert_same_through_a_router(
-    direct: Direct, client: httpx.AsyncClient, path: str, body: Any, what: str, *, within: float = 0.0
+    direct: DirectEngine, client: httpx.AsyncClient, path: str, body: Any, what: str, *, within: float = 0.0
 ) -> None:
     """The same request to the engine and to the router: equal answers but for ids, times and the model's name.
 

@@ -10,7 +10,7 @@ import pytest
 
 from lorafleet.kv.blocks import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_adapter
-from tests.contract.conftest import Bench
+from tests.contract.conftest import EngineUnderTest
 from tests.patience import within
 from tests.workers.kills import SLOTS, trial
 from tests.workers.running import RunningWorker, post
@@ -22,7 +22,7 @@ PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks to be found again, or
 
 
 @pytest.fixture
-def empty(bench: Bench):
+def empty(bench: EngineUnderTest):
     """The engine without adapters; whatever a test loads is unloaded after it."""
 
     def unload_all() -> None:
@@ -35,7 +35,7 @@ def empty(bench: Bench):
     unload_all()
 
 
-def answer(bench: Bench, model: str) -> tuple[str, int]:
+def answer(bench: EngineUnderTest, model: str) -> tuple[str, int]:
     """What an adapter says to PROMPT, and how much of it was cached."""
     said = bench.complete(PROMPT, model=model, max_tokens=12)
     return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -94,7 +94,7 @@ def ledger_hashes(name: str) -> set[int]:
 
 @pytest.mark.timeout(180)
 async def test_ten_operations_under_kills_of_the_agent_leave_engine_record_and_disk_agreed(
-    empty: Bench, tmp_path: Path
+    empty: EngineUnderTest, tmp_path: Path
 ) -> None:
     async with trial(empty.engine.kind, tmp_path, seed=3, engine=empty.engine, may_kill_engine=False) as it:
         found = await it.run(10, per_round=5)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Bench
-from tests.workers.broken import BROKEN, GOOD, Case
+from tests.contract.conftest import EngineUnderTest
+from tests.workers.broken import BROKEN, GOOD, BrokenAdapter
 
 
-def verdict(bench: Bench, case: Case, folder: Path) -> str:
+def verdict(bench: EngineUnderTest, case: BrokenAdapter, folder: Path) -> str:
     answer = bench.client.post("/v1/load_lora_adapter", json={"lora_name": case.name, "lora_path": str(folder)})
     if answer.status_code != 200:
         return "refuses"
@@ -19,7 +19,9 @@ def verdict(bench: Bench, case: Case, folder: Path) -> str:
     return "takes"
 
 
-def test_vllm_does_with_every_adapter_of_the_corpus_what_the_corpus_says(bench: Bench, tmp_path: Path) -> None:
+def test_vllm_does_with_every_adapter_of_the_corpus_what_the_corpus_says(
+    bench: EngineUnderTest, tmp_path: Path
+) -> None:
     if bench.engine.kind == "sim":
         pytest.skip("the sim opens no weights: agents verify them before any engine sees them")
     asked = [case for case in (*BROKEN, *GOOD) if case.vllm != "not asked"]

@@ -21,9 +21,9 @@ from router.request.engine_body import NO_WISHES, dialect_of
 from tests.contract.conftest import FRESH
 from tests.engines import Kind, RunningEngine
 from tests.patience import within
-from tests.workers.broken import Case, pairs
+from tests.workers.broken import BrokenAdapter, pairs
 from workers.core.errors import EngineError
-from workers.engines.base import Engine
+from workers.engines.base import EngineClient
 from workers.engines.kinds import connect
 
 BASE, BLOCK = "tiny-qwen", 32
@@ -35,7 +35,7 @@ def running(request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningE
     return engine_of(request.param)
 
 
-class Cached(set[int]):
+class CachedHashes(set[int]):
     """Our hashes of what the engine's events say is cached on its device."""
 
     def add(self, tier: Tier, hashes: Any) -> None:  # type: ignore[override]
@@ -47,15 +47,15 @@ class Cached(set[int]):
 
 
 @dataclass
-class Bench:
+class ClientUnderTest:
     """An engine, its client, and a ledger fed by its events."""
 
     kind: str
-    engine: Engine
+    engine: EngineClient
     http: httpx.AsyncClient
     sub: zmq.asyncio.Socket
     adapters: dict[str, Path]
-    cached: Cached = field(default_factory=Cached)
+    cached: CachedHashes = field(default_factory=CachedHashes)
 
     def __post_init__(self) -> None:
         self.dialect = dialect_of(self.engine.traits.dialect, engine_name="")
@@ -96,7 +96,7 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncIterator[Bench]:
+async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncIterator[ClientUnderTest]:
     engine = connect(running.kind, running.url)
     context = zmq.asyncio.Context()
     sub = context.socket(zmq.SUB)
@@ -105,7 +105,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
     sub.subscribe(b"")
     try:
         async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
-            bench = Bench(running.kind, engine, http, sub, adapters)
+            bench = ClientUnderTest(running.kind, engine, http, sub, adapters)
             await _until_heard(bench)
             yield bench
             for name in await engine.adapters():
@@ -116,7 +116,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
         context.term()
 
 
-async def _until_heard(bench: Bench) -> None:
+async def _until_heard(bench: ClientUnderTest) -> None:
     """A subscription takes effect some time after it was made."""
     while True:
         await bench.text(bench.tokens(1))
@@ -127,13 +127,13 @@ async def _until_heard(bench: Bench) -> None:
 # --- adapters
 
 
-async def test_a_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: Bench) -> None:
+async def test_a_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: ClientUnderTest) -> None:
     for _ in range(2):
         await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
         assert await bench.engine.adapters() == {"sql/v1@1": str(bench.adapters["sql"])}
 
 
-async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: Bench) -> None:
+async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     for _ in range(2):
         await bench.engine.unload("sql/v1@1", timeout_s=30)
@@ -142,7 +142,7 @@ async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(ben
     assert "sql/v1@1" in await bench.engine.adapters()
 
 
-async def test_a_name_that_is_taken_by_other_files_is_refused(bench: Bench) -> None:
+async def test_a_name_that_is_taken_by_other_files_is_refused(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     with pytest.raises(EngineError, match="already") as refused:
         await bench.engine.load("sql/v1@1", bench.adapters["legal"], timeout_s=30)
@@ -153,7 +153,7 @@ async def test_a_name_that_is_taken_by_other_files_is_refused(bench: Bench) -> N
     ("fault", "said"), [("rank", "rank"), ("dora", "DoRA"), ("noconfig", "adapter_config|No adapter found")]
 )
 async def test_a_bad_adapter_is_refused_with_the_engines_reason(
-    bench: Bench, bad_adapters: dict[str, Path], fault: str, said: str
+    bench: ClientUnderTest, bad_adapters: dict[str, Path], fault: str, said: str
 ) -> None:
     with pytest.raises(EngineError, match=said) as refused:
         await bench.engine.load("bad@1", bad_adapters[fault], timeout_s=30)
@@ -161,7 +161,7 @@ async def test_a_bad_adapter_is_refused_with_the_engines_reason(
     assert await bench.engine.adapters() == {}
 
 
-async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_by(bench: Bench) -> None:
+async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_by(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     await bench.engine.load("legal/v2@2", bench.adapters["legal"], timeout_s=30)
     prompt = bench.tokens(1)
@@ -171,20 +171,22 @@ async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_b
         assert (await bench.ask(prompt, name)).json()["model"] == bench.dialect.model(BASE, name)
 
 
-async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_models_answer(bench: Bench) -> None:
+async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_models_answer(
+    bench: ClientUnderTest,
+) -> None:
     assert (await bench.ask("x", "never/v1@1")).status_code in (400, 404)
 
 
 # --- what it says of itself
 
 
-async def test_it_says_its_shape(bench: Bench) -> None:
+async def test_it_says_its_shape(bench: ClientUnderTest) -> None:
     shape = await bench.engine.shape()
     assert (shape.block_size, shape.max_model_len, shape.model_name) == (BLOCK, 2048, BASE)
     assert shape.total_kv_blocks == 256
 
 
-async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: Bench) -> None:
+async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(3)
     before = await bench.engine.scrape()
     await bench.text(prompt, max_tokens=5)
@@ -199,7 +201,9 @@ async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: Be
     assert (again.running, again.waiting) == (0, 0)
 
 
-async def test_a_request_counts_as_running_from_its_first_token_and_until_its_client_leaves(bench: Bench) -> None:
+async def test_a_request_counts_as_running_from_its_first_token_and_until_its_client_leaves(
+    bench: ClientUnderTest,
+) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     for _ in range(5):  # where this process stands still for a second, the answer is over before it looks
         async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -213,14 +217,14 @@ async def test_a_request_counts_as_running_from_its_first_token_and_until_its_cl
             pass
 
 
-async def test_its_answers_say_how_much_was_cached(bench: Bench) -> None:
+async def test_its_answers_say_how_much_was_cached(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(2)
     await bench.text(prompt)
     usage = (await bench.ask(prompt)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * BLOCK
 
 
-async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: Bench) -> None:
+async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: ClientUnderTest) -> None:
     assert await bench.engine.is_healthy(timeout_s=10)
     assert await bench.engine.gives_tokens(BASE, timeout_s=30)
     assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
@@ -228,7 +232,7 @@ async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: Bench) 
 
 @pytest.mark.parametrize("running", KINDS[2:], indirect=True)  # the others have no core in a process of its own
 async def test_where_its_core_hangs_its_health_route_is_well_and_no_counter_moves(
-    bench: Bench, running: RunningEngine
+    bench: ClientUnderTest, running: RunningEngine
 ) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -279,7 +283,7 @@ async def test_an_engine_that_is_not_there_is_unreachable(kind: str) -> None:
 # --- its cache and events
 
 
-async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(bench: Bench) -> None:
+async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     prompt = bench.tokens(2)
     roots = [{}, {"name": "sql/v1@1"}, {"salt": "tenant"}, {"name": "sql/v1@1", "salt": "tenant"}]
@@ -293,7 +297,7 @@ async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(b
     assert not bench.ledger.rejected
 
 
-async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(bench: Bench) -> None:
+async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(2)
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     await bench.text(prompt, "sql/v1@1")
@@ -310,7 +314,7 @@ async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(b
     await bench.until_cached(bench.hashes(prompt, "sql/v1@1"))
 
 
-async def test_room_that_is_made_is_told(bench: Bench) -> None:
+async def test_room_that_is_made_is_told(bench: ClientUnderTest) -> None:
     old = bench.tokens(2)
     await bench.text(old)
     await bench.until_cached(bench.hashes(old))
@@ -329,7 +333,7 @@ only_sglang = pytest.mark.parametrize("running", ["sglang"], indirect=True)
 
 
 @only_sglang
-async def test_a_bare_name_gets_the_base_models_answer_so_no_list_can_be_had_by_trying(bench: Bench) -> None:
+async def test_a_bare_name_gets_the_base_models_answer_so_no_list_can_be_had_by_trying(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     prompt = bench.tokens(1)
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "model": "sql/v1@1"}
@@ -369,10 +373,10 @@ def of(*leaves: str) -> dict[str, Any]:
     ],
 )
 async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
-    bench: Bench, tmp_path: Path, flaw: dict[str, Any], said: str
+    bench: ClientUnderTest, tmp_path: Path, flaw: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EngineError, match=said) as refused:
-        await bench.engine.load("flawed@1", Case("flawed", None, **flaw).write(tmp_path), timeout_s=30)
+        await bench.engine.load("flawed@1", BrokenAdapter("flawed", None, **flaw).write(tmp_path), timeout_s=30)
     assert refused.value.code == "adapter_refused"
     assert await bench.engine.adapters() == {}
 
@@ -380,14 +384,14 @@ async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
 @only_sglang
 @pytest.mark.parametrize("leaves", [("q_proj", "v_proj"), ("gate_proj",), ("down_proj",)])
 async def test_an_adapter_on_some_modules_is_taken_and_answers(
-    bench: Bench, tmp_path: Path, leaves: tuple[str, ...]
+    bench: ClientUnderTest, tmp_path: Path, leaves: tuple[str, ...]
 ) -> None:
-    await bench.engine.load("part@1", Case("part", None, **of(*leaves)).write(tmp_path), timeout_s=30)
+    await bench.engine.load("part@1", BrokenAdapter("part", None, **of(*leaves)).write(tmp_path), timeout_s=30)
     assert await bench.text(bench.tokens(1), "part@1")
 
 
 @only_sglang
-async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: Bench) -> None:
+async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
 
     async def said(path: str, model: str, body: dict[str, Any]) -> str:
@@ -405,7 +409,7 @@ async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: Be
 
 @only_sglang
 async def test_an_unloaded_adapter_comes_back_when_it_is_asked_for_and_is_listed_again(
-    bench: Bench, tmp_path: Path
+    bench: ClientUnderTest, tmp_path: Path
 ) -> None:
     files = Path(shutil.copytree(bench.adapters["sql"], tmp_path / "sql"))
     await bench.engine.load("ghost/v1@1", files, timeout_s=30)

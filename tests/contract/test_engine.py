@@ -13,7 +13,7 @@ import zmq
 from lorafleet.tokenizer.chat import ChatTokenizer
 from tests.bodies import assert_same_tokens_as_engine
 from tests.contract import golden
-from tests.contract.conftest import EVENT_WITHIN_MS, Bench
+from tests.contract.conftest import EVENT_WITHIN_MS, EngineUnderTest
 from tests.contract.golden import fits
 
 HELLO = [{"role": "user", "content": "hello world"}]
@@ -37,7 +37,7 @@ def envelope(message: str, kind: str, code: int, param: str | None = None) -> di
 # --- what is served
 
 
-def test_models_lists_the_base_and_then_each_adapter_with_its_path_and_parent(bench: Bench) -> None:
+def test_models_lists_the_base_and_then_each_adapter_with_its_path_and_parent(bench: EngineUnderTest) -> None:
     bench.load("listed", bench.adapters["sql"])
     answer = bench.client.get("/v1/models").json()
     bench.unload("listed")
@@ -51,7 +51,7 @@ def test_models_lists_the_base_and_then_each_adapter_with_its_path_and_parent(be
     assert (adapter["id"], adapter["root"], adapter["parent"]) == ("listed", str(bench.adapters["sql"]), "tiny-qwen")
 
 
-def test_health_version_and_event_sources_answer(bench: Bench) -> None:
+def test_health_version_and_event_sources_answer(bench: EngineUnderTest) -> None:
     assert (bench.client.get("/health").status_code, bench.client.get("/health").content) == (200, b"")
     assert (bench.client.get("/ping").status_code, bench.client.post("/ping").status_code) == (200, 200)
     assert bench.client.get("/version").json() == {"version": "0.32.0"}
@@ -69,7 +69,7 @@ def test_health_version_and_event_sources_answer(bench: Bench) -> None:
     }
 
 
-def test_a_route_it_does_not_have_is_404_and_a_wrong_method_405(bench: Bench) -> None:
+def test_a_route_it_does_not_have_is_404_and_a_wrong_method_405(bench: EngineUnderTest) -> None:
     for answer, status, detail in (
         (bench.client.get("/nope"), 404, "Not Found"),
         (bench.client.get(CHAT), 405, "Method Not Allowed"),
@@ -79,7 +79,7 @@ def test_a_route_it_does_not_have_is_404_and_a_wrong_method_405(bench: Bench) ->
     assert bench.client.head("/v1/models").status_code == 405
 
 
-def test_every_metric_a_router_or_agent_reads_is_there(bench: Bench) -> None:
+def test_every_metric_a_router_or_agent_reads_is_there(bench: EngineUnderTest) -> None:
     bench.complete(bench.tokens(2), max_tokens=3)
     answer = bench.client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
@@ -93,7 +93,7 @@ def test_every_metric_a_router_or_agent_reads_is_there(bench: Bench) -> None:
 # --- text
 
 
-def test_a_chat_answer_has_vllms_keys_in_its_order(bench: Bench) -> None:
+def test_a_chat_answer_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
     answer = bench.client.post(
         CHAT,
         json={"model": "tiny-qwen", "messages": HELLO, "max_tokens": 4, "temperature": 0, "ignore_eos": True},
@@ -106,19 +106,19 @@ def test_a_chat_answer_has_vllms_keys_in_its_order(bench: Bench) -> None:
     assert (usage["completion_tokens"], usage["total_tokens"]) == (4, usage["prompt_tokens"] + 4)
 
 
-def test_a_completion_has_vllms_keys_in_its_order(bench: Bench) -> None:
+def test_a_completion_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello world", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = bench.client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "abc"}).json()
     assert fits(answer, golden.COMPLETION) is None
     assert answer["id"] == "cmpl-abc"
 
 
-def test_a_body_without_a_model_is_answered_by_the_base(bench: Bench) -> None:
+def test_a_body_without_a_model_is_answered_by_the_base(bench: EngineUnderTest) -> None:
     answer = bench.client.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
     assert answer.json()["model"] == "tiny-qwen"
 
 
-def test_token_ids_come_back_when_asked_for(bench: Bench) -> None:
+def test_token_ids_come_back_when_asked_for(bench: EngineUnderTest) -> None:
     tokenized = bench.client.post("/tokenize", json={"model": "tiny-qwen", "messages": HELLO}).json()["tokens"]
     body = {"messages": HELLO, "max_completion_tokens": 3, "ignore_eos": True, "return_token_ids": True}
     chat = bench.client.post(CHAT, json=body).json()
@@ -130,7 +130,7 @@ def test_token_ids_come_back_when_asked_for(bench: Bench) -> None:
     assert (completion["usage"]["prompt_tokens"], completion["usage"]["completion_tokens"]) == (3, 4)
 
 
-def test_a_chat_runs_on_the_ids_that_came_with_it(bench: Bench) -> None:
+def test_a_chat_runs_on_the_ids_that_came_with_it(bench: EngineUnderTest) -> None:
     ids = bench.tokens(1, extra=5)
     body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     chat = bench.client.post(CHAT, json=body | {"kv_transfer_params": {"prompt_token_ids": ids}}).json()
@@ -153,7 +153,7 @@ def test_a_chat_runs_on_the_ids_that_came_with_it(bench: Bench) -> None:
     assert (unknown.status_code, "9999 is out of vocabulary" in unknown.text) == (400, True)
 
 
-def test_several_prompts_and_choices_are_numbered_in_order(bench: Bench) -> None:
+def test_several_prompts_and_choices_are_numbered_in_order(bench: EngineUnderTest) -> None:
     answer = bench.complete(["one", "two"], n=2, temperature=1, max_tokens=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     tokens = bench.client.post("/tokenize", json={"prompt": "one"}).json()["count"]
@@ -161,7 +161,7 @@ def test_several_prompts_and_choices_are_numbered_in_order(bench: Bench) -> None
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (tokens, 8)
 
 
-def test_equal_requests_get_equal_text_and_adapters_another(bench: Bench) -> None:
+def test_equal_requests_get_equal_text_and_adapters_another(bench: EngineUnderTest) -> None:
     bench.load("one", bench.adapters["sql"])
     bench.load("two", bench.adapters["python"])
     prompt = bench.tokens(1)
@@ -175,7 +175,7 @@ def test_equal_requests_get_equal_text_and_adapters_another(bench: Bench) -> Non
     bench.unload("two")
 
 
-def test_a_streamed_chat_starts_with_the_role_and_ends_with_done(bench: Bench) -> None:
+def test_a_streamed_chat_starts_with_the_role_and_ends_with_done(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "messages": HELLO, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     answer = bench.client.post(CHAT, json=body | {"stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -189,7 +189,7 @@ def test_a_streamed_chat_starts_with_the_role_and_ends_with_done(bench: Bench) -
     assert told == whole
 
 
-def test_include_usage_adds_one_chunk_without_choices(bench: Bench) -> None:
+def test_include_usage_adds_one_chunk_without_choices(bench: EngineUnderTest) -> None:
     body = {"messages": HELLO, "max_tokens": 3, "ignore_eos": True, "stream": True}
     answer = bench.client.post(CHAT, json=body | {"stream_options": {"include_usage": True}})
     *_, last, usage = chunks_of(answer.text)
@@ -198,7 +198,7 @@ def test_include_usage_adds_one_chunk_without_choices(bench: Bench) -> None:
     assert usage["usage"]["completion_tokens"] == 3
 
 
-def test_a_streamed_completion_comes_in_vllms_chunks(bench: Bench) -> None:
+def test_a_streamed_completion_comes_in_vllms_chunks(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello world", "max_tokens": 3, "ignore_eos": True, "stream": True}
     *middle, last = chunks_of(bench.client.post(COMPLETIONS, json=body).text)
     assert [fits(chunk, golden.COMPLETION_CHUNK) for chunk in middle] == [None] * len(middle)
@@ -214,7 +214,7 @@ def test_a_streamed_completion_comes_in_vllms_chunks(bench: Bench) -> None:
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_a_reader_who_leaves_ends_the_request(bench: Bench) -> None:
+def test_a_reader_who_leaves_ends_the_request(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
     def metric(name: str) -> float:
@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_request_is_refused_in_vllms_words(bench: Bench, case: str) -> None:
+def test_a_bad_request_is_refused_in_vllms_words(bench: EngineUnderTest, case: str) -> None:
     path, body, expected = REFUSED[case]
     answer = bench.client.post(path, json=body)
     assert answer.json() == expected
@@ -468,7 +468,7 @@ def test_a_bad_request_is_refused_in_vllms_words(bench: Bench, case: str) -> Non
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, LOAD, "/tokenize"])
-def test_what_is_not_json_is_refused_in_vllms_words(bench: Bench, path: str) -> None:
+def test_what_is_not_json_is_refused_in_vllms_words(bench: EngineUnderTest, path: str) -> None:
     as_json = {"content-type": "application/json"}
     answer = bench.client.post(path, content=b'{"model":', headers=as_json)
     fault = (
@@ -487,7 +487,7 @@ def test_what_is_not_json_is_refused_in_vllms_words(bench: Bench, path: str) -> 
 # --- tokens
 
 
-def test_tokenize_and_detokenize_are_inverse(bench: Bench) -> None:
+def test_tokenize_and_detokenize_are_inverse(bench: EngineUnderTest) -> None:
     answer = bench.client.post("/tokenize", json={"model": "tiny-qwen", "prompt": "SELECT one FROM two"}).json()
     assert list(answer) == ["count", "max_model_len", "tokens", "token_strs"]
     assert (answer["count"], answer["max_model_len"], answer["token_strs"]) == (len(answer["tokens"]), 2048, None)
@@ -495,21 +495,21 @@ def test_tokenize_and_detokenize_are_inverse(bench: Bench) -> None:
     assert back.json() == {"prompt": "SELECT one FROM two"}
 
 
-def test_tokenize_without_the_generation_prompt_is_a_prefix(bench: Bench) -> None:
+def test_tokenize_without_the_generation_prompt_is_a_prefix(bench: EngineUnderTest) -> None:
     whole = bench.client.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
     bare = bench.client.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
     assert whole[: len(bare)] == bare
     assert len(bare) < len(whole)
 
 
-def test_our_tokenizer_gives_the_engines_ids(bench: Bench, model_dir: Path) -> None:
+def test_our_tokenizer_gives_the_engines_ids(bench: EngineUnderTest, model_dir: Path) -> None:
     assert_same_tokens_as_engine(ChatTokenizer.from_dir(model_dir), bench.engine.url, bench.engine.model)
 
 
 # --- adapters
 
 
-def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: Bench) -> None:
+def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: EngineUnderTest) -> None:
     load = bench.client.post(LOAD, json={"lora_name": "a/v1@0123", "lora_path": str(bench.adapters["legal"])})
     assert (load.status_code, load.text) == (200, "Success: LoRA adapter 'a/v1@0123' added successfully.")
     assert "content-type" not in load.headers
@@ -521,7 +521,7 @@ def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: Bench)
     assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
 
 
-def test_a_name_can_be_loaded_once(bench: Bench) -> None:
+def test_a_name_can_be_loaded_once(bench: EngineUnderTest) -> None:
     bench.load("twice", bench.adapters["sql"])
     answer = bench.client.post(LOAD, json={"lora_name": "twice", "lora_path": str(bench.adapters["python"])})
     bench.unload("twice")
@@ -555,7 +555,9 @@ BAD_ADAPTERS = {
 
 
 @pytest.mark.parametrize("fault", BAD_ADAPTERS)
-def test_a_bad_adapter_is_refused_in_vllms_words(bench: Bench, bad_adapters: dict[str, Path], fault: str) -> None:
+def test_a_bad_adapter_is_refused_in_vllms_words(
+    bench: EngineUnderTest, bad_adapters: dict[str, Path], fault: str
+) -> None:
     status, pattern = BAD_ADAPTERS[fault]
     answer = bench.client.post(LOAD, json={"lora_name": f"bad-{fault}", "lora_path": str(bad_adapters[fault])})
     error = answer.json()["error"]
@@ -564,7 +566,7 @@ def test_a_bad_adapter_is_refused_in_vllms_words(bench: Bench, bad_adapters: dic
     assert re.fullmatch(pattern, error["message"], re.DOTALL), error["message"]
 
 
-def test_a_path_that_is_not_there_is_404(bench: Bench) -> None:
+def test_a_path_that_is_not_there_is_404(bench: EngineUnderTest) -> None:
     answer = bench.client.post(LOAD, json={"lora_name": "q", "lora_path": "/tmp/there/is/nothing"})
     expected = envelope("Loading lora q failed: No adapter found for <path>", "NotFoundError", 404)
     assert (answer.status_code, answer.json()) == (404, expected)
@@ -577,7 +579,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(bench: Bench) -> None:
+def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(3, extra=7)
     assert cached(bench.complete(prompt)) == 0
@@ -591,7 +593,7 @@ def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(benc
     assert [event["token_ids"] for event in bench.wire.stored()] == [marker]
 
 
-def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(bench: Bench) -> None:
+def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(2)
     bench.complete(prompt)
@@ -602,7 +604,7 @@ def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(be
     assert second["parent_block_hash"] == first["block_hashes"][0]
 
 
-def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: Bench) -> None:
+def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(1, extra=20)
     answer = bench.complete(prompt, max_tokens=20, return_token_ids=True)
@@ -612,7 +614,7 @@ def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: Bench
     assert second["token_ids"] == [*prompt[32:], *answer["choices"][0]["token_ids"]][:32]
 
 
-def test_salt_and_adapter_each_have_blocks_of_their_own(bench: Bench) -> None:
+def test_salt_and_adapter_each_have_blocks_of_their_own(bench: EngineUnderTest) -> None:
     bench.load("salted", bench.adapters["sql"])
     bench.settle()
     prompt = bench.tokens(2, extra=1)
@@ -633,7 +635,7 @@ def test_salt_and_adapter_each_have_blocks_of_their_own(bench: Bench) -> None:
     bench.unload("salted")
 
 
-def test_the_same_name_from_another_path_shares_nothing(bench: Bench) -> None:
+def test_the_same_name_from_another_path_shares_nothing(bench: EngineUnderTest) -> None:
     prompt = bench.tokens(2, extra=1)
     bench.load("moved", bench.adapters["sql"])
     bench.complete(prompt, model="moved")
@@ -646,7 +648,7 @@ def test_the_same_name_from_another_path_shares_nothing(bench: Bench) -> None:
     bench.unload("moved")
 
 
-def test_report_mode_full_announces_reused_blocks_again(bench: Bench) -> None:
+def test_report_mode_full_announces_reused_blocks_again(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(2, extra=1)
     bench.complete(prompt)
@@ -655,7 +657,7 @@ def test_report_mode_full_announces_reused_blocks_again(bench: Bench) -> None:
     assert bench.wire.stored() == [first]
 
 
-def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: Bench) -> None:
+def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: EngineUnderTest) -> None:
     bench.settle()
     old = bench.tokens(3)
     bench.complete(old)
@@ -676,7 +678,7 @@ def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: Bench) 
     assert cached(bench.complete(old)) == 0
 
 
-def test_a_replay_repeats_every_batch_from_the_number_asked_for(bench: Bench) -> None:
+def test_a_replay_repeats_every_batch_from_the_number_asked_for(bench: EngineUnderTest) -> None:
     bench.settle()
     context: zmq.Context[Any] = zmq.Context()
     dealer = context.socket(zmq.DEALER)

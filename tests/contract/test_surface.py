@@ -35,7 +35,7 @@ from tests.contract.surface import (
     LORA_ID,
     NOT_SERVED,
     POOLING,
-    Direct,
+    DirectEngine,
     assert_names_an_unknown_model,
     assert_no_route_is_forgotten,
     assert_same_through_a_router,
@@ -60,7 +60,7 @@ by_row = pytest.mark.parametrize("route", ROWS, ids=lambda route: route.path)
 
 
 @pytest.fixture(scope="module")
-def direct(engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]) -> Iterator[Direct]:
+def direct(engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]) -> Iterator[DirectEngine]:
     with holding(engine_of("vllm"), adapters["sql"]) as direct:
         yield direct
 
@@ -74,21 +74,23 @@ def tokenizer(model_dir: Path) -> ChatTokenizer:
 
 
 @by_row
-def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(direct: Direct, route: Route) -> None:
+def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(
+    direct: DirectEngine, route: Route
+) -> None:
     assert_takes_its_example(direct, route)
 
 
 @by_row
-def test_every_route_says_which_model_it_does_not_know(direct: Direct, route: Route) -> None:
+def test_every_route_says_which_model_it_does_not_know(direct: DirectEngine, route: Route) -> None:
     assert_names_an_unknown_model(direct, route)
 
 
 @by_row
-def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: Direct, route: Route) -> None:
+def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: DirectEngine, route: Route) -> None:
     assert_takes_a_salt(direct, route)
 
 
-def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: Direct) -> None:
+def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: DirectEngine) -> None:
     def hits() -> float:
         lines = direct.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
@@ -116,7 +118,9 @@ def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: Direct) ->
 
 
 @pytest.mark.parametrize("route", STREAMED, ids=lambda route: route.path)
-def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(direct: Direct, route: Route) -> None:
+def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(
+    direct: DirectEngine, route: Route
+) -> None:
     more: dict[str, Any] = {"stream": True}
     answer = direct.post(route.path, example(route.path) | more, model=ENGINE_NAME, ask_usage=route.hides_usage)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -132,14 +136,16 @@ def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(d
         assert usage_of_events(route.usage, quiet.content) is None
 
 
-def test_no_inference_route_of_the_engine_is_forgotten(direct: Direct) -> None:
+def test_no_inference_route_of_the_engine_is_forgotten(direct: DirectEngine) -> None:
     assert_no_route_is_forgotten(direct)
 
 
 # --- prompts
 
 
-def test_the_prompt_of_every_response_and_message_is_the_engines(direct: Direct, tokenizer: ChatTokenizer) -> None:
+def test_the_prompt_of_every_response_and_message_is_the_engines(
+    direct: DirectEngine, tokenizer: ChatTokenizer
+) -> None:
     for path, kind, bodies, more in (
         ("/v1/responses", "responses", RESPONSES_BODIES, {}),
         ("/v1/messages", "messages", MESSAGES_BODIES, {"max_tokens": 1025}),
@@ -150,7 +156,7 @@ def test_the_prompt_of_every_response_and_message_is_the_engines(direct: Direct,
             assert tokenizer.chat_ids(chat) == direct.ids(path, body | more), f"{path} {name}"
 
 
-def test_cached_tokens_are_told_for_responses_and_messages_too(direct: Direct) -> None:
+def test_cached_tokens_are_told_for_responses_and_messages_too(direct: DirectEngine) -> None:
     text = "SELECT name FROM customers WHERE id = 7;\n" * 8
     for route, body in (
         (ROUTES["POST", "/v1/responses"], {"input": text}),
@@ -167,7 +173,7 @@ def test_cached_tokens_are_told_for_responses_and_messages_too(direct: Direct) -
 # --- ids in place of text
 
 
-def assert_ids_change_nothing(direct: Direct, path: str, body: dict[str, Any], ids: list[int], name: str) -> None:
+def assert_ids_change_nothing(direct: DirectEngine, path: str, body: dict[str, Any], ids: list[int], name: str) -> None:
     kind = ROUTES["POST", path].prompt
     for more in ({}, {"stream": True}):
         direct.post(path, body | more, model=ENGINE_NAME)  # from here on both find the same in the cache
@@ -191,7 +197,7 @@ MORE_CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_conversations_answer_is_the_same_for_its_ids(direct: Direct, tokenizer: ChatTokenizer) -> None:
+def test_a_conversations_answer_is_the_same_for_its_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     limits = {"max_tokens": 8, "temperature": 0}
     chats = [*CHAT_BODIES, *((name, {"messages": [USER], **more}) for name, more in MORE_CHATS)]
     for name, body in sample(chats, 4):
@@ -223,7 +229,7 @@ MORE_COMPLETIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_completion_is_the_same_for_its_ids(direct: Direct, tokenizer: ChatTokenizer) -> None:
+def test_a_completion_is_the_same_for_its_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     pairs = list(itertools.product(filter(None, COMPLETION_PROMPTS), MORE_COMPLETIONS))
     for prompt, more in sample(pairs, len(MORE_COMPLETIONS) // 2 + 1):
         body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | more
@@ -233,7 +239,7 @@ def test_a_completion_is_the_same_for_its_ids(direct: Direct, tokenizer: ChatTok
         assert_ids_change_nothing(direct, "/v1/completions", body, ids, f"{prompt!r} {more}")
 
 
-def test_what_forbids_ids_would_show_them(direct: Direct, tokenizer: ChatTokenizer) -> None:
+def test_what_forbids_ids_would_show_them(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     """If this fails, vLLM no longer shows it, and `may_send_ids` may be less strict."""
     prompt = "e\u0301 one two three"
     ids = array("I", tokenizer.completion_ids(prompt))
@@ -259,7 +265,7 @@ def test_what_forbids_ids_would_show_them(direct: Direct, tokenizer: ChatTokeniz
 # --- stored responses
 
 
-def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: Direct) -> None:
+def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: DirectEngine) -> None:
     name = tagged_response_id(None, "f00", tenant="team", worker="10.0.0.7:8090")
     made = direct.post("/v1/responses", {"input": "hello", "max_output_tokens": 2}, response_id=name)
     assert made.json()["id"] == name
@@ -271,7 +277,7 @@ def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: Direct
     assert direct.client.get("/v1/responses/resp_unknown").status_code == 404
 
 
-def test_a_response_in_the_background_is_found_and_cancelled_by_that_id(direct: Direct) -> None:
+def test_a_response_in_the_background_is_found_and_cancelled_by_that_id(direct: DirectEngine) -> None:
     name = tagged_response_id(None, "f01", tenant=None, worker="w0")
     body = {"input": "hello", "max_output_tokens": 1500, "background": True}
     assert direct.post("/v1/responses", body, response_id=name).json()["status"] == "queued"
@@ -282,7 +288,7 @@ def test_a_response_in_the_background_is_found_and_cancelled_by_that_id(direct: 
 # --- /generate
 
 
-def generated(direct: Direct, **body: Any) -> Any:
+def generated(direct: DirectEngine, **body: Any) -> Any:
     batch = split(json.dumps(body).encode())
     answers = []
     for item in batch.items:
@@ -295,7 +301,7 @@ def generated(direct: Direct, **body: Any) -> Any:
     return json.loads(join(batch, answers))
 
 
-def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct: Direct) -> None:
+def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct: DirectEngine) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
     first, second = generated(direct, text=["hello", "hello"], lora_path=["sql/v1", None], sampling_params=params)
     for output, model in ((first, ENGINE_NAME), (second, BASE)):
@@ -315,13 +321,13 @@ def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct
         ({"json_schema": '{"type":"integer","minimum":10,"maximum":12}'}, "1[0-2]"),
     ],
 )
-def test_a_constraint_of_generate_holds(direct: Direct, params: dict[str, str], pattern: str) -> None:
+def test_a_constraint_of_generate_holds(direct: DirectEngine, params: dict[str, str], pattern: str) -> None:
     output = generated(direct, text="hello", sampling_params={"max_new_tokens": 8, "temperature": 1, **params})
     assert re.fullmatch(pattern, output["text"])
     assert output["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-def test_a_stream_of_generate_ends_with_all_that_the_whole_answer_has(direct: Direct) -> None:
+def test_a_stream_of_generate_ends_with_all_that_the_whole_answer_has(direct: DirectEngine) -> None:
     ask = {"text": "hello there", "rid": "me", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     whole = generated(direct, **ask)
     *events, done = generated(direct, **ask, stream=True).split(b"\n\n")[:-1]
@@ -375,7 +381,7 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 async def test_tools_that_are_no_functions_are_answered_and_known_behind_a_router(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     limits = {"max_output_tokens": 4, "temperature": 0}
     said = {"input": [USER, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]}
@@ -400,7 +406,7 @@ async def test_tools_that_are_no_functions_are_answered_and_known_behind_a_route
                 assert int(again.headers["x-lorafleet-cached-tokens"]) == (cached if is_known else 0)
 
 
-async def test_every_example_is_answered_behind_a_router_as_without_one(direct: Direct, model_dir: Path) -> None:
+async def test_every_example_is_answered_behind_a_router_as_without_one(direct: DirectEngine, model_dir: Path) -> None:
     async with routed(direct, model_dir) as (client, _parts):
         for route in ROWS:
             await assert_same_through_a_router(direct, client, route.path, example(route.path), "example")
@@ -408,7 +414,7 @@ async def test_every_example_is_answered_behind_a_router_as_without_one(direct: 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
 async def test_every_way_to_ask_is_answered_behind_a_router_as_without_one(
-    direct: Direct, model_dir: Path, path: str
+    direct: DirectEngine, model_dir: Path, path: str
 ) -> None:
     async with routed(direct, model_dir) as (client, _parts):
         asked = [(name, body) for route, name, body in ASKED if route == path]
@@ -419,7 +425,9 @@ async def test_every_way_to_ask_is_answered_behind_a_router_as_without_one(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_is_signed_behind_a_router_as_without_one(direct: Direct, model_dir: Path, path: str) -> None:
+async def test_a_stream_is_signed_behind_a_router_as_without_one(
+    direct: DirectEngine, model_dir: Path, path: str
+) -> None:
     async with routed(direct, model_dir) as (client, _parts):
         for more in ({}, {"n": 2, "seed": 1}, {"stream_options": {"include_usage": True}}):
             body = {"model": BASE, "stream": True, "max_tokens": 4, "messages": [USER], "prompt": "hello"} | more
@@ -430,7 +438,9 @@ async def test_a_stream_is_signed_behind_a_router_as_without_one(direct: Direct,
             )
 
 
-async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(direct: Direct, model_dir: Path) -> None:
+async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(
+    direct: DirectEngine, model_dir: Path
+) -> None:
     text = "Count the orders of every customer in May. " * 12
     bodies: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
@@ -450,7 +460,9 @@ async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(dir
             assert usage.cached_tokens
 
 
-async def test_a_hit_is_expected_where_the_engine_looks_for_one_and_only_there(direct: Direct, model_dir: Path) -> None:
+async def test_a_hit_is_expected_where_the_engine_looks_for_one_and_only_there(
+    direct: DirectEngine, model_dir: Path
+) -> None:
     text = "Count the orders of every supplier in June. " * 12
     chat = {"messages": [{"role": "user", "content": text}]}
     asked: list[tuple[str, dict[str, Any], bool]] = [
@@ -505,7 +517,7 @@ def test_special_tokens_go_around_the_prompts_that_vllm_puts_them_around(tokeniz
     ],
 )
 async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a_router(
-    direct: Direct, model_dir: Path, given: str | None, before: bytes
+    direct: DirectEngine, model_dir: Path, given: str | None, before: bytes
 ) -> None:
     headers = {} if given is None else {"content-type": given}
     async with routed(direct, model_dir) as (client, _parts):
@@ -521,7 +533,7 @@ TRIES = 6
 
 
 async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held_against_it(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     async with routed(direct, model_dir) as (client, parts):
         for path in NOT_SERVED:
@@ -531,7 +543,7 @@ async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held
 
 
 async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_it_says_so(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     schema = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
     body = {"model": BASE, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "output_config": schema}
@@ -543,7 +555,7 @@ async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_i
 
 
 async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_found_well(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     wrong = {"model": BASE, "prompt": "hello", "max_tokens": 4, "structured_outputs": True}
     async with routed(direct, model_dir, breaker_failures=2) as (client, parts):
@@ -555,7 +567,7 @@ async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_f
 
 
 async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     ask: dict[str, Any] = {"max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
     ask["extra_body"] = {"temperature": 0}
@@ -577,7 +589,7 @@ async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
 
 
 async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_circuit(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     ask = {"model": BASE, "input": "hello", "max_output_tokens": 4, "truncation": None}
     async with routed(direct, model_dir, breaker_failures=2) as (client, parts):
@@ -588,7 +600,7 @@ async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_c
         assert not parts.mind.breaker._shut
 
 
-async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, model_dir: Path) -> None:
+async def test_a_response_is_followed_up_by_whoever_made_it(direct: DirectEngine, model_dir: Path) -> None:
     ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 4, "temperature": 0}
     async with routed(direct, model_dir) as (client, _parts), routed(direct, model_dir) as (other, _):
         made = (await client.post(RESPONSES, json=ask)).json()
@@ -620,7 +632,7 @@ async def test_a_response_is_followed_up_by_whoever_made_it(direct: Direct, mode
 
 
 async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_that_it_is_over(
-    direct: Direct, model_dir: Path
+    direct: DirectEngine, model_dir: Path
 ) -> None:
     async with routed(direct, model_dir, figures=Load(running=1)) as (client, parts):
         ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 100, "ignore_eos": True, "background": True}
@@ -638,7 +650,7 @@ async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_t
             assert use.output_tokens == before + 100
 
 
-async def test_a_batch_of_generate_mixes_adapters_and_the_base_model(direct: Direct, model_dir: Path) -> None:
+async def test_a_batch_of_generate_mixes_adapters_and_the_base_model(direct: DirectEngine, model_dir: Path) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
     ask = {"text": ["hello", "hello"], "lora_path": ["sql/v1", None], "sampling_params": params, "rid": "me"}
     async with routed(direct, model_dir) as (client, _parts):
@@ -670,7 +682,7 @@ LONG_ASKS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def at_work(direct: Direct) -> int:
+def at_work(direct: DirectEngine) -> int:
     """Requests that run or wait in the engine, by its own count."""
     metrics = direct.client.get("/metrics").text
     shown = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", metrics, re.MULTILINE)
@@ -678,14 +690,14 @@ def at_work(direct: Direct) -> int:
     return sum(int(float(count)) for count in shown)
 
 
-async def comes_to(direct: Direct, count: int, *, within_s: float = 20.0) -> None:
+async def comes_to(direct: DirectEngine, count: int, *, within_s: float = 20.0) -> None:
     """Wait until so many are at work; asked in a thread, so that the router goes on meanwhile."""
     async with within(within_s):
         while await asyncio.to_thread(at_work, direct) != count:
             await asyncio.sleep(0.02)
 
 
-async def is_at_work(direct: Direct, count: int) -> bool:
+async def is_at_work(direct: DirectEngine, count: int) -> bool:
     """Whether the engine shows so many soon. Where all cores are taken vLLM's API server has been seen to say nothing,
     neither this nor an answer's first event, until the whole answer was made; asked without a router, too.
     """
@@ -698,7 +710,7 @@ async def is_at_work(direct: Direct, count: int) -> bool:
 
 @pytest.mark.parametrize(("path", "body", "count"), LONG_ASKS, ids=[path for path, _, _ in LONG_ASKS])
 async def test_a_client_that_leaves_ends_the_work_in_the_engine(
-    direct: Direct, model_dir: Path, path: str, body: dict[str, Any], count: int
+    direct: DirectEngine, model_dir: Path, path: str, body: dict[str, Any], count: int
 ) -> None:
     async with routed(direct, model_dir) as (client, parts):
         for _ in range(TRIES):

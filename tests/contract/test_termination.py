@@ -5,13 +5,13 @@ from threading import Thread
 import httpx
 import pytest
 
-from tests.contract.conftest import Bench
+from tests.contract.conftest import EngineUnderTest
 from tests.contract.test_engine import COMPLETIONS, envelope
 from tests.patience import patience, wait_until
 
 
 @pytest.mark.slow
-def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: Bench) -> None:
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello", "max_tokens": 600, "ignore_eos": True, "stream": True}
     lines: list[str] = []
 

@@ -24,7 +24,7 @@ import zmq
 
 from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.engines import start_engine
-from tests.recordings.recording import VLLM, Asked, Heard, Recording
+from tests.recordings.recording import VLLM, RecordedEvent, RecordedRequest, Recording
 
 BLOCK_SIZE = 32
 TOTAL_BLOCKS = 40
@@ -37,13 +37,13 @@ _LONGEST_PROMPT = 500
 
 
 @dataclass(slots=True)
-class Session:
+class RecordingSession:
     """The engine, what was heard and asked so far, and what may be asked again."""
 
     client: httpx.Client
     sub: "zmq.Socket[bytes]"
     model: str
-    entries: list[Heard | Asked] = field(default_factory=list)
+    entries: list[RecordedEvent | RecordedRequest] = field(default_factory=list)
     prompts: list[tuple[str, str, list[int]]] = field(default_factory=list)
     report_full: bool = False
 
@@ -51,7 +51,7 @@ class Session:
         """Take all events until none has come for a while."""
         while self.sub.poll(_QUIET_MS):
             _, seq, payload = self.sub.recv_multipart()
-            self.entries.append(Heard(int.from_bytes(seq, "big"), payload))
+            self.entries.append(RecordedEvent(int.from_bytes(seq, "big"), payload))
 
     def post(self, path: str, engine_name: str, salt: str, **fields: Any) -> dict[str, Any]:
         body = {"model": engine_name or self.model, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -77,7 +77,7 @@ class Session:
         usage = answer["usage"]
         assert usage["prompt_tokens"] == len(ids)
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-        self.entries.append(Asked(engine_name, salt, ids, cached_tokens, self.report_full))
+        self.entries.append(RecordedRequest(engine_name, salt, ids, cached_tokens, self.report_full))
         self.listen()
 
     def twins(self, prompt: list[int]) -> None:
@@ -88,7 +88,7 @@ class Session:
         self.listen()
 
 
-def play(session: Session, rng: Random, requests: int, roots: list[tuple[str, str]]) -> None:
+def play(session: RecordingSession, rng: Random, requests: int, roots: list[tuple[str, str]]) -> None:
     """Requests of all kinds, drawn at random."""
     prefixes = [[rng.randrange(300, 4000) for _ in range(size)] for size in (40, 96, 150)]
     for number in range(requests):
@@ -120,7 +120,7 @@ def load_adapter(client: httpx.Client, name: str, path: Path) -> None:
 
 def record(client: httpx.Client, sub: "zmq.Socket[bytes]", model: str, adapters: list[Path]) -> Recording:
     """Play all three parts."""
-    session, rng = Session(client, sub, model), Random(SEED)
+    session, rng = RecordingSession(client, sub, model), Random(SEED)
     names = {f"adapter-{number}/v1@{number:012x}": path for number, path in enumerate(adapters[:2], 1)}
     for name, path in names.items():
         load_adapter(client, name, path)
@@ -163,7 +163,7 @@ def main(into: Path) -> None:
         finally:
             engine.stop()
     recording.save(into)
-    asked = sum(isinstance(entry, Asked) for entry in recording.entries)
+    asked = sum(isinstance(entry, RecordedRequest) for entry in recording.entries)
     print(f"{into}: {asked} requests, {len(recording.entries) - asked} messages, {into.stat().st_size} bytes")  # noqa: T201
 
 

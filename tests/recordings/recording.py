@@ -8,14 +8,14 @@ import msgspec
 VLLM = Path(__file__).parent / "vllm-0.32.0.msgpack.gz"
 
 
-class Heard(msgspec.Struct, array_like=True, tag="heard", frozen=True):
+class RecordedEvent(msgspec.Struct, array_like=True, tag="heard", frozen=True):
     """One message of the engine's KV event socket: its sequence number and its payload, byte for byte."""
 
     seq: int
     payload: bytes
 
 
-class Asked(msgspec.Struct, array_like=True, tag="asked", frozen=True):
+class RecordedRequest(msgspec.Struct, array_like=True, tag="asked", frozen=True):
     """One request, alone in the engine: all events before it were heard, none of its own was.
 
     engine_name    the adapter's, or empty for the base model
@@ -37,9 +37,9 @@ class Recording(msgspec.Struct, frozen=True):
     block_size: int
     total_blocks: int
     parts: dict[str, int]
-    entries: list[Heard | Asked]
+    entries: list[RecordedEvent | RecordedRequest]
 
-    def part(self, name: str) -> list[Heard | Asked]:
+    def part(self, name: str) -> list[RecordedEvent | RecordedRequest]:
         """The entries of one part."""
         starts = [*sorted(self.parts.values()), len(self.entries)]
         start = self.parts[name]

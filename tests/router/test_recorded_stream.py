@@ -14,7 +14,7 @@ from lorafleet.kv.events import KvEventDecoder
 from lorafleet.kv.ledger import BlockLedger
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy, hit_tokens
-from tests.recordings.recording import Asked, Heard, load
+from tests.recordings.recording import RecordedEvent, RecordedRequest, load
 
 RECORDING = load()
 BLOCK_SIZE = RECORDING.block_size
@@ -72,7 +72,7 @@ def hashes_of(asked):
 def predictions(mind, entries, *, without=(), encode=bytes):
     """(request, tokens predicted) in order, having heard all messages but those with these sequence numbers."""
     for entry in entries:
-        if isinstance(entry, Asked):
+        if isinstance(entry, RecordedRequest):
             yield entry, mind.predicted_tokens(entry)
         elif entry.seq not in without:
             mind.hear(encode(entry.payload))
@@ -80,7 +80,7 @@ def predictions(mind, entries, *, without=(), encode=bytes):
 
 def events(entries):
     for entry in entries:
-        if isinstance(entry, Heard):
+        if isinstance(entry, RecordedEvent):
             yield from msgspec.msgpack.decode(entry.payload)[1]
 
 
@@ -106,7 +106,7 @@ def with_bytes_hashes(payload):
 
 
 def test_the_recording_has_what_is_hard():
-    heard = [entry for entry in RECORDING.entries if isinstance(entry, Heard)]
+    heard = [entry for entry in RECORDING.entries if isinstance(entry, RecordedEvent)]
     assert [entry.seq for entry in heard] == list(range(len(heard)))
     kinds, stored, copies = Counter(), Counter(), 0
     for event in events(RECORDING.part("incremental")):
@@ -121,7 +121,7 @@ def test_the_recording_has_what_is_hard():
     assert sum(stored.values()) <= RECORDING.total_blocks
     assert kinds["BlockRemoved"] > 5 * RECORDING.total_blocks
     assert copies > 10
-    asked = [entry for entry in RECORDING.part("incremental") if isinstance(entry, Asked)]
+    asked = [entry for entry in RECORDING.part("incremental") if isinstance(entry, RecordedRequest)]
     assert len({(entry.engine_name, entry.cache_salt) for entry in asked}) == 5
     hits = [entry for entry in asked if entry.cached_tokens]
     assert 0.3 * len(asked) < len(hits) < 0.9 * len(asked)
@@ -144,7 +144,7 @@ def test_reports_of_reused_blocks_disturb_no_prediction_then_or_later():
     for name in RECORDING.parts:
         mind.ledger.expect_repeats(name == "full")
         for entry in RECORDING.part(name):
-            if isinstance(entry, Heard):
+            if isinstance(entry, RecordedEvent):
                 mind.hear(entry.payload)
                 # A repetition taken for a copy would stay when the block goes: more than there is room for.
                 assert len(mind.ledger) <= RECORDING.total_blocks
@@ -156,7 +156,7 @@ def test_reports_of_reused_blocks_disturb_no_prediction_then_or_later():
 def test_reports_that_nobody_said_were_asked_for_disturb_no_prediction_either():
     mind = Mind()
     for entry in RECORDING.entries:
-        if isinstance(entry, Heard):
+        if isinstance(entry, RecordedEvent):
             mind.hear(entry.payload)
         else:
             assert mind.predicted_tokens(entry) == entry.cached_tokens
@@ -164,7 +164,7 @@ def test_reports_that_nobody_said_were_asked_for_disturb_no_prediction_either():
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
-INCREMENTAL = [entry.seq for entry in RECORDING.part("incremental") if isinstance(entry, Heard)]
+INCREMENTAL = [entry.seq for entry in RECORDING.part("incremental") if isinstance(entry, RecordedEvent)]
 
 
 def gap(start, size):
@@ -212,7 +212,7 @@ def after_gap(missing, payload_of):
     for part in RECORDING.parts:
         for entry in RECORDING.part(part):
             mind.ledger.expect_repeats(part == "full" or trust.state(W) == "degraded")
-            if isinstance(entry, Asked):
+            if isinstance(entry, RecordedRequest):
                 predicted = mind.predicted_tokens(entry)
                 wrong[part] += predicted != entry.cached_tokens
                 now += 1
@@ -242,9 +242,9 @@ def test_a_gap_degrades_a_worker_until_predictions_agree_again(start, size):
 def payloads_without_repetitions():
     """By sequence number: the messages as if nobody had asked for reports of reused blocks."""
     held, payloads = Counter(), {}
-    reporting = {entry.seq for entry in RECORDING.part("full") if isinstance(entry, Heard)}
+    reporting = {entry.seq for entry in RECORDING.part("full") if isinstance(entry, RecordedEvent)}
     for entry in RECORDING.entries:
-        if isinstance(entry, Asked):
+        if isinstance(entry, RecordedRequest):
             continue
         ts, batch, rank = msgspec.msgpack.decode(entry.payload)
         kept = []

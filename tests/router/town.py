@@ -16,7 +16,7 @@ from router.core.schedule.load import LoadEntry
 from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine
-from workers.engines.sim.timing import Job
+from workers.engines.sim.timing import EngineJob
 
 # As router/request/queue.py looks while somebody waits, and as routers read reports.
 _LOOK_EVERY_S = 0.02
@@ -70,7 +70,7 @@ class SimulatedFleet:
         self.roster = Roster(tuple(self.replicas))
         self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: PrefixMatch(), rng=Random(seed), **mind)
         self.asked: list[SimulatedRequest] = []
-        self._sent: dict[Job, _SentRequest] = {}
+        self._sent: dict[EngineJob, _SentRequest] = {}
         self._waiting: dict[QueuedRequest, SimulatedRequest] = {}
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -139,7 +139,7 @@ class SimulatedFleet:
         flight = self.mind.begin(decision, self.now)
         self._sent[engine.ask(asked.prompt_tokens, asked.answer_tokens)] = _SentRequest(asked, flight)
 
-    def _tell(self, told: "list[Job] | tuple[Job, ...]") -> None:
+    def _tell(self, told: "list[EngineJob] | tuple[EngineJob, ...]") -> None:
         for job in told:
             sent = self._sent[job]
             if job.produced == 1:

@@ -30,7 +30,7 @@ Files = dict[str, bytes]
 
 
 @dataclass(frozen=True)
-class Case:
+class BrokenAdapter:
     """One adapter. `code` None: to be taken. `why` says why an adapter is refused that vLLM takes."""
 
     name: str
@@ -151,34 +151,36 @@ SILENT = "vLLM copies what overlaps or belongs to a module it has, drops the res
 
 BROKEN = (
     # Files
-    Case("no-config", "adapter_incomplete", files=without(C)),
-    Case("no-weights", "adapter_incomplete", files=without(W)),
-    Case("in-parts", "adapter_incomplete", files=lambda f: {C: f[C], "adapter_model-00001-of-00002.safetensors": f[W]}),
-    Case("pickled", "adapter_pickled", files=lambda f: {C: f[C], "adapter_model.bin": pickle.dumps({})}),
+    BrokenAdapter("no-config", "adapter_incomplete", files=without(C)),
+    BrokenAdapter("no-weights", "adapter_incomplete", files=without(W)),
+    BrokenAdapter("in-parts", "adapter_incomplete",
+                  files=lambda f: {C: f[C], "adapter_model-00001-of-00002.safetensors": f[W]}),
+    BrokenAdapter("pickled", "adapter_pickled", files=lambda f: {C: f[C], "adapter_model.bin": pickle.dumps({})}),
     # Config
-    Case("config-no-json", "adapter_config_invalid", files=config_bytes(b"{nope")),
-    Case("config-a-list", "adapter_config_invalid", files=config_bytes(b"[]")),
-    Case("no-r", "adapter_config_invalid", leave_out="r"),
-    Case("no-alpha", "adapter_config_invalid", leave_out="lora_alpha"),
-    Case("no-targets", "adapter_config_invalid", leave_out="target_modules"),
-    Case("r-zero", "adapter_config_invalid", {"r": 0}),
-    Case("r-text", "adapter_config_invalid", {"r": "8"}),
-    Case("alpha-text", "adapter_config_invalid", {"lora_alpha": "16"}),
-    Case("alpha-zero", "adapter_config_invalid", {"lora_alpha": 0}, vllm="takes", why="it would change nothing"),
-    Case("targets-empty", "adapter_config_invalid", {"target_modules": []}, vllm="takes", why=UNREAD),
-    Case("rank-pattern-text", "adapter_config_invalid", {"rank_pattern": {"q_proj": "8"}}),
-    Case("pattern-endless", "adapter_config_invalid", {"alpha_pattern": {"(a|a)+z": 8}},
+    BrokenAdapter("config-no-json", "adapter_config_invalid", files=config_bytes(b"{nope")),
+    BrokenAdapter("config-a-list", "adapter_config_invalid", files=config_bytes(b"[]")),
+    BrokenAdapter("no-r", "adapter_config_invalid", leave_out="r"),
+    BrokenAdapter("no-alpha", "adapter_config_invalid", leave_out="lora_alpha"),
+    BrokenAdapter("no-targets", "adapter_config_invalid", leave_out="target_modules"),
+    BrokenAdapter("r-zero", "adapter_config_invalid", {"r": 0}),
+    BrokenAdapter("r-text", "adapter_config_invalid", {"r": "8"}),
+    BrokenAdapter("alpha-text", "adapter_config_invalid", {"lora_alpha": "16"}),
+    BrokenAdapter("alpha-zero", "adapter_config_invalid",
+                  {"lora_alpha": 0}, vllm="takes", why="it would change nothing"),
+    BrokenAdapter("targets-empty", "adapter_config_invalid", {"target_modules": []}, vllm="takes", why=UNREAD),
+    BrokenAdapter("rank-pattern-text", "adapter_config_invalid", {"rank_pattern": {"q_proj": "8"}}),
+    BrokenAdapter("pattern-endless", "adapter_config_invalid", {"alpha_pattern": {"(a|a)+z": 8}},
          tensors=rename("model.layers.0", "a" * 40), vllm="not asked", why=UNASKED),
-    Case("ia3", "peft_type_unsupported", {"peft_type": "IA3"}, vllm="takes", why=UNREAD),
-    Case("dora", "dora_unsupported", {"use_dora": True}),
-    Case("bias", "bias_unsupported", {"bias": "all"}),
-    Case("lora-bias", "bias_unsupported", {"lora_bias": True}),
-    Case("whole-head", "modules_to_save_unsupported", {"modules_to_save": ["lm_head"]}),
-    Case("pissa", "peft_feature_unsupported", {"init_lora_weights": "pissa"}),
-    Case("replicated", "peft_feature_unsupported", {"layer_replication": [[0, 2], [1, 3]]}),
-    Case("activated", "peft_feature_unsupported", {"alora_invocation_tokens": [1, 2]}),
-    Case("own-tokens", "peft_feature_unsupported", {"trainable_token_indices": [5]}, vllm="takes", why=UNREAD),
-    Case(
+    BrokenAdapter("ia3", "peft_type_unsupported", {"peft_type": "IA3"}, vllm="takes", why=UNREAD),
+    BrokenAdapter("dora", "dora_unsupported", {"use_dora": True}),
+    BrokenAdapter("bias", "bias_unsupported", {"bias": "all"}),
+    BrokenAdapter("lora-bias", "bias_unsupported", {"lora_bias": True}),
+    BrokenAdapter("whole-head", "modules_to_save_unsupported", {"modules_to_save": ["lm_head"]}),
+    BrokenAdapter("pissa", "peft_feature_unsupported", {"init_lora_weights": "pissa"}),
+    BrokenAdapter("replicated", "peft_feature_unsupported", {"layer_replication": [[0, 2], [1, 3]]}),
+    BrokenAdapter("activated", "peft_feature_unsupported", {"alora_invocation_tokens": [1, 2]}),
+    BrokenAdapter("own-tokens", "peft_feature_unsupported", {"trainable_token_indices": [5]}, vllm="takes", why=UNREAD),
+    BrokenAdapter(
         "other-base",
         "base_model_mismatch",
         {"base_model_name_or_path": "org/other"},
@@ -186,59 +188,66 @@ BROKEN = (
         why="vLLM does not compare base models",
     ),
     # Ranks
-    Case("rank-32", "rank_too_big", {"r": 32}, tensors=lambda _: pairs(32)),
-    Case("pattern-32", "rank_too_big", {"rank_pattern": {"v_proj": 32}}),
-    Case("r-16-tensors-8", "rank_mismatch", {"r": 16}, vllm="takes", why="served with the wrong scale"),
-    Case(
+    BrokenAdapter("rank-32", "rank_too_big", {"r": 32}, tensors=lambda _: pairs(32)),
+    BrokenAdapter("pattern-32", "rank_too_big", {"rank_pattern": {"v_proj": 32}}),
+    BrokenAdapter("r-16-tensors-8", "rank_mismatch", {"r": 16}, vllm="takes", why="served with the wrong scale"),
+    BrokenAdapter(
         "pattern-unkept",
         "rank_mismatch",
         {"rank_pattern": {"q_proj": 4}},
         vllm="takes",
         why="served with the wrong scale",
     ),
-    Case("halves-of-two-ranks", "rank_mismatch", tensors=lambda t: t | {f"{Q}.lora_B.weight": ("BF16", (HIDDEN, 4))},
+    BrokenAdapter("halves-of-two-ranks", "rank_mismatch",
+                  tensors=lambda t: t | {f"{Q}.lora_B.weight": ("BF16", (HIDDEN, 4))},
          vllm="takes", why=SILENT),
     # Header of the weights
-    Case("garbage", "weights_corrupt", files=weights(lambda _: b"\xff" * 100)),
-    Case("nothing", "weights_corrupt", files=weights(lambda _: b"")),
-    Case("cut-short", "weights_corrupt", files=weights(lambda raw: raw[:-64])),
-    Case("padded", "weights_corrupt", files=weights(lambda raw: raw + bytes(64))),
-    Case("header-too-large", "weights_corrupt",
+    BrokenAdapter("garbage", "weights_corrupt", files=weights(lambda _: b"\xff" * 100)),
+    BrokenAdapter("nothing", "weights_corrupt", files=weights(lambda _: b"")),
+    BrokenAdapter("cut-short", "weights_corrupt", files=weights(lambda raw: raw[:-64])),
+    BrokenAdapter("padded", "weights_corrupt", files=weights(lambda raw: raw + bytes(64))),
+    BrokenAdapter("header-too-large", "weights_corrupt",
          files=weights(lambda raw: (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + raw[8:])),
-    Case("overlapping", "weights_corrupt", files=header(data_offsets=[FIRST, 2 * FIRST])),
-    Case("dtype-unknown", "weights_corrupt", files=header(dtype="BF15")),
-    Case("shape-of-other-size", "weights_corrupt", files=header(shape=[9, HIDDEN])),
+    BrokenAdapter("overlapping", "weights_corrupt", files=header(data_offsets=[FIRST, 2 * FIRST])),
+    BrokenAdapter("dtype-unknown", "weights_corrupt", files=header(dtype="BF15")),
+    BrokenAdapter("shape-of-other-size", "weights_corrupt", files=header(shape=[9, HIDDEN])),
     # Tensors
-    Case("no-tensors", "weights_empty", tensors=lambda _: {}),
-    Case("whole-weights", "tensor_unexpected", tensors=lambda t: t | {f"{Q}.weight": ("BF16", (HIDDEN, HIDDEN))}),
-    Case("named-adapter", "tensor_unexpected", tensors=rename(".weight", ".default.weight")),
-    Case("half-a-pair", "tensor_unpaired",
+    BrokenAdapter("no-tensors", "weights_empty", tensors=lambda _: {}),
+    BrokenAdapter("whole-weights", "tensor_unexpected",
+                  tensors=lambda t: t | {f"{Q}.weight": ("BF16", (HIDDEN, HIDDEN))}),
+    BrokenAdapter("named-adapter", "tensor_unexpected", tensors=rename(".weight", ".default.weight")),
+    BrokenAdapter("half-a-pair", "tensor_unpaired",
          tensors=lambda t: {name: value for name, value in t.items() if name != f"{Q}.lora_B.weight"}),
-    Case("integers", "dtype_unsupported", tensors=lambda _: pairs(dtype="I8"), vllm="takes",
+    BrokenAdapter("integers", "dtype_unsupported", tensors=lambda _: pairs(dtype="I8"), vllm="takes",
          why="vLLM converts them, without the scale they need"),
     # Against the base model
-    Case("no-such-module", "module_unknown", {"target_modules": [*CONFIG["target_modules"], "z_proj"]},
+    BrokenAdapter("no-such-module", "module_unknown", {"target_modules": [*CONFIG["target_modules"], "z_proj"]},
          tensors=add("model.layers.0.self_attn.z_proj", (HIDDEN, HIDDEN))),
-    Case("packed", "module_unknown", {"target_modules": "all-linear"},
+    BrokenAdapter("packed", "module_unknown", {"target_modules": "all-linear"},
          tensors=add("model.layers.0.self_attn.qkv_proj", (HIDDEN + 2 * KEYS, HIDDEN))),
-    Case("more-layers", "module_unknown", tensors=lambda _: pairs(layers=LAYERS + 1), vllm="takes", why=SILENT),
-    Case("no-matching-module", "modules_unmatched", tensors=rename("model.layers", "layers"), vllm="takes",
+    BrokenAdapter("more-layers", "module_unknown",
+                  tensors=lambda _: pairs(layers=LAYERS + 1), vllm="takes", why=SILENT),
+    BrokenAdapter("no-matching-module", "modules_unmatched", tensors=rename("model.layers", "layers"), vllm="takes",
          why="vLLM answers with the base model"),
-    Case("head", "module_unsupported", {"target_modules": ["lm_head"]},
+    BrokenAdapter("head", "module_unsupported", {"target_modules": ["lm_head"]},
          tensors=lambda _: pair("lm_head", (VOCABULARY, HIDDEN))),
-    Case("embeddings", "module_unsupported", {"target_modules": ["embed_tokens"]}, tensors=lambda _: EMBED),
-    Case("too-wide", "shape_mismatch", tensors=add("model.layers.0.self_attn.q_proj", (HIDDEN, HIDDEN + 64))),
-    Case("too-narrow", "shape_mismatch", tensors=add("model.layers.0.self_attn.q_proj", (HIDDEN, HIDDEN - 64)),
+    BrokenAdapter("embeddings", "module_unsupported", {"target_modules": ["embed_tokens"]}, tensors=lambda _: EMBED),
+    BrokenAdapter("too-wide", "shape_mismatch", tensors=add("model.layers.0.self_attn.q_proj", (HIDDEN, HIDDEN + 64))),
+    BrokenAdapter("too-narrow", "shape_mismatch", tensors=add("model.layers.0.self_attn.q_proj", (HIDDEN, HIDDEN - 64)),
          vllm="takes", why=SILENT),
-    Case("keys-as-wide-as-queries", "shape_mismatch", tensors=add("model.layers.0.self_attn.k_proj", (HIDDEN, HIDDEN))),
-    Case("one-dimension", "shape_mismatch", tensors=lambda t: t | {f"{Q}.lora_A.weight": ("BF16", (8 * HIDDEN,))}),
-    Case("left-out-of-targets", "module_untargeted", {"target_modules": ["q_proj"]}, vllm="takes",
+    BrokenAdapter("keys-as-wide-as-queries", "shape_mismatch",
+                  tensors=add("model.layers.0.self_attn.k_proj", (HIDDEN, HIDDEN))),
+    BrokenAdapter("one-dimension", "shape_mismatch",
+                  tensors=lambda t: t | {f"{Q}.lora_A.weight": ("BF16", (8 * HIDDEN,))}),
+    BrokenAdapter("left-out-of-targets", "module_untargeted", {"target_modules": ["q_proj"]}, vllm="takes",
          why="PEFT would not apply them: the adapter was not trained to be used with them"),
 )  # fmt: skip
 
 
-def good(name: str, config: Mapping[str, Any] = {}, tensors: Callable[[Tensors], Tensors] = lambda t: t) -> Case:
-    return Case(name, None, config, tensors=tensors, vllm="takes")
+def good(
+    name: str, config: Mapping[str, Any] = {}, tensors: Callable[[Tensors], Tensors] = lambda t: t
+) -> BrokenAdapter:
+    return BrokenAdapter(name, None, config, tensors=tensors, vllm="takes")
 
 
 GOOD = (

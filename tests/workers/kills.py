@@ -31,7 +31,7 @@ from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import within
 from tests.workers.running import SIM, RunningWorker, code, post
-from tests.workers.source_servers import Cable, Site, certificate, files_of
+from tests.workers.source_servers import FaultyConnection, SourceServer, certificate, files_of
 from workers.storage.cache import is_intact
 from workers.storage.disk import is_leftover
 
@@ -46,7 +46,7 @@ CODES = {
 }  # fmt: skip
 
 
-class SlowCable(Cable):
+class SlowConnection(FaultyConnection):
     """Carries 64 KiB, then waits: an adapter takes as long as a kill needs to meet it."""
 
     pause_s = 0.02
@@ -60,7 +60,7 @@ class SlowCable(Cable):
 
 
 @dataclass
-class Findings:
+class KillFindings:
     """What a trial saw. `violations` has to stay empty; `agreed_s`: from the kill's end to agreement, one a round."""
 
     operations: int = 0
@@ -81,7 +81,7 @@ class Findings:
         )
 
 
-class Trial:
+class KillTrial:
     """One worker, killed again and again. `engine`: what an attached agent speaks to; None: the agent starts its own.
 
     truth  lora_id -> what a clean engine answers to ASK
@@ -92,13 +92,13 @@ class Trial:
         engine: RunningEngine | None, agree_within_s: float, may_kill_engine: bool = True,
     ) -> None:  # fmt: skip
         self.worker, self.rng, self.sources, self.truth, self.engine = worker, rng, sources, truth, engine
-        self.findings = Findings()
+        self.findings = KillFindings()
         self._agree_within_s = agree_within_s
         self._targets = ("agent", "engine") if may_kill_engine else ("agent",)
         self._life = contextlib.AsyncExitStack()
         self._is_alive = asyncio.Event()
 
-    async def run(self, operations: int, *, per_round: int) -> Findings:
+    async def run(self, operations: int, *, per_round: int) -> KillFindings:
         await self._start()
         try:
             await self._agree()
@@ -264,7 +264,7 @@ def truth_of(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def remote(folders: Mapping[str, Path], where: Path, cable: Cable) -> AsyncIterator[dict[str, str]]:
+async def remote(folders: Mapping[str, Path], where: Path, cable: FaultyConnection) -> AsyncIterator[dict[str, str]]:
     """https:// sources of these adapters behind the cable; agents started meanwhile trust their certificate."""
     files = {
         f"{lora_id}/{path.name}": path.read_bytes() for lora_id, folder in folders.items() for path in folder.iterdir()
@@ -273,7 +273,7 @@ async def remote(folders: Mapping[str, Path], where: Path, cable: Cable) -> Asyn
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = str(where / "site.pem")
     try:
-        async with Site(files_of(files)).serving(server) as site, cable.to(site.url) as url:
+        async with SourceServer(files_of(files)).serving(server) as site, cable.to(site.url) as url:
             yield {lora_id: f"{url}/{lora_id}" for lora_id in folders}
     finally:
         os.environ.pop("SSL_CERT_FILE")
@@ -284,7 +284,7 @@ async def remote(folders: Mapping[str, Path], where: Path, cable: Cable) -> Asyn
 @contextlib.asynccontextmanager
 async def trial(
     kind: Kind, folder: Path, *, seed: int, engine: RunningEngine | None = None, may_kill_engine: bool = True
-) -> AsyncIterator[Trial]:
+) -> AsyncIterator[KillTrial]:
     """A trial in an empty folder. `engine`, one that the agent is attached to, holds no adapter; it is not stopped."""
     model = make_model(folder / "model")
     adapters = {lora_id: make_adapter(folder / "adapters", lora_id) for lora_id in LOCAL}
@@ -301,11 +301,11 @@ async def trial(
     # It is killed again and again: no reason to restart it slowly.
     restarts = ("--crash-loop-after", "1", "--crash-loop-retry-s", "0.3")
     flags = (*flags, *restarts, "--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")
-    async with remote(elsewhere, folder, SlowCable()) as sources:
+    async with remote(elsewhere, folder, SlowConnection()) as sources:
         sources |= {lora_id: str(path) for lora_id, path in adapters.items()}
         worker = RunningWorker(model, folder / "adapters", folder, *flags)
         within_s = 20.0 if kind == "sim" else 300.0
-        yield Trial(
+        yield KillTrial(
             worker, rng=Random(seed), sources=sources, truth=truth, engine=engine, agree_within_s=within_s,
             may_kill_engine=may_kill_engine,
         )  # fmt: skip

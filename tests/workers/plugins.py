@@ -8,7 +8,7 @@ from tests.workers.source_servers import SECRET
 from workers.plugin import LoraEvent, LoraManager, LoraModel
 
 
-class Shelf(LoraManager):
+class CopyingManager(LoraManager):
     """Copies from a folder into one of its own, as a downloader would; notes what it was told beside it."""
 
     root = Path()
@@ -33,13 +33,13 @@ class Shelf(LoraManager):
         raise RuntimeError("told")
 
 
-class AsyncShelf(Shelf):
+class AsyncCopyingManager(CopyingManager):
     async def download_lora_to_disk(self, name: str) -> LoraModel:
-        return Shelf.download_lora_to_disk(self, name)
+        return CopyingManager.download_lora_to_disk(self, name)
 
     async def delete_lora_from_disk(self, name: str) -> None:
-        Shelf.delete_lora_from_disk(self, name)
+        CopyingManager.delete_lora_from_disk(self, name)
 
 
-class Loose:
+class NotAManager:
     """No LoraManager."""

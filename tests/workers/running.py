@@ -18,13 +18,13 @@ from lorafleet.service.settings import load
 from tests.patience import patience, until
 from tests.serving import serving
 from workers.app import build
-from workers.config import TIMERS, Timers, WorkerSettings
+from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.engines.adopt import adopted
 from workers.engines.sim.__main__ import service_of
 from workers.engines.sim.app import make_app
-from workers.engines.sim.engine import Engine
+from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.publisher import Publisher
+from workers.engines.sim.publisher import KVEventPublisher
 from workers.engines.sim.settings import parse
 
 _SLOTS = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
@@ -45,7 +45,7 @@ class RunningWorker:
 
     @contextlib.asynccontextmanager
     async def inside(
-        self, *more: str, until_ready: bool = True, timers: Timers = TIMERS
+        self, *more: str, until_ready: bool = True, timers: AgentTimers = TIMERS
     ) -> AsyncIterator[httpx.AsyncClient]:
         """A client of an agent in the test's own process, for tests that neither signal the agent nor read its log.
 
@@ -74,7 +74,7 @@ class RunningWorker:
 
     @contextlib.asynccontextmanager
     async def together(
-        self, *more: str, engine: Sequence[str] = (), until_ready: bool = True, timers: Timers = TIMERS
+        self, *more: str, engine: Sequence[str] = (), until_ready: bool = True, timers: AgentTimers = TIMERS
     ) -> AsyncIterator[httpx.AsyncClient]:
         """A client of an agent beside a sim that it did not start, both in the test's own process: the quickest.
 
@@ -143,8 +143,8 @@ async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
         (*words, "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
         {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     )
-    publisher = Publisher(settings.kv_events)
-    engine = Engine(settings, publisher, SimMetrics(settings), on_death=lambda: None)
+    publisher = KVEventPublisher(settings.kv_events)
+    engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=lambda: None)
     try:
         async with serving(make_app(service_of(settings, engine), engine.run)) as url:
             yield url

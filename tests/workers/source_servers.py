@@ -22,7 +22,7 @@ SECRET = "hunter2-hunter2"  # what must never be seen in a message
 
 
 @dataclass
-class Asked:
+class SourceRequest:
     method: str
     path: str
     query: dict[str, str]
@@ -30,14 +30,14 @@ class Asked:
 
 
 @dataclass
-class Answer:
+class SourceAnswer:
     status: int = 200
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     cut_after: int | None = None
 
 
-Respond = Callable[[Asked], Answer]
+Respond = Callable[[SourceRequest], SourceAnswer]
 
 
 @contextlib.asynccontextmanager
@@ -72,17 +72,17 @@ async def listening(handle, context: ssl.SSLContext | None = None) -> AsyncItera
                 await writer.wait_closed()
 
 
-class Site:
+class SourceServer:
     """An HTTP/1.1 server of one function. `asked` has every request; `denies` answers all with that status."""
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond
-        self.asked: list[Asked] = []
+        self.asked: list[SourceRequest] = []
         self.denies = 0
         self.url = ""
 
     @contextlib.asynccontextmanager
-    async def serving(self, context: ssl.SSLContext | None = None) -> AsyncIterator["Site"]:
+    async def serving(self, context: ssl.SSLContext | None = None) -> AsyncIterator["SourceServer"]:
         async with listening(self._serve, context) as where:
             self.url = f"{'https' if context else 'http'}://{where}"
             yield self
@@ -96,7 +96,7 @@ class Site:
         method, target, _ = lines[0].split(" ")
         parts = urlsplit(target)
         pairs = (line.split(": ", 1) for line in lines[1:] if ": " in line)
-        ask = Asked(
+        ask = SourceRequest(
             method,
             unquote(parts.path),
             {key: values[0] for key, values in parse_qs(parts.query).items()},
@@ -105,7 +105,7 @@ class Site:
         self.asked.append(ask)
         await reader.readexactly(int(ask.headers.get("content-length", 0)))
         words = f"you said {ask.headers.get('authorization')} {SECRET}".encode()
-        answer = Answer(self.denies, words) if self.denies else self.respond(ask)
+        answer = SourceAnswer(self.denies, words) if self.denies else self.respond(ask)
         headers = {"content-length": str(len(answer.body))} | answer.headers
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         writer.write(f"HTTP/1.1 {answer.status} Told\r\n{head}\r\n".encode("latin-1"))
@@ -115,7 +115,7 @@ class Site:
         return answer.cut_after is None
 
 
-class Cable:
+class FaultyConnection:
     """A TCP connection's middle.
 
     cuts         bytes after which each next connection breaks off
@@ -168,32 +168,32 @@ class Cable:
             await writer.drain()
 
 
-def ranged(ask: Asked, body: bytes, headers: dict[str, str] | None = None) -> Answer:
+def ranged(ask: SourceRequest, body: bytes, headers: dict[str, str] | None = None) -> SourceAnswer:
     """The body or the part of it that was asked for, with an ETag and `If-Range`."""
     tag = f'"{hashlib.md5(body).hexdigest()}"'
     headers = {"etag": tag, "accept-ranges": "bytes"} | (headers or {})
     wanted = ask.headers.get("range") or ask.headers.get("x-ms-range")
     if not wanted or ask.headers.get("if-range", tag) != tag:
-        return Answer(200, body, headers)
+        return SourceAnswer(200, body, headers)
     start, _, end = wanted.removeprefix("bytes=").partition("-")
     first, last = int(start), min(int(end or len(body) - 1), len(body) - 1)
     if first >= len(body):
-        return Answer(416, b"", headers | {"content-range": f"bytes */{len(body)}"})
+        return SourceAnswer(416, b"", headers | {"content-range": f"bytes */{len(body)}"})
     part = body[first : last + 1]
-    return Answer(206, part, headers | {"content-range": f"bytes {first}-{last}/{len(body)}"})
+    return SourceAnswer(206, part, headers | {"content-range": f"bytes {first}-{last}/{len(body)}"})
 
 
 def files_of(files: dict[str, bytes]) -> Respond:
     """A plain web server; `files` may change while it serves."""
 
-    def respond(ask: Asked) -> Answer:
+    def respond(ask: SourceRequest) -> SourceAnswer:
         body = files.get(ask.path.lstrip("/"))
-        return Answer(404, SECRET.encode()) if body is None else ranged(ask, body)
+        return SourceAnswer(404, SECRET.encode()) if body is None else ranged(ask, body)
 
     return respond
 
 
-class Hub:
+class StubHub:
     """As huggingface_hub 2.4 asks one: a revision's files, and `/…/resolve/…`, redirected to a signed address."""
 
     def __init__(self) -> None:
@@ -207,28 +207,28 @@ class Hub:
         self.branches[repo, branch] = commit
         return commit
 
-    def respond(self, ask: Asked) -> Answer:
+    def respond(self, ask: SourceRequest) -> SourceAnswer:
         parts = ask.path.strip("/").split("/")
         if parts[0] == "signed":
             files = self.commits["/".join(parts[1:3]), parts[3]]
-            return ranged(ask, files["/".join(parts[4:])]) if ask.query.get("signature") else Answer(403)
+            return ranged(ask, files["/".join(parts[4:])]) if ask.query.get("signature") else SourceAnswer(403)
         if parts[:2] == ["api", "models"]:
             return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
         if parts[2:3] != ["resolve"]:
-            return Answer(404)
+            return SourceAnswer(404)
         return self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
-    def _info(self, repo: str, revision: str) -> Answer:
+    def _info(self, repo: str, revision: str) -> SourceAnswer:
         commit = self.branches.get((repo, revision), revision)
         if not any(known == repo for known, _ in self.commits):
-            return Answer(404, b"{}", {"x-error-code": "RepoNotFound"})
+            return SourceAnswer(404, b"{}", {"x-error-code": "RepoNotFound"})
         if (repo, commit) not in self.commits:
-            return Answer(404, b"{}", {"x-error-code": "RevisionNotFound"})
+            return SourceAnswer(404, b"{}", {"x-error-code": "RevisionNotFound"})
         siblings = [{"rfilename": name, "size": len(data)} for name, data in self.commits[repo, commit].items()]
         body = json.dumps({"id": repo, "modelId": repo, "sha": commit, "siblings": siblings, "tags": []})
-        return Answer(200, body.encode(), {"content-type": "application/json"})
+        return SourceAnswer(200, body.encode(), {"content-type": "application/json"})
 
-    def _resolve(self, repo: str, commit: str, name: str) -> Answer:
+    def _resolve(self, repo: str, commit: str, name: str) -> SourceAnswer:
         data = self.commits[repo, commit][name]
         headers = {
             "x-repo-commit": commit,
@@ -236,7 +236,7 @@ class Hub:
             "x-linked-etag": f'"{hashlib.sha256(data).hexdigest()}"',
             "location": f"{self.url}/signed/{repo}/{commit}/{name}?signature={SECRET}",
         }
-        return Answer(302, b"", headers)
+        return SourceAnswer(302, b"", headers)
 
 
 def google(objects: dict[str, bytes]) -> Respond:
@@ -247,20 +247,20 @@ def google(objects: dict[str, bytes]) -> Respond:
         tag = hashlib.md5(objects[name]).hexdigest()
         return {"kind": "storage#object", "name": path, "bucket": bucket, "size": str(len(objects[name])), "etag": tag}
 
-    def respond(ask: Asked) -> Answer:
+    def respond(ask: SourceRequest) -> SourceAnswer:
         parts = ask.path.strip("/").split("/")
         bucket = parts[parts.index("b") + 1]
         path = "/".join(parts[parts.index("b") + 3 :])
         if path:
             if (name := f"{bucket}/{path}") not in objects:
-                return Answer(404, b"{}")
+                return SourceAnswer(404, b"{}")
             if ask.query.get("alt") == "media":
                 return ranged(ask, objects[name])
-            return Answer(200, json.dumps(item(name)).encode(), {"content-type": "application/json"})
+            return SourceAnswer(200, json.dumps(item(name)).encode(), {"content-type": "application/json"})
         prefix = f"{bucket}/{ask.query.get('prefix', '')}"
         here = [name for name in objects if name.startswith(prefix) and "/" not in name[len(prefix) :]]
         body = json.dumps({"kind": "storage#objects", "items": [item(name) for name in here]})
-        return Answer(200, body.encode(), {"content-type": "application/json"})
+        return SourceAnswer(200, body.encode(), {"content-type": "application/json"})
 
     return respond
 
@@ -269,7 +269,7 @@ def azure(blobs: dict[str, bytes]) -> Respond:
     """As adlfs asks Azure's blob storage: a container's list as XML, and blobs. They are `container/path`."""
     common = {"x-ms-version": "2023-11-03", "last-modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
 
-    def respond(ask: Asked) -> Answer:
+    def respond(ask: SourceRequest) -> SourceAnswer:
         _account, container, *rest = ask.path.strip("/").split("/")
         if ask.query.get("comp") == "list":
             prefix = f"{container}/{ask.query.get('prefix', '')}"
@@ -289,10 +289,10 @@ def azure(blobs: dict[str, bytes]) -> Respond:
                 f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults ContainerName="{container}">'
                 f"<Blobs>{rows}</Blobs><NextMarker/></EnumerationResults>"
             )
-            return Answer(200, body.encode(), common | {"content-type": "application/xml"})
+            return SourceAnswer(200, body.encode(), common | {"content-type": "application/xml"})
         data = blobs.get("/".join([container, *rest]))
         if data is None:
-            return Answer(404, b"", common | {"x-ms-error-code": "BlobNotFound"})
+            return SourceAnswer(404, b"", common | {"x-ms-error-code": "BlobNotFound"})
         return ranged(ask, data, common | {"x-ms-blob-type": "BlockBlob"})
 
     return respond

@@ -24,14 +24,14 @@ from tests.patience import patience, until, within
 from tests.properties import sample
 from tests.workers.broken import BROKEN
 from tests.workers.running import RunningWorker, code, group_of, is_running, loaded, post
-from workers.config import Timers
-from workers.engines.launch import Launch
+from workers.config import AgentTimers
+from workers.engines.launch import LaunchCommand
 from workers.engines.process import EngineProcess
 from workers.wire import Metadata
 
 # Long enough for an engine that is well on a busy machine: only the one that hangs is to be taken for hung.
 HASTY = ("--health-timeout-s", str(patience(0.2)), "--hang-after-s", str(patience(0.4)))
-HASTY_TIMERS = Timers(watch_s=0.1, attached_s=patience(0.5))
+HASTY_TIMERS = AgentTimers(watch_s=0.1, attached_s=patience(0.5))
 THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
 
 
@@ -173,7 +173,7 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
     # Full as it is it gives the agent no token: that it computes has to do.
     flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
-    async with worker.inside(*flags, timers=Timers(watch_s=0.1)) as client:
+    async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
         before = await metadata(client)
         async with stalled(client, agent_adapters) as asking:
             told = await until_suspect(client)
@@ -292,7 +292,7 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
     silent_s = patience(0.5)
     stalls = (*STALLS, "--health-timeout-s", str(patience(0.3)), "--stuck-after-s", "0.5")
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *stalls)
-    timers = Timers(watch_s=0.1, attached_s=silent_s)
+    timers = AgentTimers(watch_s=0.1, attached_s=silent_s)
     try:
         async with worker.inside(timers=timers) as client, stalled(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
@@ -309,7 +309,7 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
 
 @pytest.mark.fleet
 async def test_waiting_for_an_engines_end_over_and_over_leaves_nothing_behind(tmp_path):
-    process = await EngineProcess.start(Launch(("sleep", "60"), {}), state_dir=tmp_path)
+    process = await EngineProcess.start(LaunchCommand(("sleep", "60"), {}), state_dir=tmp_path)
     try:
         before = kept()
         for _ in range(100):
@@ -658,7 +658,7 @@ async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
 
 async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
     slow = ("--sim-decode-tokens-per-s", "20")
-    timers = Timers(quiet_s=0.1)
+    timers = AgentTimers(quiet_s=0.1)
     async with worker.together(engine=slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
         url = (await metadata(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40}
@@ -679,7 +679,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
     config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 0.7}}))
     flags = ("--lora-path", str(tmp_path / "late"), "--preload-loras", "late/v1")
     slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "500")  # a step takes 1 s
-    timers = Timers(quiet_s=0.2)
+    timers = AgentTimers(quiet_s=0.2)
     async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=30) as direct:
         told = await metadata(client)
         url = f"{told.transport.engine_url}/v1/completions"
@@ -698,7 +698,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
 async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker):
     """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
     quiet_s = patience(0.2)
-    async with worker.together(timers=Timers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
+    async with worker.together(timers=AgentTimers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
         url = (await metadata(client)).transport.engine_url
 
         async def search() -> None:

@@ -17,7 +17,7 @@ from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import serving
 from tests.workers.running import code, group_of, is_running, loaded, post, sse
-from workers.config import Timers
+from workers.config import AgentTimers
 from workers.wire import AvailableLoras, Metadata, engine_name
 
 JSON = {"content-type": "application/json"}
@@ -303,7 +303,7 @@ async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(work
 
 
 async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_when_told(worker):
-    async with worker.together(timers=Timers(quiet_s=0.1)) as client:
+    async with worker.together(timers=AgentTimers(quiet_s=0.1)) as client:
         answer = await post(client, "drain", deadline_s=patience(5))
         assert answer.json()["is_drained"] is True
         assert (await metadata(client)).state == "draining"
@@ -361,7 +361,7 @@ async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next
         beats.append(heartbeat)
         return StreamingResponse(trickle()) if len(beats) == 1 else {"epoch": 3, "revision": 1, "interval_s": 1.0}
 
-    timers = Timers(heartbeat_answer_s=0.2)
+    timers = AgentTimers(heartbeat_answer_s=0.2)
     async with serving(app) as orchestrator, worker.together("--orchestrator-url", orchestrator, timers=timers):
         await until(lambda: len(beats) > 1)
 

@@ -9,15 +9,15 @@ from lorafleet.local.tiny_model import MODEL_NAME
 from tests.workers.broken import BROKEN, CONFIG, GOOD, MAX_RANK, pairs, safetensors_header
 from workers.core.base_model import base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import Rules
+from workers.core.manifest import AdapterRules
 from workers.storage.verify import describe, read_base_model, read_manifest
 
 
 @pytest.fixture(scope="module")
-def rules(agent_model) -> Rules:
+def rules(agent_model) -> AdapterRules:
     base = read_base_model(agent_model)
     assert base is not None
-    return Rules(MAX_RANK, frozenset({MODEL_NAME}), base=base, max_bytes=64 << 20)
+    return AdapterRules(MAX_RANK, frozenset({MODEL_NAME}), base=base, max_bytes=64 << 20)
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
@@ -83,7 +83,7 @@ def test_of_a_300_mb_adapter_the_header_alone_is_read_to_verify_it(tmp_path):
         size = max(tensor["data_offsets"][1] for tensor in json.loads(header[8:]).values())
         file.truncate(len(header) + size)  # a hole: it costs no disk here
     assert size > 300e6
-    rules = Rules(64, frozenset({MODEL_NAME}), base=base)
+    rules = AdapterRules(64, frozenset({MODEL_NAME}), base=base)
     before = bytes_read()
     assert describe(tmp_path, rules).modules == 7 * 32
     assert len(header) < bytes_read() - before < 3 * len(header) + 100_000

@@ -10,7 +10,7 @@ from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
 from tests.workers.kills import remote
 from tests.workers.running import code, loaded, post
-from tests.workers.source_servers import Cable
+from tests.workers.source_servers import FaultyConnection
 
 LOOPBACK = ("--source-networks", "127.0.0.0/8")
 
@@ -18,7 +18,7 @@ LOOPBACK = ("--source-networks", "127.0.0.0/8")
 @pytest.fixture
 async def far(tmp_path):
     """An https:// source that falls silent half-way, and the cable to it."""
-    cable = Cable()
+    cable = FaultyConnection()
     cable.stall_at = 100_000
     async with remote({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, cable) as sources:
         yield sources["far/v1"], cable

@@ -7,22 +7,22 @@ import httpx
 import pytest
 
 from lorafleet.local.tiny_model import make_adapter
-from tests.workers.test_sources import ADAPTER, HuggingFace, Web, limits
-from workers.agent.engine_link import Link
-from workers.agent.events import Events
-from workers.agent.installer import Intake
-from workers.agent.inventory import Residency, timestamp
-from workers.agent.records import Records
+from tests.workers.test_sources import ADAPTER, HubStore, WebFiles, limits
+from workers.agent.engine_link import CurrentEngine
+from workers.agent.events import AgentEventLog
+from workers.agent.installer import Installer
+from workers.agent.inventory import Inventory, timestamp
+from workers.agent.records import InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError
-from workers.core.manifest import Rules
+from workers.core.manifest import AdapterRules
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
-from workers.storage.cache import Cache
+from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
-from workers.storage.disk import Disk
-from workers.storage.local_adapters import Library
+from workers.storage.disk import CacheFolder
+from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest, LoadRequest
 
 TOKEN = "hunter2-of-acme"
@@ -78,7 +78,7 @@ async def test_without_a_folder_of_secrets_the_setting_is_named():
         await Credentials(None).read("acme-hub/token", "hf://acme/sql")
 
 
-@pytest.mark.parametrize("kind", [Web, HuggingFace])
+@pytest.mark.parametrize("kind", [WebFiles, HubStore])
 async def test_an_adapters_own_credential_goes_in_place_of_the_workers(tmp_path, kind):
     async with kind(tmp_path).open() as store:
         ref, into, transfer = store.put("sql", ADAPTER), tmp_path / "into", Transfer()
@@ -86,7 +86,7 @@ async def test_an_adapters_own_credential_goes_in_place_of_the_workers(tmp_path,
         transfer.credential = TOKEN
         await store.source().fetch(ref, into, transfer)
         said = {ask.headers.get("authorization") for ask in store.site.asked}
-        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HuggingFace else set())  # signed downloads need none
+        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HubStore else set())  # signed downloads need none
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_a_credential_stays_behind_when_a_download_is_sent_to_another_host
     assert set(asked) == {("a.example", header), ("cdn.example", None)}
 
 
-class Guarded:
+class TokenSource:
     """A source that gives its files to whoever has the token."""
 
     def __init__(self, files) -> None:
@@ -125,34 +125,34 @@ class Guarded:
 
 async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after_a_restart(tmp_path):
     mount(tmp_path / "secrets")
-    source = Guarded(make_adapter(tmp_path / "from", "a/v1"))
-    rules = Rules(64, frozenset(), "off")
-    disk = Disk(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
-    cache = Cache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
-    settings, metrics, library = WorkerSettings(model="/models/m"), WorkerMetrics(), Library(None, rules)
-    events = Events(boot_id="b", size=10, now=timestamp)
+    source = TokenSource(make_adapter(tmp_path / "from", "a/v1"))
+    rules = AdapterRules(64, frozenset(), "off")
+    disk = CacheFolder(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
+    cache = AdapterCache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
+    settings, metrics, library = WorkerSettings(model="/models/m"), WorkerMetrics(), LocalAdapters(None, rules)
+    events = AgentEventLog(boot_id="b", size=10, now=timestamp)
 
     def intake(records):
-        residency = Residency(
+        residency = Inventory(
             settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
         )
-        return Intake(
+        return Installer(
             cache=cache,
             library=library,
             residency=residency,
             metrics=metrics,
             credentials=Credentials(tmp_path / "secrets"),
-            listed=Link(settings, metrics).held,
+            listed=CurrentEngine(settings, metrics).held,
             base_name=lambda: settings.base_name,
         )
 
-    first = intake(Records(tmp_path / "state"))
+    first = intake(InstalledAdapters(tmp_path / "state"))
     with pytest.raises(SourceError, match="who are you"):
         await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a"))
     await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a", secret="acme-hub/token"))
     found = await first.installed(LoadRequest(lora_id="b/v1", source="hf://acme/b", secret="acme-hub/token"))
     shutil.rmtree(disk.path(found.digest))
-    records = Records(tmp_path / "state")
+    records = InstalledAdapters(tmp_path / "state")
     await intake(records).again(records.of("b/v1")[0])
     assert source.shown == ["", TOKEN, TOKEN, TOKEN]
     assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "state").rglob("*.json"))

@@ -17,32 +17,32 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
-from workers.agent.engine_link import Link
-from workers.agent.events import Events
-from workers.agent.installer import Intake
-from workers.agent.inventory import Residency, timestamp
-from workers.agent.records import Record, Records
+from workers.agent.engine_link import CurrentEngine
+from workers.agent.events import AgentEventLog
+from workers.agent.installer import Installer
+from workers.agent.inventory import Inventory, timestamp
+from workers.agent.records import InstalledAdapter, InstalledAdapters
 from workers.app import disk_of
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
-from workers.core.eviction import Folder, to_free
-from workers.core.manifest import Manifest, Rules
+from workers.core.eviction import CachedAdapter, to_free
+from workers.core.manifest import AdapterRules, Manifest
 from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
-from workers.storage.cache import Cache
+from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
-from workers.storage.disk import Disk
-from workers.storage.local_adapters import Library
+from workers.storage.disk import CacheFolder
+from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
 
 
-def disk(folder, user="a", **more) -> Disk:
-    return Disk(folder, user=user, **{"grace_s": 10.0, "lease_s": 100.0, **more})
+def disk(folder, user="a", **more) -> CacheFolder:
+    return CacheFolder(folder, user=user, **{"grace_s": 10.0, "lease_s": 100.0, **more})
 
 
-def put(on: Disk, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
+def put(on: CacheFolder, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
     """An installed adapter that was last used so long ago."""
     path = on.path(digest)
     path.mkdir()
@@ -55,16 +55,16 @@ def age(path, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
-def here(on: Disk) -> set[str]:
+def here(on: CacheFolder) -> set[str]:
     return {folder.digest for folder in on.folders(NOBODY)}
 
 
 def test_the_least_recently_used_goes_first_and_nothing_that_is_held_or_was_used_just_now():
     folders = [
-        Folder("held", 100, 0.0, is_held=True),
-        Folder("old", 100, 1.0, is_held=False),
-        Folder("older", 100, 0.5, is_held=False),
-        Folder("fresh", 100, 95.0, is_held=False),
+        CachedAdapter("held", 100, 0.0, is_held=True),
+        CachedAdapter("old", 100, 1.0, is_held=False),
+        CachedAdapter("older", 100, 0.5, is_held=False),
+        CachedAdapter("fresh", 100, 95.0, is_held=False),
     ]
     assert [folder.digest for folder in to_free(folders, excess_bytes=150, now=100, grace_s=10)[0]] == ["older", "old"]
     assert [folder.digest for folder in to_free(folders, excess_bytes=1, now=100, grace_s=10)[0]] == ["older"]
@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_be_called_from_here_keeps_nothing(tmp_path, lease
 
 async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(tmp_path):
     mine = disk(tmp_path, max_bytes=100)
-    cache = Cache(mine, sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     for digest in ("listed", "idle"):
         put(mine, digest)
 
@@ -178,7 +178,9 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(t
 
 
 async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
-    cache = Cache(disk(tmp_path, max_bytes=200), sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    cache = AdapterCache(
+        disk(tmp_path, max_bytes=200), sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10
+    )
     for digest in ("wanted", "idle"):
         put(cache.disk, digest)
 
@@ -226,7 +228,7 @@ def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_se
     digests = [f"{number:064x}" for number in range(5000)]
     for digest in digests:
         holds.records.keep(
-            Record(
+            InstalledAdapter(
                 lora_id=digest,
                 digest=digest,
                 engine_name=digest,
@@ -241,14 +243,14 @@ def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_se
     assert holds.records.all() == ()
 
 
-def residency(folder) -> Residency:
+def residency(folder) -> Inventory:
     settings = WorkerSettings(model="m")
-    return Residency(
+    return Inventory(
         settings=settings,
-        cache=Cache(disk(folder / "cache"), sources={}, rules=Rules(64, frozenset()), fetch_deadline_s=1),
-        library=Library(None, Rules(64, frozenset())),
-        records=Records(folder),
-        events=Events(boot_id="b", size=1000, now=timestamp),
+        cache=AdapterCache(disk(folder / "cache"), sources={}, rules=AdapterRules(64, frozenset()), fetch_deadline_s=1),
+        library=LocalAdapters(None, AdapterRules(64, frozenset())),
+        records=InstalledAdapters(folder),
+        events=AgentEventLog(boot_id="b", size=1000, now=timestamp),
         metrics=WorkerMetrics(),
     )
 
@@ -326,7 +328,7 @@ def test_an_adapter_without_a_lease_can_be_used_where_none_can_be_written(tmp_pa
 
 async def test_an_adapter_that_another_agent_installed_meanwhile_needs_no_room(tmp_path):
     mine = disk(tmp_path, max_bytes=150)
-    cache = Cache(mine, sources={}, rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     manifest = Manifest(digest="new", rank=8, base_model="", size_bytes=100, modules=1)
     put(mine, "held")
 
@@ -340,7 +342,7 @@ async def test_an_adapter_that_another_agent_installed_meanwhile_needs_no_room(t
     assert await cache.make_room(manifest, lambda: in_use("new")) == []
 
 
-class FullOnce:
+class FullDiskSource:
     """A source that finds the disk full for as long as an adapter is there that nobody uses."""
 
     def __init__(self, source: LocalSource, idle: Path) -> None:
@@ -358,17 +360,17 @@ class FullOnce:
 async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tried_once_more(tmp_path, idle_s):
     mine = disk(tmp_path / "cache")
     put(mine, "idle", idle_s=idle_s)
-    source = FullOnce(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
-    rules = Rules(64, frozenset(), "off")
-    cache = Cache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
-    metrics, library, records = WorkerMetrics(), Library(None, rules), Records(tmp_path / "state")
+    source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
+    rules = AdapterRules(64, frozenset(), "off")
+    cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
+    metrics, library, records = WorkerMetrics(), LocalAdapters(None, rules), InstalledAdapters(tmp_path / "state")
     settings = WorkerSettings(model="/models/m")
-    events = Events(boot_id="b", size=10, now=timestamp)
-    residency = Residency(
+    events = AgentEventLog(boot_id="b", size=10, now=timestamp)
+    residency = Inventory(
         settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
     )
-    link = Link(settings, metrics)
-    intake = Intake(
+    link = CurrentEngine(settings, metrics)
+    intake = Installer(
         cache=cache,
         library=library,
         residency=residency,
@@ -388,7 +390,7 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
-class Gated:
+class GatedSource:
     """A source whose fetches wait until the test lets them end."""
 
     def __init__(self) -> None:
@@ -401,8 +403,10 @@ class Gated:
 
 
 async def test_no_more_adapters_are_fetched_at_a_time_than_allowed(tmp_path):
-    source, rules = Gated(), Rules(64, frozenset(), "off")
-    cache = Cache(disk(tmp_path), sources={"file": source}, rules=rules, fetch_deadline_s=0.2, parallel_fetches=2)
+    source, rules = GatedSource(), AdapterRules(64, frozenset(), "off")
+    cache = AdapterCache(
+        disk(tmp_path), sources={"file": source}, rules=rules, fetch_deadline_s=0.2, parallel_fetches=2
+    )
 
     async def fetch(number: int) -> None:
         async with cache.fetch(f"/a{number}"):

@@ -9,7 +9,7 @@ import pytest
 
 from lorafleet.service.auth import hash_key
 from tests.patience import patience
-from workers.config import Timers
+from workers.config import AgentTimers
 
 pytestmark = pytest.mark.fleet
 
@@ -27,7 +27,7 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
 async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops_all_the_same_without(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [drain]}}]")
-    async with worker.together("--key-files", str(keys), timers=Timers(quiet_s=0.1)) as client:
+    async with worker.together("--key-files", str(keys), timers=AgentTimers(quiet_s=0.1)) as client:
         assert await drain(client) == (0, "not drained: HTTP Error 401: Unauthorized\n")
         assert (await client.get("/ready")).is_success
         assert "own" not in (await drain(client, LORAFLEET_WORKERS_TOKEN="own\nother"))[1]

@@ -7,8 +7,8 @@ from starlette.routing import Route
 
 from tests.serving import serving
 from workers.core.errors import EngineError
-from workers.engines.sglang import SglangEngine
-from workers.engines.vllm import VllmEngine
+from workers.engines.sglang import SglangClient
+from workers.engines.vllm import VllmClient
 
 
 def _failing(said: str) -> Starlette:
@@ -24,7 +24,7 @@ def _failing(said: str) -> Starlette:
     return Starlette(routes=[Route("/v1/models", models), *(Route(path, fail, methods=["POST"]) for path in paths)])
 
 
-@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+@pytest.mark.parametrize("kind", [VllmClient, SglangClient])
 async def test_an_unload_that_fails_is_the_engines_fault_as_somebody_elses_load_may_wait_for_it(kind):
     async with serving(_failing("no")) as url:
         engine = kind(url)
@@ -44,7 +44,7 @@ async def test_an_unload_that_fails_is_the_engines_fault_as_somebody_elses_load_
 )
 async def test_a_load_that_an_ending_engine_fails_is_not_held_against_the_adapter(tmp_path, said, code):
     async with serving(_failing(said)) as url:
-        engine = VllmEngine(url)
+        engine = VllmClient(url)
         with pytest.raises(EngineError, match="load legal/v1@2") as failed:
             await engine.load("legal/v1@2", tmp_path, timeout_s=5)
         await engine.aclose()

@@ -15,9 +15,9 @@ from orchestrator.reconcile.agent_client import CONTENT_CODES
 from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import FileEntry, Rules, digest, inspect, is_same_base
+from workers.core.manifest import AdapterRules, FileEntry, digest, inspect, is_same_base
 from workers.core.peft import is_quick, parse_config
-from workers.core.tensors import MAX_HEADER_BYTES, Tensor, header_bytes, parse_header
+from workers.core.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
 from workers.storage.verify import read_base_model
 
 CONFIG = {
@@ -36,14 +36,14 @@ BASE = BaseModel(
         "lm_head": (100, 64),
     }
 )
-RULES = Rules(max_rank=16, base_names=frozenset({"base-7b"}), base=BASE)
+RULES = AdapterRules(max_rank=16, base_names=frozenset({"base-7b"}), base=BASE)
 
 
 def tensors(rank=8, out=32, into=64, module=MODULE, dtype="BF16"):
     prefix = f"base_model.model.{module}"
     return {
-        f"{prefix}.lora_A.weight": Tensor(dtype, (rank, into)),
-        f"{prefix}.lora_B.weight": Tensor(dtype, (out, rank)),
+        f"{prefix}.lora_A.weight": TensorHeader(dtype, (rank, into)),
+        f"{prefix}.lora_B.weight": TensorHeader(dtype, (out, rank)),
     }
 
 
@@ -237,16 +237,16 @@ A, B = (f"{MODULE}.lora_{half}.weight" for half in "AB")
     ("shapes", "code"),
     [
         ({}, "weights_empty"),
-        ({"model.embed.weight": Tensor("F32", (3, 4))}, "tensor_unexpected"),
-        ({**tensors(), "base_model.model.lm_head.weight": Tensor("F32", (100, 64))}, "tensor_unexpected"),
-        ({f"{MODULE}.lora_A.default.weight": Tensor("F32", (8, 64))}, "tensor_unexpected"),
-        ({f"{MODULE}.lora_embedding_A": Tensor("F32", (8, 64))}, "tensor_unexpected"),
+        ({"model.embed.weight": TensorHeader("F32", (3, 4))}, "tensor_unexpected"),
+        ({**tensors(), "base_model.model.lm_head.weight": TensorHeader("F32", (100, 64))}, "tensor_unexpected"),
+        ({f"{MODULE}.lora_A.default.weight": TensorHeader("F32", (8, 64))}, "tensor_unexpected"),
+        ({f"{MODULE}.lora_embedding_A": TensorHeader("F32", (8, 64))}, "tensor_unexpected"),
         (tensors(module="model.embed_tokens", out=100), "tensor_unexpected"),
         (tensors(dtype="I8"), "dtype_unsupported"),
-        ({A: Tensor("F32", (8, 64))}, "tensor_unpaired"),
-        ({A: Tensor("F32", (8, 64)), B: Tensor("F32", (32, 4))}, "rank_mismatch"),
-        ({A: Tensor("F32", (8,)), B: Tensor("F32", (32, 8))}, "shape_mismatch"),
-        ({A: Tensor("F32", (0, 64)), B: Tensor("F32", (32, 0))}, "shape_mismatch"),
+        ({A: TensorHeader("F32", (8, 64))}, "tensor_unpaired"),
+        ({A: TensorHeader("F32", (8, 64)), B: TensorHeader("F32", (32, 4))}, "rank_mismatch"),
+        ({A: TensorHeader("F32", (8,)), B: TensorHeader("F32", (32, 8))}, "shape_mismatch"),
+        ({A: TensorHeader("F32", (0, 64)), B: TensorHeader("F32", (32, 0))}, "shape_mismatch"),
         (tensors(into=65), "shape_mismatch"),
         (tensors(out=33), "shape_mismatch"),
         (tensors(module="layers.0.self_attn.q_proj"), "modules_unmatched"),
@@ -254,7 +254,7 @@ A, B = (f"{MODULE}.lora_{half}.weight" for half in "AB")
         (
             {
                 **tensors(),
-                "base_model.model.model.embed_tokens.base_layer.weight": Tensor("F32", (101, 64)),
+                "base_model.model.model.embed_tokens.base_layer.weight": TensorHeader("F32", (101, 64)),
             },
             "shape_mismatch",
         ),
@@ -268,7 +268,9 @@ def test_a_packed_module_is_refused_with_the_names_of_its_parts_and_the_other_wa
     packed = {**tensors(), **tensors(module="model.layers.0.self_attn.qkv_proj", out=64)}
     code, said = refusal({"target_modules": "all-linear"}, packed)
     assert (code, "q_proj, k_proj, v_proj, one pair each" in said) == ("module_unknown", True)
-    rules = Rules(16, frozenset(), "off", BaseModel({"layers.0.qkv_proj": (64, 64), "layers.0.q_norm": (32, 64)}))
+    rules = AdapterRules(
+        16, frozenset(), "off", BaseModel({"layers.0.qkv_proj": (64, 64), "layers.0.q_norm": (32, 64)})
+    )
     parts = {**tensors(module="layers.0.q_norm"), **tensors(module="layers.0.k_proj")}
     code, said = refusal({"target_modules": "all-linear"}, parts, rules)
     assert (code, "accepted is qkv_proj" in said) == ("module_unknown", True)
@@ -278,13 +280,13 @@ def test_embeddings_and_head_are_taken_where_the_engine_takes_them_and_fit_the_v
     embed = "base_model.model.model.embed_tokens.lora_embedding_"
     both = {
         **tensors(module="lm_head", out=100),
-        f"{embed}A": Tensor("F32", (8, 100)),
-        f"{embed}B": Tensor("F32", (64, 8)),
-        "base_model.model.model.embed_tokens.base_layer.weight": Tensor("F32", (100, 64)),
+        f"{embed}A": TensorHeader("F32", (8, 100)),
+        f"{embed}B": TensorHeader("F32", (64, 8)),
+        "base_model.model.model.embed_tokens.base_layer.weight": TensorHeader("F32", (100, 64)),
     }
     assert look({}, both).modules == 2
-    assert refusal({}, both | {f"{embed}A": Tensor("F32", (8, 101))})[0] == "shape_mismatch"
-    elsewhere = Rules(16, frozenset(), "off", BaseModel(BASE.shapes, takes_embeddings=False))
+    assert refusal({}, both | {f"{embed}A": TensorHeader("F32", (8, 101))})[0] == "shape_mismatch"
+    elsewhere = AdapterRules(16, frozenset(), "off", BaseModel(BASE.shapes, takes_embeddings=False))
     assert refusal({}, both, elsewhere)[0] == "module_unsupported"
 
 
@@ -292,13 +294,13 @@ def test_experts_are_left_to_the_engine_where_the_base_model_has_any():
     experts = tensors() | tensors(module="model.layers.0.mlp.experts.3.up_proj")
     assert refusal({"target_modules": "all-linear"}, experts)[0] == "module_unknown"
     mixture = base_model({"num_experts": 8}, {MODULE: (32, 64)})
-    assert look({"target_modules": "all-linear"}, experts, Rules(16, frozenset(), "off", mixture)).modules == 2
+    assert look({"target_modules": "all-linear"}, experts, AdapterRules(16, frozenset(), "off", mixture)).modules == 2
 
 
 def test_without_a_base_model_at_hand_only_the_adapter_itself_is_held_to_the_rules():
-    rules = Rules(16, frozenset(), "off")
+    rules = AdapterRules(16, frozenset(), "off")
     assert look({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
-    assert refusal({}, {A: Tensor("F32", (8, 64)), B: Tensor("F32", (32, 4))}, rules)[0] == "rank_mismatch"
+    assert refusal({}, {A: TensorHeader("F32", (8, 64)), B: TensorHeader("F32", (32, 4))}, rules)[0] == "rank_mismatch"
 
 
 def test_every_refusal_says_what_would_be_accepted():
@@ -443,7 +445,7 @@ def test_a_header_that_cannot_be_there_is_not_read(start, size):
 def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_in_well_under_a_second():
     names = {f"model.language_model.layers.{number}.self_attn.q_proj": (32, 64) for number in range(1000)}
     base = BaseModel(names, has_other_names=True)
-    copies = {f"m{number}.embed_tokens.base_layer.weight": Tensor("F32", (1, 1)) for number in range(2000)}
+    copies = {f"m{number}.embed_tokens.base_layer.weight": TensorHeader("F32", (1, 1)) for number in range(2000)}
     began = time.process_time()
     with pytest.raises(SourceError, match="holds no LoRA tensor"):
         inspect(json.dumps(CONFIG).encode(), copies, replace(RULES, base=base))

@@ -12,10 +12,10 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until
 from workers.core.errors import SourceError
-from workers.core.manifest import Rules
+from workers.core.manifest import AdapterRules
 from workers.sources.local import LocalSource
-from workers.storage.cache import Cache
-from workers.storage.disk import Disk
+from workers.storage.cache import AdapterCache
+from workers.storage.disk import CacheFolder
 from workers.storage.pickled import unpickled
 from workers.storage.verify import read_manifest
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.fleet  # each conversion is a process that takes second
 BIN, PROPER = "adapter_model.bin", "adapter_model.safetensors"
 
 
-def cache(tmp_path, *, allow_pickle: bool) -> Cache:
+def cache(tmp_path, *, allow_pickle: bool) -> AdapterCache:
     source = LocalSource([tmp_path], max_bytes=1 << 30, allow_pickle=allow_pickle)
-    rules = Rules(64, frozenset(), "off", allow_pickle=allow_pickle)
-    disk = Disk(tmp_path / "cache", user="a", grace_s=10, lease_s=10)
-    return Cache(disk, sources={"file": source}, rules=rules, fetch_deadline_s=60)
+    rules = AdapterRules(64, frozenset(), "off", allow_pickle=allow_pickle)
+    disk = CacheFolder(tmp_path / "cache", user="a", grace_s=10, lease_s=10)
+    return AdapterCache(disk, sources={"file": source}, rules=rules, fetch_deadline_s=60)
 
 
-async def refusal(cache: Cache, folder) -> SourceError:
+async def refusal(cache: AdapterCache, folder) -> SourceError:
     with pytest.raises(SourceError) as refused:
         async with cache.fetch(str(folder)) as fetched:
             await cache.verify(fetched)
@@ -61,13 +61,13 @@ async def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(tmp_pa
     pytest.importorskip("torch")
     folder = make_adapter(tmp_path, "a/v1")
     (folder / PROPER).unlink()
-    (folder / BIN).write_bytes(pickle.dumps(Caller(str(tmp_path / "called"))))
+    (folder / BIN).write_bytes(pickle.dumps(PickledCall(str(tmp_path / "called"))))
     refused = await refusal(cache(tmp_path, allow_pickle=True), folder)
     assert (refused.code, "weights_only" in str(refused)) == ("adapter_pickled", True)
     assert not (tmp_path / "called").exists()
 
 
-class Caller:
+class PickledCall:
     """Makes a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:

@@ -20,7 +20,7 @@ from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
 from tests.workers.running import post
 from workers import wire
-from workers.agent.engine_link import Link
+from workers.agent.engine_link import CurrentEngine
 from workers.config import WorkerSettings
 from workers.metrics import WorkerMetrics
 
@@ -43,7 +43,7 @@ def answer(rng: Random) -> float:
     return min(1_000, rng.lognormvariate(4.8, 0.7))
 
 
-class Load:
+class SteadyLoad:
     """Requests as they come to one engine, whether those before them have ended or not."""
 
     def __init__(self, *, prefill: float, token_s: float, seed: int) -> None:
@@ -62,7 +62,7 @@ class Load:
                 arrival += self.rng.expovariate(per_s)
 
 
-def off(rates: EngineRates, load: Load) -> tuple[float, float]:
+def off(rates: EngineRates, load: SteadyLoad) -> tuple[float, float]:
     """By which share the prefill rate and one token's time are wrong."""
     pace = load.engine.batch.pace
     return (
@@ -89,7 +89,7 @@ LEVELS = {
 @pytest.mark.parametrize(("prefill", "token_s"), sample(SPEEDS, 1))
 def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
     prompts, per_s = LEVELS[level]
-    load, rates = Load(prefill=prefill, token_s=token_s, seed=3), EngineRates()
+    load, rates = SteadyLoad(prefill=prefill, token_s=token_s, seed=3), EngineRates()
     for reading in load.readings(prompts, per_s, 150):
         rates.add(reading)
     prefill_off, token_off = off(rates, load)
@@ -98,7 +98,7 @@ def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, 
 
 
 def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), EngineRates()
+    load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for per_s, seconds in ((0.15, 60), (2.6, 120)):
         for reading in load.readings(long, per_s, seconds):
             rates.add(reading)
@@ -109,7 +109,7 @@ def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
 
 
 def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_share():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=1), EngineRates()
+    load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for reading in load.readings(long, 2.6, 120):
         rates.add(reading)
     prefill_off, _ = off(rates, load)
@@ -117,7 +117,7 @@ def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_sh
 
 
 def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=2), EngineRates()
+    load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=2), EngineRates()
     for reading in load.readings(short, 8.0, 90):
         rates.add(reading)
     totals = load.engine.totals
@@ -226,11 +226,11 @@ def test_an_engine_that_counts_its_own_prefill_seconds_is_believed():
 
 
 def test_an_engine_that_started_again_spoils_nothing():
-    load, rates = Load(prefill=20_000, token_s=0.02, seed=4), EngineRates()
+    load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=4), EngineRates()
     for reading in load.readings(mixed, 3.0, 100):
         rates.add(reading)
     learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
-    again = Load(prefill=20_000, token_s=0.02, seed=5)
+    again = SteadyLoad(prefill=20_000, token_s=0.02, seed=5)
     for number, reading in enumerate(again.readings(mixed, 3.0, 30)):
         rates.add(replace(reading, at_s=at_s + reading.at_s))
         if number == 0:
@@ -327,7 +327,7 @@ def test_a_reading_tells_for_how_long_no_counter_had_moved():
     assert load.figures(9.0).still_s is None
 
 
-class Still:
+class StillEngine:
     """An engine whose counters stand still until they are told to move."""
 
     def __init__(self):
@@ -338,15 +338,15 @@ class Still:
 
 
 @dataclass
-class Clock:
+class EngineClock:
     now: float = 100.0
 
 
 @pytest.fixture
 def link():
-    clock = Clock()
-    link = Link(WorkerSettings(model="/models/m"), WorkerMetrics(), clock=lambda: clock.now)
-    link.engine = Still()
+    clock = EngineClock()
+    link = CurrentEngine(WorkerSettings(model="/models/m"), WorkerMetrics(), clock=lambda: clock.now)
+    link.engine = StillEngine()
     return link, clock
 
 

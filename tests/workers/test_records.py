@@ -11,15 +11,15 @@ import pytest
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
 from tests.workers.running import RunningWorker, post
-from workers.agent.records import Record, Records
-from workers.agent.usage import Usage
+from workers.agent.records import InstalledAdapter, InstalledAdapters
+from workers.agent.usage import AdapterUsage
 from workers.wire import AvailableLoras, Metadata
 
 
-def record(number: int) -> Record:
+def record(number: int) -> InstalledAdapter:
     name = f"tenant-{number % 7}/adapter-{number:04}"
     digest = f"{number:064x}"
-    return Record(
+    return InstalledAdapter(
         lora_id=name,
         digest=digest,
         engine_name=f"{name}@{digest[:12]}",
@@ -40,9 +40,9 @@ def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
 
 
 def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_savings(tmp_path):
-    def start() -> tuple[Records, Usage]:
-        records = Records(tmp_path)
-        return records, Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    def start() -> tuple[InstalledAdapters, AdapterUsage]:
+        records = InstalledAdapters(tmp_path)
+        return records, AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
 
     records, usage = start()
     records.put(record(1))
@@ -59,9 +59,9 @@ def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_sav
 
 
 def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_twice(tmp_path):
-    records = Records(tmp_path)
+    records = InstalledAdapters(tmp_path)
     records.put(record(1))
-    usage = Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     for start in range(300):
         usage.take(report(start, 1000 + start, router="lives on"))
         usage.take(report(1, 0, router=f"start {start}"))
@@ -70,14 +70,14 @@ def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_t
 
 def test_damaged_counts_cost_the_counts_alone(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
-    records = Records(tmp_path)
+    records = InstalledAdapters(tmp_path)
     records.put(record(1))
-    usage = Usage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     assert usage.take(report(1, 5)) == [record(1).engine_name]
 
 
 async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all_of_them_can_be_listed(worker):
-    records = Records(worker.state_dir)
+    records = InstalledAdapters(worker.state_dir)
     for number in range(500):
         records.put(record(number))
         (worker.cache_dir / record(number).digest).mkdir(parents=True)

@@ -14,16 +14,16 @@ from aiohttp import web
 from lorafleet.local.tiny_model import make_adapter
 from tests.engines import start_engine
 from tests.patience import until
-from tests.workers.kills import SlowCable, remote
+from tests.workers.kills import SlowConnection, remote
 from tests.workers.running import SIM, RunningWorker, loaded, post
-from workers.core.manifest import Rules
-from workers.storage.local_adapters import Library
+from workers.core.manifest import AdapterRules
+from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import read_manifest
 
 
 @pytest.mark.fleet
 async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
-    folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowCable()
+    folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowConnection()
     size = sum(path.stat().st_size for path in folder.iterdir())
     flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # swept every half second
     async with remote({"far/v1": folder}, tmp_path, cable) as sources:
@@ -74,19 +74,19 @@ async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_fol
 
 
 async def test_a_folder_is_read_no_further_once_its_agent_stops(agent_adapters):
-    library = Library(agent_adapters, Rules(64, frozenset(), "off"))
+    library = LocalAdapters(agent_adapters, AdapterRules(64, frozenset(), "off"))
     library.stop()
     assert await library.scan() is False
     assert library.adapters == ()
 
 
 async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_said_to_be_wrong(tmp_path):
-    rules = Rules(64, frozenset(), "off")
+    rules = AdapterRules(64, frozenset(), "off")
     folder = make_adapter(tmp_path, "a/v1")
     weights = folder / "adapter_model.safetensors"
     weights.unlink()
     weights.symlink_to(tmp_path / ("x" * 300))
-    library = Library(tmp_path, rules)
+    library = LocalAdapters(tmp_path, rules)
     assert await library.scan() is False
     assert library.adapters == ()
     with pytest.raises(OSError, match="File name too long"):
@@ -112,7 +112,7 @@ async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_aga
         engine.stop()
 
 
-class Counted:
+class CountingProxy:
     """A proxy before an engine: counts the loads under way, and keeps each until a third is, or time for one was."""
 
     def __init__(self, engine_url: str) -> None:
@@ -168,7 +168,7 @@ async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_t
         engine.stop()
     engine = start_engine("sim", agent_model, flags=flags)
     try:
-        counted = Counted(engine.url)
+        counted = CountingProxy(engine.url)
         async with counted.serving() as url:
             worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", url, *flags)
             async with worker.inside() as client:

@@ -12,7 +12,7 @@ import pytest
 from tests.engines import start_engine
 from tests.patience import patience, until
 from tests.workers.running import RunningWorker, loaded, post
-from workers.config import Timers
+from workers.config import AgentTimers
 from workers.wire import Metadata
 
 pytestmark = pytest.mark.fleet
@@ -66,7 +66,7 @@ async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_to
 ):
     """Its gauge of running requests stands still for 40 tokens: a pod would end with requests in it."""
     monkeypatch.setenv(phase, str(patience(0.7)))
-    timers = Timers(quiet_s=0.1)
+    timers = AgentTimers(quiet_s=0.1)
     async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:
         engine = (await told_by(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
@@ -85,7 +85,7 @@ async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_to
 async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agent_model):
     first = start_engine("sglang", agent_model)
     try:
-        async with worker.inside("--engine-url", first.url, timers=Timers(watch_s=0.1, attached_s=0.5)) as client:
+        async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
             before = await told_by(client)
             assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
             assert (before.transport.kv_events, before.transport.kv_ledger) == ((first.kv_endpoint,), 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.properties import examples
-from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 BLOCK = 4
@@ -17,7 +17,7 @@ POOL = 12  # usable blocks
 
 # A small forest: prompts share prefixes, and roots share prompts, so that hits, copies and evictions all happen.
 FOREST = [[1] * 4 + [branch] * 4 + [leaf] * 4 for branch in (2, 3) for leaf in (4, 5)] + [[1] * 9, [7] * 8]
-ROOTS = [Root(), Root(1, "a", "/a"), Root(2, "a", "/b"), Root(cache_salt="s")]
+ROOTS = [ChainRoot(), ChainRoot(1, "a", "/a"), ChainRoot(2, "a", "/b"), ChainRoot(cache_salt="s")]
 
 # The three kinds of event as vLLM 0.32 sends them.
 GOLDEN = bytes.fromhex(
@@ -40,7 +40,7 @@ def test_events_have_vllms_bytes() -> None:
 def test_hashes_are_numbers_of_64_bits_or_32_bytes() -> None:
     for int_hashes in (True, False):
         pool = BlockPool(4, BLOCK, int_hashes=int_hashes)
-        pool.store(Chain([1] * 4, Root(), BLOCK), pool.allocate(1), 0, 1)
+        pool.store(BlockChain([1] * 4, ChainRoot(), BLOCK), pool.allocate(1), 0, 1)
         [event] = pool.take_events()
         assert isinstance(event, BlockStored)
         [name] = event.block_hashes
@@ -49,25 +49,25 @@ def test_hashes_are_numbers_of_64_bits_or_32_bytes() -> None:
 
 
 def test_a_prefix_hashes_alike_whatever_follows_and_differently_under_each_root() -> None:
-    one, other = Chain([1] * 8, Root(), BLOCK), Chain([1] * 4 + [2] * 4, Root(), BLOCK)
+    one, other = BlockChain([1] * 8, ChainRoot(), BLOCK), BlockChain([1] * 4 + [2] * 4, ChainRoot(), BLOCK)
     assert one.extend()[0] == other.extend()[0]
     assert one.extend()[1] != other.extend()[1]
-    assert len({Chain([1] * 4, root, BLOCK).extend()[0] for root in ROOTS}) == len(ROOTS)
+    assert len({BlockChain([1] * 4, root, BLOCK).extend()[0] for root in ROOTS}) == len(ROOTS)
 
 
-class Against(RuleBasedStateMachine):
+class PoolAgainstList(RuleBasedStateMachine):
     """Requests come, are cached, and go; a list of (content, age) says what must be findable."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(POOL + 1, BLOCK)
-        self.live: list[tuple[Chain, list[int]]] = []
+        self.live: list[tuple[BlockChain, list[int]]] = []
         self.order: list[int] = list(range(1, POOL + 1))  # free blocks, next to be used first
         self.content: dict[int, tuple[Any, ...]] = {}  # block -> what it holds: (root, all tokens up to its end)
         self.announced: Counter[Any] = Counter()  # what a listener would believe
         self.names: dict[Any, tuple[Any, ...]] = {}
 
-    def hits(self, tokens: list[int], root: Root) -> list[int]:
+    def hits(self, tokens: list[int], root: ChainRoot) -> list[int]:
         found = []
         for end in range(BLOCK, len(tokens), BLOCK):
             key = self.key(root, tokens, end)
@@ -78,12 +78,12 @@ class Against(RuleBasedStateMachine):
         return found
 
     @staticmethod
-    def key(root: Root, tokens: list[int], end: int) -> tuple[Any, ...]:
+    def key(root: ChainRoot, tokens: list[int], end: int) -> tuple[Any, ...]:
         return (root.lora_name, root.lora_path, root.cache_salt, tuple(tokens[:end]))
 
     @rule(tokens=st.sampled_from(FOREST), root=st.sampled_from(ROOTS))
-    def come(self, tokens: list[int], root: Root) -> None:
-        chain = Chain(list(tokens), root, BLOCK)
+    def come(self, tokens: list[int], root: ChainRoot) -> None:
+        chain = BlockChain(list(tokens), root, BLOCK)
         hits = self.pool.match(chain)
         expected = self.hits(tokens, root)
         assert len(hits) == len(expected)
@@ -141,10 +141,10 @@ class Against(RuleBasedStateMachine):
         expected: Counter[Any] = Counter()
         for root_key in self.content.values():
             name, path, salt, tokens = root_key
-            digest = Chain(list(tokens), Root(None, name, path, salt), BLOCK).extend()[-1]
+            digest = BlockChain(list(tokens), ChainRoot(None, name, path, salt), BLOCK).extend()[-1]
             expected[int.from_bytes(digest[-8:], "big")] += 1
         assert +self.announced == expected
 
 
-TestBlockPoolAgainstAModel = Against.TestCase
+TestBlockPoolAgainstAModel = PoolAgainstList.TestCase
 TestBlockPoolAgainstAModel.settings = settings(max_examples=examples(60), stateful_step_count=40)

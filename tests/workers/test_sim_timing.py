@@ -5,36 +5,36 @@ from random import Random
 
 import pytest
 
-from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.events import BlockRemoved, BlockStored
-from workers.engines.sim.timing import Batch, Ended, HostAdapters, Job, Pace, Step
+from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason, HostAdapters
 
 BLOCK = 4
 TOKEN_S = 0.1  # one decode step
 PREFILL_S = 0.01  # one prompt token
 
 
-def make_batch(blocks: int = 100, **changes: float) -> Batch:
+def make_batch(blocks: int = 100, **changes: float) -> EngineBatch:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_loras": 2, "max_cpu_loras": 3}
     rates = {"prefill_tokens_per_s": 1 / PREFILL_S, "decode_tokens_per_s": 1 / TOKEN_S, "load_s": 5.0}
-    return Batch(BlockPool(blocks + 1, BLOCK), Pace(**(limits | rates | changes)))  # type: ignore[arg-type]
+    return EngineBatch(BlockPool(blocks + 1, BLOCK), EngineLimits(**(limits | rates | changes)))  # type: ignore[arg-type]
 
 
-def make_job(prompt: Iterable[int], output: int = 3, *, adapter: str | None = None, arrived: float = 0.0) -> Job:
+def make_job(prompt: Iterable[int], output: int = 3, *, adapter: str | None = None, arrived: float = 0.0) -> EngineJob:
     tokens = list(prompt)
-    return Job(
-        chain=Chain(tokens, Root(lora_name=adapter, lora_path=adapter), BLOCK),
+    return EngineJob(
+        chain=BlockChain(tokens, ChainRoot(lora_name=adapter, lora_path=adapter), BLOCK),
         prompt_tokens=len(tokens),
         reply=[9] * output,
-        reply_ended=Ended.LENGTH,
+        reply_ended=FinishReason.LENGTH,
         arrived=arrived,
         adapter=adapter,
     )
 
 
-def run(batch: Batch, *, now: float = 0.0, steps: int = 1000) -> list[Step]:
+def run(batch: EngineBatch, *, now: float = 0.0, steps: int = 1000) -> list[EngineStep]:
     """Step until nothing is left."""
-    done: list[Step] = []
+    done: list[EngineStep] = []
     while batch.has_work:
         step = batch.begin(now)
         assert step.work, "a step did nothing though requests are there"
@@ -53,7 +53,7 @@ def test_a_long_prompt_is_cut_to_the_token_budget_and_its_first_token_comes_afte
     assert [step.prefill_tokens for step in steps] == [16, 16, 8, 0]
     assert job.first_token == pytest.approx(40 * PREFILL_S)
     assert job.last_token == pytest.approx(40 * PREFILL_S + TOKEN_S)
-    assert (job.ended, job.produced) == (Ended.LENGTH, 2)
+    assert (job.ended, job.produced) == (FinishReason.LENGTH, 2)
 
 
 def test_a_prefill_slows_the_decode_beside_it() -> None:
@@ -96,7 +96,7 @@ def test_a_third_adapter_waits_while_the_requests_behind_it_pass() -> None:
     assert [job for job, _ in step.work] == [jobs[0], jobs[1], jobs[3], jobs[4]]
     assert (list(batch.waiting), batch.deferred) == ([jobs[2]], 1)
     run(batch)
-    assert jobs[2].ended is Ended.LENGTH
+    assert jobs[2].ended is FinishReason.LENGTH
 
 
 def test_an_adapter_fallen_out_of_host_memory_is_read_again_and_stalls_the_step() -> None:
@@ -132,7 +132,7 @@ def test_an_abort_frees_the_blocks_at_once_and_the_step_under_way_does_not_mind(
     assert batch.pool.usage == 0
     assert batch.end(step, 1.0) == []
     assert not batch.has_work
-    assert (job.ended, job.produced) == (Ended.ABORT, 0)
+    assert (job.ended, job.produced) == (FinishReason.ABORT, 0)
 
 
 def test_when_memory_runs_out_the_youngest_steps_back_and_still_finishes() -> None:
@@ -179,10 +179,10 @@ def test_whatever_comes_and_goes_every_limit_holds_and_everybody_ends(seed: int)
         now += step.duration_s
         batch.end(step, now)
     run(batch, now=now, steps=5000)
-    assert all(job.ended in {Ended.LENGTH, Ended.ABORT} for job in jobs)
+    assert all(job.ended in {FinishReason.LENGTH, FinishReason.ABORT} for job in jobs)
     assert batch.pool.usage == 0
     for job in jobs:
-        if job.ended is Ended.LENGTH:
+        if job.ended is FinishReason.LENGTH:
             assert job.scheduled is not None
             assert job.first_token is not None
             assert job.last_token is not None

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.core.restarts import Restarts
-from workers.core.slots import Slots
+from workers.core.restarts import RestartBackoff
+from workers.core.slots import AdapterSlots
 
 NAMES = st.sampled_from("abcdef")
 MAX_LORAS, MAX_CPU_LORAS = 2, 4
 
 
-class Vllm:
+class VllmLoraCaches:
     """vLLM 0.32: ids of a counter, a host LRU and a device LRU that are touched together; unload forgets the name."""
 
     def __init__(self):
@@ -50,7 +50,7 @@ class Vllm:
 class SlotsAgainstVllm(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.slots, self.engine = Slots(MAX_LORAS, MAX_CPU_LORAS), Vllm()
+        self.slots, self.engine = AdapterSlots(MAX_LORAS, MAX_CPU_LORAS), VllmLoraCaches()
 
     @rule(name=NAMES)
     def load(self, name):
@@ -96,7 +96,7 @@ TestSlotsAgainstVllm = SlotsAgainstVllm.TestCase
 
 @given(st.lists(st.floats(0, 500), max_size=40), st.integers(0, 9))
 def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
-    rng, restarts, in_a_row = Random(seed), Restarts(), 0
+    rng, restarts, in_a_row = Random(seed), RestartBackoff(), 0
     for up_s in ups:
         restarts = restarts.failed(up_s)
         in_a_row = 1 if up_s >= restarts.stable_s else in_a_row + 1
@@ -106,6 +106,6 @@ def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
 
 
 def test_an_engine_that_keeps_no_ghosts_has_the_slot_back_at_once():
-    slots = Slots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
+    slots = AdapterSlots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
     assert (slots.ghosts, [held.name for held in slots.held]) == (0, ["b"])
-    assert Slots(2, 4).loaded("a").unloaded("a").ghosts == 1
+    assert AdapterSlots(2, 4).loaded("a").unloaded("a").ghosts == 1

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lorafleet.service.settings import SettingsError
-from tests.workers.plugins import AsyncShelf, Shelf
+from tests.workers.plugins import AsyncCopyingManager, CopyingManager
 from tests.workers.running import code, loaded, post, sse
-from tests.workers.source_servers import SECRET, Hub, Site
+from tests.workers.source_servers import SECRET, SourceServer, StubHub
 from workers.core.errors import SourceError
 from workers.sources.base import Limits, Transfer
 from workers.sources.plugged import PluginSource, installed, listener, manager_of
@@ -18,7 +18,7 @@ from workers.wire import AgentEvent
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
 
 
-@pytest.fixture(params=[Shelf, AsyncShelf])
+@pytest.fixture(params=[CopyingManager, AsyncCopyingManager])
 def shelf(request, tmp_path, monkeypatch):
     for name, data in FILES.items():
         (tmp_path / "shelf/sql/v1").mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ async def test_a_plugins_failure_is_told_by_its_class_and_its_folder_given_back(
 
 
 def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
-    manager = Shelf()
+    manager = CopyingManager()
     listen = listener(manager)
     for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
         listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d", done_bytes=number))
@@ -53,7 +53,7 @@ def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
 
 
 @pytest.mark.parametrize(
-    "path", ["nosuch.module.Class", "Class", "tests.workers.plugins.Loose", "tests.workers.plugins.No"]
+    "path", ["nosuch.module.Class", "Class", "tests.workers.plugins.NotAManager", "tests.workers.plugins.No"]
 )
 def test_a_plugin_that_cannot_be_used_stops_the_start_and_is_named(path):
     with pytest.raises(SettingsError, match=path):
@@ -74,7 +74,7 @@ def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
 
 @pytest.mark.fleet
 async def test_an_agent_loads_from_a_hub_and_says_which_commit_it_was(worker, agent_adapters, monkeypatch):
-    hub = Hub()
+    hub = StubHub()
     folder = agent_adapters / "legal/v2"
     commit = hub.push("acme/legal", "main", {path.name: path.read_bytes() for path in folder.iterdir()})
 
@@ -83,11 +83,11 @@ async def test_an_agent_loads_from_a_hub_and_says_which_commit_it_was(worker, ag
             time.sleep(1.1)
         return hub.respond(ask)
 
-    async with Site(slowly).serving() as site:
+    async with SourceServer(slowly).serving() as site:
         hub.url = site.url.replace("127.0.0.1", "localhost")
         monkeypatch.setenv("HF_ENDPOINT", site.url)
         monkeypatch.setenv("HF_TOKEN", SECRET)
-        monkeypatch.setenv("LORAFLEET_WORKERS_LORA_DOWNLOADER_PLUGIN", "tests.workers.plugins.Shelf")
+        monkeypatch.setenv("LORAFLEET_WORKERS_LORA_DOWNLOADER_PLUGIN", "tests.workers.plugins.CopyingManager")
         monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
         async with worker.running() as client, client.stream("GET", "/v1/events") as stream:
             lines = stream.aiter_lines()

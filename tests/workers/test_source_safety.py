@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.source_servers import Answer, Site, certificate, files_of, ranged
+from tests.workers.source_servers import SourceAnswer, SourceServer, certificate, files_of, ranged
 from workers.core.addresses import is_allowed, parse_networks
 from workers.core.errors import SourceError
 from workers.core.references import bucket_and_folder, hub, is_below, shown, split
-from workers.core.retry import Retry
+from workers.core.retry import RetryPolicy
 from workers.sources import archive
 from workers.sources.base import Limits, Transfer, source_for
 from workers.sources.guard import GuardedTransport
@@ -25,7 +25,7 @@ from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
 from workers.sources.web import WebSource
 
-LIMITS = Limits(max_bytes=10 << 20, timeout_s=5, retry=Retry(attempts=2, base_s=0.01))
+LIMITS = Limits(max_bytes=10 << 20, timeout_s=5, retry=RetryPolicy(attempts=2, base_s=0.01))
 CONFIG = b'{"r": 8}'
 
 
@@ -61,7 +61,7 @@ def test_public_addresses_and_allowed_networks_are_called():
 
 async def test_a_host_on_this_network_is_refused_before_a_connection_is_made(tmp_path):
     server, client = certificate(tmp_path)
-    async with Site(files_of({})).serving(server) as site:
+    async with SourceServer(files_of({})).serving(server) as site:
         error = await refusal(web(client), f"{site.url}/adapter", tmp_path / "into")
         named = await refusal(web(client), site.url.replace("127.0.0.1", "localhost") + "/a", tmp_path / "into2")
     assert (error.code, named.code) == ("source_address_forbidden",) * 2
@@ -77,7 +77,7 @@ async def test_a_name_is_judged_by_the_address_that_is_connected_to(tmp_path):
         return answers.pop(0)
 
     files = {"a/adapter_config.json": CONFIG, "a/adapter_model.safetensors": b"w"}
-    async with Site(files_of(files)).serving(server) as site:
+    async with SourceServer(files_of(files)).serving(server) as site:
         port = site.url.rpartition(":")[2]
         source = web(client, "127.0.0.1/32", resolve=resolve)
         assert (await refusal(source, f"https://adapters.test:{port}/a", tmp_path / "i")).code == (
@@ -96,7 +96,7 @@ async def test_a_certificate_must_be_for_the_name_that_was_asked_for(tmp_path):
     async def resolve(host, port):
         return ["127.0.0.1"]
 
-    async with Site(files_of({})).serving(server) as site:
+    async with SourceServer(files_of({})).serving(server) as site:
         ref = f"https://elsewhere.test:{site.url.rpartition(':')[2]}/a"
         error = await refusal(web(client, "127.0.0.1/32", resolve=resolve), ref, tmp_path / "i")
         assert (error.code, "its certificate is not accepted" in str(error)) == ("source_failed", True)
@@ -108,7 +108,9 @@ async def test_a_certificate_must_be_for_the_name_that_was_asked_for(tmp_path):
 )
 async def test_a_redirect_is_judged_as_the_first_address_was(tmp_path, target):
     server, client = certificate(tmp_path)
-    site = Site(lambda ask: Answer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])}))
+    site = SourceServer(
+        lambda ask: SourceAnswer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])})
+    )
     async with site.serving(server):
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
     assert error.code == "source_address_forbidden"
@@ -117,7 +119,7 @@ async def test_a_redirect_is_judged_as_the_first_address_was(tmp_path, target):
 
 async def test_a_circle_of_redirects_ends(tmp_path):
     server, client = certificate(tmp_path)
-    async with Site(lambda ask: Answer(302, b"", {"location": ask.path})).serving(server) as site:
+    async with SourceServer(lambda ask: SourceAnswer(302, b"", {"location": ask.path})).serving(server) as site:
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
     assert (error.code, len(site.asked)) == ("source_invalid", 6)
 
@@ -127,10 +129,12 @@ async def test_a_body_without_a_length_is_cut_at_the_limit(tmp_path):
 
     def respond(ask):
         return (
-            Answer(200, bytes(20 << 20), {"content-length": "9" * 30}) if "model" in ask.path else ranged(ask, CONFIG)
+            SourceAnswer(200, bytes(20 << 20), {"content-length": "9" * 30})
+            if "model" in ask.path
+            else ranged(ask, CONFIG)
         )
 
-    async with Site(respond).serving(server) as site:
+    async with SourceServer(respond).serving(server) as site:
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a", tmp_path / "into")
     assert error.code in {"source_too_big", "source_failed"}
     assert sum(path.stat().st_size for path in (tmp_path / "into").iterdir()) <= 11 << 20
@@ -317,7 +321,7 @@ def test_what_macos_adds_to_an_archive_is_left_out(tmp_path):
 
 
 def test_waits_between_attempts_double_are_bounded_and_differ():
-    delays = [list(Retry(attempts=6, base_s=1, max_s=4).delays_s(Random(seed))) for seed in range(20)]
+    delays = [list(RetryPolicy(attempts=6, base_s=1, max_s=4).delays_s(Random(seed))) for seed in range(20)]
     assert all(0.5 * full <= delay <= full for row in delays for delay, full in zip(row, [1, 2, 4, 4, 4], strict=True))
     assert len({row[0] for row in delays}) == 20
 

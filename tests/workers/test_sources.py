@@ -17,10 +17,19 @@ import httpx
 import pytest
 
 from tests.patience import within
-from tests.workers.source_servers import SECRET, Cable, Hub, Site, azure, certificate, files_of, google
+from tests.workers.source_servers import (
+    SECRET,
+    FaultyConnection,
+    SourceServer,
+    StubHub,
+    azure,
+    certificate,
+    files_of,
+    google,
+)
 from workers.core.addresses import parse_networks
 from workers.core.errors import SourceError
-from workers.core.retry import Retry
+from workers.core.retry import RetryPolicy
 from workers.sources.base import Limits, Transfer, TransferCancelled
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
@@ -36,28 +45,28 @@ BESIDE = {"README.md": b"# hello", "checkpoint-1/adapter_model.safetensors": b"o
 
 
 def limits(**changes) -> Limits:
-    given = {"max_bytes": MAX_BYTES, "timeout_s": 5, "retry": Retry(attempts=3, base_s=0.01, max_s=0.02)}
+    given = {"max_bytes": MAX_BYTES, "timeout_s": 5, "retry": RetryPolicy(attempts=3, base_s=0.01, max_s=0.02)}
     return Limits(**given | changes)
 
 
-class Store:
+class SourceStore:
     """Somewhere that adapters are; reached through a cable."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
-        self.cable = Cable()
+        self.cable = FaultyConnection()
 
     def deny(self) -> None:
         self.site.denies = 403
 
 
-class Web(Store):
+class WebFiles(SourceStore):
     suffix = ""
 
     @contextlib.asynccontextmanager
     async def open(self):
         self.files = {}
-        self.site = Site(files_of(self.files))
+        self.site = SourceServer(files_of(self.files))
         server, self.client = certificate(self.tmp_path)
         netrc = self.tmp_path / "netrc"
         netrc.write_text(f"machine 127.0.0.1 login me password {SECRET}\n")
@@ -73,7 +82,7 @@ class Web(Store):
         return f"{self.url}/{name}"
 
 
-class WebTar(Web):
+class WebTar(WebFiles):
     def put(self, name, files):
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
@@ -85,7 +94,7 @@ class WebTar(Web):
         return f"{self.url}/{name}.tar.gz"
 
 
-class WebZip(Web):
+class WebZip(WebFiles):
     def put(self, name, files):
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -96,11 +105,11 @@ class WebZip(Web):
         return f"{self.url}/{name}.zip"
 
 
-class HuggingFace(Store):
+class HubStore(SourceStore):
     @contextlib.asynccontextmanager
     async def open(self):
-        self.hub = Hub()
-        self.site = Site(self.hub.respond)
+        self.hub = StubHub()
+        self.site = SourceServer(self.hub.respond)
         async with self.site.serving(), self.cable.to(self.site.url) as self.url:
             self.hub.url = self.url.replace("127.0.0.1", "localhost")  # another host: the token stays behind
             yield self
@@ -115,11 +124,11 @@ class HuggingFace(Store):
         return f"hf://acme/{name}"
 
 
-class Objects(Store):
+class ObjectStore(SourceStore):
     @contextlib.asynccontextmanager
     async def open(self):
         self.objects = {}
-        self.site = Site(self.dialect(self.objects))
+        self.site = SourceServer(self.dialect(self.objects))
         async with self.site.serving(), self.cable.to(self.site.url) as self.url:
             yield self
 
@@ -131,14 +140,14 @@ class Objects(Store):
         return ObjectSource(self.scheme, limits(**changes), options=self.options(), part_bytes=PART_BYTES)
 
 
-class Google(Objects):
+class GoogleStore(ObjectStore):
     scheme, dialect = "gs", staticmethod(google)
 
     def options(self):
         return {"token": "anon", "endpoint_url": self.url, "project": "p"}
 
 
-class Azure(Objects):
+class AzureStore(ObjectStore):
     scheme, dialect = "az", staticmethod(azure)
 
     def options(self):
@@ -147,12 +156,12 @@ class Azure(Objects):
         return {"connection_string": f"DefaultEndpointsProtocol=http;AccountName=acme;AccountKey={key};{where}"}
 
 
-class S3(Store):
+class S3Store(SourceStore):
     server = ""  # the URL of one server for all tests
 
     @contextlib.asynccontextmanager
     async def open(self):
-        self.site = Site(lambda ask: None)
+        self.site = SourceServer(lambda ask: None)
         async with httpx.AsyncClient() as client:
             (await client.post(f"{self.server}/moto-api/reset")).raise_for_status()
         async with self.cable.to(self.server) as self.url, self.site.serving():
@@ -181,7 +190,7 @@ class S3(Store):
         return ObjectSource("s3", limits(**changes), options=self.options(self.url), part_bytes=PART_BYTES)
 
 
-class Folder(Store):
+class FolderStore(SourceStore):
     @contextlib.asynccontextmanager
     async def open(self):
         yield self
@@ -197,8 +206,8 @@ class Folder(Store):
         return f"file://{self.tmp_path / name}"
 
 
-SLOW_S3 = pytest.param(S3, marks=pytest.mark.slow)  # its client takes half a second for each test
-REMOTE = [Web, WebTar, WebZip, HuggingFace, SLOW_S3, Google, Azure]
+SLOW_S3 = pytest.param(S3Store, marks=pytest.mark.slow)  # its client takes half a second for each test
+REMOTE = [WebFiles, WebTar, WebZip, HubStore, SLOW_S3, GoogleStore, AzureStore]
 
 
 @pytest.fixture(scope="module")
@@ -214,18 +223,18 @@ def s3_server():
 
 @pytest.fixture
 async def store(request, tmp_path):
-    if request.param is S3:
-        S3.server = request.getfixturevalue("s3_server")
+    if request.param is S3Store:
+        S3Store.server = request.getfixturevalue("s3_server")
     async with request.param(tmp_path).open() as opened:
         yield opened
 
 
-every = pytest.mark.parametrize("store", [*REMOTE, Folder], indirect=True, ids=lambda cls: cls.__name__)
+every = pytest.mark.parametrize("store", [*REMOTE, FolderStore], indirect=True, ids=lambda cls: cls.__name__)
 remote = pytest.mark.parametrize("store", REMOTE, indirect=True, ids=lambda cls: cls.__name__)
 
 
 resuming = pytest.mark.parametrize(
-    "store", [each for each in REMOTE if each is not HuggingFace], indirect=True, ids=lambda cls: cls.__name__
+    "store", [each for each in REMOTE if each is not HubStore], indirect=True, ids=lambda cls: cls.__name__
 )
 
 
@@ -288,7 +297,7 @@ async def test_pickled_weights_are_fetched_where_that_is_allowed_and_nothing_bet
     if allow_pickle:
         assert (await fetched(store, ref, allow_pickle=True))[0] == pickled
     else:
-        wanted = "source_not_found" if type(store) is Web else "adapter_pickled"  # it asks for what it would take
+        wanted = "source_not_found" if type(store) is WebFiles else "adapter_pickled"  # it asks for what it would take
         assert (await refusal(store, ref)).code == wanted
 
 
@@ -308,7 +317,7 @@ async def test_a_connection_that_breaks_off_is_taken_up_again(store):
     assert transfer.progress.done_bytes == transfer.progress.total_bytes or transfer.progress.total_bytes is None
 
 
-@pytest.mark.parametrize("store", [Web, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("store", [WebFiles, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
 async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_are(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.is_dead = True
@@ -316,7 +325,7 @@ async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_
     assert (error.code, "tried 3 times" in str(error), error.retry_after_s) == ("source_failed", True, 30)
 
 
-@pytest.mark.parametrize("store", [Web], indirect=True)
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_a_server_that_falls_silent_is_waited_for_no_longer_than_the_timeout(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.stall_after = 1 << 20
@@ -324,7 +333,7 @@ async def test_a_server_that_falls_silent_is_waited_for_no_longer_than_the_timeo
     assert (error.code, "ReadTimeout" in str(error)) == ("source_failed", True)
 
 
-@pytest.mark.parametrize("store", [Web], indirect=True)
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_what_came_of_a_version_is_dropped_when_the_server_has_another(store):
     ref = await put(store, "sql", ADAPTER)
     newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
@@ -337,7 +346,7 @@ async def test_what_came_of_a_version_is_dropped_when_the_server_has_another(sto
     assert found == newer
 
 
-@pytest.mark.parametrize("store", [Web], indirect=True)
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_only_what_is_missing_is_asked_for_again(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.cuts = [2 << 20]
@@ -382,7 +391,7 @@ async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with
     assert (await fetched(store, ref))[0] == newer
 
 
-@pytest.mark.parametrize("store", [Web, WebTar], indirect=True, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("store", [WebFiles, WebTar], indirect=True, ids=lambda cls: cls.__name__)
 async def test_what_had_come_whole_when_its_fetch_was_killed_does_not_come_again(store):
     ref = await put(store, "sql", ADAPTER)
     body = next(data for name, data in store.files.items() if not name.endswith(".json"))
@@ -398,7 +407,7 @@ async def test_what_had_come_whole_when_its_fetch_was_killed_does_not_come_again
     assert store.cable.carried < 1 << 19
 
 
-@pytest.mark.parametrize("store", [HuggingFace], indirect=True)
+@pytest.mark.parametrize("store", [HubStore], indirect=True)
 async def test_a_branch_is_pinned_to_the_commit_it_has_and_that_one_is_fetched(store):
     ref = await put(store, "sql", ADAPTER)
     first = store.hub.branches["acme/sql", "main"]
@@ -409,14 +418,14 @@ async def test_a_branch_is_pinned_to_the_commit_it_has_and_that_one_is_fetched(s
     assert (await fetched(store, transfer.pinned))[0] == ADAPTER
 
 
-@pytest.mark.parametrize("store", [HuggingFace], indirect=True)
+@pytest.mark.parametrize("store", [HubStore], indirect=True)
 async def test_the_hubs_token_goes_to_the_hub_alone(store):
     await fetched(store, await put(store, "sql", ADAPTER))
     asked = {ask.path.split("/")[1]: ask.headers.get("authorization") for ask in store.site.asked}
     assert asked == {"api": f"Bearer {SECRET}", "acme": f"Bearer {SECRET}", "signed": None}
 
 
-@pytest.mark.parametrize("store", [Web], indirect=True)
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_passwords_of_the_netrc_file_go_to_their_host(store):
     await fetched(store, await put(store, "sql", ADAPTER))
     assert all(ask.headers["authorization"].startswith("Basic ") for ask in store.site.asked)
@@ -434,13 +443,13 @@ async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
             await task
 
 
-@pytest.mark.parametrize("store", [Web, HuggingFace, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("store", [WebFiles, HubStore, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
 async def test_words_of_a_server_that_fails_are_repeated_in_no_message(store, caplog):
     caplog.set_level(logging.WARNING)
     ref = await put(store, "sql", ADAPTER)
     store.deny()
     store.site.denies = 500
-    error = await refusal(store, ref, retry=Retry(attempts=1))
+    error = await refusal(store, ref, retry=RetryPolicy(attempts=1))
     assert error.code == "source_failed"
     seen = [str(error), str(error.__cause__), *(record.getMessage() for record in caplog.records)]
     assert not [text for text in seen if SECRET in text]

@@ -21,7 +21,7 @@ SQL = "sql-expert/v1"
 
 
 @dataclass
-class Orchestrator:
+class StubOrchestrator:
     """Takes heartbeats, and says what the test wants it to say."""
 
     is_warm: bool | None = False  # None: an orchestrator that knows nothing of warming
@@ -64,7 +64,7 @@ def worker(folders: tuple[Path, Path], tmp_path: Path) -> RunningWorker:
 
 
 async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_is_told(worker) -> None:
-    orchestrator = Orchestrator()
+    orchestrator = StubOrchestrator()
     async with (
         orchestrator.serving() as url,
         worker.together("--orchestrator-url", url, until_ready=False) as client,
@@ -88,7 +88,7 @@ async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_
 
 
 async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
-    orchestrator = Orchestrator()
+    orchestrator = StubOrchestrator()
     async with (
         orchestrator.serving() as url,
         worker.together("--orchestrator-url", url, "--warm-deadline-s", "0.3"),
@@ -98,7 +98,7 @@ async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["of an older version", "away"])
 async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_at_once(worker, is_there) -> None:
-    orchestrator = Orchestrator(is_warm=None)
+    orchestrator = StubOrchestrator(is_warm=None)
     async with orchestrator.serving() as url:
         flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
         async with worker.together(*flags, until_ready=False) as client:
@@ -107,7 +107,7 @@ async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_a
 
 @pytest.mark.slow
 async def test_a_key_that_changes_in_its_file_is_brought_by_the_next_heartbeats(worker, tmp_path) -> None:
-    orchestrator, file = Orchestrator(is_warm=True), tmp_path / "token"
+    orchestrator, file = StubOrchestrator(is_warm=True), tmp_path / "token"
     file.write_text("one")
     async with (
         orchestrator.serving() as url,

@@ -3,7 +3,7 @@
 The record says what this worker should hold, the engine's list what it does; both are compared after every start and
 every few seconds. An agent never evicts by itself: the caller names the victim.
 
-Intake brings files in, Loader brings them into the engine, Residency knows and tells what is where, Link is the engine.
+The Installer puts files on disk, the Loader loads them into the engine, the Inventory knows which adapter is where.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ import structlog
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, decided
 from orchestrator.wire import UsageReport
-from workers.agent.engine_link import Link
-from workers.agent.events import Events
-from workers.agent.installer import Intake
-from workers.agent.inventory import Residency, timestamp
+from workers.agent.engine_link import CurrentEngine
+from workers.agent.events import AgentEventLog
+from workers.agent.installer import Installer
+from workers.agent.inventory import Inventory, timestamp
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
-from workers.agent.records import Records
-from workers.agent.usage import Usage
-from workers.config import TIMERS, Timers, WorkerSettings
+from workers.agent.records import InstalledAdapters
+from workers.agent.usage import AdapterUsage
+from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError
-from workers.engines.base import Engine
+from workers.engines.base import EngineClient
 from workers.metrics import WorkerMetrics
-from workers.storage.cache import Cache
+from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import Library
+from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import known_base_model, model_folder
 from workers.wire import (
     AgentState,
@@ -47,22 +47,22 @@ from workers.wire import (
 log = structlog.get_logger()
 
 
-class Agent:
+class WorkerAgent:
     """One worker's adapters and what is known of its engine. The event loop is the only writer."""
 
     def __init__(
         self,
         *,
         settings: WorkerSettings,
-        cache: Cache,
-        library: Library,
-        records: Records,
-        events: Events,
+        cache: AdapterCache,
+        library: LocalAdapters,
+        records: InstalledAdapters,
+        events: AgentEventLog,
         metrics: WorkerMetrics,
         boot_id: str,
         agent_url: str,
         connector: ConnectorVerdict | None = None,
-        timers: Timers = TIMERS,
+        timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """connector: what the engine's command says of its KV connector; None: nothing, and the engine is asked."""
@@ -78,8 +78,8 @@ class Agent:
         self.timers = timers
         self._state: AgentState = "starting"
         self._state_reason = ""
-        self.link = Link(settings, metrics, clock=clock)
-        self.residency = Residency(
+        self.link = CurrentEngine(settings, metrics, clock=clock)
+        self.residency = Inventory(
             settings=settings,
             cache=cache,
             library=library,
@@ -88,8 +88,10 @@ class Agent:
             metrics=metrics,
             clock=clock,
         )
-        self.counts = Usage(settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp)
-        self._intake = Intake(
+        self.counts = AdapterUsage(
+            settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp
+        )
+        self._intake = Installer(
             cache=cache,
             library=library,
             residency=self.residency,
@@ -133,7 +135,7 @@ class Agent:
         self._state, self._state_reason = state, reason
         self.residency.changed()
 
-    async def engine_up(self, engine: Engine, *, engine_boot_id: str, transport: Transport) -> None:
+    async def engine_up(self, engine: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
         await self.link.up(engine, boot_id=engine_boot_id, transport=transport)
         self.cache.disk.engine_url = transport.engine_url
@@ -196,7 +198,7 @@ class Agent:
         if self._warming is not None:
             self._warming.set()
 
-    async def is_trusted(self, engine: Engine) -> bool:
+    async def is_trusted(self, engine: EngineClient) -> bool:
         """Whether the engine is well. Of one that hangs, in a load or else, the health route sees nothing: it has to
         compute, or to give a token.
         """

@@ -15,7 +15,7 @@ from lorafleet.engine.rates import EngineRates
 from workers.agent.kv_ledger import KvLedgers
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
-from workers.engines.base import Engine, Shape
+from workers.engines.base import EngineClient, EngineShape
 from workers.metrics import WorkerMetrics
 from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 _WORD_S = 10.0  # what the orchestrator said of our requests is of no use later
 
 
-class Link:
+class CurrentEngine:
     """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
 
     `shared` is the same lock, held together by all who ask for it so.
@@ -37,7 +37,7 @@ class Link:
         self, settings: WorkerSettings, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lock = asyncio.Lock()
-        self.engine: Engine | None = None
+        self.engine: EngineClient | None = None
         self.boot_id = ""
         self.transport = Transport(engine_url="")
         self.suspicion = ""
@@ -47,7 +47,7 @@ class Link:
         self._metrics = metrics
         self._clock = clock
         self._kv: KvLedgers | None = None
-        self._shape = Shape()
+        self._shape = EngineShape()
         self._mark = ""
         self._load = EngineLoad()
         self._suspect_since = -inf
@@ -70,7 +70,7 @@ class Link:
             if not self._sharers:
                 self.lock.release()
 
-    async def up(self, engine: Engine, *, boot_id: str, transport: Transport) -> None:
+    async def up(self, engine: EngineClient, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
         self._shape = await engine.shape()
         self._mark = self._shape.mark or await engine.boot_mark()
@@ -90,7 +90,7 @@ class Link:
         self._load.forget_reading()
         self._metrics.rates(EngineRates())
 
-    def require(self) -> Engine:
+    def require(self) -> EngineClient:
         """The engine; raises EngineError `engine_down` while there is none."""
         if self.engine is None:
             raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)

@@ -9,7 +9,7 @@ from workers.core.errors import AgentRequestError
 from workers.wire import AgentEvent, AgentEventType
 
 
-class Events:
+class AgentEventLog:
     """One writer, many readers. A reader too slow for the buffer is told to start over."""
 
     def __init__(

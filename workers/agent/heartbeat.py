@@ -10,7 +10,7 @@ import structlog
 from lorafleet.service.loops import backoff_s
 from lorafleet.service.own_key import OwnKey
 from orchestrator.wire import Heartbeat, HeartbeatAnswer
-from workers.agent.agent import Agent
+from workers.agent.agent import WorkerAgent
 
 log = structlog.get_logger()
 
@@ -20,10 +20,10 @@ _WARMING_S = 0.1  # a worker that only waits to hear that it is warm asks more o
 _GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
 
 
-class Heartbeats:
+class HeartbeatSender:
     """Posts heartbeats until cancelled; an orchestrator that is away costs nothing but log lines."""
 
-    def __init__(self, agent: Agent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random) -> None:
+    def __init__(self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random) -> None:
         self._agent = agent
         self._client = client
         self._rng = rng

@@ -8,27 +8,27 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.wire import checked_lora_id
-from workers.agent.inventory import Residency
-from workers.agent.records import Record
+from workers.agent.inventory import Inventory
+from workers.agent.records import InstalledAdapter
 from workers.core.errors import AgentRequestError, SourceError
 from workers.core.manifest import Manifest, check_rank, is_same_base
 from workers.metrics import WorkerMetrics
-from workers.sources.base import PLUGIN, Progress, Transfer
-from workers.storage.cache import Cache
+from workers.sources.base import PLUGIN, FetchProgress, Transfer
+from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
-from workers.storage.local_adapters import Library
+from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest, LoadRequest, engine_name
 
 
-class Intake:
+class Installer:
     """Brings adapters in. Callers hold the adapter's own lock."""
 
     def __init__(
         self,
         *,
-        cache: Cache,
-        library: Library,
-        residency: Residency,
+        cache: AdapterCache,
+        library: LocalAdapters,
+        residency: Inventory,
         metrics: WorkerMetrics,
         credentials: Credentials,
         listed: Callable[[], Awaitable[frozenset[str]]],
@@ -51,7 +51,7 @@ class Intake:
         """Digests whose files must stay: wanted here, or listed by the engine. Raises EngineError."""
         return self._residency.wanted() | await self._listed()
 
-    async def installed(self, request: LoadRequest) -> Record:
+    async def installed(self, request: LoadRequest) -> InstalledAdapter:
         """The record of files that are on this disk with every byte right. Raises WorkerError."""
         self._check_base(request.base_model)
         slots = self._residency.slots
@@ -73,7 +73,7 @@ class Intake:
             request.lora_id, source, request.digest, secret=secret, base_model=request.base_model
         )
 
-    async def inspected(self, request: InspectRequest) -> Record:
+    async def inspected(self, request: InspectRequest) -> InstalledAdapter:
         """Fetched, verified and installed, whatever is known of it already; of any rank, which the caller is told and
         finds a worker for. Raises WorkerError.
         """
@@ -87,7 +87,7 @@ class Intake:
             is_any_rank=True,
         )
 
-    async def again(self, record: Record) -> Path:
+    async def again(self, record: InstalledAdapter) -> Path:
         """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
         if not await self._cache.has(record.digest):
             pinned = record.pinned_source or record.source
@@ -107,7 +107,7 @@ class Intake:
         secret: str,
         base_model: str | None,
         is_any_rank: bool = False,
-    ) -> Record:
+    ) -> InstalledAdapter:
         """`base_model`: what the caller says that it is for, in place of what its own config says."""
         fetch = partial(
             self._fetched_once, lora_id, source, digest, pinned or source, secret, base_model, is_any_rank=is_any_rank
@@ -133,10 +133,10 @@ class Intake:
         base_model: str | None,
         *,
         is_any_rank: bool,
-    ) -> Record:
+    ) -> InstalledAdapter:
         loop = asyncio.get_running_loop()
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: FetchProgress) -> None:
             loop.call_soon_threadsafe(self._residency.downloading, lora_id, progress)
 
         transfer = Transfer(on_progress=tell)
@@ -157,7 +157,7 @@ class Intake:
         record = _record(lora_id, source, transfer.pinned, manifest, path)
         return self._residency.remember(replace(record, secret=secret))
 
-    def _known(self, request: LoadRequest) -> Record | None:
+    def _known(self, request: LoadRequest) -> InstalledAdapter | None:
         """A record that answers this request without a look at its source: same digest, and no other source named.
 
         A digest alone grants nothing: the record exists because this lora_id's own source was verified here.
@@ -210,8 +210,8 @@ def check_id(lora_id: str) -> None:
         raise AgentRequestError("invalid_lora_id", str(exc), param="lora_id") from exc
 
 
-def _record(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> Record:
-    return Record(
+def _record(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> InstalledAdapter:
+    return InstalledAdapter(
         lora_id=lora_id,
         digest=manifest.digest,
         engine_name=engine_name(lora_id, manifest.digest),

@@ -14,15 +14,15 @@ import structlog
 
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
-from workers.agent.events import Events
-from workers.agent.records import Record, Records
+from workers.agent.events import AgentEventLog
+from workers.agent.records import InstalledAdapter, InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
-from workers.core.slots import Slots
+from workers.core.slots import AdapterSlots
 from workers.metrics import WorkerMetrics
-from workers.sources.base import Progress
-from workers.storage.cache import Cache
-from workers.storage.local_adapters import Library
+from workers.sources.base import FetchProgress
+from workers.storage.cache import AdapterCache
+from workers.storage.local_adapters import LocalAdapters
 from workers.wire import (
     AgentEventType,
     AvailableLora,
@@ -45,17 +45,17 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class Residency:
+class Inventory:
     """The event loop is the only writer. `changes` wakes whoever tells others; `version` grows with each change."""
 
     def __init__(
         self,
         *,
         settings: WorkerSettings,
-        cache: Cache,
-        library: Library,
-        records: Records,
-        events: Events,
+        cache: AdapterCache,
+        library: LocalAdapters,
+        records: InstalledAdapters,
+        events: AgentEventLog,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +63,7 @@ class Residency:
         self.events = events
         self.changes = ChangeSignal()
         self.version = 0
-        self.slots = Slots(settings.max_loras, settings.max_cpu_loras)
+        self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
         self.judgement: ConnectorVerdict = NO_CONNECTOR
         """What the engine's KV connector allows."""
         self._settings = settings
@@ -84,7 +84,7 @@ class Residency:
 
     def begin(self, *, keeps_ghosts: bool = True) -> None:
         """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
-        self.slots = Slots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
+        self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
         self._listed_at = None
 
     def agreed(self, at_s: float) -> None:
@@ -98,7 +98,7 @@ class Residency:
         if record is not None and not record.is_loaded:
             self.records.put(replace(record, is_loaded=True))
 
-    def remember(self, record: Record) -> Record:
+    def remember(self, record: InstalledAdapter) -> InstalledAdapter:
         """Files that are installed and verified; what an older record of them knows is kept."""
         self.events.add(
             "DOWNLOADED_TO_DISK",
@@ -118,19 +118,19 @@ class Residency:
             )
         return self.records.put(record)
 
-    def downloading(self, lora_id: str, progress: Progress) -> None:
+    def downloading(self, lora_id: str, progress: FetchProgress) -> None:
         """How far a fetch is."""
         self.events.add(
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
-    def loaded_now(self, record: Record, *, load_seconds: float | None) -> Record:
+    def loaded_now(self, record: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
         """The engine has taken it."""
         order = self.records.next_order()
         record = replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._announce(self.records.put(record))
 
-    def loaded_again(self, record: Record, *, load_seconds: float) -> None:
+    def loaded_again(self, record: InstalledAdapter, *, load_seconds: float) -> None:
         """The engine, started again, has taken back what the record had: nothing has to be written for that."""
         known = self.records.get(record.engine_name)
         record = replace(record, loaded_at=timestamp(), load_seconds=load_seconds)
@@ -140,7 +140,7 @@ class Residency:
             self.records.keep(record)
         self._announce(record)
 
-    def _announce(self, record: Record) -> Record:
+    def _announce(self, record: InstalledAdapter) -> InstalledAdapter:
         self.slots = self.slots.loaded(record.engine_name)
         self._failures.pop(record.lora_id, None)
         self._progress.pop(record.lora_id, None)
@@ -150,7 +150,7 @@ class Residency:
         self.changed()
         return record
 
-    def unloaded_now(self, record: Record) -> None:
+    def unloaded_now(self, record: InstalledAdapter) -> None:
         """The engine has given it up; the record may still want it."""
         self.slots = self.slots.unloaded(record.engine_name)
         self.events.add(
@@ -158,7 +158,7 @@ class Residency:
         )
         self.changed()
 
-    def forget_load(self, record: Record) -> None:
+    def forget_load(self, record: InstalledAdapter) -> None:
         """No restart shall load it again."""
         self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
 
@@ -250,7 +250,7 @@ class Residency:
     def has_room(self, evict: str | None) -> bool:
         return self.slots.free > 0 or self.victim(evict) is not None
 
-    def victim(self, evict: str | None) -> Record | None:
+    def victim(self, evict: str | None) -> InstalledAdapter | None:
         """The loaded adapter that the caller named, by lora_id or engine name."""
         return next((record for record in self.resident() if evict in {record.engine_name, record.lora_id}), None)
 
@@ -262,7 +262,7 @@ class Residency:
             " or name a victim that is loaded with `evict`",
         )
 
-    def resident(self) -> list[Record]:
+    def resident(self) -> list[InstalledAdapter]:
         """Records of what the engine holds."""
         return [record for record in self.records.all() if self.slots.has(record.engine_name)]
 
@@ -364,7 +364,7 @@ class Residency:
         measured = [record.load_seconds for record in self.records.all() if record.load_seconds is not None]
         return median(measured[-_LOADS_KEPT:]) if measured else 0.0
 
-    def loaded_of(self, record: Record) -> LoadedLora:
+    def loaded_of(self, record: InstalledAdapter) -> LoadedLora:
         return LoadedLora(
             lora_id=record.lora_id,
             digest=record.digest,
@@ -384,7 +384,7 @@ class Residency:
             error=self._stale(record),
         )
 
-    def _stale(self, record: Record) -> str | None:
+    def _stale(self, record: InstalledAdapter) -> str | None:
         """Why this is not what its source holds any more: somebody put new bytes under an old name."""
         shelved = self._library.shelved(record.lora_id)
         if shelved is None or shelved.manifest is None or shelved.manifest.digest == record.digest:
@@ -396,7 +396,7 @@ class Residency:
             f" {record.digest}; new bytes need a new lora_id"
         )
 
-    def available_of(self, record: Record) -> AvailableLora:
+    def available_of(self, record: InstalledAdapter) -> AvailableLora:
         return AvailableLora(
             lora_id=record.lora_id,
             path=record.path,

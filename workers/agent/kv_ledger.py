@@ -68,7 +68,7 @@ class KvLedgers:
         self._told_whole = True
         self._hub = SubscriberHub(tail_poll_s=tail_poll_s)
         replays = transport.kv_replay or ("",) * len(transport.kv_events)
-        self.ranks = [_Rank(self, rank, transport.dialect) for rank in range(len(transport.kv_events))]
+        self.ranks = [_RankLedger(self, rank, transport.dialect) for rank in range(len(transport.kv_events))]
         self._followers: list[RankSubscriber] = [
             self._hub.follow(RankEndpoint(events, replay, transport.kv_topic), rank)
             for rank, events, replay in zip(self.ranks, transport.kv_events, replays, strict=True)
@@ -194,7 +194,7 @@ class KvLedgers:
         return self._is_closed or self.seq > since
 
 
-class _Rank:
+class _RankLedger:
     """One rank: hears the engine's batches (a Listener), and keeps what its ledger changed (a Sink)."""
 
     def __init__(self, ledgers: KvLedgers, number: int, dialect: str) -> None:

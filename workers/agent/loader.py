@@ -9,14 +9,14 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from workers.agent.engine_link import Link
-from workers.agent.installer import Intake, check_id
-from workers.agent.inventory import Residency
-from workers.agent.operations import Underway
-from workers.agent.records import Record
+from workers.agent.engine_link import CurrentEngine
+from workers.agent.installer import Installer, check_id
+from workers.agent.inventory import Inventory
+from workers.agent.operations import OperationsInProgress
+from workers.agent.records import InstalledAdapter
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError
-from workers.engines.base import Engine
+from workers.engines.base import EngineClient
 from workers.metrics import WorkerMetrics
 from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
@@ -30,9 +30,9 @@ class Loader:
         self,
         *,
         settings: WorkerSettings,
-        link: Link,
-        intake: Intake,
-        residency: Residency,
+        link: CurrentEngine,
+        intake: Installer,
+        residency: Inventory,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -42,7 +42,7 @@ class Loader:
         self._residency = residency
         self._metrics = metrics
         self._clock = clock
-        self._underway = Underway()
+        self._underway = OperationsInProgress()
         # Weak: there are as many as are held or waited for, not as many as names were ever asked for.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -70,7 +70,7 @@ class Loader:
         self._residency.changed()
         return self._residency.available_of(record)
 
-    async def _inspected(self, request: InspectRequest) -> Record:
+    async def _inspected(self, request: InspectRequest) -> InstalledAdapter:
         async with self._lock(request.lora_id):
             return await self._intake.inspected(request)
 
@@ -141,7 +141,7 @@ class Loader:
         if restored := [record for record in wanted if self._residency.slots.has(record.engine_name)]:
             await self._check_listed(restored)
 
-    async def _restore_one(self, record: Record, room: asyncio.Semaphore) -> None:
+    async def _restore_one(self, record: InstalledAdapter, room: asyncio.Semaphore) -> None:
         """Its files found and loaded; where the adapter itself is what fails, that is noted. Raises EngineError."""
         try:
             record = replace(record, path=str(await self._files_of(record)))
@@ -153,11 +153,11 @@ class Loader:
             self._residency.forget_load(record)
             self._residency.failed(record.lora_id, record.digest, exc)
 
-    async def _files_of(self, record: Record) -> Path:
+    async def _files_of(self, record: InstalledAdapter) -> Path:
         async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
             return await self._intake.again(record)
 
-    async def _load_again(self, record: Record) -> None:
+    async def _load_again(self, record: InstalledAdapter) -> None:
         """As `_load`, though what the engine then lists is looked at once, when all are back."""
         async with self._link.shared():
             began = self._clock()
@@ -165,7 +165,7 @@ class Loader:
             self._link.forget_adapter(record.engine_name)
             self._residency.loaded_again(record, load_seconds=round(self._clock() - began, 4))
 
-    async def _check_listed(self, records: Collection[Record]) -> None:
+    async def _check_listed(self, records: Collection[InstalledAdapter]) -> None:
         async with self._link.lock:
             asked_at = self._clock()
             listed = await self._link.require().adapters()
@@ -230,7 +230,7 @@ class Loader:
                     self._link.forget_adapter(name)  # loaded by somebody else, or brought back by a request
                 self._residency.correct(listed)
 
-    async def _load(self, record: Record, *, evict: str | None) -> Record:
+    async def _load(self, record: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
         """The load stage: one at a time, because each one stalls the engine for everybody."""
         async with self._link.lock:
             self._underway.commit(record.lora_id)
@@ -269,7 +269,7 @@ class Loader:
         self._residency.events.add("TRUSTED")
         self._residency.changed()
 
-    async def _load_and_check(self, engine: Engine, record: Record) -> None:
+    async def _load_and_check(self, engine: EngineClient, record: InstalledAdapter) -> None:
         await self._load_one(engine, record)
         asked_at = self._clock()
         if record.engine_name not in (listed := await engine.adapters()):
@@ -277,7 +277,7 @@ class Loader:
         if self._residency.slots.registered <= listed.keys():
             self._residency.agreed(asked_at)
 
-    async def _load_one(self, engine: Engine, record: Record) -> None:
+    async def _load_one(self, engine: EngineClient, record: InstalledAdapter) -> None:
         try:
             with self._metrics.load_seconds(record.lora_id).time():
                 await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
@@ -287,7 +287,7 @@ class Loader:
                 self.suspect(reason, patience_s=self._settings.hang_after_s)
             raise
 
-    async def _make_room(self, engine: Engine, evict: str | None) -> Record | None:
+    async def _make_room(self, engine: EngineClient, evict: str | None) -> InstalledAdapter | None:
         """Unload the named victim if the slots are full; a free slot spares it. Raises EngineError `no_free_slot`."""
         if self._residency.slots.free > 0:
             return None
@@ -297,7 +297,7 @@ class Loader:
         await self._unload_one(engine, victim)  # its record waits until the newcomer is there
         return victim
 
-    async def _put_back(self, engine: Engine, victim: Record) -> None:
+    async def _put_back(self, engine: EngineClient, victim: InstalledAdapter) -> None:
         try:
             await engine.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
@@ -308,7 +308,7 @@ class Loader:
         if self._link.engine is engine:
             self._residency.loaded_now(victim, load_seconds=victim.load_seconds)
 
-    async def _unload_one(self, engine: Engine, record: Record) -> None:
+    async def _unload_one(self, engine: EngineClient, record: InstalledAdapter) -> None:
         try:
             with self._metrics.unload_seconds(record.lora_id).time():
                 await engine.unload(record.engine_name, timeout_s=self._settings.load_deadline_s)
@@ -324,6 +324,6 @@ class Loader:
         self._residency.unloaded_now(record)
 
 
-def _not_listed(record: Record) -> EngineError:
+def _not_listed(record: InstalledAdapter) -> EngineError:
     message = f"load {record.engine_name}: the engine said yes, but does not list it"
     return EngineError("adapter_refused", message)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Operation:
+class _AdapterOperation:
     """`is_committed`: the engine is being asked; what it does is not undone by not waiting for it."""
 
     task: "asyncio.Task[Any]"
@@ -27,17 +27,17 @@ class _Operation:
         return not self.is_committed
 
 
-class Underway:
+class OperationsInProgress:
     """By adapter. The event loop is the only writer."""
 
     def __init__(self) -> None:
-        self._operations: dict[str, list[_Operation]] = {}
+        self._operations: dict[str, list[_AdapterOperation]] = {}
         self._is_stopping = False
 
     async def run(self, lora_id: str, digest: str | None, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises RequestError `cancelled` when somebody called it off, EngineError `draining`."""
         task = asyncio.create_task(work)
-        operation = _Operation(task, digest)
+        operation = _AdapterOperation(task, digest)
         self._operations.setdefault(lora_id, []).append(operation)
         try:
             return await task

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class InstalledAdapter:
     """An adapter whose files are installed here. `is_loaded`: the engine should hold it, also after a restart."""
 
     lora_id: str
@@ -40,7 +40,7 @@ class Record:
     """Grows with every load: the order in which a restart loads again."""
 
 
-class Records:
+class InstalledAdapters:
     """The records of one state folder, held in memory and written through.
 
     A process that is killed loses nothing. A machine that crashes may lose the last few milliseconds: the wait for the
@@ -54,30 +54,30 @@ class Records:
         self._epoch_file = folder / "epoch.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.revision = 0  # grows whenever an adapter comes or goes
-        self._sorted: tuple[Record, ...] | None = None
+        self._sorted: tuple[InstalledAdapter, ...] | None = None
         self._unsaved: set[Path] = set()
         self._records = {record.engine_name: record for record in _read_all(self._folder)}
         self.epoch = _read_epoch(self._epoch_file)
 
-    def get(self, engine_name: str) -> Record | None:
+    def get(self, engine_name: str) -> InstalledAdapter | None:
         return self._records.get(engine_name)
 
-    def all(self) -> tuple[Record, ...]:
+    def all(self) -> tuple[InstalledAdapter, ...]:
         if self._sorted is None:
             self._sorted = tuple(sorted(self._records.values(), key=lambda record: record.order))
         return self._sorted
 
-    def of(self, lora_id: str) -> tuple[Record, ...]:
+    def of(self, lora_id: str) -> tuple[InstalledAdapter, ...]:
         """Every version of an adapter, oldest load first."""
         return tuple(record for record in self.all() if record.lora_id == lora_id)
 
-    def put(self, record: Record) -> Record:
+    def put(self, record: InstalledAdapter) -> InstalledAdapter:
         self.revision += record.engine_name not in self._records
         self.keep(record)
         self.write(self._folder / _file_name(record.engine_name), asdict(record))
         return record
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: InstalledAdapter) -> None:
         """Nothing is known of it any more."""
         self._records.pop(record.engine_name, None)
         self._sorted = None
@@ -87,7 +87,7 @@ class Records:
         with contextlib.suppress(OSError):  # it comes back with a restart, which finds no files and forgets it again
             path.unlink(missing_ok=True)
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: InstalledAdapter) -> None:
         """Change what is in memory alone; it reaches the disk with the next `put`. For counts of use."""
         self._records[record.engine_name] = record
         self._sorted = None
@@ -131,13 +131,13 @@ def _file_name(engine_name: str) -> str:
     return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
 
 
-def _read_all(folder: Path) -> list[Record]:
-    known = {field.name for field in fields(Record)}
+def _read_all(folder: Path) -> list[InstalledAdapter]:
+    known = {field.name for field in fields(InstalledAdapter)}
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
             raw = json.loads(path.read_text())
-            found.append(Record(**{key: value for key, value in raw.items() if key in known}))
+            found.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in known}))
         except (OSError, ValueError, TypeError, AttributeError) as exc:
             # One damaged record costs one adapter's memory of itself, not the worker's start.
             log.warning("record left out", path=str(path), error=str(exc))

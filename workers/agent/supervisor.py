@@ -18,11 +18,11 @@ import structlog
 
 from lorafleet.engine.arguments import value_of
 from lorafleet.service.sockets import bound
-from workers.agent.agent import Agent
+from workers.agent.agent import WorkerAgent
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
-from workers.core.restarts import Restarts
-from workers.engines.base import Engine
+from workers.core.restarts import RestartBackoff
+from workers.engines.base import EngineClient
 from workers.engines.kinds import connect
 from workers.engines.launch import kv_config, launch
 from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
@@ -42,7 +42,7 @@ class Supervisor:
     def __init__(
         self,
         settings: WorkerSettings,
-        agent: Agent,
+        agent: WorkerAgent,
         *,
         own_command: Sequence[str] = (),
         echo: Echo | None = None,
@@ -59,7 +59,7 @@ class Supervisor:
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
         self._reserved: socket.socket | None = None  # its port is the engine's, if no setting names one
         self._process: EngineProcess | None = None
-        self._restarts = Restarts(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
+        self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
     async def run(self) -> None:
         """Until cancelled. Then the engine still runs: `stop` ends it."""
@@ -109,7 +109,7 @@ class Supervisor:
             self._process = None
         await asyncio.sleep(delay_s)
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> Engine:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """A healthy engine that holds what it should. Raises EngineError with the end of its log."""
         if self._settings.engine_url:
             return await self._attach(stack)
@@ -142,7 +142,7 @@ class Supervisor:
         await self._unless_exited(self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport))
         return engine
 
-    async def _attach(self, stack: contextlib.AsyncExitStack) -> Engine:
+    async def _attach(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         engine = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(engine.aclose)
         await self._until_healthy(engine)
@@ -159,7 +159,7 @@ class Supervisor:
         await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
         return engine
 
-    async def _until_healthy(self, engine: Engine) -> None:
+    async def _until_healthy(self, engine: EngineClient) -> None:
         deadline = self._clock() + self._settings.start_deadline_s
         while True:
             # An engine of our own is asked nothing before it listens: a refused connection costs next to nothing.
@@ -174,7 +174,7 @@ class Supervisor:
                 raise EngineError("engine_start_failed", message)
             await asyncio.sleep(_PROBE_S if is_deaf else _POLL_S)
 
-    async def _watch(self, engine: Engine) -> str:
+    async def _watch(self, engine: EngineClient) -> str:
         """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
         healthy_at = self._clock()
         while True:
@@ -190,7 +190,7 @@ class Supervisor:
                 reason = self._agent.link.suspicion or "the engine gave no sign of health"
                 return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
-    async def _is_another(self, engine: Engine) -> bool:
+    async def _is_another(self, engine: EngineClient) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
             return await engine.boot_mark() != self._agent.link.boot_id
         return False

@@ -8,20 +8,20 @@ from pathlib import Path
 import structlog
 
 from orchestrator.wire import UsageReport
-from workers.agent.records import Records
+from workers.agent.records import InstalledAdapters
 
 log = structlog.get_logger()
 
 _ROUTERS_KEPT = 256
 
 
-class Usage:
+class AdapterUsage:
     """The counts are in the records; here is how far each router had counted when they were.
 
     Both are saved together: were one newer than the other, the difference would be counted twice or never.
     """
 
-    def __init__(self, file: Path, records: Records, *, worker_id: str, now: Callable[[], str]) -> None:
+    def __init__(self, file: Path, records: InstalledAdapters, *, worker_id: str, now: Callable[[], str]) -> None:
         self._file = file
         self._records = records
         self._worker_id = worker_id

@@ -45,15 +45,15 @@ class BaseModel:
     has_other_names: bool = False
     has_experts: bool = False
 
-    def named(self) -> "Names":
+    def named(self) -> "ModuleShapes":
         """For looking up many modules."""
         if not self.has_other_names:
-            return Names(self.shapes, {})
-        return Names(self.shapes, {_plain(module): shape for module, shape in self.shapes.items()})
+            return ModuleShapes(self.shapes, {})
+        return ModuleShapes(self.shapes, {_plain(module): shape for module, shape in self.shapes.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ModuleShapes:
     """Modules by name, and by name without the wrappers around it."""
 
     exact: Mapping[str, Shape]

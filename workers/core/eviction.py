@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class CachedAdapter:
     """One installed adapter. `used_at`: seconds of the file system's clock; `is_held`: an engine may read it."""
 
     digest: str
@@ -14,13 +14,15 @@ class Folder:
     is_held: bool
 
 
-def to_free(folders: Iterable[Folder], *, excess_bytes: int, now: float, grace_s: float) -> tuple[list[Folder], int]:
+def to_free(
+    folders: Iterable[CachedAdapter], *, excess_bytes: int, now: float, grace_s: float
+) -> tuple[list[CachedAdapter], int]:
     """Folders whose going frees `excess_bytes`, least recently used first, and the bytes that are missing even then.
 
     Held ones never go, and none within `grace_s` of its last use: a request that began before the unload, or a load
     that has not been noted yet, may still read it.
     """
-    going: list[Folder] = []
+    going: list[CachedAdapter] = []
     for folder in sorted(folders, key=lambda folder: (folder.used_at, folder.digest)):
         if excess_bytes <= 0:
             break

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from workers.core.base_model import BaseModel, Names
+from workers.core.base_model import BaseModel, ModuleShapes
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, invalid_config, parse_config
-from workers.core.tensors import Shape, Tensor
+from workers.core.tensors import Shape, TensorHeader
 
 __all__ = [
     "CONFIG_NAME",
     "MAX_CONFIG_BYTES",
     "PICKLES",
     "WEIGHTS_NAME",
-    "Described",
+    "AdapterDescription",
+    "AdapterRules",
     "FileEntry",
     "Manifest",
-    "Rules",
     "adapter_names",
     "digest",
     "inspect",
@@ -73,7 +73,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class AdapterDescription:
     """What config and tensors say of an adapter: a Manifest without its bytes."""
 
     rank: int
@@ -82,7 +82,7 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AdapterRules:
     """What this worker accepts.
 
     max_rank     the largest that its engine takes; None: any, for who only looks
@@ -137,7 +137,7 @@ def digest(files: Iterable[FileEntry]) -> str:
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
-def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Described:
+def inspect(config: bytes, tensors: Mapping[str, TensorHeader], rules: AdapterRules) -> AdapterDescription:
     """What an adapter that keeps every rule is; raises SourceError naming the first rule that it breaks.
 
     config    bytes of its adapter_config.json
@@ -156,7 +156,7 @@ def inspect(config: bytes, tensors: Mapping[str, Tensor], rules: Rules) -> Descr
         _check_modules(modules, rules.base)
     rank = max(halves.rank for halves in modules.values())
     check_rank(rank, rules)
-    return Described(rank, said.base_model, len(modules))
+    return AdapterDescription(rank, said.base_model, len(modules))
 
 
 def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> bool:
@@ -179,7 +179,7 @@ def _last(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Halves:
+class _LoraPair:
     """A module's two matrices: A [rank, in], B [out, rank]; of an embedding A [rank, vocabulary], B [hidden, rank]."""
 
     a: Shape
@@ -196,7 +196,7 @@ class _Halves:
         return (self.a[1], self.b[0]) if self.is_embedding else (self.b[0], self.a[1])
 
 
-def _modules(tensors: Mapping[str, Tensor], base: BaseModel | None) -> dict[str, _Halves]:
+def _modules(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dict[str, _LoraPair]:
     found: dict[str, dict[str, Shape]] = {}
     names = base.named() if base else None
     for name, tensor in tensors.items():
@@ -227,14 +227,14 @@ def _modules(tensors: Mapping[str, Tensor], base: BaseModel | None) -> dict[str,
     return {module: _paired(module, shapes) for module, shapes in found.items()}
 
 
-def _paired(module: str, shapes: Mapping[str, Shape]) -> _Halves:
+def _paired(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
     if len(shapes) != 2:
         message = f"module {module} has lora_{next(iter(shapes))} alone; accepted are both lora_A and lora_B"
         raise SourceError("tensor_unpaired", message)
-    return _Halves(shapes["A"], shapes["B"], module.rpartition(".")[2] == "embed_tokens")
+    return _LoraPair(shapes["A"], shapes["B"], module.rpartition(".")[2] == "embed_tokens")
 
 
-def _check_copy(name: str, module: str, tensor: Tensor, names: Names | None) -> None:
+def _check_copy(name: str, module: str, tensor: TensorHeader, names: ModuleShapes | None) -> None:
     """PEFT may save the base model's embeddings beside an adapter. The engine leaves them out: they must not matter."""
     shape = names.find(module) if names else None
     if shape is not None and tensor.shape != shape:
@@ -242,7 +242,7 @@ def _check_copy(name: str, module: str, tensor: Tensor, names: Names | None) -> 
         raise SourceError("shape_mismatch", f"{message}; accepted are adapters for the base model's own vocabulary")
 
 
-def _check_halves(module: str, halves: _Halves, said: LoraConfig) -> None:
+def _check_halves(module: str, halves: _LoraPair, said: LoraConfig) -> None:
     if halves.a[0] != halves.b[1]:
         message = f"module {module}: lora_A {list(halves.a)} and lora_B {list(halves.b)} do not share a rank"
         raise SourceError("rank_mismatch", f"{message}; accepted are [rank, in] and [out, rank]")
@@ -257,7 +257,7 @@ def _check_halves(module: str, halves: _Halves, said: LoraConfig) -> None:
 # --- against the base model ---------------------------------------------------------------------------------------
 
 
-def _check_modules(modules: Mapping[str, _Halves], base: BaseModel) -> None:
+def _check_modules(modules: Mapping[str, _LoraPair], base: BaseModel) -> None:
     names = base.named()
     unknown = [
         module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
@@ -285,7 +285,7 @@ def _example(base: BaseModel) -> str:
     return next((module for module in base.shapes if module.rpartition(".")[2] in _PARTS), next(iter(base.shapes)))
 
 
-def _hint(module: str, names: Names) -> str:
+def _hint(module: str, names: ModuleShapes) -> str:
     """What a packed module is called where the base model keeps its parts apart, and the other way round."""
     parent, _, last = module.rpartition(".")
     for whole, parts in _PACKED.items():
@@ -296,14 +296,14 @@ def _hint(module: str, names: Names) -> str:
     return "; accepted are the base model's own layers"
 
 
-def check_rank(rank: int, rules: Rules) -> None:
+def check_rank(rank: int, rules: AdapterRules) -> None:
     """Raises SourceError `rank_too_big`."""
     if rules.max_rank is not None and rank > rules.max_rank:
         message = f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank}"
         raise SourceError("rank_too_big", f"{message}; accepted are smaller ones, or a worker with a higher limit")
 
 
-def _check_base(declared: str, rules: Rules) -> None:
+def _check_base(declared: str, rules: AdapterRules) -> None:
     if not is_same_base(declared, rules.base_names, rules.base_check):
         message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
         advice = (

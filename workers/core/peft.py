@@ -35,7 +35,7 @@ _FEATURES: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class ModulePattern:
     """One entry of `rank_pattern` or `alpha_pattern`."""
 
     key: str
@@ -48,7 +48,7 @@ class LoraConfig:
     """What a config says. `is_targeted` answers None where only the trainer could tell."""
 
     rank: int
-    ranks: tuple[Pattern, ...]
+    ranks: tuple[ModulePattern, ...]
     base_model: str
     is_targeted: Callable[[str], bool | None]
 
@@ -135,7 +135,7 @@ def _base_model(config: Mapping[str, Any]) -> str:
 
 def _patterns(
     config: Mapping[str, Any], field: str, is_value: Callable[[Any], bool], accepted: str
-) -> Iterator[Pattern]:
+) -> Iterator[ModulePattern]:
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
         raise invalid_config(f"{field} is {_short(patterns)}; accepted are module names and their {accepted}")
@@ -146,7 +146,7 @@ def _patterns(
             raise invalid_config(f"{field} has the key {_short(key)}; {hint}")
         try:
             re.compile(key)  # by itself first: in the brackets below, half an expression could become a whole one
-            yield Pattern(key, re.compile(rf"(.*\.)?({key})$"), value)
+            yield ModulePattern(key, re.compile(rf"(.*\.)?({key})$"), value)
         except re.error as exc:
             raise invalid_config(f"{field} has the key {_short(key)}, no regular expression: {exc}") from exc
 

@@ -5,7 +5,7 @@ from random import Random
 
 
 @dataclass(frozen=True, slots=True)
-class Restarts:
+class RestartBackoff:
     """Consecutive failures, and how long to wait after them. An engine that stayed up `stable_s` starts over at 0."""
 
     base_s: float = 0.5
@@ -15,10 +15,10 @@ class Restarts:
     stable_s: float = 120.0
     failures: int = 0
 
-    def failed(self, up_s: float) -> "Restarts":
+    def failed(self, up_s: float) -> "RestartBackoff":
         """After an exit that followed `up_s` seconds of readiness (0 when it never was ready)."""
         failures = 1 if up_s >= self.stable_s else self.failures + 1
-        return Restarts(self.base_s, self.max_s, self.loop_after, self.loop_retry_s, self.stable_s, failures)
+        return RestartBackoff(self.base_s, self.max_s, self.loop_after, self.loop_retry_s, self.stable_s, failures)
 
     @property
     def is_loop(self) -> bool:

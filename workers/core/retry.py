@@ -6,7 +6,7 @@ from random import Random
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
+class RetryPolicy:
     """`attempts` in a row without a byte of progress; waits double from `base_s` up to `max_s`."""
 
     attempts: int = 5

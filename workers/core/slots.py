@@ -14,7 +14,7 @@ Location = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HostEntry:
     """One entry of the host LRU. A ghost has lost its name; loading the name again makes a second entry."""
 
     name: str
@@ -22,7 +22,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class AdapterSlots:
     """registered: engine names that answer; held: the host LRU, least recently used first.
 
     keeps_ghosts  whether unloaded weights stay (vLLM), or go at once (SGLang)
@@ -31,7 +31,7 @@ class Slots:
     max_loras: int
     max_cpu_loras: int
     registered: frozenset[str] = frozenset()
-    held: tuple[Held, ...] = ()
+    held: tuple[HostEntry, ...] = ()
     keeps_ghosts: bool = True
 
     @property
@@ -48,24 +48,24 @@ class Slots:
 
     def location(self, name: str) -> Location:
         """Where a registered adapter's weights are, by the LRU's rules."""
-        live = Held(name)
+        live = HostEntry(name)
         if live not in self.held:
             return "disk"
         return "device" if live in self.held[-self.max_loras :] else "host"
 
-    def loaded(self, name: str) -> "Slots":
+    def loaded(self, name: str) -> "AdapterSlots":
         """After the engine accepted a load, which also put the adapter on the device."""
         return replace(self, registered=self.registered | {name}, held=self._newest(name))
 
-    def unloaded(self, name: str) -> "Slots":
+    def unloaded(self, name: str) -> "AdapterSlots":
         """After the engine accepted an unload: the name is gone, the weights are a ghost where they were, or go too."""
         if self.keeps_ghosts:
-            held = tuple(Held(name, is_ghost=True) if entry == Held(name) else entry for entry in self.held)
+            held = tuple(HostEntry(name, is_ghost=True) if entry == HostEntry(name) else entry for entry in self.held)
         else:
-            held = tuple(entry for entry in self.held if entry != Held(name))
+            held = tuple(entry for entry in self.held if entry != HostEntry(name))
         return replace(self, registered=self.registered - {name}, held=held)
 
-    def used(self, name: str) -> "Slots":
+    def used(self, name: str) -> "AdapterSlots":
         """After a request ran on the adapter, which the engine may have had to read from disk."""
         if not self.has(name):
             return self
@@ -76,6 +76,6 @@ class Slots:
         held = {entry.name for entry in self.held if not entry.is_ghost}
         return tuple(sorted(self.registered - held))
 
-    def _newest(self, name: str) -> tuple[Held, ...]:
-        others = tuple(entry for entry in self.held if entry != Held(name))
-        return (*others, Held(name))[-self.max_cpu_loras :]
+    def _newest(self, name: str) -> tuple[HostEntry, ...]:
+        others = tuple(entry for entry in self.held if entry != HostEntry(name))
+        return (*others, HostEntry(name))[-self.max_cpu_loras :]

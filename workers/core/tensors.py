@@ -28,7 +28,7 @@ _BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorHeader:
     """One tensor: its dtype as safetensors spells it, and its shape."""
 
     dtype: str
@@ -47,7 +47,7 @@ def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, Tensor]:
+def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHeader]:
     """Every tensor of a file, from its header and the number of bytes that come after it."""
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_no_key_twice)
@@ -67,7 +67,7 @@ def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, Tensor]:
         end = ends
     if end != data_bytes:
         raise _corrupt(name, f"its tensors take {end} bytes, the file has {data_bytes}: cut short or padded")
-    return {key: Tensor(value["dtype"], tuple(value["shape"])) for key, value in header.items()}
+    return {key: TensorHeader(value["dtype"], tuple(value["shape"])) for key, value in header.items()}
 
 
 def _span(name: str, key: str, value: Any) -> tuple[int, int, str]:

@@ -11,7 +11,7 @@ from lorafleet.kv.sources import KvEventEndpoints
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class EngineTraits:
     """How an engine differs from the next."""
 
     dialect: str
@@ -23,17 +23,17 @@ class Traits:
 
 
 # Engines that no agent can load adapters into (docs/engines.md).
-STATIC: Mapping[str, Traits] = {
-    "llama.cpp": Traits("llama.cpp", keeps_ghosts=False, takes_adapters="at its start"),
-    "sgl-jax": Traits("sgl-jax", keeps_ghosts=False, takes_adapters="at its start"),
-    "tgi": Traits("tgi", keeps_ghosts=False, takes_adapters="at its start"),
-    "lorax": Traits("lorax", keeps_ghosts=False, takes_adapters="with a request"),
-    "tensorrt-llm": Traits("tensorrt-llm", keeps_ghosts=False, takes_adapters="with a request"),
+STATIC: Mapping[str, EngineTraits] = {
+    "llama.cpp": EngineTraits("llama.cpp", keeps_ghosts=False, takes_adapters="at its start"),
+    "sgl-jax": EngineTraits("sgl-jax", keeps_ghosts=False, takes_adapters="at its start"),
+    "tgi": EngineTraits("tgi", keeps_ghosts=False, takes_adapters="at its start"),
+    "lorax": EngineTraits("lorax", keeps_ghosts=False, takes_adapters="with a request"),
+    "tensorrt-llm": EngineTraits("tensorrt-llm", keeps_ghosts=False, takes_adapters="with a request"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EngineShape:
     """What a running engine says of itself. 0 and "" where it does not say.
 
     mark  its `boot_mark`, where that was read with the rest
@@ -46,14 +46,14 @@ class Shape:
     mark: str = ""
 
 
-class Engine(Protocol):
+class EngineClient(Protocol):
     """A running engine. Every method raises EngineError: unreachable, timeout, or refused."""
 
     @property
     def url(self) -> str: ...
 
     @property
-    def traits(self) -> Traits: ...
+    def traits(self) -> EngineTraits: ...
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Load; when it returns, the engine has said that it has the adapter."""
@@ -64,7 +64,7 @@ class Engine(Protocol):
     async def adapters(self) -> Mapping[str, str]:
         """engine name -> path of every adapter that answers."""
 
-    async def shape(self) -> Shape: ...
+    async def shape(self) -> EngineShape: ...
 
     async def is_healthy(self, *, timeout_s: float) -> bool: ...
 

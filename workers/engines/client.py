@@ -14,7 +14,7 @@ MODELS_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
 
 
-class EngineClient:
+class HttpEngineClient:
     """Client of one engine. Redirects and proxies of the environment are not followed."""
 
     def __init__(self, url: str) -> None:

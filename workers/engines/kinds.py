@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
-from workers.engines.base import Engine
-from workers.engines.sglang import SglangEngine
-from workers.engines.vllm import VllmEngine
+from workers.engines.base import EngineClient
+from workers.engines.sglang import SglangClient
+from workers.engines.vllm import VllmClient
 
 # A kind's dialect. The sim speaks vLLM's.
-_CLIENTS: Mapping[str, type[VllmEngine] | type[SglangEngine]] = {
-    "vllm": VllmEngine,
-    "sim": VllmEngine,
-    "sglang": SglangEngine,
+_CLIENTS: Mapping[str, type[VllmClient] | type[SglangClient]] = {
+    "vllm": VllmClient,
+    "sim": VllmClient,
+    "sglang": SglangClient,
 }
 
 
-def connect(kind: str, url: str) -> Engine:
+def connect(kind: str, url: str) -> EngineClient:
     """A client that speaks to this kind of engine. Close it."""
     return _CLIENTS[kind](url)

@@ -39,14 +39,14 @@ _ALIASES = {"--model-path": ("--model-path", "--model")}
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchCommand:
     """What to run, and what its environment has besides ours (ours wins where both name something)."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
 
-def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()) -> Launch:
+def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()) -> LaunchCommand:
     """How to start the engine. `own_command` stands in for `python -m vllm...`; flags it already has are kept."""
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
@@ -72,7 +72,7 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
         environment["HF_HUB_OFFLINE"] = "1"
     if is_cpu:
         environment |= _CPU_ENVIRONMENT
-    return Launch(tuple(command), environment)
+    return LaunchCommand(tuple(command), environment)
 
 
 def is_cpu_build(settings: WorkerSettings) -> bool:

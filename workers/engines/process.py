@@ -17,7 +17,7 @@ from typing import TypeAlias
 import structlog
 
 from lorafleet.service.sockets import bound
-from workers.engines.launch import Launch
+from workers.engines.launch import LaunchCommand
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ class EngineProcess:
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
-    async def start(cls, launch: Launch, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
+    async def start(cls, launch: LaunchCommand, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
         """Its output goes into `engine.log`, and on to `echo`. Raises OSError when the command cannot be run."""
         pid_file = state_dir / "engine.pid"
         _forget(pid_file)
@@ -113,7 +113,7 @@ class EngineProcess:
 
     async def _read(self, log_file: Path) -> None:
         assert self._process.stdout is not None
-        with _Log(log_file) as file:
+        with _EngineLog(log_file) as file:
             while True:
                 try:
                     line = await self._process.stdout.readline()
@@ -127,7 +127,7 @@ class EngineProcess:
                     self._echo(line)
 
 
-class _Log:
+class _EngineLog:
     """The engine's output on disk, at most twice `_LOG_BYTES`. A disk that cannot take it costs the lines alone:
 
     were they not read any more, the engine would stop at its next one.
@@ -138,7 +138,7 @@ class _Log:
         self._file: FileIO | None = None
         self._is_failing = False
 
-    def __enter__(self) -> "_Log":
+    def __enter__(self) -> "_EngineLog":
         return self
 
     def __exit__(self, *_: object) -> None:

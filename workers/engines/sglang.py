@@ -27,8 +27,8 @@ from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from workers.core.errors import EngineError
-from workers.engines.base import Shape, Traits
-from workers.engines.client import METRICS_TIMEOUT_S, EngineClient
+from workers.engines.base import EngineShape, EngineTraits
+from workers.engines.client import METRICS_TIMEOUT_S, HttpEngineClient
 from workers.engines.sglang_adapters import refusal_of
 
 _INFO_TIMEOUT_S = 10.0
@@ -57,10 +57,10 @@ _COMPUTING = ("/v1/", "/generate", "/classify")  # paths of POSTs; adapters are 
 _WANTED = re.compile(r"^(?:" + "|".join((*_GAUGES, *_TOTALS)) + r")[ {].*$", re.MULTILINE)
 
 
-class SglangEngine(EngineClient):
+class SglangClient(HttpEngineClient):
     """Client of one SGLang."""
 
-    traits = Traits(dialect="sglang", keeps_ghosts=False)
+    traits = EngineTraits(dialect="sglang", keeps_ghosts=False)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Raises EngineError: `adapter_refused` with the engine's reason, `engine_timeout`, `engine_unreachable`."""
@@ -90,13 +90,13 @@ class SglangEngine(EngineClient):
             return
         raise EngineError("engine_failed", _said("unload", name, answer))
 
-    async def shape(self) -> Shape:
+    async def shape(self) -> EngineShape:
         """Raises EngineError `engine_start_failed` where the engine was not started as an agent needs it."""
         info = await self._info()
         _check(self.url, info)
         base = await self._base()
         block_size = _whole(info.get("page_size"))
-        return Shape(
+        return EngineShape(
             block_size=block_size,
             total_kv_blocks=_whole(info.get("max_total_num_tokens")) // max(1, block_size),
             max_model_len=_whole(base.get("max_model_len")),

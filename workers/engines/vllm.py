@@ -9,18 +9,18 @@ from lorafleet.engine.vllm_errors import is_ending
 from lorafleet.kv.connectors import ConnectorVerdict, learned
 from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from workers.core.errors import EngineError
-from workers.engines.base import Shape, Traits
-from workers.engines.client import MODELS_TIMEOUT_S, EngineClient
+from workers.engines.base import EngineShape, EngineTraits
+from workers.engines.client import MODELS_TIMEOUT_S, HttpEngineClient
 
 _INFO_TIMEOUT_S = 30.0  # it looks at its whole machine for that, once
 
 
-class VllmEngine(EngineClient):
+class VllmClient(HttpEngineClient):
     """Client of one vLLM, or of the sim."""
 
     # Two: its API server reads one request while its core takes in the other's weights, and the two keep their order
     # nearly always (0.32, seen running: 50 loads in 0.65 to 0.85 of the time; three or four gain no more).
-    traits = Traits(dialect="vllm", keeps_ghosts=True, loads_at_once=2)
+    traits = EngineTraits(dialect="vllm", keeps_ghosts=True, loads_at_once=2)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Raises EngineError: `adapter_refused` with the engine's reason, `engine_failed` with what is wrong with the
@@ -44,11 +44,11 @@ class VllmEngine(EngineClient):
         if not answer.is_success and answer.status_code != 404:
             raise EngineError("engine_failed", _said(f"unload {name}", answer))
 
-    async def shape(self) -> Shape:
+    async def shape(self) -> EngineShape:
         """Block size and count from vllm:cache_config_info, length and name from /v1/models."""
         base = await self._base()
         scrape = await self.scrape()
-        return Shape(
+        return EngineShape(
             block_size=scrape.block_size,
             total_kv_blocks=scrape.total_kv_blocks,
             max_model_len=int(base.get("max_model_len") or 0),

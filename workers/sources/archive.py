@@ -29,7 +29,7 @@ _DAMAGED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ArchiveMember:
     """One entry as the archive states it; `kind` is "file", "folder", or what it is instead."""
 
     name: str
@@ -56,7 +56,7 @@ def unpack(
         raise SourceError("source_invalid", message) from None
 
 
-Entries = Iterator[tuple[Member, "IO[bytes] | None"]]
+Entries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
 
 
 def _unpack(
@@ -106,7 +106,7 @@ def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allo
         (into / f".{number}").rmdir()
 
 
-def _safe_path(member: Member, ref: str) -> PurePosixPath:
+def _safe_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     path = PurePosixPath(member.name.replace("\\", "/"))
     name = ascii(member.name[:100])
     if member.kind not in {"file", "folder"}:
@@ -126,11 +126,11 @@ def _write(content: IO[bytes], to: Path, transfer: Transfer) -> None:
 
 
 def _zip_members(packed: Path) -> Entries:
-    with packed.open("rb") as raw, zipfile.ZipFile(_Careful(raw)) as archive:
+    with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
             kind = "folder" if info.is_dir() else _KINDS.get(mode, "special file")
-            member = Member(info.filename, info.file_size, kind)
+            member = ArchiveMember(info.filename, info.file_size, kind)
             if kind != "file" or not _is_wanted(PurePosixPath(info.filename).name):
                 yield member, None
                 continue
@@ -147,9 +147,9 @@ _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK:
 
 def _tar_members(packed: Path) -> Entries:
     with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
-        archive = tarfile.TarFile(fileobj=_Careful(stream), mode="r", errorlevel=2)
+        archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
-            member = Member(info.name, info.size, _tar_kind(info))
+            member = ArchiveMember(info.name, info.size, _tar_kind(info))
             yield member, archive.extractfile(info) if member.kind == "file" else None
 
 
@@ -161,7 +161,7 @@ def _tar_kind(info: tarfile.TarInfo) -> str:
     return "file" if info.isreg() and not info.issparse() else "device or special file"
 
 
-class _Careful(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """A file that refuses to be read on and on; for libraries that believe the sizes in a header.
 
     source  CPython: tarfile and zipfile seek before they read a piece of a member, and not within one member's headers.

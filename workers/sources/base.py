@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from workers.core.errors import SourceError
 from workers.core.references import is_below, scheme, shown, split
-from workers.core.retry import Retry
+from workers.core.retry import RetryPolicy
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class TransferCancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class FetchProgress:
     """How far a fetch is; `total_bytes` is None until the source has said it."""
 
     done_bytes: int
@@ -47,7 +47,7 @@ class Transfer:
     """
 
     def __init__(
-        self, *, on_progress: Callable[[Progress], None] = lambda _: None, every_s: float = _TELL_EVERY_S
+        self, *, on_progress: Callable[[FetchProgress], None] = lambda _: None, every_s: float = _TELL_EVERY_S
     ) -> None:
         """`on_progress` is called about every so many seconds, from whatever thread has the bytes."""
         self.pinned = ""
@@ -61,8 +61,8 @@ class Transfer:
         self._told_at = time.monotonic()
 
     @property
-    def progress(self) -> Progress:
-        return Progress(self._done_bytes, self._total_bytes)
+    def progress(self) -> FetchProgress:
+        return FetchProgress(self._done_bytes, self._total_bytes)
 
     def expect(self, total_bytes: int) -> None:
         """What the source says that it will send in all."""
@@ -101,7 +101,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Resuming(Source, Protocol):
+class ResumingSource(Source, Protocol):
     """One that goes on where it stopped: `into` may hold what its own earlier fetch of the same `ref` left there.
 
     It takes of that what is still the source's version, and clears away everything else.
@@ -111,7 +111,7 @@ class Resuming(Source, Protocol):
 
 
 @runtime_checkable
-class Checking(Source, Protocol):
+class CheckingSource(Source, Protocol):
     """One that can tell before any fetch what this worker may never read."""
 
     def check(self, ref: str) -> None:
@@ -134,7 +134,7 @@ class Limits:
     timeout_s: float = 30.0
     parts: int = 4
     allow_pickle: bool = False
-    retry: Retry = field(default_factory=Retry)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
     rng: Random = field(default_factory=Random)
 
 
@@ -157,7 +157,7 @@ def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> So
     return found
 
 
-class Transient(Exception):
+class TransientSourceError(Exception):
     """One attempt failed; another may do better. The message is ours, without anything secret."""
 
     def __init__(self, why: str, *, wait_s: float = 0.0, has_moved: bool = False) -> None:
@@ -173,7 +173,7 @@ async def retried(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) ->
     while True:
         try:
             return await step()
-        except Transient as exc:
+        except TransientSourceError as exc:
             if exc.has_moved:
                 delays = limits.retry.delays_s(limits.rng)
             delay_s = next(delays, None)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.core.references import HubReference, hub, shown
-from workers.sources.base import DISK_ERRORS, Limits, Transfer, Transient, in_thread, retried, too_big
+from workers.sources.base import DISK_ERRORS, Limits, Transfer, TransientSourceError, in_thread, retried, too_big
 
 T = TypeVar("T")
 
@@ -107,11 +107,11 @@ async def _call(ref: str, transfer: Transfer, function: Callable[..., T], *args:
         raise _judged(ref, exc, has_moved=transfer.progress.done_bytes > before) from None
 
 
-def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | Transient:
+def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | TransientSourceError:
     name = type(exc).__name__
     status = getattr(getattr(exc, "response", None), "status_code", 0)
     if not status:
-        return Transient(name, has_moved=has_moved)
+        return TransientSourceError(name, has_moved=has_moved)
     what = f"source {shown(ref)}: {name} (HTTP {status})"
     if name in {"RevisionNotFoundError", "RemoteEntryNotFoundError", "EntryNotFoundError"}:
         return SourceError("source_not_found", f"{what}: the repository has no such revision or file")
@@ -123,7 +123,7 @@ def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | Trans
         return SourceError("source_not_found", f"{what}: no such repository")
     if status in {400, 416, 422}:
         return SourceError("source_invalid", f"{what}: the hub does not take this reference")
-    return Transient(f"{name} (HTTP {status})", has_moved=has_moved)
+    return TransientSourceError(f"{name} (HTTP {status})", has_moved=has_moved)
 
 
 def _counting_bar(transfer: Transfer) -> type:

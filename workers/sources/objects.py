@@ -11,7 +11,7 @@ from typing import Any
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
 from workers.core.references import bucket_and_folder, shown
-from workers.sources.base import Limits, Transfer, Transient, clear, retried, too_big
+from workers.sources.base import Limits, Transfer, TransientSourceError, clear, retried, too_big
 
 _LIBRARIES = {
     "s3": ("s3fs", "S3FileSystem"),
@@ -53,7 +53,7 @@ class ObjectSource:
         await asyncio.to_thread(self._open, ref)
         before = self._chosen(ref, await self._listed(ref, place))
         transfer.expect(sum(size for size, _ in before.values()))
-        parts = await asyncio.to_thread(_Parts.of, into, before, self._part_bytes)
+        parts = await asyncio.to_thread(_FetchedParts.of, into, before, self._part_bytes)
         for name, (size, _) in sorted(before.items()):
             await self._file(ref, f"{place}/{name}", size, into / name, transfer, parts)
         if self._chosen(ref, await self._listed(ref, place)) != before:
@@ -118,7 +118,7 @@ class ObjectSource:
             raise too_big(ref, total, self._limits)
         return files
 
-    async def _file(self, ref: str, path: str, size: int, to: Path, transfer: Transfer, parts: "_Parts") -> None:
+    async def _file(self, ref: str, path: str, size: int, to: Path, transfer: Transfer, parts: "_FetchedParts") -> None:
         turns = asyncio.Semaphore(self._limits.parts)
 
         async def part(fd: int, start: int) -> None:
@@ -144,7 +144,7 @@ class ObjectSource:
     async def _part(self, ref: str, path: str, start: int, end: int) -> bytes:
         data: bytes = await self._called(ref, self._files._cat_file(path, start=start, end=end))
         if len(data) != end - start:
-            raise Transient(f"{len(data)} bytes came where {end - start} were asked for")
+            raise TransientSourceError(f"{len(data)} bytes came where {end - start} were asked for")
         return data
 
     async def _called(self, ref: str, step: Coroutine[Any, Any, Any]) -> Any:
@@ -158,7 +158,7 @@ class ObjectSource:
             raise _judged(ref, exc) from None
 
 
-class _Parts:
+class _FetchedParts:
     """Which parts of which versions are in a folder, noted there: one line what all of it is, then one a part."""
 
     def __init__(self, note: Path, done: set[tuple[str, int]]) -> None:
@@ -166,7 +166,7 @@ class _Parts:
         self._done = done
 
     @classmethod
-    def of(cls, folder: Path, files: Mapping[str, tuple[int, str]], part_bytes: int) -> "_Parts":
+    def of(cls, folder: Path, files: Mapping[str, tuple[int, str]], part_bytes: int) -> "_FetchedParts":
         """What is there of these files; a folder with anything else in it is emptied."""
         note = folder / ".parts"
         head = json.dumps([part_bytes, sorted(files.items())])
@@ -190,7 +190,7 @@ class _Parts:
             file.write(json.dumps((name, start)) + "\n")
 
 
-def _judged(ref: str, exc: Exception) -> SourceError | Transient:
+def _judged(ref: str, exc: Exception) -> SourceError | TransientSourceError:
     name, status = type(exc).__name__, _status(exc)
     what = f"source {shown(ref)}: {name}" + (f" (HTTP {status})" if status else "")
     if isinstance(exc, FileNotFoundError) or status in {404, 410}:
@@ -201,7 +201,7 @@ def _judged(ref: str, exc: Exception) -> SourceError | Transient:
         return SourceError("source_unauthorized", f"{what}: this worker's credentials for the store do not do")
     if status == 400:
         return SourceError("source_invalid", f"{what}: the store does not take this reference")
-    return Transient(what.partition(": ")[2])
+    return TransientSourceError(what.partition(": ")[2])
 
 
 def _status(exc: Exception) -> int:

@@ -12,7 +12,7 @@ from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, WEIGHTS_NAME
 from workers.core.references import is_archive, shown, split
 from workers.sources.archive import unpack
-from workers.sources.base import Limits, Transfer, Transient, clear, retried, settled, too_big
+from workers.sources.base import Limits, Transfer, TransientSourceError, clear, retried, settled, too_big
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECTS = 5
@@ -138,7 +138,7 @@ class _Download:
         except (httpx.TransportError, httpx.InvalidURL) as exc:
             # httpcore keeps of the ssl module's error only the words (1.0).
             why = ": its certificate is not accepted" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
-            raise Transient(f"{type(exc).__name__}{why}", has_moved=self.target.tell() > began) from None
+            raise TransientSourceError(f"{type(exc).__name__}{why}", has_moved=self.target.tell() > began) from None
 
     def _judge(self, answer: httpx.Response) -> None:
         status = answer.status_code
@@ -146,10 +146,10 @@ class _Download:
         if status in {200, 206}:
             return
         if status in _AGAIN:
-            raise Transient(f"HTTP {status}", wait_s=_seconds(answer.headers.get("retry-after", "")))
+            raise TransientSourceError(f"HTTP {status}", wait_s=_seconds(answer.headers.get("retry-after", "")))
         if status == 416:
             self._restart()
-            raise Transient("HTTP 416: the file is shorter than it was")
+            raise TransientSourceError("HTTP 416: the file is shorter than it was")
         if status in {401, 403, 407}:
             raise SourceError("source_unauthorized", f"{what}; give this worker credentials for it: source_netrc")
         if status in {404, 410}:
@@ -162,7 +162,7 @@ class _Download:
             start = answer.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
             if start != str(began):
                 self._restart()
-                raise Transient("the server sent another range than asked for")
+                raise TransientSourceError("the server sent another range than asked for")
         else:
             self._restart()
             tag = answer.headers.get("etag", "")

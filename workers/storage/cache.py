@@ -21,10 +21,10 @@ import structlog
 
 from workers.core import manifest as manifests
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import Manifest, Rules, is_adapter_file
+from workers.core.manifest import AdapterRules, Manifest, is_adapter_file
 from workers.core.references import shown
-from workers.sources.base import Checking, Resuming, Sources, Transfer, settled, source_for
-from workers.storage.disk import Disk
+from workers.sources.base import CheckingSource, ResumingSource, Sources, Transfer, settled, source_for
+from workers.storage.disk import CacheFolder
 from workers.storage.pickled import unpickled
 from workers.storage.verify import read_entry, read_manifest
 
@@ -36,15 +36,15 @@ InUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Cache:
+class AdapterCache:
     """The verified adapters of one folder, which several agents may share."""
 
     def __init__(
         self,
-        disk: Disk,
+        disk: CacheFolder,
         *,
         sources: Sources,
-        rules: Rules,
+        rules: AdapterRules,
         fetch_deadline_s: float,
         source_prefixes: tuple[str, ...] = (),
         parallel_fetches: int = 4,
@@ -70,7 +70,7 @@ class Cache:
         source = source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
         transfer.pinned = ref
-        again = f"{ref} {_boot_id()}" if isinstance(source, Resuming) else ""
+        again = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
         is_kept = False
         try:
             with self.disk.partial(again) as partial:
@@ -101,7 +101,7 @@ class Cache:
     async def check_source(self, ref: str) -> None:
         """Raises SourceError where this worker's settings forbid the source; nothing is fetched."""
         source = source_for(ref, self._sources, self._prefixes)
-        if isinstance(source, Checking):
+        if isinstance(source, CheckingSource):
             await asyncio.to_thread(source.check, ref)
 
     def has_source(self, scheme: str) -> bool:

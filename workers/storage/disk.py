@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.core.eviction import Folder, to_free
+from workers.core.eviction import CachedAdapter, to_free
 from workers.core.manifest import is_adapter_file
 from workers.storage import leases
 
@@ -36,7 +36,7 @@ _ABANDONED_S = 3600.0
 _LOCK_S = 5.0
 
 
-class Disk:
+class CacheFolder:
     """Blocking calls, for threads. `user` names this agent: no other one that shares the folder may have its name."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Disk:
     def path(self, digest: str) -> Path:
         return self.folder / digest
 
-    def folders(self, wanted: frozenset[str]) -> list[Folder]:
+    def folders(self, wanted: frozenset[str]) -> list[CachedAdapter]:
         """Every installed adapter; what is `wanted` here, or leased by another agent, is held."""
         now = self._now()
         found = []
@@ -164,7 +164,7 @@ class Disk:
         idle = sum(folder.size_bytes for folder in folders if not folder.is_held)
         return self._free(folders, (idle + 1) // 2, wanted)[0]
 
-    def _free(self, folders: list[Folder], excess_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
+    def _free(self, folders: list[CachedAdapter], excess_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
         now = self._now()
         going, missing = to_free(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)
         gone = []
@@ -234,11 +234,11 @@ class Disk:
 
     # --- small things --------------------------------------------------------------------------------------------
 
-    def _look(self, digest: str, wanted: frozenset[str], now: float) -> Folder:
+    def _look(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
         path = self.path(digest)
         size = self._size(digest)
         is_held = digest in wanted or self._has_user(path, now)
-        return Folder(digest, size, leases.used_at(path), is_held)
+        return CachedAdapter(digest, size, leases.used_at(path), is_held)
 
     def _size(self, digest: str) -> int:
         known = self._sizes.get(digest)

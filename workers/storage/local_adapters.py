@@ -10,7 +10,7 @@ import structlog
 from lorafleet.service.files import mode_of
 from orchestrator.wire import checked_lora_id
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, Manifest, Rules, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest, is_adapter_file
 from workers.storage.verify import read_manifest
 
 log = structlog.get_logger()
@@ -19,7 +19,7 @@ _Stamp = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shelved:
+class LocalAdapter:
     """One adapter of the folder: its manifest, or why it cannot be served."""
 
     lora_id: str
@@ -28,14 +28,14 @@ class Shelved:
     error: str | None = None
 
 
-class Library:
+class LocalAdapters:
     """One folder. Every subfolder with an `adapter_config.json` is an adapter; its path below is its lora_id."""
 
-    def __init__(self, folder: Path | None, rules: Rules) -> None:
+    def __init__(self, folder: Path | None, rules: AdapterRules) -> None:
         self.folder = folder
         self.rules = rules
         self.revision = 0  # grows with every scan that found a change
-        self._seen: dict[str, tuple[_Stamp, Shelved]] = {}
+        self._seen: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         self._is_stopping = False
         self.looked = asyncio.Event()
         """Set after the first scan, which reads every adapter."""
@@ -47,10 +47,10 @@ class Library:
         self._is_stopping = True
 
     @property
-    def adapters(self) -> tuple[Shelved, ...]:
+    def adapters(self) -> tuple[LocalAdapter, ...]:
         return tuple(shelved for _, shelved in self._seen.values())
 
-    def shelved(self, lora_id: str) -> Shelved | None:
+    def shelved(self, lora_id: str) -> LocalAdapter | None:
         """The adapter as the last scan found it."""
         found = self._seen.get(lora_id)
         return None if found is None else found[1]
@@ -77,8 +77,8 @@ class Library:
         self.revision += changed
         return changed
 
-    def _scan(self, root: Path) -> dict[str, tuple[_Stamp, Shelved]]:
-        found: dict[str, tuple[_Stamp, Shelved]] = {}
+    def _scan(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
+        found: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:
                 break
@@ -97,13 +97,13 @@ class Library:
             found[lora_id] = known if known and known[0] == stamp else (stamp, self._shelve(lora_id, path))
         return found
 
-    def _shelve(self, lora_id: str, path: Path) -> Shelved:
+    def _shelve(self, lora_id: str, path: Path) -> LocalAdapter:
         try:
             checked_lora_id(lora_id)
-            return Shelved(lora_id, path, read_manifest(path, self.rules))
+            return LocalAdapter(lora_id, path, read_manifest(path, self.rules))
         except (SourceError, ValueError, OSError) as exc:
             log.warning("adapter in lora_path cannot be served", lora_id=lora_id, error=str(exc))
-            return Shelved(lora_id, path, None, str(exc))
+            return LocalAdapter(lora_id, path, None, str(exc))
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -18,23 +18,23 @@ from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import (
     WEIGHTS_NAME,
-    Described,
+    AdapterDescription,
+    AdapterRules,
     FileEntry,
     Manifest,
-    Rules,
     adapter_names,
     inspect,
     is_adapter_file,
 )
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
-from workers.core.tensors import Tensor, header_bytes, parse_header
+from workers.core.tensors import TensorHeader, header_bytes, parse_header
 
 log = structlog.get_logger()
 
 _BASE_CONFIG = "config.json"
 
 
-def read_manifest(folder: Path, rules: Rules) -> Manifest:
+def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
     """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks."""
     described = describe(folder, rules)
     files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
@@ -48,7 +48,7 @@ def read_manifest(folder: Path, rules: Rules) -> Manifest:
     )
 
 
-def describe(folder: Path, rules: Rules) -> Described:
+def describe(folder: Path, rules: AdapterRules) -> AdapterDescription:
     """What its config and the header of its weights say: reads those alone. Raises SourceError."""
     files = sorted(folder.iterdir())
     _check_files(files, rules)
@@ -59,7 +59,7 @@ def describe(folder: Path, rules: Rules) -> Described:
     return inspect(config.read_bytes(), read_tensors(folder / WEIGHTS_NAME), rules)
 
 
-def read_tensors(path: Path) -> Mapping[str, Tensor]:
+def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
     """Every tensor of a safetensors file, by name; reads its header. Raises SourceError when it is none."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -117,7 +117,7 @@ def known_base_model(folder: Path) -> BaseModel | None:
         return None
 
 
-def _check_files(files: list[Path], rules: Rules) -> None:
+def _check_files(files: list[Path], rules: AdapterRules) -> None:
     names = [path.name for path in files]
     adapter_names(names, allow_pickle=False)
     if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:

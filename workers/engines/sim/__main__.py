@@ -13,15 +13,15 @@ from typing import Any
 import uvicorn
 
 from lorafleet.tokenizer.chat import ChatTokenizer
-from workers.engines.sim.app import VERSION, Service, make_app
-from workers.engines.sim.engine import Engine
+from workers.engines.sim.app import VERSION, SimHandlers, make_app
+from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.publisher import Publisher
-from workers.engines.sim.settings import Settings, parse
-from workers.engines.sim.text import Words
+from workers.engines.sim.publisher import KVEventPublisher
+from workers.engines.sim.settings import SimSettings, parse
+from workers.engines.sim.text import TextGenerator
 
 
-class Server(uvicorn.Server):
+class SimServer(uvicorn.Server):
     """uvicorn with our signals: a draining engine goes on answering /health, and new requests get their 500."""
 
     @contextlib.contextmanager
@@ -30,11 +30,11 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: SimSettings) -> None:
     """Serve until SIGTERM or SIGINT, then for at most `shutdown_timeout` what is in flight."""
-    publisher = Publisher(settings.kv_events) if settings.kv_events.is_on else None
+    publisher = KVEventPublisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
-    engine = Engine(settings, publisher, SimMetrics(settings), on_death=stop.set)
+    engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=stop.set)
     app = make_app(service_of(settings, engine), engine.run)
     config = uvicorn.Config(
         app,
@@ -45,7 +45,7 @@ async def serve(settings: Settings) -> None:
         access_log=False,
         timeout_graceful_shutdown=1,
     )
-    server = Server(config)
+    server = SimServer(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     ending = asyncio.ensure_future(_end(server, engine, stop))
@@ -57,7 +57,7 @@ async def serve(settings: Settings) -> None:
             await asyncio.to_thread(publisher.close)
 
 
-async def _end(server: uvicorn.Server, engine: Engine, stop: asyncio.Event) -> None:
+async def _end(server: uvicorn.Server, engine: SimEngine, stop: asyncio.Event) -> None:
     await stop.wait()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(engine.settings.shutdown_timeout):
@@ -65,13 +65,13 @@ async def _end(server: uvicorn.Server, engine: Engine, stop: asyncio.Event) -> N
     server.should_exit = True
 
 
-def service_of(settings: Settings, engine: Engine) -> Service:
+def service_of(settings: SimSettings, engine: SimEngine) -> SimHandlers:
     """The handlers, with the model's tokenizer and words. Raises OSError where its folder lacks a file."""
     tokenizer = ChatTokenizer.from_dir(settings.model)
     config = _config(settings.model)
     vocabulary = int(config["vocab_size"])
     eos = config.get("eos_token_id", 0)
-    words = Words(
+    words = TextGenerator(
         tokenizer,
         vocabulary=vocabulary,
         eos=eos[0] if isinstance(eos, list) else eos,
@@ -79,7 +79,7 @@ def service_of(settings: Settings, engine: Engine) -> Service:
         natural_tokens=settings.sim_response_tokens,
     )
     fingerprint = f"vllm-{VERSION}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
-    return Service(settings, engine, tokenizer, words, vocabulary, fingerprint)
+    return SimHandlers(settings, engine, tokenizer, words, vocabulary, fingerprint)
 
 
 def _config(model: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class AdapterRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class SimAdapter:
     """One load of one adapter. Another load of the same name is another adapter, as in vLLM."""
 
     int_id: int
@@ -47,7 +47,7 @@ class Adapter:
         return zlib.crc32(repr(prompt).encode()) < self.failing * 2**32
 
 
-def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter:
+def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdapter:
     """The adapter in folder `path`. Reads every byte of it; raises `NoAdapterFound` or `AdapterRefused`."""
     folder = Path(path).expanduser()
     try:
@@ -69,7 +69,7 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> Adapter
     digest = hashlib.sha256(config_text)
     with weights.open("rb") as stream:
         digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return Adapter(int_id, name, path, digest.digest(), delay_s, failing)
+    return SimAdapter(int_id, name, path, digest.digest(), delay_s, failing)
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> None:

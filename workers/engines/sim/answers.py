@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.engines.sim.adapters import Adapter
-from workers.engines.sim.engine import Generation
-from workers.engines.sim.timing import Ended
+from workers.engines.sim.adapters import SimAdapter
+from workers.engines.sim.engine import StreamedJob
+from workers.engines.sim.timing import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class AnswerHead:
     """What all parts of one answer share."""
 
     is_chat: bool
@@ -33,12 +33,12 @@ def random_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def finish_reason(job: Generation) -> str | None:
+def finish_reason(job: StreamedJob) -> str | None:
     """As OpenAI names it, None while the job runs."""
-    return job.ended.value if job.ended in {Ended.STOP, Ended.LENGTH} else None
+    return job.ended.value if job.ended in {FinishReason.STOP, FinishReason.LENGTH} else None
 
 
-def complete(head: Head, jobs: Sequence[Generation], echoes: Sequence[str]) -> dict[str, Any]:
+def complete(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[str]) -> dict[str, Any]:
     """The whole answer to a request that did not ask for a stream; `echoes` are prepended, one a job."""
     choices = [_whole_choice(head, index, job, echoes[index]) for index, job in enumerate(jobs)]
     answer: dict[str, Any] = {
@@ -57,7 +57,7 @@ def complete(head: Head, jobs: Sequence[Generation], echoes: Sequence[str]) -> d
     return answer | {"kv_transfer_params": None, "ec_transfer_params": None, "metrics": None}
 
 
-def role_chunk(head: Head, index: int, job: Generation, *, continuous: bool) -> dict[str, Any]:
+def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bool) -> dict[str, Any]:
     """The first piece of a streamed chat, before any text."""
     delta = {"role": "assistant", "content": ""}
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -69,7 +69,7 @@ def role_chunk(head: Head, index: int, job: Generation, *, continuous: bool) -> 
 
 
 def text_chunk(
-    head: Head, index: int, job: Generation, seen: int, until: int, text: str, *, continuous: bool, sign: bool
+    head: AnswerHead, index: int, job: StreamedJob, seen: int, until: int, text: str, *, continuous: bool, sign: bool
 ) -> dict[str, Any]:
     """Tokens `seen` up to `until` of one choice; `sign` puts the fingerprint on its last piece."""
     reason = finish_reason(job) if until == len(job.reply) else None
@@ -97,19 +97,19 @@ def text_chunk(
     return chunk
 
 
-def usage_chunk(head: Head, jobs: Sequence[Generation]) -> dict[str, Any]:
+def usage_chunk(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
     """The last piece of a stream with `stream_options.include_usage`."""
     return _chunk(head, []) | {"usage": _usage(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
 
 
-def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[Adapter]) -> dict[str, Any]:
+def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[SimAdapter]) -> dict[str, Any]:
     """`GET /v1/models`: the base model under each of its names, then the adapters."""
     cards = [_card(name, root, None, max_model_len) for name in names]
     cards += [_card(adapter.name, adapter.path, names[0], None) for adapter in adapters]
     return {"object": "list", "data": cards}
 
 
-def _whole_choice(head: Head, index: int, job: Generation, echo: str) -> dict[str, Any]:
+def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> dict[str, Any]:
     text = echo + "".join(job.reply_text.pieces)
     ids = list(job.reply) if head.token_ids else None
     ending = {"logprobs": None, "finish_reason": finish_reason(job), "stop_reason": job.reply_text.stop_reason}
@@ -122,18 +122,18 @@ def _whole_choice(head: Head, index: int, job: Generation, echo: str) -> dict[st
     return {"index": index, "text": text, **ending, **last}
 
 
-def _chunk(head: Head, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
     kind = "chat.completion.chunk" if head.is_chat else "text_completion"
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 
 
-def _running_usage(head: Head, job: Generation, produced: int) -> dict[str, Any]:
+def _running_usage(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
     counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
     counts["completion_tokens"] = produced
     return {**counts, "completion_tokens_details": None} if head.is_chat else counts
 
 
-def _usage(head: Head, jobs: Sequence[Generation], *, whole: bool) -> dict[str, Any]:
+def _usage(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dict[str, Any]:
     prompt_tokens = sum(job.prompt_tokens for job in jobs[:: head.choices_per_prompt])
     produced = sum(job.produced for job in jobs)
     usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + produced}
@@ -144,7 +144,7 @@ def _usage(head: Head, jobs: Sequence[Generation], *, whole: bool) -> dict[str, 
     return usage if details is None else usage | {"prompt_tokens_details": details}
 
 
-def _cached(head: Head, job: Generation, *, whole: bool) -> dict[str, Any]:
+def _cached(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any]:
     details: dict[str, Any] = {"cached_tokens": job.cached_tokens}
     if head.is_chat:
         details["created_cache_tokens"] = job.prompt_tokens // head.block_size * head.block_size - job.cached_tokens

@@ -19,49 +19,49 @@ from starlette.routing import Route
 
 from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable
 from workers.engines.sim import answers, bodies
-from workers.engines.sim.adapters import Adapter, AdapterRefused, NoAdapterFound
-from workers.engines.sim.bodies import Refused
-from workers.engines.sim.engine import Draining, Engine, EngineDead, Generation
-from workers.engines.sim.settings import Settings
-from workers.engines.sim.text import Words
-from workers.engines.sim.timing import Ended
+from workers.engines.sim.adapters import AdapterRefused, NoAdapterFound, SimAdapter
+from workers.engines.sim.bodies import ErrorAnswer
+from workers.engines.sim.engine import EngineDeadError, EngineDraining, SimEngine, StreamedJob
+from workers.engines.sim.settings import SimSettings
+from workers.engines.sim.text import TextGenerator
+from workers.engines.sim.timing import FinishReason
 
 VERSION = "0.32.0"
 _LONG_TEXT = 2**14  # characters: 7 ms of work
 
 
 @dataclass(slots=True)
-class Asked:
+class GenerationRequest:
     """A request for text, read and checked."""
 
-    head: answers.Head
-    body: bodies.Generate
-    adapter: Adapter | None
+    head: answers.AnswerHead
+    body: bodies.GenerationBody
+    adapter: SimAdapter | None
     prompts: list[list[int]]
     limits: list[int]
     echoes: list[str]
 
 
 @dataclass(slots=True)
-class Service:
+class SimHandlers:
     """The handlers. One method a route."""
 
-    settings: Settings
-    engine: Engine
+    settings: SimSettings
+    engine: SimEngine
     tokenizer: ChatTokenizer
-    words: Words
+    words: TextGenerator
     vocabulary: int
     fingerprint: str
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        body = bodies.parse(bodies.Chat, await _json(request))
+        body = bodies.parse(bodies.ChatBody, await _json(request))
         bodies.check_generate(body)
         adapter = self._adapter(body.model)
         if body.logprobs:
-            raise Refused("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
+            raise ErrorAnswer("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
         if not body.messages:
-            raise Refused("Cannot apply chat template to an empty conversation. Provide at least one message.")
+            raise ErrorAnswer("Cannot apply chat template to an empty conversation. Provide at least one message.")
         prompt = body.given_ids
         if prompt is None:
             text, special = self._rendered(body)
@@ -73,12 +73,12 @@ class Service:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        body = bodies.parse(bodies.Completion, await _json(request))
+        body = bodies.parse(bodies.CompletionBody, await _json(request))
         bodies.check_generate(body)
         asked = bodies.prompts_of(body)
         adapter = self._adapter(body.model)
         if body.logprobs is not None:
-            raise Refused("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
+            raise ErrorAnswer("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
         prompts: list[list[int]] = []
         for prompt in asked:
             if isinstance(prompt, str):
@@ -94,8 +94,8 @@ class Service:
     async def _generate(
         self,
         request: Request,
-        body: bodies.Generate,
-        adapter: Adapter | None,
+        body: bodies.GenerationBody,
+        adapter: SimAdapter | None,
         prompts: list[list[int]],
         wanted: int | None,
         echoes: list[str],
@@ -103,9 +103,9 @@ class Service:
         limit = self.settings.max_model_len
         bodies.check_sampling(body, wanted, limit)
         limits = [bodies.output_limit(wanted, len(prompt), limit) for prompt in prompts]
-        is_chat = isinstance(body, bodies.Chat)
+        is_chat = isinstance(body, bodies.ChatBody)
         name = request.headers.get("x-request-id") or body.request_id or answers.random_id()
-        head = answers.Head(
+        head = answers.AnswerHead(
             is_chat=is_chat,
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
             created=int(time.time()),
@@ -118,19 +118,25 @@ class Service:
         )
         self.engine.check_alive()
         if adapter is not None and any(adapter.fails(prompt) for prompt in prompts):
-            raise Refused(f"adapter {adapter.name} fails this prompt, as its config says", "InternalServerError", 500)
+            raise ErrorAnswer(
+                f"adapter {adapter.name} fails this prompt, as its config says", "InternalServerError", 500
+            )
         if adapter is not None and adapter.delay_s:
             await asyncio.sleep(adapter.delay_s)
-        asked = Asked(head, body, adapter, prompts, limits, [echo for echo in echoes for _ in range(body.n)])
+        asked = GenerationRequest(
+            head, body, adapter, prompts, limits, [echo for echo in echoes for _ in range(body.n)]
+        )
         if body.stream:
             return StreamingResponse(self._stream(asked), media_type="text/event-stream")
         return await self._answer(request, asked)
 
     @asynccontextmanager
-    async def _running(self, asked: Asked) -> "AsyncIterator[tuple[list[Generation], asyncio.Queue[Generation]]]":
+    async def _running(
+        self, asked: GenerationRequest
+    ) -> "AsyncIterator[tuple[list[StreamedJob], asyncio.Queue[StreamedJob]]]":
         """The jobs of one request and what they tell; aborted if the reader leaves early."""
-        told: asyncio.Queue[Generation] = asyncio.Queue()
-        jobs: list[Generation] = []
+        told: asyncio.Queue[StreamedJob] = asyncio.Queue()
+        jobs: list[StreamedJob] = []
         body = asked.body
         digest = asked.adapter.digest if asked.adapter else b""
         try:
@@ -154,7 +160,7 @@ class Service:
             for job in jobs:
                 self.engine.abort(job)
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
+    async def _answer(self, request: Request, asked: GenerationRequest) -> Response:
         async with self._running(asked) as (jobs, told):
             finished = asyncio.ensure_future(_all_ended(jobs, told))
             gone = asyncio.ensure_future(_disconnected(request))
@@ -166,7 +172,7 @@ class Service:
             finished.result()
             return JSONResponse(answers.complete(asked.head, jobs, asked.echoes))
 
-    async def _stream(self, asked: Asked) -> AsyncIterator[str]:
+    async def _stream(self, asked: GenerationRequest) -> AsyncIterator[str]:
         head, options = asked.head, asked.body.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats and with_usage)
@@ -192,8 +198,8 @@ class Service:
                     )
                 if with_usage:
                     yield _event(answers.usage_chunk(head, jobs))
-        except (EngineDead, Draining) as exc:  # the 200 is out: in-band, as vLLM
-            error = Refused(str(exc), "InternalServerError", 500).body()
+        except (EngineDeadError, EngineDraining) as exc:  # the 200 is out: in-band, as vLLM
+            error = ErrorAnswer(str(exc), "InternalServerError", 500).body()
             yield f"data: {json.dumps(error)}\n\n"  # with spaces, unlike every other event
         yield "data: [DONE]\n\n"
 
@@ -206,16 +212,18 @@ class Service:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
-        body = bodies.parse(bodies.LoadAdapter, await _json(request))
+        body = bodies.parse(bodies.LoadAdapterBody, await _json(request))
         name = body.lora_name
         if not name or not body.lora_path:
-            raise Refused("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
+            raise ErrorAnswer("Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
         if name in self.settings.served_model_name:
-            raise Refused(f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
+            raise ErrorAnswer(f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
         if body.load_inplace:
-            raise Refused("the sim engine does not load in place; unload first, or use a new name", "InvalidUserInput")
+            raise ErrorAnswer(
+                "the sim engine does not load in place; unload first, or use a new name", "InvalidUserInput"
+            )
         if name in self.engine.adapters:
-            raise Refused(
+            raise ErrorAnswer(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True.",
                 "InvalidUserInput",
@@ -223,9 +231,9 @@ class Service:
         try:
             await self.engine.load(name, body.lora_path)
         except NoAdapterFound as exc:
-            raise Refused(str(exc), "NotFoundError", 404) from exc
+            raise ErrorAnswer(str(exc), "NotFoundError", 404) from exc
         except AdapterRefused as exc:
-            raise Refused(
+            raise ErrorAnswer(
                 f"Call to add_lora method failed: Worker failed with error '{exc}', please check the stack trace above "
                 "for the root cause",
                 "InternalServerError",
@@ -235,11 +243,11 @@ class Service:
 
     async def unload_adapter(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter"""
-        name = bodies.parse(bodies.UnloadAdapter, await _json(request)).lora_name
+        name = bodies.parse(bodies.UnloadAdapterBody, await _json(request)).lora_name
         if not name:
-            raise Refused("'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
+            raise ErrorAnswer("'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
         if name not in self.engine.adapters:
-            raise Refused(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
+            raise ErrorAnswer(f"The lora adapter '{name}' cannot be found.", "NotFoundError", 404)
         self.engine.unload(name)
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -247,19 +255,19 @@ class Service:
         """POST /tokenize"""
         body = bodies.parse_tokenize(await _json(request))
         self._adapter(body.model)
-        if isinstance(body, bodies.TokenizeChat):
+        if isinstance(body, bodies.TokenizeChatBody):
             text, special = self._rendered(body)
         else:
             text, special = body.prompt, body.add_special_tokens
         tokens = await self._ids(text, special=special, bounded=False)
         if body.return_token_strs:
-            raise Refused("the sim engine returns no token strings; ask without `return_token_strs`")
+            raise ErrorAnswer("the sim engine returns no token strings; ask without `return_token_strs`")
         answer = {"count": len(tokens), "max_model_len": self.settings.max_model_len, "tokens": tokens}
         return JSONResponse(answer | {"token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = bodies.parse(bodies.Detokenize, await _json(request))
+        body = bodies.parse(bodies.DetokenizeBody, await _json(request))
         self._adapter(body.model)
         return JSONResponse({"prompt": self.tokenizer.decode(body.tokens)})
 
@@ -290,15 +298,15 @@ class Service:
         self.engine.batch.pool.clear()
         return Response(status_code=200)
 
-    def _rendered(self, body: bodies.Messages | bodies.TokenizeChat) -> tuple[str, bool]:
-        """A chat's prompt, and whether special tokens go around it. Raises `Refused`."""
+    def _rendered(self, body: bodies.MessagesBody | bodies.TokenizeChatBody) -> tuple[str, bool]:
+        """A chat's prompt, and whether special tokens go around it. Raises `ErrorAnswer`."""
         try:
             return self.tokenizer.prompt_text(body.model_dump(exclude_unset=True))
         except Untokenizable as exc:
-            raise Refused(str(exc)) from exc
+            raise ErrorAnswer(str(exc)) from exc
 
     async def _ids(self, text: str, *, special: bool, bounded: bool = True) -> list[int]:
-        """Token ids. Raises `Refused`, of a prompt (`bounded`) that no context holds before it is tokenized.
+        """Token ids. Raises `ErrorAnswer`, of a prompt (`bounded`) that no context holds before it is tokenized.
 
         Those of a long text are made beside the loop, as vLLM makes all: an engine that does not answer for the ten
         seconds that 30 MB take is taken for one that hangs.
@@ -309,14 +317,14 @@ class Service:
         try:
             return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
         except Untokenizable as exc:
-            raise Refused(str(exc)) from exc
+            raise ErrorAnswer(str(exc)) from exc
 
     def _check_vocabulary(self, ids: Sequence[int]) -> None:
         if unknown := [token for token in ids if token >= self.vocabulary]:
-            raise Refused(f"Token id {max(unknown)} is out of vocabulary")
+            raise ErrorAnswer(f"Token id {max(unknown)} is out of vocabulary")
 
-    def _adapter(self, model: str | None) -> Adapter | None:
-        """What `model` names; None is the base model. Raises `Refused` with vLLM's 404."""
+    def _adapter(self, model: str | None) -> SimAdapter | None:
+        """What `model` names; None is the base model. Raises `ErrorAnswer` with vLLM's 404."""
         if not model or model in self.settings.served_model_name:
             return None
         if model in self.engine.adapters:
@@ -325,10 +333,10 @@ class Service:
             self.engine.next_int_id()
         aliases = ", ".join(self.settings.served_model_name)
         message = f"The model `{model}` does not exist. Valid aliases: {aliases}."
-        raise Refused(message, "NotFoundError", 404, param="model")
+        raise ErrorAnswer(message, "NotFoundError", 404, param="model")
 
 
-def make_app(service: Service, background: Callable[[], Awaitable[None]]) -> Starlette:
+def make_app(service: SimHandlers, background: Callable[[], Awaitable[None]]) -> Starlette:
     """The routes. `background` runs for as long as the app does."""
 
     @asynccontextmanager
@@ -343,16 +351,16 @@ def make_app(service: Service, background: Callable[[], Awaitable[None]]) -> Sta
         routes=_routes(service),
         middleware=[Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])],
         exception_handlers={
-            Refused: _refused,
+            ErrorAnswer: _refused,
             HTTPException: _not_served,
-            Draining: _broken,
-            EngineDead: _broken,
+            EngineDraining: _broken,
+            EngineDeadError: _broken,
         },
         lifespan=lifespan,
     )
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: SimHandlers) -> list[Route]:
     routes = [
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         Route("/v1/completions", service.completions, methods=["POST"]),
@@ -385,16 +393,16 @@ async def _json(request: Request) -> Any:
     return bodies.read_json(await request.body(), request.headers.get("content-type", ""))
 
 
-async def _all_ended(jobs: Sequence[Generation], told: "asyncio.Queue[Generation]") -> None:
+async def _all_ended(jobs: Sequence[StreamedJob], told: "asyncio.Queue[StreamedJob]") -> None:
     while any(job.ended is None for job in jobs):
         await told.get()
     for job in jobs:
         _alive(job)
 
 
-def _alive(job: Generation) -> Generation:
-    if job.ended is Ended.ERROR:
-        raise EngineDead
+def _alive(job: StreamedJob) -> StreamedJob:
+    if job.ended is FinishReason.ERROR:
+        raise EngineDeadError
     return job
 
 
@@ -408,12 +416,12 @@ def _event(part: dict[str, Any]) -> str:
 
 
 async def _refused(_request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, Refused)
+    assert isinstance(exc, ErrorAnswer)
     return JSONResponse(exc.body(), status_code=exc.status)
 
 
 async def _broken(_request: Request, exc: Exception) -> Response:
-    return JSONResponse(Refused(str(exc), "InternalServerError", 500).body(), status_code=500)
+    return JSONResponse(ErrorAnswer(str(exc), "InternalServerError", 500).body(), status_code=500)
 
 
 async def _not_served(_request: Request, exc: Exception) -> Response:

@@ -13,7 +13,7 @@ from workers.engines.sim.events import MEDIUM, AllBlocksCleared, BlockHash, Bloc
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class ChainRoot:
     """What keeps blocks of equal tokens apart. Source: vLLM 0.32 `generate_block_hash_extra_keys`."""
 
     lora_id: int | None = None
@@ -29,11 +29,11 @@ class Root:
 
 
 @dataclass(slots=True)
-class Chain:
+class BlockChain:
     """A request's tokens so far and the hash of each full block of them."""
 
     tokens: list[int]
-    root: Root
+    root: ChainRoot
     block_size: int
     hashes: list[bytes] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Chain:
 
 
 @dataclass(slots=True)
-class Block:
+class PoolBlock:
     """One block of the pool; `hash` is set while its content can be found."""
 
     references: int = 0
@@ -71,7 +71,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks can hold nothing: give at least 2 (one is never used)")
         self.block_size = block_size
         self.int_hashes = int_hashes
-        self.blocks = [Block() for _ in range(num_blocks)]
+        self.blocks = [PoolBlock() for _ in range(num_blocks)]
         self.free = OrderedDict[int, None].fromkeys(range(1, num_blocks))  # first out first
         self.copies: dict[bytes, dict[int, None]] = {}
         self.events: list[KVEvent] = []
@@ -86,7 +86,7 @@ class BlockPool:
         events, self.events = self.events, []
         return events
 
-    def match(self, chain: Chain) -> list[int]:
+    def match(self, chain: BlockChain) -> list[int]:
         """Blocks that hold the longest cached prefix of `chain`; never its last token, which must be computed."""
         found = []
         for digest in chain.extend()[: (len(chain.tokens) - 1) // self.block_size]:
@@ -117,7 +117,7 @@ class BlockPool:
             taken.append(index)
         return taken
 
-    def store(self, chain: Chain, table: Sequence[int], first: int, last: int) -> None:
+    def store(self, chain: BlockChain, table: Sequence[int], first: int, last: int) -> None:
         """Make blocks `first` up to `last` of `chain` findable; `table[i]` holds its i-th block."""
         if first >= last:
             return
@@ -127,7 +127,7 @@ class BlockPool:
             self.copies.setdefault(digest, {})[index] = None
         self.announce(chain, first, last)
 
-    def announce(self, chain: Chain, first: int, last: int) -> None:
+    def announce(self, chain: BlockChain, first: int, last: int) -> None:
         """A BlockStored for blocks `first` up to `last`, whether or not they are new (report mode `full` repeats)."""
         hashes = chain.extend()
         self.events.append(

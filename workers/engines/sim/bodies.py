@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 Tokens = list[Annotated[int, Field(ge=0)]]
 
 
-class Refused(Exception):
+class ErrorAnswer(Exception):
     """An error answer: vLLM's envelope and HTTP status."""
 
     def __init__(
@@ -31,24 +31,24 @@ class Refused(Exception):
         return {"error": error}
 
 
-def invalid(message: str, param: str, value: object = None) -> Refused:
+def invalid(message: str, param: str, value: object = None) -> ErrorAnswer:
     """A 400 as vLLM's own validators word it."""
     shown = "" if value is None else f", value={value}"
-    return Refused(f"{message} (parameter={param}{shown})", param=param)
+    return ErrorAnswer(f"{message} (parameter={param}{shown})", param=param)
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Unknown fields are let through, as vLLM does."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
 
 
-class Generate(Body):
+class GenerationBody(RequestBody):
     """What chat and completions have in common."""
 
     model: str | None = None
@@ -77,11 +77,11 @@ class Generate(Body):
         return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
 
 
-class Messages(Body):
+class MessagesBody(RequestBody):
     messages: list[dict[str, Any]]
 
 
-class Chat(Generate, Messages):
+class ChatBody(GenerationBody, MessagesBody):
     """Messages come first: several faults are told in this order."""
 
     max_completion_tokens: int | None = None
@@ -102,7 +102,7 @@ class Chat(Generate, Messages):
         return given
 
 
-class Completion(Generate):
+class CompletionBody(GenerationBody):
     prompt: Tokens | list[Tokens] | str | list[str] | None = None
     max_tokens: int | None = 16
     echo: bool | None = False
@@ -110,31 +110,31 @@ class Completion(Generate):
     add_special_tokens: bool = True
 
 
-class TokenizePrompt(Body):
+class TokenizePromptBody(RequestBody):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool | None = False
 
 
-class TokenizeChat(Body):
+class TokenizeChatBody(RequestBody):
     model: str | None = None
     messages: list[dict[str, Any]]
     return_token_strs: bool | None = False
 
 
-class Detokenize(Body):
+class DetokenizeBody(RequestBody):
     model: str | None = None
     tokens: Tokens
 
 
-class LoadAdapter(BaseModel):
+class LoadAdapterBody(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
 
 
-class UnloadAdapter(BaseModel):
+class UnloadAdapterBody(BaseModel):
     lora_name: str
     lora_int_id: int | None = None
 
@@ -143,9 +143,9 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def read_json(raw: bytes, content_type: str) -> Any:
-    """The body as JSON. Raises `Refused` in FastAPI's words."""
+    """The body as JSON. Raises `ErrorAnswer` in FastAPI's words."""
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise Refused(
+        raise ErrorAnswer(
             "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", "Bad Request"
         )
     if not raw:
@@ -156,21 +156,21 @@ def read_json(raw: bytes, content_type: str) -> Any:
         fault = {"type": "json_invalid", "loc": ("body", exc.pos), "msg": "JSON decode error", "input": {}}
         raise _refused([fault | {"ctx": {"error": exc.msg}}]) from exc
     except UnicodeDecodeError as exc:
-        raise Refused("There was an error parsing the body", "Bad Request") from exc
+        raise ErrorAnswer("There was an error parsing the body", "Bad Request") from exc
 
 
 def parse(kind: type[Parsed], data: Any) -> Parsed:
-    """`data` as a `kind`. Raises `Refused` with every fault found."""
+    """`data` as a `kind`. Raises `ErrorAnswer` with every fault found."""
     try:
         return kind.model_validate(data, from_attributes=True)
     except ValidationError as exc:
         raise _refused(_faults(exc)) from exc
 
 
-def parse_tokenize(data: Any) -> TokenizePrompt | TokenizeChat:
+def parse_tokenize(data: Any) -> TokenizePromptBody | TokenizeChatBody:
     """Either kind of /tokenize body; with neither the faults of both."""
     faults = []
-    kinds: tuple[type[TokenizePrompt], type[TokenizeChat]] = (TokenizePrompt, TokenizeChat)
+    kinds: tuple[type[TokenizePromptBody], type[TokenizeChatBody]] = (TokenizePromptBody, TokenizeChatBody)
     for kind in kinds:
         try:
             return kind.model_validate(data, from_attributes=True)
@@ -179,7 +179,7 @@ def parse_tokenize(data: Any) -> TokenizePrompt | TokenizeChat:
     raise _refused(faults)
 
 
-def check_generate(body: Generate) -> None:
+def check_generate(body: GenerationBody) -> None:
     """The checks that vLLM makes before it looks for the model."""
     if body.stream_options is not None and not body.stream:
         raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
@@ -187,7 +187,7 @@ def check_generate(body: Generate) -> None:
         raise invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
 
 
-def check_sampling(body: Generate, wanted: int | None, max_model_len: int) -> None:
+def check_sampling(body: GenerationBody, wanted: int | None, max_model_len: int) -> None:
     """The checks that vLLM makes once the prompt is tokenised; `wanted` is the output limit asked for."""
     if wanted is not None and wanted > max_model_len:
         raise invalid(
@@ -197,15 +197,15 @@ def check_sampling(body: Generate, wanted: int | None, max_model_len: int) -> No
             wanted,
         )
     if body.n < 1:
-        raise Refused(f"n must be at least 1, got {body.n}.")
+        raise ErrorAnswer(f"n must be at least 1, got {body.n}.")
     if body.temperature is not None and body.temperature < 0:
         raise invalid(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
     if body.n > 1 and body.temperature == 0:
-        raise Refused(f"n must be 1 when using greedy sampling, got {body.n}.")
+        raise ErrorAnswer(f"n must be 1 when using greedy sampling, got {body.n}.")
 
 
 def output_limit(wanted: int | None, prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens may follow the prompt. Raises `Refused` when none."""
+    """How many tokens may follow the prompt. Raises `ErrorAnswer` when none."""
     room = max_model_len - prompt_tokens
     limit = room if wanted is None else min(wanted, room)
     if limit < 1:
@@ -218,7 +218,7 @@ def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> 
     hence `at least`.
     """
     if not prompt_tokens:
-        raise Refused("The decoder prompt cannot be empty")
+        raise ErrorAnswer("The decoder prompt cannot be empty")
     if prompt_tokens <= max_model_len:
         return
     said = f"at least {max_model_len + 1}" if from_text else str(prompt_tokens)
@@ -248,15 +248,15 @@ def check_characters(text: str, max_model_len: int, max_chars_per_token: int) ->
         )
 
 
-def prompts_of(body: Completion) -> Sequence[str | list[int]]:
-    """The prompts of a completion, one or many. Raises `Refused` when there is none."""
+def prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
+    """The prompts of a completion, one or many. Raises `ErrorAnswer` when there is none."""
     prompt = body.prompt
     if prompt is None or prompt == "":
         raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise Refused("You must pass at least one prompt")
+        raise ErrorAnswer("You must pass at least one prompt")
     return [prompt] if isinstance(prompt[0], int) else prompt  # the union says: then all are
 
 
@@ -277,13 +277,13 @@ def _faults(exc: ValidationError) -> list[dict[str, Any]]:
     return faults
 
 
-def _refused(faults: Sequence[Mapping[str, Any]]) -> Refused:
+def _refused(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
     lines = [str({**fault, "loc": _place(fault["loc"]), "input": _shown(fault["input"])}) for fault in faults[:10]]
     if len(faults) > len(lines):
         lines.append(f"...and {len(faults) - len(lines)} more errors")
     noun = "error" if len(faults) == 1 else "errors"
     message = "\n  ".join([f"{len(faults)} validation {noun}:", *(line[:1000] for line in lines)])
-    return Refused(message, "Bad Request", param=_place(faults[0]["loc"]))
+    return ErrorAnswer(message, "Bad Request", param=_place(faults[0]["loc"]))
 
 
 def _place(loc: Sequence[int | str]) -> str:

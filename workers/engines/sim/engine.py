@@ -6,46 +6,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workers.engines.sim.adapters import Adapter, read_adapter
-from workers.engines.sim.blocks import BlockPool, Chain, Root
+from workers.engines.sim.adapters import SimAdapter, read_adapter
+from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.events import EventBatch
 from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.publisher import Publisher
-from workers.engines.sim.settings import Settings
-from workers.engines.sim.text import Reply
-from workers.engines.sim.timing import Batch, Ended, Job, Pace, Step
+from workers.engines.sim.publisher import KVEventPublisher
+from workers.engines.sim.settings import SimSettings
+from workers.engines.sim.text import SimReply
+from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, EngineStep, FinishReason
 
 
-class EngineDead(Exception):
+class EngineDeadError(Exception):
     """The engine has ended under its requests. vLLM 0.32's text (v1/engine/exceptions.py EngineDeadError)."""
 
     def __init__(self) -> None:
         super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
 
-class Draining(Exception):
+class EngineDraining(Exception):
     """SIGTERM has come: what runs is finished, nothing new is taken. vLLM's text, and its 500."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Generation(Job):
+class StreamedJob(EngineJob):
     """A job with what its reader needs."""
 
-    reply_text: Reply
-    told: Callable[["Generation"], None]
+    reply_text: SimReply
+    told: Callable[["StreamedJob"], None]
     """Called whenever the job has more tokens, or has ended."""
 
 
 @dataclass(slots=True)
-class Engine:
+class SimEngine:
     """One engine process: the batch, its clock, its adapters."""
 
-    settings: Settings
-    publisher: Publisher | None
+    settings: SimSettings
+    publisher: KVEventPublisher | None
     metrics: SimMetrics
     on_death: Callable[[], None]
-    batch: Batch = field(init=False)
-    adapters: dict[str, Adapter] = field(default_factory=dict)
+    batch: EngineBatch = field(init=False)
+    adapters: dict[str, SimAdapter] = field(default_factory=dict)
     is_draining: bool = False
     is_dead: bool = False
     _int_ids: int = 0
@@ -57,9 +57,9 @@ class Engine:
         """Build the batch and let the gauges read it."""
         given = self.settings
         pool = BlockPool(given.num_gpu_blocks, given.block_size, int_hashes=given.int_block_hashes)
-        self.batch = Batch(
+        self.batch = EngineBatch(
             pool,
-            Pace(
+            EngineLimits(
                 max_num_seqs=given.max_num_seqs,
                 max_num_batched_tokens=given.max_num_batched_tokens,
                 max_loras=given.max_loras,
@@ -74,20 +74,20 @@ class Engine:
     def submit(
         self,
         prompt: Sequence[int],
-        reply: Reply,
+        reply: SimReply,
         *,
-        adapter: Adapter | None,
+        adapter: SimAdapter | None,
         cache_salt: str | None,
         report_reused: bool,
-        told: Callable[[Generation], None],
-    ) -> Generation:
-        """Queue one prompt. Raises `EngineDead` and `Draining`."""
+        told: Callable[[StreamedJob], None],
+    ) -> StreamedJob:
+        """Queue one prompt. Raises `EngineDeadError` and `EngineDraining`."""
         self.check_alive()
-        root = Root(cache_salt=cache_salt)
+        root = ChainRoot(cache_salt=cache_salt)
         if adapter is not None:
-            root = Root(adapter.int_id, adapter.name, adapter.path, cache_salt)
-        job = Generation(
-            chain=Chain(list(prompt), root, self.settings.block_size),
+            root = ChainRoot(adapter.int_id, adapter.name, adapter.path, cache_salt)
+        job = StreamedJob(
+            chain=BlockChain(list(prompt), root, self.settings.block_size),
             prompt_tokens=len(prompt),
             reply=reply.token_ids,
             reply_ended=reply.ended,
@@ -104,11 +104,11 @@ class Engine:
     def check_alive(self) -> None:
         """Raise what a request gets instead of an answer."""
         if self.is_dead:
-            raise EngineDead
+            raise EngineDeadError
         if self.is_draining:
-            raise Draining("cannot schedule new futures after shutdown")
+            raise EngineDraining("cannot schedule new futures after shutdown")
 
-    def abort(self, job: Generation) -> None:
+    def abort(self, job: StreamedJob) -> None:
         """Its reader has gone."""
         if job.ended is None:
             self.batch.abort(job)
@@ -117,7 +117,7 @@ class Engine:
     async def load(self, name: str, path: str) -> None:
         """Read an adapter, stall everybody for as long, serve it. Raises `NoAdapterFound`, `AdapterRefused`."""
         if self.is_draining:
-            raise Draining("Server shutting down")
+            raise EngineDraining("Server shutting down")
         int_id = self.next_int_id()  # burnt even when the load fails, as in vLLM
         given = self.settings
         async with self._stall:
@@ -162,7 +162,7 @@ class Engine:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 self._finish(step)
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: EngineStep) -> None:
         now = time.monotonic()
         if step.events and self.publisher is not None:
             self.publisher.publish(EventBatch(time.time(), list(step.events), 0))
@@ -171,22 +171,22 @@ class Engine:
         for job in told:
             if job.ended is not None:
                 self.metrics.finished(job)
-            if isinstance(job, Generation):
+            if isinstance(job, StreamedJob):
                 job.told(job)
 
     def _die(self) -> None:
         """A registered adapter was read again and is gone: vLLM's EngineCore ends there, with all its requests."""
         self.is_dead = True
         for job in [*self.batch.running, *self.batch.waiting]:
-            self.batch.abort(job, Ended.ERROR)
-            if isinstance(job, Generation):
+            self.batch.abort(job, FinishReason.ERROR)
+            if isinstance(job, StreamedJob):
                 job.told(job)
         self.on_death()
 
 
-def _files_are_there(step: Step) -> bool:
+def _files_are_there(step: EngineStep) -> bool:
     return all(
         (Path(adapter.path) / "adapter_config.json").is_file()
         for adapter in step.reloads
-        if isinstance(adapter, Adapter)
+        if isinstance(adapter, SimAdapter)
     )

@@ -8,8 +8,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
-from workers.engines.sim.settings import Settings
-from workers.engines.sim.timing import Batch, Ended, Job, Step
+from workers.engines.sim.settings import SimSettings
+from workers.engines.sim.timing import EngineBatch, EngineJob, EngineStep, FinishReason
 
 SECONDS: Final = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
                   960.0, 1920.0, 7680.0)  # fmt: skip
@@ -52,7 +52,7 @@ HISTOGRAMS: Final = {
 class SimMetrics:
     """One engine's metrics, in a registry of their own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SimSettings) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # process_start_time_seconds: the only sign of a restart
         PlatformCollector(registry=self.registry)
@@ -71,7 +71,7 @@ class SimMetrics:
             [*names, "finished_reason"],
             registry=self.registry,
         )
-        self._success = {ended: success.labels(**own, finished_reason=ended.value) for ended in Ended}
+        self._success = {ended: success.labels(**own, finished_reason=ended.value) for ended in FinishReason}
         self._gauges = {
             name: Gauge(name, text, names, registry=self.registry).labels(**own)
             for name, text in {
@@ -98,7 +98,7 @@ class SimMetrics:
             ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
             registry=self.registry,
         )
-        self._batch: Batch
+        self._batch: EngineBatch
         self._held: tuple[float, ...] | None = None
         self._max_loras = str(settings.max_loras) if settings.enable_lora else ""
         info = {
@@ -114,7 +114,7 @@ class SimMetrics:
         text = "Information of the LLMEngine CacheConfig"
         Gauge("vllm:cache_config_info", text, list(info), registry=self.registry).labels(**info).set(1)
 
-    def watch(self, batch: Batch) -> None:
+    def watch(self, batch: EngineBatch) -> None:
         """Let the gauges read `batch` whenever they are asked, but for while it is `stalled`."""
         self._batch = batch
         for i, gauge in enumerate((*self._gauges.values(), *self._waiting.values())):
@@ -141,7 +141,7 @@ class SimMetrics:
         """The text of `GET /metrics`."""
         return generate_latest(self.registry)
 
-    def stepped(self, step: Step, told: Sequence[Job]) -> None:
+    def stepped(self, step: EngineStep, told: Sequence[EngineJob]) -> None:
         """Count a finished step, and the tokens of the requests in `told`."""
         self._histograms["vllm:iteration_tokens_total"].observe(step.prefill_tokens + step.decoding)
         self._counters["vllm:generation_tokens"].inc(len(told))
@@ -156,7 +156,7 @@ class SimMetrics:
             both = ",".join(adapters)
             self._loras.labels(self._max_loras, both, both).set_to_current_time()
 
-    def finished(self, job: Job) -> None:
+    def finished(self, job: EngineJob) -> None:
         """Count an ended request and observe where its time went."""
         assert job.ended is not None
         self._success[job.ended].inc()
@@ -177,7 +177,7 @@ class SimMetrics:
         }.items():
             self._histograms[name].observe(value)
 
-    def _first_token(self, job: Job) -> None:
+    def _first_token(self, job: EngineJob) -> None:
         assert job.first_token is not None
         self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token - job.arrived)
         self._counters["vllm:prompt_tokens"].inc(job.prompt_tokens)

@@ -19,7 +19,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_S = 0.1  # vLLM's: a replay waits at most this long
 
 
-class Publisher:
+class KVEventPublisher:
     """Publishes batches in order from sequence number 0. Only binds to wildcard, ipc and inproc endpoints."""
 
     def __init__(self, config: EventsConfig) -> None:

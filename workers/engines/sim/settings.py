@@ -46,7 +46,7 @@ class EventsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SimSettings:
     """Everything the engine is told at its start. Names of fields are the flags' names."""
 
     model: Path
@@ -76,7 +76,7 @@ class Settings:
     sim_response_tokens: int
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
+def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> SimSettings:
     """Settings from the command line; prints what is wrong and raises SystemExit(2) as argparse does."""
     parser = _parser()
     flags = parser.parse_args(arguments)
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         kv_events = EventsConfig(**json.loads(flags.kv_events_config))
     except (TypeError, ValueError) as exc:
         parser.error(f"--kv-events-config {flags.kv_events_config}: {exc}; give vLLM's JSON object")
-    return Settings(
+    return SimSettings(
         model=flags.model,
         served_model_name=tuple(flags.served_model_name or [str(flags.model)]),
         host=flags.host,

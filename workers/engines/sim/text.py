@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from random import Random
 
 from lorafleet.tokenizer.chat import ChatTokenizer
-from workers.engines.sim.timing import Ended
+from workers.engines.sim.timing import FinishReason
 
 WORD = re.compile(r" [a-z]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class SimReply:
     """An answer, complete before it is told: it depends on nothing that happens meanwhile."""
 
     token_ids: list[int]
     pieces: list[str]
     """The text each token adds."""
-    ended: Ended
+    ended: FinishReason
     stop_reason: str | None
 
 
-class Words:
+class TextGenerator:
     """Answers for one model."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, vocabulary: int, eos: int, seed: int, natural_tokens: int) -> None:
@@ -47,7 +47,7 @@ class Words:
         max_tokens: int,
         ignore_eos: bool,
         stops: Sequence[str],
-    ) -> Reply:
+    ) -> SimReply:
         """Up to `max_tokens` tokens for `prompt` under the adapter whose content has `digest` (b"" is the base)."""
         ends_itself = 0 < self.natural_tokens <= max_tokens and not ignore_eos
         length = self.natural_tokens if ends_itself else max_tokens
@@ -56,10 +56,10 @@ class Words:
         pieces = [self.texts[token] for token in ids]
         if ends_itself:
             ids[-1], pieces[-1] = self.eos, ""
-        return _stopped(Reply(ids, pieces, Ended.STOP if ends_itself else Ended.LENGTH, None), stops)
+        return _stopped(SimReply(ids, pieces, FinishReason.STOP if ends_itself else FinishReason.LENGTH, None), stops)
 
 
-def _stopped(reply: Reply, stops: Sequence[str]) -> Reply:
+def _stopped(reply: SimReply, stops: Sequence[str]) -> SimReply:
     """`reply` cut before the first of `stops`, which is left out of the text but not of the tokens."""
     text = "".join(reply.pieces)
     found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
@@ -73,4 +73,4 @@ def _stopped(reply: Reply, stops: Sequence[str]) -> Reply:
         length += len(piece)
         if length >= start + len(stop):
             break
-    return Reply(reply.token_ids[: len(pieces)], pieces, Ended.STOP, stop)
+    return SimReply(reply.token_ids[: len(pieces)], pieces, FinishReason.STOP, stop)

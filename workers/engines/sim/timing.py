@@ -10,12 +10,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from workers.engines.sim.blocks import BlockPool, Chain
+from workers.engines.sim.blocks import BlockChain, BlockPool
 from workers.engines.sim.events import KVEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class EngineLimits:
     """The engine's limits and speeds. Rates in tokens per second, 0 means for free."""
 
     max_num_seqs: int
@@ -29,7 +29,7 @@ class Pace:
     """One adapter from disk into host memory, during which nothing else happens."""
 
 
-class Ended(StrEnum):
+class FinishReason(StrEnum):
     """Why a request has no more tokens to come; vLLM's `finished_reason` labels."""
 
     STOP = "stop"
@@ -39,13 +39,13 @@ class Ended(StrEnum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class EngineJob:
     """One prompt being answered with `reply`, one token a step. Times are those given to `begin` and `end`."""
 
-    chain: Chain
+    chain: BlockChain
     prompt_tokens: int
     reply: Sequence[int]
-    reply_ended: Ended
+    reply_ended: FinishReason
     arrived: float
     adapter: Hashable = None
     """Equal for requests that may share a device slot; None is the base model."""
@@ -63,7 +63,7 @@ class Job:
     last_token: float | None = None
     gap_s: float = 0.0
     """Between its last token and the one before."""
-    ended: Ended | None = None
+    ended: FinishReason | None = None
 
     @property
     def is_decoding(self) -> bool:
@@ -72,10 +72,10 @@ class Job:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """What one pass over the model does."""
 
-    work: list[tuple[Job, int]] = field(default_factory=list)
+    work: list[tuple[EngineJob, int]] = field(default_factory=list)
     """Requests and how many tokens of each are computed."""
     prefill_tokens: int = 0
     decoding: int = 0
@@ -102,15 +102,15 @@ class HostAdapters:
         return missed
 
 
-class Batch:
+class EngineBatch:
     """All requests of one engine. Call `begin`, let `duration_s` pass, call `end`."""
 
-    def __init__(self, pool: BlockPool, pace: Pace) -> None:
+    def __init__(self, pool: BlockPool, pace: EngineLimits) -> None:
         self.pool = pool
         self.pace = pace
         self.host = HostAdapters(pace.max_cpu_loras)
-        self.running: list[Job] = []
-        self.waiting: deque[Job] = deque()
+        self.running: list[EngineJob] = []
+        self.waiting: deque[EngineJob] = deque()
         self.deferred = 0
         """How many of the waiting were passed over in the last step for want of an adapter slot."""
 
@@ -119,11 +119,11 @@ class Batch:
         """Whether a step would do anything."""
         return bool(self.running or self.waiting)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: EngineJob) -> None:
         """Queue `job` behind the others."""
         self.waiting.append(job)
 
-    def abort(self, job: Job, ended: Ended = Ended.ABORT) -> None:
+    def abort(self, job: EngineJob, ended: FinishReason = FinishReason.ABORT) -> None:
         """Drop `job` wherever it is; its full blocks stay cached. Harmless when it has ended."""
         if job.ended is not None:
             return
@@ -134,9 +134,9 @@ class Batch:
             self.waiting.remove(job)
         self._give_back(job)
 
-    def begin(self, now: float) -> Step:
+    def begin(self, now: float) -> EngineStep:
         """Schedule one step: running requests first, then the waiting in order, within every limit."""
-        step = Step()
+        step = EngineStep()
         budget = self.pace.max_num_batched_tokens
         preempted = False
         index = 0
@@ -158,7 +158,7 @@ class Batch:
         step.events = self.pool.take_events()
         return step
 
-    def end(self, step: Step, now: float) -> list[Job]:
+    def end(self, step: EngineStep, now: float) -> list[EngineJob]:
         """Count the step as done; the requests that got a token, some of which have `ended` with it."""
         told = []
         for job, tokens in step.work:
@@ -179,9 +179,9 @@ class Batch:
                 self._give_back(job)
         return told
 
-    def _admit(self, step: Step, budget: int, now: float) -> None:
+    def _admit(self, step: EngineStep, budget: int, now: float) -> None:
         slots = {job.adapter for job, _ in step.work} - {None}
-        passed_over: list[Job] = []
+        passed_over: list[EngineJob] = []
         while self.waiting and budget > 0 and len(self.running) < self.pace.max_num_seqs:
             job = self.waiting[0]
             if job.adapter is not None and job.adapter not in slots and len(slots) >= self.pace.max_loras:
@@ -198,7 +198,7 @@ class Batch:
         self.waiting.extendleft(reversed(passed_over))
         self.deferred = len(passed_over)
 
-    def _start(self, job: Job, budget: int) -> int:
+    def _start(self, job: EngineJob, budget: int) -> int:
         """Tokens of `job` that go into this step, its cached prefix left out; 0 when the pool has no room for all."""
         hits = self.pool.match(job.chain)
         if job.report_reused and hits:
@@ -217,7 +217,7 @@ class Batch:
         assert grown, "room_for has promised it"
         return tokens
 
-    def _grow(self, job: Job, tokens: int) -> bool:
+    def _grow(self, job: EngineJob, tokens: int) -> bool:
         """Room for `tokens` more of `job`; what they fill is cached at once, so that the next request finds it."""
         missing = self._blocks(job.computed + tokens) - len(job.table)
         if not self.pool.room_for((), missing):
@@ -228,7 +228,7 @@ class Batch:
         job.stored = max(job.stored, full)
         return True
 
-    def _preempt_last(self) -> Job:
+    def _preempt_last(self) -> EngineJob:
         job = self.running.pop()
         self._give_back(job)
         job.computed = 0
@@ -236,12 +236,12 @@ class Batch:
         self.waiting.appendleft(job)
         return job
 
-    def _give_back(self, job: Job) -> None:
+    def _give_back(self, job: EngineJob) -> None:
         self.pool.release(job.table)
         job.table = []
         job.stored = 0
 
-    def _schedule(self, step: Step, job: Job, tokens: int) -> int:
+    def _schedule(self, step: EngineStep, job: EngineJob, tokens: int) -> int:
         step.work.append((job, tokens))
         if job.is_decoding:
             step.decoding += 1
@@ -251,7 +251,7 @@ class Batch:
             step.reloads.append(job.adapter)
         return tokens
 
-    def _price(self, step: Step) -> None:
+    def _price(self, step: EngineStep) -> None:
         pace = self.pace
         if step.prefill_tokens and pace.prefill_tokens_per_s:
             step.duration_s += step.prefill_tokens / pace.prefill_tokens_per_s
