@@ -77,7 +77,7 @@ _PROBED_AT_ONCE = 256
 # Engines that are held against our tokenizer at a time: when a router starts, all of them are new to it.
 _MOST_ASKED = 4
 
-# What our tokenizer must agree on with the engine before it is trusted: one body a trap (see docs/architecture.md).
+# What our tokenizer must agree on with the engine before it is trusted: one body a trap (see docs/why.md).
 PROBES: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "Hello, world! 12345 x_y  z\n\n"}]},
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve café 東京 🙂"}]},
