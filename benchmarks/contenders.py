@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from itertools import repeat
 from typing import Any
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 
 
 class FlatMap:

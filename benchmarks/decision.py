@@ -32,9 +32,9 @@ from benchmarks.scenes import (
     some_tokens,
     worker_id,
 )
-from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.identity import BlockHash, Tier, block_hashes, root_hash
 from lorafleet.kv.events import KvEventDecoder
-from lorafleet.kv.ledger import BlockLedger, Tier
+from lorafleet.kv.ledger import BlockLedger
 from orchestrator.wire import Catalog, CatalogAdapter
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex, WorkerId

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.identity import BlockHash, Tier, block_hashes, root_hash
 from lorafleet.kv.events import BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import BlockLedger, Tier
+from lorafleet.kv.ledger import BlockLedger
 from router.core.kv.index import KvIndex, WorkerId
 
 _WORKERS, _PROMPT_BLOCKS, _EVENT_BLOCKS, _BLOCK_SIZE = 64, 512, 16, 16

@@ -4,7 +4,8 @@ from array import array
 from random import Random
 from types import MappingProxyType
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet import identity
+from lorafleet.identity import block_hashes, root_hash
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId
 from router.core.queue.fair_queue import HashedRequest
@@ -75,4 +76,4 @@ def digest(number: int) -> str:
 
 
 def engine_name(number: int) -> str:
-    return f"{lora_id(number)}@{digest(number)[:12]}"
+    return identity.engine_name(lora_id(number), digest(number))

@@ -37,13 +37,13 @@ from benchmarks.scenes import (
     some_tokens,
     worker_id,
 )
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from router.core.scheduler import Scheduler
 from router.http.engine_pool import EnginePool
 from router.kv.feeds import KvFeeds, Source
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
-from workers.wire import KV_HASHING, KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
+from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
 
 _REPLICAS, _ADAPTERS, _PROMPTS = 64, 1_000, 64
 _EVENTS_PER_S, _TICK_S, _REQUESTS_PER_S = 30_000, 0.02, 200

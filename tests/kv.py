@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 from fastapi import FastAPI
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.http import install_error_handlers
 from tests.serving import serving

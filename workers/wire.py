@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
+from lorafleet.identity import KV_HASHING, AdapterLocation, Tier
+
 WIRE = 1
-KV_HASHING = 1
-"""Version of `lorafleet/kv/blocks.py`: two sides with the same one hash the same prompt alike."""
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
-AdapterLocation = Literal["remote", "disk", "host", "device"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
 AgentEventType = Literal[
     "DOWNLOADING",
@@ -123,7 +122,7 @@ class LoraInfo(_WorkerMessage):
 
     list_age_s  since the engine's own list was read, which `loaded_loras` agrees with; None: not known
     refusal     why this worker takes no adapters at all, for people; empty: it takes them
-    is_salted   each request for an adapter needs its `cache_salt` (lorafleet/kv/blocks.py adapter_salt): the engine's
+    is_salted   each request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt): the engine's
                 KV connector keeps adapters apart by nothing else
     """
 
@@ -332,7 +331,7 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
     """What changed at one tier of one rank: packed block hashes that came, and that went. No hash is in both."""
 
     rank: int
-    tier: Literal["device", "host", "storage"]
+    tier: Tier
     added: bytes
     dropped: bytes
 
@@ -368,12 +367,3 @@ def unpack_hashes(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tolist()
-
-
-def engine_name(lora_id: str, digest: str) -> str:
-    """What the engine is told an adapter is called.
-
-    The digest is part of the name because vLLM salts its prefix cache with the name, not with the
-    bytes: new bytes under an old name would be answered from stale KV (vLLM 0.32, seen running).
-    """
-    return f"{lora_id}@{digest[:12]}"

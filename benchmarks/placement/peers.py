@@ -10,7 +10,7 @@ from math import ceil, exp
 from typing import Any
 
 from benchmarks.placement.world import Worker, World
-from orchestrator.core.placement.place import rendezvous
+from lorafleet.identity import rendezvous_score
 
 WINDOW_S = 60.0
 
@@ -97,7 +97,7 @@ class Home(Lazy):
     name = "rendezvous home"
 
     def _choice(self, adapter: int) -> Callable[[Worker], Any]:
-        return lambda worker: rendezvous(str(adapter), worker.name)
+        return lambda worker: rendezvous_score(str(adapter), worker.name)
 
 
 class LeastAdapters(Lazy):
@@ -175,7 +175,7 @@ class Proportional(Home):
             self._act(adapter, now, workers)
 
     def _act(self, adapter: int, count: int, workers: list[Worker]) -> None:
-        ranked = sorted(workers, key=lambda worker: -rendezvous(str(adapter), worker.name))
+        ranked = sorted(workers, key=lambda worker: -rendezvous_score(str(adapter), worker.name))
         there = [worker for worker in workers if adapter in worker.copies]
         if count < 2 and len(there) < 2:
             return

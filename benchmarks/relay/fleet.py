@@ -20,11 +20,10 @@ import uvloop
 from benchmarks.relay.prompts import BASE, PACE_PER_S, long_new, long_seen, shape, short, short_new
 from benchmarks.relay.wiring import NOT_FOUND, Answering, free_port, piece, streamed, whole
 from benchmarks.scenes import BLOCK_SIZE, digest, engine_name, lora_id, worker_id
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker, UsageAnswer
 from workers.wire import (
-    KV_HASHING,
     KvFrame,
     KvRank,
     KvSnapshot,

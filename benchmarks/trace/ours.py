@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 from benchmarks.trace.fleet import Changes, Fleet, Reading
 from benchmarks.trace.workload import ADAPTERS, BLOCK, Request
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import AdapterLocation, BlockHash
 from router.core.errors import NoReplica
-from router.core.fleet import AdapterLocation, EngineReport, Replica, ResidentAdapter, Roster
+from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
 from router.core.kv.index import KvIndex, PendingBlocks, WorkerId
 from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
 from router.core.schedule.cost import CostSettings

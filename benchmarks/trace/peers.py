@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from benchmarks.trace.fleet import Changes, Fleet, Reading
 from benchmarks.trace.workload import BLOCK, Request
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 from router.core.kv.index import KvIndex, WorkerId
 
 

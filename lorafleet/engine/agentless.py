@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
+from lorafleet.identity import lora_id_of
 from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, decided, learned
 from lorafleet.kv.sources import KvEventEndpoints, sources_of
 from lorafleet.service.urls import is_http, shown
@@ -25,7 +26,6 @@ Get = Callable[[str], Awaitable[bytes]]
 # vLLM tells it nowhere; its default is 256, on large GPUs 1,024. Too few would have requests wait for nothing.
 _MAX_NUM_SEQS = 256
 # What the fleet itself calls an adapter, see workers/wire.py engine_name.
-_OURS = re.compile(r"(.+)@[0-9a-f]{12}")
 # What JSON and figures of another kind than expected run into.
 _ODD = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
@@ -220,12 +220,6 @@ def start_of(engine_boot_id: str) -> str:
 def tells_start(engine_boot_id: str) -> bool:
     """Whether this boot id changes with every start of the engine: some /metrics do not say when that was."""
     return not engine_boot_id.startswith("0.00")
-
-
-def lora_id_of(engine_name: str) -> str:
-    """The adapter that an engine's name stands for; only a name that the fleet gave has a digest behind it."""
-    ours = _OURS.fullmatch(engine_name)
-    return ours[1] if ours else engine_name
 
 
 def _models(body: bytes, url: str) -> list[Mapping[str, Any]]:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.identity import TIERS, BlockHash, Tier, block_hashes, root_hash
 from lorafleet.kv.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -22,9 +22,6 @@ from lorafleet.kv.events import (
     KvEventDecoder,
     UndecodableBatch,
 )
-
-Tier = Literal["device", "host", "storage"]
-TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 
 # vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu". SGLang 0.5.23 says GPU, CPU_PINNED,
 # DISK, and EXTERNAL for a pool that all share (disaggregation/kv_events.py StorageMedium); that one and any other is

@@ -11,6 +11,7 @@ import structlog
 
 from lorafleet.engine.agentless import AgentlessEngine
 from lorafleet.engine.vllm_errors import is_ending
+from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
 from workers.wire import (
     AvailableLora,
@@ -25,7 +26,6 @@ from workers.wire import (
     Metadata,
     UndrainRequest,
     UnloadRequest,
-    engine_name,
 )
 
 log = structlog.get_logger()

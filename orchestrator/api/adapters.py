@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query, Response
 from pydantic import BaseModel, Field
 
+from lorafleet.identity import rendezvous_score
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
 from orchestrator.api.views import WireViews
@@ -18,7 +19,6 @@ from orchestrator.core.errors import (
     WorkerFailed,
 )
 from orchestrator.core.placement.choose import fits_nowhere, limits_of
-from orchestrator.core.placement.place import rendezvous
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry, new_adapter
 from orchestrator.reconcile.reconciler import Reconciler
@@ -178,7 +178,7 @@ async def _require_allowed(spec: AdapterSpec, registry: AdapterRegistry, reconci
         return
     ready = [worker for worker in reconciler.observe().workers.values() if worker.state == "ready"]
     able = [worker.id for worker in ready if spec.base_model in (None, worker.base_model)]
-    able.sort(key=lambda worker_id: rendezvous(spec.lora_id, worker_id), reverse=True)
+    able.sort(key=lambda worker_id: rendezvous_score(spec.lora_id, worker_id), reverse=True)
     why = await reconciler.why_forbidden(spec.source, able[:_MOST_ASKED])
     if why is not None:
         raise OrchestratorRequestError(f"no worker may read the source: {why}", code=why.code, param="source")
@@ -201,7 +201,7 @@ async def _dry_run(
         raise OrchestratorUnavailable(
             f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter"
         )
-    home = max(able, key=lambda worker: (rendezvous(spec.lora_id, worker.id), worker.id))
+    home = max(able, key=lambda worker: (rendezvous_score(spec.lora_id, worker.id), worker.id))
     try:
         found = await reconciler.inspect_only(adapter, home.id)
     except InvalidAdapter as exc:

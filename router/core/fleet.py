@@ -8,10 +8,11 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
+from lorafleet import identity
+from lorafleet.identity import AdapterLocation
 from router.core.kv.index import WorkerId
 
 ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
-AdapterLocation = Literal["device", "host", "disk", "remote"]
 # A worker with the engine that it has now; after a restart the same worker is another incarnation.
 Incarnation = tuple[WorkerId, str]
 Excluded = frozenset[Incarnation]
@@ -63,7 +64,7 @@ class Replica:
     is_suspect  its agent says that it hangs
     is_ending   Kubernetes is ending its pod; until it has ended, its engine answers
     refusal     why it takes no adapters at all; empty: it takes them
-    is_salted   prompts there need a `cache_salt` that tells adapters apart (lorafleet/kv/blocks.py adapter_salt)
+    is_salted   prompts there need a `cache_salt` that tells adapters apart (lorafleet/identity.py adapter_salt)
     """
 
     id: WorkerId
@@ -132,7 +133,7 @@ class RoutableAdapter:
     def __post_init__(self) -> None:
         name = self.lora_id if self.is_listed else None
         if self.digest is not None:
-            name = f"{self.lora_id}@{self.digest[:12]}"
+            name = identity.engine_name(self.lora_id, self.digest)
         object.__setattr__(self, "engine_name", name)
 
 

@@ -8,9 +8,9 @@ from types import MappingProxyType
 import structlog
 from pydantic import ValidationError
 
+from lorafleet.identity import engine_name
 from orchestrator.wire import Catalog
 from router.core.fleet import AdapterAlias, RoutableAdapter
-from workers.wire import engine_name
 
 log = structlog.get_logger()
 

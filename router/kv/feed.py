@@ -11,8 +11,8 @@ import msgspec
 import structlog
 import zmq
 
-from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, BlockLedger, Tier
+from lorafleet.identity import KV_HASHING, TIERS, BlockHash, Tier
+from lorafleet.kv.ledger import KEPT_TIMES, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
@@ -21,7 +21,7 @@ from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.http.engine_pool import EnginePool
 from router.http.fetch import Refused, fetch, stream
 from router.telemetry.metrics import RouterMetrics
-from workers.wire import KV_HASHING, KvFrame, KvRank, KvSnapshot, unpack_hashes
+from workers.wire import KvFrame, KvRank, KvSnapshot, unpack_hashes
 
 log = structlog.get_logger()
 

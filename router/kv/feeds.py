@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lorafleet.engine.agentless import start_of
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import SubscriberHub
 from lorafleet.service.loops import forever

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import structlog
 from pydantic_core import from_json
 
+from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import watched
 from orchestrator.wire import EnsureAnswer, EnsureRequest
 from router.core.errors import (
@@ -28,7 +29,6 @@ from router.core.errors import (
 )
 from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import QueueLimits, QueueUsage
-from router.core.schedule.rendezvous import rendezvous_order
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import HeldRequests
 from router.http.engine_pool import EngineLost

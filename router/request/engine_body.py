@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import msgspec
 
-from lorafleet.kv.blocks import adapter_salt
+from lorafleet.identity import adapter_salt
 from router.core.errors import BadBody, ReplicaUnreachable
 from router.protocols.routes import PromptKind, Route
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from lorafleet.kv.blocks import BlockHash, adapter_salt, root_hash
+from lorafleet.identity import BlockHash, adapter_salt, root_hash
 from lorafleet.service.auth import Caller
 from router.core.errors import BadBody, ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from lorafleet.kv.blocks import BlockHash, block_hashes
+from lorafleet.identity import BlockHash, block_hashes
 
 # English text and code have about four bytes a token; one unit of an approximate prompt stands for one token.
 _UNIT_BYTES = 4

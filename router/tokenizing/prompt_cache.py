@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from xxhash import xxh3_64_intdigest
 
-from lorafleet.kv.blocks import BlockHash, block_hashes
+from lorafleet.identity import BlockHash, block_hashes
 
 # The dict entry, the key's tuple and the two objects' heads. Measured with sys.getsizeof on CPython 3.11.
 _ENTRY_BYTES = 300

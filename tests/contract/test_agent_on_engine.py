@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_adapter
 from tests.contract.conftest import EngineUnderTest
 from tests.patience import within

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import Tier, block_hashes, root_hash
 from lorafleet.kv.events import KvEventDecoder
-from lorafleet.kv.ledger import TRAITS, BlockLedger, Tier
+from lorafleet.kv.ledger import TRAITS, BlockLedger
 from router.request.engine_body import NO_WISHES, dialect_of
 from tests.contract.conftest import FRESH
 from tests.engines import Kind, RunningEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lorafleet.kv.blocks import adapter_salt
+from lorafleet.identity import adapter_salt
 from lorafleet.local.tiny_model import make_adapter, make_model
 from router.app import build as build_router
 from router.config import RouterSettings

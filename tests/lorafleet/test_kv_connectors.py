@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.engine.metrics_page import parse_metrics, transfer_config
-from lorafleet.kv.blocks import adapter_salt
+from lorafleet.identity import adapter_salt
 from lorafleet.kv.connectors import CONNECTORS, NO_CONNECTOR, OUTSIDE, KvConnector, decided, judged, learned
 
 SPEC = importlib.util.find_spec("vllm")

@@ -5,7 +5,7 @@ import random
 import httpx
 import pytest
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.kv.events import KvEventDecoder
 from lorafleet.kv.ledger import BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, SubscriberHub

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import TIERS, block_hashes, root_hash
 from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import TIERS, TRAITS, BlockLedger, extra_of, media_key
+from lorafleet.kv.ledger import TRAITS, BlockLedger, extra_of, media_key
 from tests.properties import examples
 
 ROOT = root_hash("m")

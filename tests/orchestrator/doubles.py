@@ -6,8 +6,8 @@ import hashlib
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from lorafleet.identity import engine_name
 from lorafleet.service.http import envelope
-from workers.wire import engine_name
 
 
 def digest_of(source):

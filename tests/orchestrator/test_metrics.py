@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from lorafleet.identity import engine_name
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import AdapterUsage
@@ -14,7 +15,7 @@ from orchestrator.core.state import RegisteredAdapter
 from orchestrator.metrics import REST, BoundedLabels, OrchestratorMetrics
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import SLOWNESS
-from workers.wire import Metadata, engine_name
+from workers.wire import Metadata
 
 
 def series(text, name):

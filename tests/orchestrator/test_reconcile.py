@@ -10,13 +10,12 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.core.placement.context import rendezvous
+from lorafleet.identity import engine_name, rendezvous_score
 from orchestrator.core.state import WantedReplicas
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import patience
 from tests.properties import THOROUGH
 from tests.serving import serving
-from workers.wire import engine_name
 
 SQL = "file:///sql/v1"
 SQL_ENGINE = engine_name("sql/v1", digest_of(SQL))
@@ -394,7 +393,7 @@ async def test_what_one_engine_refuses_another_is_asked_for(house):
     agents = {name: await house.worker(name) for name in ("w0", "w1")}
     await house.register()
     await house.settle()
-    home = "w0" if rendezvous("sql/v1", "w0") > rendezvous("sql/v1", "w1") else "w1"
+    home = "w0" if rendezvous_score("sql/v1", "w0") > rendezvous_score("sql/v1", "w1") else "w1"
     agents[home].refuse["sql/v1"] = "adapter_refused"
     await house.ensure()
     loads = await house.settle()

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lorafleet.identity import engine_name
 from orchestrator.wire import Catalog, CatalogAdapter, CatalogWorker
 from router.app import build
 from router.config import RouterSettings
 from tests.patience import patience
 from tests.serving import client_of, serving
-from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport, engine_name
+from workers.wire import Load, LoadedLora, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
 DIGEST = "ab" * 32
 BASE = "tiny-qwen"

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lorafleet.kv.blocks import BlockHash, block_hashes, root_hash
+from lorafleet.identity import BlockHash, block_hashes, root_hash
 from router.protocols.routes import ROUTES
 from router.tokenizing.approximate import ApproximatePrompt, approximate_root, approximation
 from tests.patience import until

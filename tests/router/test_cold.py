@@ -8,11 +8,11 @@ import pytest
 from starlette.responses import JSONResponse, Response
 from structlog.testing import capture_logs
 
+from lorafleet.identity import rendezvous_order
 from lorafleet.service.loops import ChangeSignal
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
-from router.core.schedule.rendezvous import rendezvous_order
 from router.http.engine_pool import EngineLost
 from router.http.fetch import Refused
 from router.request.cold_starts import ColdStarts

@@ -1,4 +1,4 @@
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from router.core.kv.cache_disclosure import CacheDisclosure
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
+from lorafleet.identity import engine_name
 from router.core.errors import PoisonRequestHeld
 from router.core.failover.poison import PoisonRequests
 from router.protocols.routes import ROUTES
@@ -13,7 +14,6 @@ from router.protocols.stored_responses import tagged_response_id
 from router.request.stages import digest_of, read
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, with_sql
-from workers.wire import engine_name
 
 A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))
 KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}

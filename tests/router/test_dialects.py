@@ -5,10 +5,11 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
+from lorafleet.identity import engine_name
 from router.http.error_shapes import enveloped
 from tests.patience import patience
 from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
-from workers.wire import Metadata, engine_name
+from workers.wire import Metadata
 
 
 def speaking(control: Control, **dialects: str) -> Control:

@@ -3,7 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId
 from tests.properties import examples

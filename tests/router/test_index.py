@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from lorafleet.kv.blocks import block_hashes, root_hash
-from router.core.kv.index import TIERS, KvIndex
+from lorafleet.identity import TIERS, block_hashes, root_hash
+from router.core.kv.index import KvIndex
 from tests.properties import examples
 
 ROOT = root_hash("m")

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.service.sockets import bound
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.fair_queue import PrefixMatch
@@ -23,7 +23,6 @@ from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
 from tests.serving import serving
 from workers.wire import (
-    KV_HASHING,
     KvChange,
     KvFrame,
     KvRank,

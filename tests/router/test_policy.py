@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from orchestrator.core.placement.place import rendezvous
+from lorafleet.identity import rendezvous_order, rendezvous_score
 from router.config import RouterSettings
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
@@ -22,7 +22,6 @@ from router.core.schedule.load import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.record import record_of, replayed
-from router.core.schedule.rendezvous import rendezvous_order
 from router.core.scheduler import Scheduler
 from tests.properties import examples
 
@@ -553,7 +552,7 @@ def test_removing_a_replica_moves_only_the_homes_that_it_was():
 def test_router_and_orchestrator_mean_the_same_home():
     fleet = [a_replica(f"w{i}") for i in range(5)]
     for name in (f"adapter-{i}/v1" for i in range(50)):
-        theirs = sorted((r.id for r in fleet), key=lambda w: rendezvous(name, w), reverse=True)
+        theirs = sorted((r.id for r in fleet), key=lambda w: rendezvous_score(name, w), reverse=True)
         assert [r.id for r in rendezvous_order(name, fleet)] == theirs
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.kv.events import KvEventDecoder
 from lorafleet.kv.ledger import BlockLedger
 from router.core.kv.index import KvIndex, WorkerId

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from starlette.responses import JSONResponse
 
-from lorafleet.kv.blocks import adapter_salt
+from lorafleet.identity import adapter_salt, engine_name
 from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.wire import EnsureAnswer
 from router.core.errors import BadBody
@@ -20,7 +20,6 @@ from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, Engine, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing
 from tests.workers.running import sim_inside
-from workers.wire import engine_name
 
 SQL = engine_name("sql/v1", DIGEST)
 LONG = "The quick brown fox jumps over the lazy dog, again and again and again. " * 20

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
 from lorafleet.http_server.connection import front
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.service.auth import hash_key
 from orchestrator.wire import Draining
 from router.core.errors import RequestError, RouterError, TemporarilyUnavailable

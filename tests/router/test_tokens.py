@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_model
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from router.telemetry.metrics import RouterMetrics

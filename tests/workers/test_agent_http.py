@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
+from lorafleet.identity import engine_name
 from lorafleet.local.tiny_model import make_adapter
 from lorafleet.service.auth import SCOPES, hash_key
 from orchestrator.wire import Heartbeat
@@ -18,7 +19,7 @@ from tests.patience import patience, until, within
 from tests.serving import serving
 from tests.workers.running import code, group_of, is_running, loaded, post, sse
 from workers.config import AgentTimers
-from workers.wire import AvailableLoras, Metadata, engine_name
+from workers.wire import AvailableLoras, Metadata
 
 JSON = {"content-type": "application/json"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
 from tests.workers.running import code, post

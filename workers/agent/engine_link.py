@@ -12,12 +12,13 @@ from zmq import ZMQError
 
 from lorafleet.engine.agentless import EngineLoad
 from lorafleet.engine.rates import EngineRates
+from lorafleet.identity import KV_HASHING
 from workers.agent.kv_ledger import KvLedgers
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.engines.base import EngineClient, EngineShape
 from workers.metrics import WorkerMetrics
-from workers.wire import KV_HASHING, Load, ModelCard, RuntimeConfig, Transport
+from workers.wire import Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lorafleet.identity import engine_name
 from orchestrator.wire import checked_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.records import InstalledAdapter
@@ -17,7 +18,7 @@ from workers.sources.base import PLUGIN, FetchProgress, Transfer
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
-from workers.wire import InspectRequest, LoadRequest, engine_name
+from workers.wire import InspectRequest, LoadRequest
 
 
 class Installer:

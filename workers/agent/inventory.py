@@ -12,6 +12,7 @@ from statistics import median
 
 import structlog
 
+from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
 from workers.agent.events import AgentEventLog
@@ -23,15 +24,7 @@ from workers.metrics import WorkerMetrics
 from workers.sources.base import FetchProgress
 from workers.storage.cache import AdapterCache
 from workers.storage.local_adapters import LocalAdapters
-from workers.wire import (
-    AgentEventType,
-    AvailableLora,
-    LoadedLora,
-    LoadRequest,
-    LoraCapacity,
-    LoraInfo,
-    engine_name,
-)
+from workers.wire import AgentEventType, AvailableLora, LoadedLora, LoadRequest, LoraCapacity, LoraInfo
 
 log = structlog.get_logger()
 

@@ -14,8 +14,8 @@ from functools import partial
 import msgspec
 import structlog
 
-from lorafleet.kv.blocks import BlockHash
-from lorafleet.kv.ledger import KEPT_TIMES, TIERS, TRAITS, BlockLedger, Tier
+from lorafleet.identity import TIERS, BlockHash, Tier
+from lorafleet.kv.ledger import KEPT_TIMES, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import ChangeSignal
 from workers.core.errors import AgentRequestError, EngineError

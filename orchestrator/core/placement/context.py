@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 
-import xxhash
-
+from lorafleet.identity import rendezvous_score
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
@@ -32,11 +31,6 @@ is needed."""
 def usable_slots(slots: int, reserve: int) -> int:
     """Slots that placement fills: some stay free for moves, but never the only one."""
     return max(1, slots - reserve) if slots > 1 else slots
-
-
-def rendezvous(lora_id: str, worker_id: str) -> int:
-    """This worker's claim on the adapter; the highest is its home. A worker that leaves moves only its own adapters."""
-    return xxhash.xxh3_64_intdigest(f"{len(lora_id)}:{lora_id}{worker_id}".encode())
 
 
 def loading_of(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
@@ -245,4 +239,4 @@ class ClaimOrder:
         self.lora_id = lora_id
 
     def __call__(self, worker: ObservedWorker) -> tuple[int, str]:
-        return -rendezvous(self.lora_id, worker.id), worker.id
+        return -rendezvous_score(self.lora_id, worker.id), worker.id

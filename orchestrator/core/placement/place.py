@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 
+from lorafleet.identity import rendezvous_score
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import PlacementMisfit, fits_nowhere, limits_of, next_load, why_not
-from orchestrator.core.placement.context import PlacementContext, is_same, rendezvous, usable_slots
+from orchestrator.core.placement.context import PlacementContext, is_same, usable_slots
 from orchestrator.core.placement.moves import finished, new_moves, surplus, unfinished
 from orchestrator.core.placement.targets import ReplicaTarget, targets
 from orchestrator.core.placement.tenant_order import in_turn, turn_of
@@ -34,7 +35,7 @@ from orchestrator.core.state import (
     ReportedAdapter,
 )
 
-__all__ = ["place", "rendezvous", "usable_slots"]
+__all__ = ["place", "usable_slots"]
 
 INSPECTIONS = 64
 """Most inspections named in one pass; far more than can be under way, far fewer than may be waiting."""
@@ -262,5 +263,5 @@ class _PlacementPass:
             able = [w for w in ready if w.serves(adapter.base_model)]
             able = [w for w in able if board.failed(lora_id, w.id) is None]
             if able:
-                home = min(able, key=lambda w: (-rendezvous(lora_id, w.id), w.id))
+                home = min(able, key=lambda w: (-rendezvous_score(lora_id, w.id), w.id))
                 yield PlannedInspection(lora_id=lora_id, worker_id=home.id, reason="digest and rank are not known yet")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 
 # 3 M tokens at 16 a block, about 30 MB. What is forgotten is shown as not cached, which it may still be.
 _MOST_BLOCKS = 200_000

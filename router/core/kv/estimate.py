@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 from router.core.kv.index import KvIndex, WorkerId
 
 # Seconds that a prompt is thought to stay, at most. A guess, nothing measured: busy engines keep less (their size says

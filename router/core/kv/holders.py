@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 
 Blocks = tuple[BlockHash, ...]
 

@@ -16,16 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import repeat
-from typing import Literal, NewType
+from typing import NewType
 
 import msgspec
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import TIERS, BlockHash, Tier
 from router.core.kv.holders import BlockHolders
 
 WorkerId = NewType("WorkerId", str)
-Tier = Literal["device", "host", "storage"]
-TIERS: tuple[Tier, ...] = ("device", "host", "storage")
 
 # What CPython 3.11 allocates for a mask of up to 64 workers.
 _MASK_BYTES = 48

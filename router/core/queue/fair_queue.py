@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from lorafleet.kv.blocks import BlockHash
+from lorafleet.identity import BlockHash
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
 from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, WaitMargin, wait_s

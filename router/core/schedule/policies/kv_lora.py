@@ -5,9 +5,9 @@ from math import exp
 from random import Random
 from typing import ClassVar, Final
 
+from lorafleet.identity import rendezvous_score
 from router.core.schedule.cost import ReplicaScore, Terms
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
-from router.core.schedule.rendezvous import claim_on
 
 _CACHED: Final = 1  # of Terms
 _COST_S: Final = -1
@@ -50,9 +50,9 @@ def at_home(ask: RoutingRequest, scene: FleetSnapshot, at: Sequence[int], found:
     best_s, replicas = min(terms[_COST_S] for terms in found), scene.roster.replicas
     is_known = len({terms[_CACHED] for terms in found}) > 1
     limit_s = scene.costs.close_to(best_s if is_known else best_s * _BALANCE)
-    claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
+    key = f"{ask.engine_name}:{ask.first_blocks}"
     close = [k for k, terms in enumerate(found) if terms[_COST_S] <= limit_s]
-    return max(close, key=lambda k: claim(replicas[at[k]]))
+    return max(close, key=lambda k: rendezvous_score(key, replicas[at[k]].id))
 
 
 def within_slots(ask: RoutingRequest, scene: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from math import ceil
 from typing import ClassVar
 
+from lorafleet.identity import rendezvous_score
 from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
-from router.core.schedule.rendezvous import claim_on
 
 # A replica takes no more than this much of the average load: what HAProxy suggests for its hash-balance-factor.
 # Source: Mirrokni, Thorup and Zadimoghaddam, Consistent Hashing with Bounded Loads, 2016.
@@ -21,6 +21,6 @@ class PrefixHashPolicy:
         able = scene.able(ask)
         loads = {i: scene.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))
-        claim = claim_on(f"{ask.engine_name}:{ask.first_blocks}")
+        key, replicas = f"{ask.engine_name}:{ask.first_blocks}", scene.roster.replicas
         within = [i for i in able if loads[i] < most]
-        return scene.scored(ask, max(within or able, key=lambda i: claim(scene.roster.replicas[i])))
+        return scene.scored(ask, max(within or able, key=lambda i: rendezvous_score(key, replicas[i].id)))

@@ -3,9 +3,9 @@
 from random import Random
 from typing import ClassVar
 
+from lorafleet.identity import rendezvous_score
 from router.core.schedule.cost import ReplicaScore
 from router.core.schedule.decision import FleetSnapshot, RoutingRequest
-from router.core.schedule.rendezvous import claim_on
 
 
 class SessionPolicy:
@@ -17,5 +17,5 @@ class SessionPolicy:
         able = scene.able(ask)
         if not ask.session:
             return scene.scored(ask, Random(scene.seed).choice(able))
-        claim = claim_on(ask.session)
-        return scene.scored(ask, max(able, key=lambda i: claim(scene.roster.replicas[i])))
+        session, replicas = ask.session, scene.roster.replicas
+        return scene.scored(ask, max(able, key=lambda i: rendezvous_score(session, replicas[i].id)))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from lorafleet.kv.blocks import block_hashes, root_hash
+from lorafleet.identity import block_hashes, root_hash
 
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=100)
 

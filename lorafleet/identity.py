@@ -1,23 +1,74 @@
-"""Tokens -> chained block hashes, salted with everything that the engine salts its prefix cache with."""
+"""What router, orchestrator and agents must compute alike: engine names, home workers, block hashes, cache tiers.
+
+Each rule stands here once, and every service imports it. A changed block hash needs a new `KV_HASHING`.
+"""
 
 import hashlib
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
-from typing import NewType, cast
+from typing import Final, Literal, NewType, Protocol, TypeVar, cast
 
 from xxhash import xxh3_64_intdigest
 
+AdapterLocation = Literal["remote", "disk", "host", "device"]
+"""Where a worker has an adapter's weights: nowhere yet, on its disk, in the engine's host memory, on the device."""
+Tier = Literal["device", "host", "storage"]
+TIERS: Final[tuple[Tier, ...]] = ("device", "host", "storage")
+"""Where an engine has a KV block, fastest first."""
 BlockHash = NewType("BlockHash", int)
+KV_HASHING: Final = 1
+"""Version of `root_hash` and `block_hashes`. Services with the same version hash the same prompt alike."""
 
 # Token ids travel as unsigned 32-bit integers; no tokenizer has more.
 _UINT32 = "I"
+_DIGEST_DIGITS = 12
+_ENGINE_NAME = re.compile(rf"(.+)@[0-9a-f]{{{_DIGEST_DIGITS}}}")
+
+
+class HasId(Protocol):
+    """A worker or a replica."""
+
+    @property
+    def id(self) -> str: ...
+
+
+W = TypeVar("W", bound=HasId)
+
+
+def engine_name(lora_id: str, digest: str) -> str:
+    """The name under which an engine has an adapter: `lora_id@digest12`.
+
+    The digest is part of the name because vLLM salts its prefix cache with the name, not with the bytes. New bytes
+    under an old name would be answered from stale KV (vLLM 0.32, seen running).
+    """
+    return f"{lora_id}@{digest[:_DIGEST_DIGITS]}"
+
+
+def lora_id_of(engine_name: str) -> str:
+    """The lora_id in an engine name; a name that the fleet did not give has no digest and is returned as it is."""
+    match = _ENGINE_NAME.fullmatch(engine_name)
+    return match[1] if match else engine_name
+
+
+def rendezvous_score(key: str, worker_id: str) -> int:
+    """A worker's score for a key, such as a lora_id. The worker with the highest score is the key's home.
+
+    Every service computes the same home without asking. A worker that leaves moves only the keys whose home it was.
+    """
+    return xxh3_64_intdigest(f"{len(key)}:{key}{worker_id}".encode())
+
+
+def rendezvous_order(key: str, workers: Iterable[W]) -> list[W]:
+    """The workers by their score for a key, highest first: the key's home, then the next choices."""
+    return sorted(workers, key=lambda worker: (rendezvous_score(key, worker.id), worker.id), reverse=True)
 
 
 @lru_cache(maxsize=4096)
 def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> BlockHash:
-    """The start of a chain: same tokens under another adapter or salt never share a block.
+    """The parent of a prompt's first block: the same tokens under another adapter or salt never share a block.
 
     engine_name  `lora_id@digest12`, or empty for the base model
     source       vLLM 0.32 v1/core/kv_cache_utils.py generate_block_hash_extra_keys: lora name and cache salt
@@ -29,14 +80,14 @@ def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> B
 def adapter_salt(engine_name: str, cache_salt: str = "") -> str:
     """The `cache_salt` of a request at an engine whose KV connector knows a salt and no adapter.
 
-    engine_name  empty for the base model. A client's salt is changed there, too: it could be an adapter's
+    engine_name  empty for the base model. A client's salt is hashed there, too: it could equal an adapter's
     returns      64 hexadecimal digits; empty for the base model without a salt
     source       vLLM 0.32 entrypoints/generate/base/protocol.py validate_cache_salt: at most 128 characters, no `@`
                  and no `/`, both of which an engine's name for an adapter has; so a digest
     """
     if not engine_name and not cache_salt:
         return ""
-    # Nobody may find another adapter's salt: block hashes, which only predict, do with less.
+    # A salt must not be guessable from another adapter's, so SHA-256. Block hashes only predict: xxh3 will do.
     return hashlib.sha256(_joined(engine_name, cache_salt)).hexdigest()
 
 
@@ -56,8 +107,8 @@ def block_hashes(
 
     tokens   [n] token ids, chat template already applied; quickest as an array("I")
     root     root_hash(...), or the hash of the block before tokens[0]
-    extra    block number in `tokens` -> what else tells that block apart, such as its multimodal items;
-             several things in one block are the caller's to separate
+    extra    block number in `tokens` -> further bytes that identify the block, such as its multimodal items;
+             the caller separates several items of one block
     returns  [n // block_size] hashes; the partial tail block is left out
     raises   OverflowError or TypeError for ids that are not unsigned 32-bit integers
     source   vLLM 0.32 v1/core/kv_cache_utils.py hash_block_tokens: only full blocks are cached
@@ -72,7 +123,7 @@ def block_hashes(
     hashes = []
     for number, (block,) in enumerate(blocks):
         more = extra.get(number)
-        # Its length too, so that no bytes at all differ from none said.
+        # With its length, so that an empty entry differs from no entry.
         data = block if more is None else block + len(more).to_bytes(4, "big") + more
         parent = xxh3_64_intdigest(data, parent)
         hashes.append(parent)
@@ -80,7 +131,7 @@ def block_hashes(
 
 
 def _typed(hashes: list[int]) -> list[BlockHash]:
-    # Once a list: `BlockHash(...)` around each hash would nearly double the cost of the loop.
+    # One cast a list: `BlockHash(...)` around each hash would nearly double the cost of the loop.
     return cast("list[BlockHash]", hashes)
 
 
