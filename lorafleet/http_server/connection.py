@@ -21,7 +21,7 @@ import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorafleet.http_server.batches import Batches, Steps
-from lorafleet.http_server.framing import Refused, checked_head, checked_target, head_without_upgrade, parser_of
+from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.auth import OPEN, Caller
 from lorafleet.service.http import envelope, error_headers
@@ -171,9 +171,9 @@ class Front:
         if limits.tenant_bytes is not None:
             self._held_of[caller.tenant or ""] += size_bytes
         if self.held_bytes > limits.held_bytes:
-            raise Refused(429, "saturated", f"{_HOLDS} of requests as it may", retry_after_s=1.0)
+            raise RefusedMessage(429, "saturated", f"{_HOLDS} of requests as it may", retry_after_s=1.0)
         if limits.tenant_bytes is not None and self._held_of[caller.tenant or ""] > limits.tenant_bytes:
-            raise Refused(429, "saturated", f"{_HOLDS} of your requests as it may", retry_after_s=1.0)
+            raise RefusedMessage(429, "saturated", f"{_HOLDS} of your requests as it may", retry_after_s=1.0)
 
     def let_go(self, caller: Caller, size_bytes: int) -> None:
         """So much of a body is held no longer."""
@@ -783,7 +783,7 @@ class _Connection(HttpToolsProtocol):
     def _stop_reading(self, exc: httptools.HttpParserError) -> None:
         """Nothing more is read of this client: it sent what is refused, or more than may wait."""
         cause = exc.__context__
-        if isinstance(cause, Refused):
+        if isinstance(cause, RefusedMessage):
             self.refuse(cause)
         elif isinstance(cause, _EnoughError):
             self._drained_bytes += self._read_bytes
@@ -792,11 +792,11 @@ class _Connection(HttpToolsProtocol):
                 self.cycle.keep_alive = False
         elif isinstance(exc, httptools.HttpParserCallbackError):
             log.error("unexpected error", exc_info=cause)
-            self.refuse(Refused(500, "internal_error", "internal error; the log has the traceback"))
+            self.refuse(RefusedMessage(500, "internal_error", "internal error; the log has the traceback"))
         else:
-            self.refuse(Refused(400, "invalid_http", f"not a valid HTTP/1.1 request: {exc}"))
+            self.refuse(RefusedMessage(400, "invalid_http", f"not a valid HTTP/1.1 request: {exc}"))
 
-    def refuse(self, refusal: Refused) -> None:
+    def refuse(self, refusal: RefusedMessage) -> None:
         """Answer the message being read with an error, after all that came before it, and close."""
         self._front.refused[refusal.code] += 1
         in_cold = self._phase == _BODY and self._incoming is None
@@ -859,14 +859,14 @@ class _Connection(HttpToolsProtocol):
         if size > self._limits.head_bytes:
             raise self._head_too_large()
 
-    def _head_too_large(self) -> Refused:
+    def _head_too_large(self) -> RefusedMessage:
         most = self._limits.head_bytes
         self._linger_bytes = _LINGER_HEAD_BYTES
-        return Refused(431, "head_too_large", f"the request's head is larger than {most} bytes")
+        return RefusedMessage(431, "head_too_large", f"the request's head is larger than {most} bytes")
 
-    def _body_too_large(self) -> Refused:
+    def _body_too_large(self) -> RefusedMessage:
         most = self._limits.body_bytes
-        return Refused(413, "body_too_large", f"the request's body is larger than {most} bytes")
+        return RefusedMessage(413, "body_too_large", f"the request's body is larger than {most} bytes")
 
     def _say_continue(self) -> None:
         """Ask for the body, once the answers before it are out."""
@@ -890,9 +890,9 @@ class _Connection(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         if self._phase == _HEAD:
-            self.refuse(Refused(408, "request_timeout", f"no whole head within {self._limits.head_s:g} s"))
+            self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self._limits.head_s:g} s"))
         elif self._phase == _BODY:
-            self.refuse(Refused(408, "request_timeout", f"no whole body within {self._limits.body_s:g} s"))
+            self.refuse(RefusedMessage(408, "request_timeout", f"no whole body within {self._limits.body_s:g} s"))
         elif self.transport.get_write_buffer_size():
             # Idle, but still reading its last answer: the watch over that decides.
             if self._write_by == _NEVER:
@@ -953,7 +953,7 @@ def _fail_unexpectedly(exchange: HttpExchange, exc: Exception) -> None:
     _fail(exchange, 500, "internal_error", message)
 
 
-def _error_answer(refusal: Refused, told: bytes, body: bytes) -> bytes:
+def _error_answer(refusal: RefusedMessage, told: bytes, body: bytes) -> bytes:
     extra = error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
     head = STATUS_LINE[refusal.status] + _JSON + lines + told + b"content-length: %d\r\n" % len(body) + _CLOSE

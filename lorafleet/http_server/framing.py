@@ -26,7 +26,7 @@ _MOST_REMEMBERED_BYTES = 256
 _MOST_DIGITS = 20
 
 
-class Refused(Exception):
+class RefusedMessage(Exception):
     """A message that is answered with an error, and is the last on its connection."""
 
     def __init__(self, status: int, code: str, message: str, *, retry_after_s: float | None = None) -> None:
@@ -48,7 +48,7 @@ def checked_head(
     version = parser.get_http_version()
     is_1_1 = version == "1.1"
     if not is_1_1 and version != "1.0":
-        raise Refused(505, "http_version_not_supported", f"HTTP/{version}: expected HTTP/1.1")
+        raise RefusedMessage(505, "http_version_not_supported", f"HTTP/{version}: expected HTTP/1.1")
     if len(fields) != len(headers):
         _take_first(headers, fields)
     host = fields.get(b"host")
@@ -116,7 +116,7 @@ def _split(target: bytes) -> tuple[str, bytes]:
 
 def _expects(value: bytes) -> bool:
     if value.lower() != b"100-continue":
-        raise Refused(417, "expectation_failed", "Expect: only 100-continue is known")
+        raise RefusedMessage(417, "expectation_failed", "Expect: only 100-continue is known")
     return True
 
 
@@ -127,5 +127,5 @@ def _take_first(headers: Headers, fields: dict[bytes, bytes]) -> None:
             raise _invalid(f"more than one {name.decode()} header")
 
 
-def _invalid(what: str) -> Refused:
-    return Refused(400, "invalid_http", f"the request is refused: {what}")
+def _invalid(what: str) -> RefusedMessage:
+    return RefusedMessage(400, "invalid_http", f"the request is refused: {what}")

@@ -27,7 +27,7 @@ from router.fleet.discovered_adapters import listed_adapters
 from router.fleet.replica_report import FollowedWorker, placed, replica_from, state_of
 from router.fleet.worker_sources import WorkerSource, named_workers
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused, Stream
+from router.http.fetch import FetchedStream, FetchRefused
 from workers.wire import Metadata
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ class Discovery:
         ask: Callable[[str, str], Awaitable[bytes]],
         *,
         ask_engine: Callable[..., Awaitable[bytes]],
-        listen: Callable[[str, str], AbstractAsyncContextManager[Stream]],
+        listen: Callable[[str, str], AbstractAsyncContextManager[FetchedStream]],
         engine_key: str = "",
         engine_salt: EngineSalt = "auto",
         orchestrator_url: str,
@@ -288,7 +288,7 @@ class Discovery:
                 poke.set()
                 return
             if told.status != 200:
-                raise Refused(f"GET {url}{path}: {told.status}")
+                raise FetchRefused(f"GET {url}{path}: {told.status}")
             async for data in told:
                 if b"data:" in data:  # and no sign of life
                     poke.set()
@@ -441,7 +441,7 @@ class Discovery:
         metadata = Metadata.model_validate_json(await self._ask(follow.url, "/metadata"))
         id_ = follow.named.id
         if metadata.instance_id != id_ and id_ in self._catalog_ids:  # somebody else has its address now
-            raise Refused(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
+            raise FetchRefused(f"{follow.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 
     def _rename(self, follow: FollowedWorker, name: str) -> None:
@@ -464,7 +464,7 @@ class Discovery:
             return False
         try:
             await self._ask_engine(follow.metadata.transport.engine_url, "/health")
-        except (EngineLost, Refused, ValueError):
+        except (EngineLost, FetchRefused, ValueError):
             return False
         return True
 

@@ -13,7 +13,7 @@ import structlog
 from router.core.failover.circuit_breaker import is_fault
 from router.core.fleet import Incarnation, Replica
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ class HealthProbes:
         for path, wanted in _ASKED:
             try:
                 await self._ask(replica, path, msgspec.json.encode({"model": replica.model_name, **wanted}))
-            except Refused as exc:
+            except FetchRefused as exc:
                 if is_fault(exc.status):
                     return "unwell"
             except EngineLost as exc:

@@ -10,7 +10,7 @@ from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, He
 _MOST_UNREAD_BYTES = 1 << 20
 
 
-class Refused(ConnectionError):
+class FetchRefused(ConnectionError):
     """The answer's status is not 200, and `body` what came with it; `status` is 0 where it was, and the answer was
     refused all the same.
     """
@@ -50,14 +50,14 @@ class _Whole:
         if self._status == 200:
             self.done.set_result(body)
         else:
-            self.done.set_exception(Refused(f"{self._what}: {self._status} {body[:200]!r}", self._status, body))
+            self.done.set_exception(FetchRefused(f"{self._what}: {self._status} {body[:200]!r}", self._status, body))
 
     def lost(self, exc: EngineLost) -> None:
         if not self.done.done():
             self.done.set_exception(exc)
 
 
-class Stream:
+class FetchedStream:
     """An answer as it comes: a Sink, and an iterator over what each read brought. Raises EngineLost when it breaks."""
 
     def __init__(self, connection: EngineConnection, idle_s: float) -> None:
@@ -157,14 +157,16 @@ async def fetch(
 
 
 @asynccontextmanager
-async def stream(pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float) -> AsyncIterator[Stream]:
+async def stream(
+    pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float
+) -> AsyncIterator[FetchedStream]:
     """The answer to a GET of `path` below `url`, from its head on; given up when nothing comes for `idle_s`.
 
     raises  EngineLost, and ValueError for a bad URL
     """
     origin = Origin.parse(url)
     connection = pool.idle(origin) or await pool.connect(origin)
-    answer = Stream(connection, idle_s)
+    answer = FetchedStream(connection, idle_s)
     connection.deadline = asyncio.get_running_loop().time() + idle_s
     connection.send(_request("GET", origin, path, token), answer)
     try:

@@ -96,7 +96,7 @@ class Undated(Echo):
         return _DATED.sub(rb'\1"', super().chunk(chunk))
 
 
-class Growing(Echo):
+class GrowingEcho(Echo):
     """Whole events, through a function of our own."""
 
     __slots__ = ("_events",)

@@ -19,7 +19,7 @@ from lorafleet.service.own_key import OwnKey
 from router.core.kv.index import IndexDraft, KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.http.engine_pool import EnginePool
-from router.http.fetch import Refused, fetch, stream
+from router.http.fetch import FetchRefused, fetch, stream
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import KvFrame, KvRank, KvSnapshot, unpack_hashes
 
@@ -324,7 +324,7 @@ class WorkerFeed:
                 self._retake()
                 return
             if told.status != 200:
-                raise Refused(f"GET {url}{path}: {told.status}")
+                raise FetchRefused(f"GET {url}{path}: {told.status}")
             waiting = bytearray()
             async for data in told:
                 waiting += data

@@ -20,7 +20,7 @@ from router.core.errors import Saturated
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 from router.protocols.usage import EngineUsage, usage_of
 
 log = structlog.get_logger()
@@ -183,7 +183,7 @@ class Background:
                 return None
             try:
                 body = await self._ask(replica, running.response_id)
-            except Refused as exc:
+            except FetchRefused as exc:
                 if exc.status == 404:
                     return None
                 continue

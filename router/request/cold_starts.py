@@ -32,7 +32,7 @@ from router.core.queue.admission import QueueLimits, QueueUsage
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import HeldRequests
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import LoadRequest
 
@@ -266,7 +266,7 @@ class ColdStarts:
         """Where it is ready by the orchestrator's word, or by a home's where that is away; None: not yet."""
         try:
             return await self._ensure(lora_id)
-        except (EngineLost, Refused, ValueError) as exc:
+        except (EngineLost, FetchRefused, ValueError) as exc:
             self._warn("orchestrator away, asking the adapter's homes itself", lora_id, exc)
             return await self._load_at_a_home(lora_id)
 
@@ -276,7 +276,7 @@ class ColdStarts:
             tenants = tuple(sorted(tenant for tenant, wanted in self._wanted.items() if lora_id in wanted))
             ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)
             answer = await self._answer(f"/v1/adapters/{quote(lora_id)}/ensure", ask.model_dump_json().encode())
-        except Refused as exc:
+        except FetchRefused as exc:
             if exc.status in _REFUSALS:
                 raise _REFUSALS[exc.status](_message(exc)) from exc
             raise
@@ -331,7 +331,7 @@ class ColdStarts:
         for home in homes:
             try:
                 await self._load_at(home, body)
-            except (EngineLost, Refused) as exc:
+            except (EngineLost, FetchRefused) as exc:
                 self._warn("home does not load it", lora_id, exc, worker=home.id)
                 if isinstance(exc, EngineLost):
                     continue
@@ -402,7 +402,7 @@ _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: A
 _ADAPTERS_OWN = frozenset({400, 413, 422})
 
 
-def _error(refused: Refused) -> dict[str, object]:
+def _error(refused: FetchRefused) -> dict[str, object]:
     try:
         error = from_json(refused.body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -410,6 +410,6 @@ def _error(refused: Refused) -> dict[str, object]:
     return error if isinstance(error, dict) else {}
 
 
-def _message(refused: Refused) -> str:
+def _message(refused: FetchRefused) -> str:
     told = _error(refused).get("message")
     return without_addresses(str(told)) if told else f"the control plane answered {refused.status}"

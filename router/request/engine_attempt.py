@@ -50,7 +50,7 @@ _LOST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AttemptLimits:
     """Seconds and bytes that bound one attempt.
 
     longer  asked when `first_data_s` has passed: until when to wait on, by the loop's clock; None: no longer
@@ -62,7 +62,7 @@ class Limits:
     longer: Callable[[float], float] | None = None
 
 
-class Call(msgspec.Struct, frozen=True):
+class EngineRequest(msgspec.Struct, frozen=True):
     """What is sent. `engine_model` is the name in it; `engine_name` the adapter's, as replicas report it; "": none."""
 
     route: Route
@@ -89,8 +89,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
                     about the engine and nothing about the request: it may go out once more, on a new connection
     """
 
-    _call: Call
-    _limits: Limits
+    _call: EngineRequest
+    _limits: AttemptLimits
     tell: Callable[[], None]
     streamed: bool
     _connection: EngineConnection | None = None
@@ -389,7 +389,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._connection.resume()
 
 
-async def open_attempt(pool: EnginePool, call: Call, limits: Limits, *, anew: bool = False) -> EngineAttempt:
+async def open_attempt(
+    pool: EnginePool, call: EngineRequest, limits: AttemptLimits, *, anew: bool = False
+) -> EngineAttempt:
     """Send one request and wait until it is decided.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
@@ -417,7 +419,7 @@ async def open_attempt(pool: EnginePool, call: Call, limits: Limits, *, anew: bo
     return attempt
 
 
-async def _decided(connection: EngineConnection, call: Call, limits: Limits) -> EngineAttempt:
+async def _decided(connection: EngineConnection, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
     decided = connection.loop.create_future()
     attempt = EngineAttempt(call, limits, partial(_set, decided), call.streamed)
     attempt.begin(connection)
@@ -434,14 +436,14 @@ def _set(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-def _unreachable(call: Call, lost: EngineLost) -> ReplicaUnreachable:
+def _unreachable(call: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
     # The message of the loss names addresses, which are the log's to tell.
     unreachable = ReplicaUnreachable(f"replica {call.replica}: {_LOST[lost.reason]}", reason=lost.reason)
     unreachable.__cause__ = lost
     return unreachable
 
 
-def _retry_reason(attempt: EngineAttempt, call: Call) -> str | None:
+def _retry_reason(attempt: EngineAttempt, call: EngineRequest) -> str | None:
     """Why another replica may do better, or None: the answer is the client's, error or not."""
     status, first = attempt.status, attempt.first
     if status in (502, 503):

@@ -27,14 +27,14 @@ from router.core.errors import (
 )
 from router.core.kv.index import WorkerId
 from router.http.error_shapes import shaped
-from router.http.sse import Echo, Growing, Renamed, Undated, error_event, refusal_event
+from router.http.sse import Echo, GrowingEcho, Renamed, Undated, error_event, refusal_event
 from router.protocols import sglang_generate
 from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route, find, response_id_of
 from router.protocols.stored_responses import gone, worker_of
 from router.protocols.usage import UsageFilter
 from router.request.dispatched import DispatchedRequest
-from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
+from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
 from router.request.engine_body import FORWARDED_HEADERS
 from router.request.run import RequestRun, door_of, header_lines, late
 from router.request.services import Services
@@ -69,7 +69,7 @@ class InferenceHandler:
     def __init__(self, parts: Services) -> None:
         self._parts = parts
         config = parts.config
-        self._limits = Limits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
+        self._limits = AttemptLimits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
         self._keep_alive_s = config.stream_keep_alive_s
         self._session_header = config.session_header.lower().encode()
         self._check_host = host_check(parts.keys, allow_open=config.allow_open)
@@ -214,11 +214,11 @@ class InferenceHandler:
         timeout = _text(exchange.headers, _TIMEOUT)
         question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
         door = door_of(replica, parts.config.engine_key)
-        call = Call(route, door.origin, door.request(question, b""), "", "", worker, False)
+        call = EngineRequest(route, door.origin, door.request(question, b""), "", "", worker, False)
         async with _in_time(parts, question):
             await self._relay_stored(call, answer, Undated(replica.model_name, replica.base_model))
 
-    async def _relay_stored(self, call: Call, answer: "_Answer", echo: Renamed) -> None:
+    async def _relay_stored(self, call: EngineRequest, answer: "_Answer", echo: Renamed) -> None:
         background, response_id = self._parts.background, response_id_of(answer.exchange.path)
         try:
             attempt = await open_attempt(self._parts.pool, call, self._limits)
@@ -448,7 +448,7 @@ class _Answer(msgspec.Struct, eq=False):
             self.whole(attempt.status, about, echo.whole(attempt.first))
             return echo, None
         if journey.grows is not None:
-            echo = Growing(journey.grows.events)
+            echo = GrowingEcho(journey.grows.events)
         self.begin(attempt.status, about)
         return echo, UsageFilter(parts.signatures, flight.replica.id) if question.hides_usage else None
 

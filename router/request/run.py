@@ -32,7 +32,7 @@ from router.protocols.routes import Route
 from router.protocols.stored_responses import gone, left, tagged_response_id, worker_of
 from router.protocols.usage import EngineUsage
 from router.request.dispatched import DispatchedRequest
-from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
+from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
 from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for
 from router.request.queue import Displaced
 from router.request.services import Services
@@ -83,7 +83,7 @@ class RequestRun(msgspec.Struct, eq=False):
     """
 
     parts: Services
-    limits: Limits
+    limits: AttemptLimits
     caller: Caller
     question: ParsedRequest
     trace: Trace | None = None
@@ -98,7 +98,7 @@ class RequestRun(msgspec.Struct, eq=False):
     tries: int = 0
     deaths: int = 0
     flight: DispatchedRequest | None = None
-    call: Call | None = None
+    call: EngineRequest | None = None
     attempt: EngineAttempt | None = None
     usage: EngineUsage | None = None
     background_id: str = ""
@@ -516,7 +516,7 @@ class RequestRun(msgspec.Struct, eq=False):
         self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
         self._take()
 
-    def _limits_of(self, flight: DispatchedRequest) -> Limits:
+    def _limits_of(self, flight: DispatchedRequest) -> AttemptLimits:
         limits, config, question = self.limits, self.parts.config, self.question
         self._is_trial = self.parts.mind.breaker.is_trial(flight.replica, flight.load)
         # Of one that is not streamed nothing is heard until all of it is there, which may take long where all is well.
@@ -541,7 +541,7 @@ class RequestRun(msgspec.Struct, eq=False):
         is_at_work = replica.is_at_work(now, fresh_s=config.unreachable_after_s, still_s=config.breaker_silent_s)
         return min(now + _LOOKED_AGAIN_S, flight.load.began_at + config.max_answer_s) if is_at_work else now
 
-    def _call(self, flight: DispatchedRequest, tokens: Tokens) -> Call:
+    def _call(self, flight: DispatchedRequest, tokens: Tokens) -> EngineRequest:
         parts, question, ask = self.parts, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
         dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
@@ -569,7 +569,7 @@ class RequestRun(msgspec.Struct, eq=False):
         )
         door = door_of(replica, parts.config.engine_key)
         body = dialect.dress(question.fields, model, wishes)
-        return Call(
+        return EngineRequest(
             route,
             door.origin,
             door.request(question, body, flight.decision.rank),

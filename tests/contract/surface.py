@@ -19,7 +19,7 @@ from router.protocols.usage import usage_of
 from router.request.engine_body import Body, EngineOptions, dress_vllm
 from tests.engines import RunningEngine
 from tests.patience import until
-from tests.router.doubles import BASE, DIGEST, Control
+from tests.router.doubles import BASE, DIGEST, AgentDouble
 from tests.serving import serving
 from workers.wire import Load
 
@@ -185,7 +185,7 @@ async def routed(
 
     figures  what an agent would say of the engine's load
     """
-    control = Control(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
+    control = AgentDouble(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
     control.add_adapter(LORA_ID, on=["w0"])
     async with AsyncExitStack() as stack:
         control.url = await stack.enter_async_context(serving(control.app))

@@ -26,7 +26,7 @@ from tests.kube.conftest import KubeCluster
 from tests.kube.places import SELECTOR, drop_slice, put_slice, slice_of
 from tests.kube.status import ApiError
 from tests.patience import patience, until, within
-from tests.router.doubles import CHAT, Control, Engine, with_sql
+from tests.router.doubles import CHAT, AgentDouble, EngineDouble, with_sql
 from tests.serving import serving
 
 # As in production, and quicker where it is about waiting.
@@ -40,7 +40,7 @@ class DiscoveredFleet:
     """A router, its workers, and the API server that names them."""
 
     kube: KubeCluster
-    control: Control
+    control: AgentDouble
     agents: dict[str, str] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
     client: httpx.AsyncClient | None = None
@@ -81,7 +81,7 @@ class DiscoveredFleet:
         return answer.headers["x-lorafleet-worker"]
 
 
-def agent_app(control: Control, worker: str, answers: dict[str, str], refused: Counter[str]) -> Starlette:
+def agent_app(control: AgentDouble, worker: str, answers: dict[str, str], refused: Counter[str]) -> Starlette:
     """One worker's agent at an address of its own, as a pod has it; `answers` says who is there instead, if anybody."""
 
     async def metadata(request: Request):
@@ -99,7 +99,7 @@ def agent_app(control: Control, worker: str, answers: dict[str, str], refused: C
 
 
 @contextlib.asynccontextmanager
-async def many_agents(control: Control, names: list[str]) -> AsyncIterator[list[str]]:
+async def many_agents(control: AgentDouble, names: list[str]) -> AsyncIterator[list[str]]:
     """Their URLs: one server that listens on a port for each, and is whoever is asked there."""
     socks = [bind("127.0.0.1", 0) for _ in names]
     urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
@@ -128,7 +128,7 @@ async def running(
     kube: KubeCluster, *engines, control=None, named=(), times: WatchTimes = QUICK, **settings
 ) -> AsyncIterator[DiscoveredFleet]:
     """`named`: the workers that the catalog names; all others are known to the API server alone."""
-    control = control or Control()
+    control = control or AgentDouble()
     control.named = frozenset(named)
     async with contextlib.AsyncExitStack() as stack:
         it = DiscoveredFleet(kube, control)
@@ -158,7 +158,7 @@ async def running(
 
 
 async def test_a_worker_that_only_slices_name_is_followed_like_any_other(kube):
-    async with running(kube, Engine("w0"), control=with_sql("w0")) as fleet:
+    async with running(kube, EngineDouble("w0"), control=with_sql("w0")) as fleet:
         await fleet.until(fleet.discovery.is_synced)
         assert fleet.discovery.fleet.replicas == {}
         await fleet.name("w0", zone="eu-1a", node="n7")
@@ -170,7 +170,7 @@ async def test_a_worker_that_only_slices_name_is_followed_like_any_other(kube):
 
 
 async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
-    async with running(kube, Engine("w0"), Engine("w1"), named=["w0", "w1"]) as fleet:
+    async with running(kube, EngineDouble("w0"), EngineDouble("w1"), named=["w0", "w1"]) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
@@ -182,7 +182,7 @@ async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
 
 @pytest.mark.parametrize("named", [(), ("w0",)])
 async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_has(kube, named):
-    slow, other = Engine("w0"), Engine("w1")
+    slow, other = EngineDouble("w0"), EngineDouble("w1")
     async with running(kube, slow, other, named=named) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -204,7 +204,7 @@ async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_
 
 
 async def test_a_pod_of_the_same_name_takes_the_place_of_the_one_that_ended(kube):
-    async with running(kube, Engine("w0"), unreachable_after_s=0.3) as fleet:
+    async with running(kube, EngineDouble("w0"), unreachable_after_s=0.3) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         await fleet.name("w0", terminating=True)
@@ -216,7 +216,7 @@ async def test_a_pod_of_the_same_name_takes_the_place_of_the_one_that_ended(kube
 
 
 async def test_a_pod_that_ends_serves_on_while_its_base_model_has_no_other(kube):
-    async with running(kube, Engine("w0"), Engine("w1")) as fleet:
+    async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1", terminating=True)
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "draining"})
@@ -232,7 +232,7 @@ async def test_a_pod_that_ends_serves_on_while_its_base_model_has_no_other(kube)
 
 
 async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one_from_serving(kube):
-    async with running(kube, Engine("w0"), named=["w0"]) as fleet:
+    async with running(kube, EngineDouble("w0"), named=["w0"]) as fleet:
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         fleet.control.drained = {"w0": "another"}
         fleet.control.tell()
@@ -247,7 +247,7 @@ async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one
 
 @pytest.mark.parametrize("how", ["deleted", "its label went", "a list without it"])
 async def test_a_worker_that_slices_no_longer_name_is_used_while_it_answers(kube, how):
-    async with running(kube, Engine("w0"), unreachable_after_s=0.2) as fleet:
+    async with running(kube, EngineDouble("w0"), unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         if how == "a list without it":
@@ -269,7 +269,7 @@ async def test_a_worker_that_slices_no_longer_name_is_used_while_it_answers(kube
 
 
 async def test_a_worker_that_nobody_names_and_that_answers_nothing_is_let_go(kube):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with running(kube, engine, unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -280,7 +280,7 @@ async def test_a_worker_that_nobody_names_and_that_answers_nothing_is_let_go(kub
 
 
 async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(kube):
-    async with running(kube, Engine("w0"), Engine("w1")) as fleet:
+    async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
@@ -304,7 +304,7 @@ async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(ku
 
 @pytest.mark.slow
 async def test_a_watch_that_falls_silent_is_noticed_and_meanwhile_requests_go_on(kube):
-    async with running(kube, Engine("w0"), Engine("w1")) as fleet:
+    async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
@@ -321,7 +321,7 @@ async def test_a_watch_that_falls_silent_is_noticed_and_meanwhile_requests_go_on
 
 async def test_a_router_that_starts_without_an_api_server_is_ready_with_the_catalog_alone_after_a_while(kube):
     await kube.faults.go_down()
-    async with running(kube, Engine("w0"), named=["w0"]) as fleet:
+    async with running(kube, EngineDouble("w0"), named=["w0"]) as fleet:
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         said = await fleet.client.get("/ready")
         assert said.status_code == 503
@@ -342,7 +342,9 @@ async def test_of_several_namespaces_one_that_may_not_be_read_takes_nothing_from
     rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
     server.grant("router", "a", [rule])
     path = server.kubeconfig(tmp_path / "of-the-router", token="t")
-    async with running(kube, Engine("w0"), Engine("w1"), kubeconfig=path, kube_namespaces=("a", "b")) as fleet:
+    async with running(
+        kube, EngineDouble("w0"), EngineDouble("w1"), kubeconfig=path, kube_namespaces=("a", "b")
+    ) as fleet:
         await fleet.name("w0", namespace="a")
         await fleet.name("w1", namespace="b")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -353,7 +355,7 @@ async def test_of_several_namespaces_one_that_may_not_be_read_takes_nothing_from
 
 
 async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_catalog_calls_so(kube):
-    async with running(kube, Engine("w0")) as fleet:
+    async with running(kube, EngineDouble("w0")) as fleet:
         await fleet.name("w0", pod="some-pod")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         fleet.control.named = None
@@ -368,8 +370,8 @@ async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_cat
 
 
 async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_old_one(kube):
-    w0 = Engine("w0")
-    async with running(kube, w0, Engine("w1"), named=["w0", "w1"], unreachable_after_s=0.2) as fleet:
+    w0 = EngineDouble("w0")
+    async with running(kube, w0, EngineDouble("w1"), named=["w0", "w1"], unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
@@ -396,10 +398,10 @@ async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, 
 @pytest.mark.slow
 async def test_three_hundred_endpoints_that_flap_cost_little_and_disturb_nobody(kube):
     """Nodes whose word comes and goes: slices are written, emptied, deleted and made again many times a second."""
-    server, control, chance = kube.ours, Control(), random.Random(1)
+    server, control, chance = kube.ours, AgentDouble(), random.Random(1)
     names = [f"w{number}" for number in range(300)]
     async with contextlib.AsyncExitStack() as stack:
-        engine = Engine("any")
+        engine = EngineDouble("any")
         url = await stack.enter_async_context(serving(engine.app))
         control.workers = dict.fromkeys(names, url)
         agents = await stack.enter_async_context(many_agents(control, names))

@@ -11,7 +11,7 @@ from lorafleet.service.auth import hash_key
 from lorafleet.service.http import HttpError
 from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
-from tests.router.doubles import CHAT, Engine, error_of, fleet
+from tests.router.doubles import CHAT, EngineDouble, error_of, fleet
 from workers.app import build as build_worker
 from workers.config import WorkerSettings
 
@@ -136,7 +136,7 @@ async def test_no_page_changes_anything_at_a_keyless_service(service, tmp_path):
 
 
 async def test_no_page_has_a_keyless_router_do_anything():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     foreign = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
     async with fleet(engine) as (client, _, _):
         for path in ("/v1/chat/completions", "/v1/responses/resp_a/cancel", "/v1/route", "/generate", "/nowhere"):
@@ -153,7 +153,7 @@ async def test_no_page_has_a_keyless_router_do_anything():
 
 async def test_an_allowed_page_and_a_program_with_a_key_are_served_by_a_router(tmp_path):
     page = {"origin": "https://app.example", "sec-fetch-site": "cross-site"}
-    async with fleet(Engine("w0"), allowed_origins=("https://app.example",)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), allowed_origins=("https://app.example",)) as (client, _, _):
         assert (await client.post("/v1/chat/completions", json=CHAT, headers=page)).status_code == 200
         refused = await client.post(
             "/v1/chat/completions", json=CHAT, headers=page | {"origin": "https://evil.example"}
@@ -161,6 +161,6 @@ async def test_an_allowed_page_and_a_program_with_a_key_are_served_by_a_router(t
         assert error_of(refused) == (403, "cross_site")
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys:\n- {{sha256: {hash_key('mine')}, scopes: [infer]}}\n")
-    async with fleet(Engine("w0"), key_files=(keys,)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), key_files=(keys,)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT, headers=page | {"authorization": "Bearer mine"})
         assert answer.status_code == 200

@@ -10,7 +10,7 @@ from lorafleet.http_server import serve
 from lorafleet.http_server.connection import Front, FrontLimits, front_of_app
 from tests.lorafleet.test_serve import length
 from tests.patience import within
-from tests.router.relay.wires import Client, error_of
+from tests.router.relay.wires import RawClient, error_of
 
 SOON = FrontLimits(head_s=0.05, body_s=0.05, idle_s=0.05)
 
@@ -25,8 +25,8 @@ async def served(limits: FrontLimits | None = None):
     server.lifespan = config.lifespan_class(config)
     await server.startup([sock])
 
-    async def client() -> Client:
-        return Client(*await asyncio.open_connection(*sock.getsockname()))
+    async def client() -> RawClient:
+        return RawClient(*await asyncio.open_connection(*sock.getsockname()))
 
     try:
         yield client

@@ -5,7 +5,7 @@ import pytest
 
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.lorafleet.test_front_of_apps import served
-from tests.router.doubles import CHAT, Engine, error_of, fleet
+from tests.router.doubles import CHAT, EngineDouble, error_of, fleet
 
 PROBES = ("/health", "/ready", "/metrics", "/docs", "/openapi.json")
 READS = {
@@ -65,7 +65,7 @@ async def test_head_leaves_the_connection_to_the_next_request():
 
 
 async def test_a_router_answers_head_where_it_answers_get():
-    async with fleet(Engine("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0")) as (client, _, _):
         for path in (*PROBES, "/v1/models", "/v1/decisions", "/v1/models/tiny-qwen", "/v1/models/nobody"):
             await same_without_body(client, path)
             await same_without_body(client, f"{path}/")
@@ -75,7 +75,7 @@ async def test_a_router_answers_head_where_it_answers_get():
 
 
 async def test_a_slash_behind_a_routers_path_means_nothing():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         plain = await client.post("/v1/chat/completions", json=CHAT)
         for path in ("/v1/chat/completions/", "/v1/chat/completions//"):

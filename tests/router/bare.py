@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(7)
     me = supervisor.member()
     sock = me.bind()
-    app = App(me, flags)
+    app = BareApp(me, flags)
 
     async def synced(_within_s: float) -> None: ...
 
@@ -54,7 +54,7 @@ def parent(flags: argparse.Namespace) -> int | str:
         return f"bare: {exc}"
 
 
-class App:
+class BareApp:
     """Says who it is, asks its siblings, streams, and hangs."""
 
     def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:

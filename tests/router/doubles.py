@@ -38,7 +38,7 @@ def chunk(model: str, text: str) -> bytes:
     )
 
 
-async def echo(engine: "Engine", body: dict) -> Response:
+async def echo(engine: "EngineDouble", body: dict) -> Response:
     """The ordinary engine: answers with the model it was asked for, streamed or whole."""
     model = body["model"]
     if not body.get("stream"):
@@ -54,7 +54,7 @@ async def echo(engine: "Engine", body: dict) -> Response:
 
 
 @dataclass
-class Engine:
+class EngineDouble:
     """One engine; `answer` decides what a completion gets."""
 
     name: str
@@ -97,7 +97,7 @@ class Engine:
 
 
 @dataclass
-class Control:
+class AgentDouble:
     """Orchestrator and agents: serves what the tests put in, and wakes the router at each `tell`."""
 
     adapters: list[CatalogAdapter] = field(default_factory=list)
@@ -275,9 +275,9 @@ def sample_value(text: str, name: str, **labels: str) -> float | None:
     return next((s.value for s in samples if s.name == name and s.labels == labels), None)
 
 
-def with_sql(*on) -> Control:
+def with_sql(*on) -> AgentDouble:
     """A control plane that knows `sql/v1`, ready on these workers."""
-    control = Control()
+    control = AgentDouble()
     control.add_adapter("sql/v1", on=on)
     return control
 
@@ -287,9 +287,9 @@ def error_of(answer: httpx.Response):
 
 
 @contextlib.asynccontextmanager
-async def fleet(*engines: Engine, control: Control | None = None, **settings) -> AsyncIterator:
+async def fleet(*engines: EngineDouble, control: AgentDouble | None = None, **settings) -> AsyncIterator:
     """(client of a real router, control, parts) in front of these engines."""
-    control = control or Control()
+    control = control or AgentDouble()
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
             control.workers[engine.name] = await stack.enter_async_context(serving(engine.app))

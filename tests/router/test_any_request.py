@@ -11,7 +11,7 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.patience import patience
 from tests.properties import THOROUGH
-from tests.router.faults.house import House, house
+from tests.router.faults.house import FaultyFleet, house
 
 # Of each operation: so many that the document allows, and so many that it does not. Tried once with 400, too.
 EXAMPLES = 12 if THOROUGH else 4
@@ -19,9 +19,9 @@ OURS = {502, 503, 504}  # said on purpose: the engine of these tests answers not
 
 
 @contextmanager
-def a_router() -> Iterator[House]:
+def a_router() -> Iterator[FaultyFleet]:
     """A whole router in a loop and a thread of its own: schemathesis is not made for one."""
-    found: list[House] = []
+    found: list[FaultyFleet] = []
     failed: list[BaseException] = []
     is_up, down, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
 

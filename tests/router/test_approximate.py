@@ -19,7 +19,7 @@ from router.protocols.routes import ROUTES
 from router.tokenizing.approximate import ApproximatePrompt, approximate_root, approximation
 from tests.patience import until
 from tests.properties import examples
-from tests.router.doubles import BASE, CHAT, Control, Engine, fleet, sample_value, with_sql
+from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, fleet, sample_value, with_sql
 
 BLOCK = 16
 Body = dict[str, Any]
@@ -195,7 +195,7 @@ def test_a_body_without_a_prompt_has_no_key():
 # --- conversations
 
 
-class EveryRoute(Engine):
+class EveryRoute(EngineDouble):
     """An engine that tokenizes nothing and answers every route."""
 
     @property
@@ -352,7 +352,7 @@ async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do():
 
 
 async def test_a_conversation_stays_at_its_data_parallel_rank():
-    class TwoRanks(Control):
+    class TwoRanks(AgentDouble):
         def metadata(self, worker):
             told = super().metadata(worker)
             transport = told.transport.model_copy(update={"kv_events": ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")})
@@ -409,7 +409,7 @@ async def test_an_approximate_decision_says_so_and_predicts_nothing():
         usage = {"prompt_tokens": 640, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 512}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
 
-    async with fleet(Engine("w0", with_usage), Engine("w1", with_usage)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", with_usage), EngineDouble("w1", with_usage)) as (client, _, parts):
         for turn in (8, 9):
             await ask(client, CHATS, chat(1, turn))
         await until(lambda: not list(parts.mind.load.in_flight()))

@@ -16,10 +16,10 @@ from lorafleet.service.auth import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 from router.request.background import Background
 from tests.patience import until
-from tests.router.doubles import BASE, Control, Engine, error_of, fleet
+from tests.router.doubles import BASE, AgentDouble, EngineDouble, error_of, fleet
 from tests.router.test_policy import a_replica
 from workers.wire import Load
 
@@ -31,7 +31,7 @@ KEY = {"authorization": "Bearer a"}
 
 
 @dataclass
-class Keeper(Engine):
+class Keeper(EngineDouble):
     """Queues responses as vLLM does, and says of each what `kept` has."""
 
     kept: dict[str, dict] = field(default_factory=dict)
@@ -89,7 +89,7 @@ async def keeping(tmp_path, **settings):
     limits = {"concurrent_requests": 1, "tokens_per_minute": 1000}
     keys.write_text(json.dumps({"keys": [{"sha256": hash_key("a"), "scopes": ["infer"], "limits": limits}]}))
     engine = Keeper("w0")
-    busy = Control(figures=Load(running=1))
+    busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy, key_files=(keys,), **settings) as (client, control, parts):
         client.headers.update(KEY)
         yield client, engine, parts, control
@@ -187,7 +187,7 @@ async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
 
 
 async def test_an_engine_that_is_away_or_talks_nonsense_for_a_moment_is_asked_again():
-    refused, lost = Refused("503", 503, b"busy"), EngineLost("no_answer", "closed")
+    refused, lost = FetchRefused("503", 503, b"busy"), EngineLost("no_answer", "closed")
     troubles = [refused, lost, b"no JSON", b'{"status": 3}', b'{"status": ""}', b"\xff", b"[" * 100_000]
     told, found = dict(enumerate(troubles)), {}
 
@@ -396,7 +396,7 @@ async def test_a_stream_that_is_whole_is_over_with_it(tmp_path):
 
 async def test_more_than_may_be_under_way_are_refused_before_they_are_sent():
     engine = Keeper("w0")
-    busy = Control(figures=Load(running=1))
+    busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy, max_background_responses=2) as (client, _, parts):
         for _ in range(2):
             assert (await client.post(RESPONSES, json=ASK)).status_code == 200
@@ -411,7 +411,7 @@ async def test_more_than_may_be_under_way_are_refused_before_they_are_sent():
 
 async def test_those_that_come_at_once_are_no_more_than_may_be_under_way():
     engine = Keeper("w0")
-    busy = Control(figures=Load(running=1))
+    busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy, max_background_responses=2) as (client, _, parts):
         for _ in range(3):  # one that is never sent takes no place
             gone = await client.post(RESPONSES, json=ASK | {"previous_response_id": "resp_unknown"})
@@ -428,7 +428,7 @@ async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
     keys = tmp_path / "keys.json"
     entries = [{"sha256": hash_key(name), "tenant": name, "scopes": ["infer"]} for name in "ab"]
     keys.write_text(json.dumps({"keys": entries}))
-    busy = Control(figures=Load(running=1))
+    busy = AgentDouble(figures=Load(running=1))
     async with fleet(Keeper("w0"), control=busy, key_files=(keys,), max_background_responses=2) as (client, _, _parts):
         statuses = []
         for key in "aab":
@@ -450,7 +450,7 @@ def test_however_small_its_share_a_tenant_may_have_one_under_way_and_is_told_of_
 
 async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over():
     engine = Keeper("w0")
-    busy = Control(figures=Load(running=1))
+    busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy) as (client, _, parts):
         for name in ("mine", "mine", "m" * 128):
             assert (await client.post(RESPONSES, json=ASK | {"request_id": name})).status_code == 200
@@ -488,7 +488,7 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
 
 async def test_one_whose_worker_has_an_agent_that_just_started_is_to_be_asked_for_again():
     engine = Keeper("w0")
-    async with fleet(engine, control=Control(figures=Load(running=1))) as (client, control, parts):
+    async with fleet(engine, control=AgentDouble(figures=Load(running=1))) as (client, control, parts):
         response_id = (await client.post(RESPONSES, json=ASK)).json()["id"]
         # It has yet to find its engine, and whether that is the one it was.
         address, control.workers["w0"] = control.workers["w0"], ""

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from orchestrator.wire import Draining
 from router.core.failover.circuit_breaker import BreakerRules
 from tests.patience import patience, until
-from tests.router.doubles import BASE, DIGEST, Control, Engine, chunk, error_of, fleet
+from tests.router.doubles import BASE, DIGEST, AgentDouble, EngineDouble, chunk, error_of, fleet
 from workers.wire import Load
 
 FAST = {"open_s": 0.3, "most_open_s": 1.0, "jitter": 0.0}
@@ -25,7 +25,7 @@ def ask(client, **more):
     return client.post("/v1/completions", json={"model": BASE, "prompt": prompt, **more})
 
 
-class MoodyEngine(Engine):
+class MoodyEngine(EngineDouble):
     """Answers 503 until it is well."""
 
     def __init__(self, name):
@@ -34,11 +34,11 @@ class MoodyEngine(Engine):
 
     async def unwell(self, engine, body):
         if self.is_well:
-            return await Engine(self.name).answer(engine, body)
+            return await EngineDouble(self.name).answer(engine, body)
         return JSONResponse({"error": {"message": "no"}}, 503)
 
 
-class HangingEngine(Engine):
+class HangingEngine(EngineDouble):
     """Takes requests and answers none until it wakes up."""
 
     def __init__(self, name):
@@ -51,11 +51,11 @@ class HangingEngine(Engine):
             return StreamingResponse(
                 iter([chunk(body["model"], "one"), b"data: [DONE]\n\n"]), media_type="text/event-stream"
             )
-        return await Engine(self.name).answer(engine, body)
+        return await EngineDouble(self.name).answer(engine, body)
 
 
 async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_well():
-    sick, sound = MoodyEngine("w0"), Engine("w1")
+    sick, sound = MoodyEngine("w0"), EngineDouble("w1")
     async with fleet(sick, sound) as (client, _, parts):
         breaker = parts.mind.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
@@ -97,7 +97,7 @@ async def fail(_engine, _body):
 
 
 async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_no_more_though_each_was_answered():
-    sick, sound = Engine("w0", fail), Engine("w1")
+    sick, sound = EngineDouble("w0", fail), EngineDouble("w1")
     async with fleet(sick, sound) as (client, _, parts):
         breaker = parts.mind.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
@@ -119,7 +119,7 @@ def wrong(*, in_stream):
 
     async def answer(engine, body):
         if body.get("structured_outputs") is not True:
-            return await Engine(engine.name).answer(engine, body)
+            return await EngineDouble(engine.name).answer(engine, body)
         said = {"error": {"message": "'bool' object has no attribute 'get'", "code": 500}}
         if in_stream and body.get("stream"):
             return StreamingResponse(
@@ -132,7 +132,7 @@ def wrong(*, in_stream):
 
 @pytest.mark.parametrize(("stream", "status"), [(False, 500), (True, 503)])
 async def test_requests_that_engines_answer_with_errors_though_they_are_well_shut_out_none(stream, status):
-    engines = [Engine(f"w{i}", wrong(in_stream=stream)) for i in range(3)]
+    engines = [EngineDouble(f"w{i}", wrong(in_stream=stream)) for i in range(3)]
     async with fleet(*engines) as (client, _, parts):
         for _ in range(40):
             answer = await ask(client, structured_outputs=True, stream=stream)
@@ -155,7 +155,7 @@ async def test_a_request_that_is_the_clients_fault_opens_nothing(status):
     async def refuse(engine, body):
         return JSONResponse({"error": {"message": "bad temperature", "code": status}}, status)
 
-    engine = Engine("w0", refuse)
+    engine = EngineDouble("w0", refuse)
     async with fleet(engine) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(failures=2)
         for _ in range(10):
@@ -164,7 +164,7 @@ async def test_a_request_that_is_the_clients_fault_opens_nothing(status):
 
 
 async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_when_it_answers():
-    hanging, sound = HangingEngine("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), EngineDouble("w1")
     async with fleet(hanging, sound) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client, stream=True)) for _ in range(30)]
@@ -186,7 +186,7 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at_once(stream):
-    hanging, sound = HangingEngine("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), EngineDouble("w1")
     async with fleet(hanging, sound) as (client, control, parts):
         asking = [asyncio.create_task(ask(client, stream=stream)) for _ in range(12)]
         await until(lambda: len(hanging.bodies) + len(sound.bodies) == 12)
@@ -202,7 +202,7 @@ async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at
 
 @pytest.mark.parametrize("other", ["lacks the adapter", "drains it", "starts", "takes less", "fails"])
 async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_answer_it(other):
-    hanging, control = HangingEngine("w0"), Control()
+    hanging, control = HangingEngine("w0"), AgentDouble()
     control.add_adapter("sql/v1", on=("w0", "w1") if other == "drains it" else ("w0",))
     model = "sql/v1" if "it" in other or "adapter" in other else BASE
     if other == "drains it":
@@ -211,7 +211,7 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
         control.starting = frozenset({"w1"})
     if other == "takes less":
         control.max_model_lens = {"w1": 100}
-    async with fleet(hanging, Engine("w1"), control=control) as (client, _, parts):
+    async with fleet(hanging, EngineDouble("w1"), control=control) as (client, _, parts):
         if other == "fails":
             parts.mind.breaker.rules = BreakerRules(failures=1, open_s=60.0, most_open_s=60.0)
             parts.mind.failed(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
@@ -225,7 +225,7 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
 
 
 async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
-    engines, control = [HangingEngine("w0"), HangingEngine("w1"), HangingEngine("w2")], Control()
+    engines, control = [HangingEngine("w0"), HangingEngine("w1"), HangingEngine("w2")], AgentDouble()
     async with fleet(*engines, control=control) as (client, _, parts):
         asking = asyncio.create_task(ask(client))
         for tried in (1, 2):
@@ -238,7 +238,7 @@ async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
 
 
 async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():
-    hanging, sound, control = HangingEngine("w0"), Engine("w1"), Control(figures=Load(running=1, still_s=0.0))
+    hanging, sound, control = HangingEngine("w0"), EngineDouble("w1"), AgentDouble(figures=Load(running=1, still_s=0.0))
     async with fleet(hanging, sound, control=control) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         asking = [asyncio.create_task(ask(client)) for _ in range(12)]
@@ -254,7 +254,7 @@ async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody
 
 
 async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
-    engines = [Engine("w0"), Engine("w1")]
+    engines = [EngineDouble("w0"), EngineDouble("w1")]
     for engine in engines:
         engine.go_on.clear()
     async with fleet(*engines) as (client, control, parts):
@@ -307,7 +307,7 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
 
 
 async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewhere():
-    hanging, sound = HangingEngine("w0"), Engine("w1")
+    hanging, sound = HangingEngine("w0"), EngineDouble("w1")
     async with fleet(hanging, sound, trial_timeout_s=0.05) as (client, _, parts):
         parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
         (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")

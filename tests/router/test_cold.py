@@ -14,17 +14,17 @@ from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 from router.request.cold_starts import ColdStarts
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import patience, until, within
-from tests.router.doubles import CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
+from tests.router.doubles import CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_background import Hurried
 from tests.router.test_policy import a_replica
 
 
 def many_adapters(count):
-    control = Control()
+    control = AgentDouble()
     for number in range(count):
         control.add_adapter(f"cold-{number}/v1")
     control.add_adapter("hot/v1", on=["w0"])
@@ -63,7 +63,7 @@ def bringing():
 async def test_hot_requests_flow_while_the_hold_is_full():
     control = many_adapters(40)
     control.ensure = never
-    async with fleet(Engine("w0"), control=control, max_held_requests=40) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, max_held_requests=40) as (client, _, parts):
 
         def ask(lora_id):
             return client.post("/v1/chat/completions", json={**CHAT, "lora_id": lora_id})
@@ -106,7 +106,7 @@ async def test_who_waits_while_nobody_leads_and_its_home_is_full_is_served_once_
 
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
-    async with fleet(Engine("w0"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
         body = {**CHAT, "lora_id": "sql/v1"}
         asks = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(2)]
         await until(lambda: control.loads)
@@ -121,7 +121,7 @@ async def test_what_fits_on_no_worker_is_refused_at_once_and_holds_nobody_up():
 
     control = with_sql()
     control.ensure = too_big
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=600) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=600) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert outcomes(parts) == {"no_capacity": 1}
         (hold,) = parts.usage.report(1, 0.0).holds
@@ -139,7 +139,7 @@ async def test_what_is_ready_somewhere_is_not_refused_for_its_rank():
 
     control = with_sql()
     control.ensure = placed
-    async with fleet(Engine("w0"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert answer.status_code == 200
 
@@ -147,7 +147,7 @@ async def test_what_is_ready_somewhere_is_not_refused_for_its_rank():
 async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_told_so_and_nothing_of_others():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert error_of(answer) == (503, "no_capacity")
     assert "its home 'w0' has no free slot" in answer.json()["error"]["message"]
@@ -161,7 +161,7 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
 
     control = with_sql()
     control.ensure = unreachable
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, parts):
         body = {**CHAT, "lora_id": "sql/v1"}
         answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(100)])
         assert outcomes(parts) == {"placed": 1}
@@ -172,11 +172,11 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
 
 @pytest.mark.parametrize("larger", ["w0", "w1"])
 async def test_while_the_orchestrator_is_away_the_home_is_one_of_those_that_take_its_rank(larger):
-    control = Control(max_lora_ranks={"w0": 16, "w1": 16, larger: 64})
+    control = AgentDouble(max_lora_ranks={"w0": 16, "w1": 16, larger: 64})
     control.add_adapter("big/v1", rank=64)
     control.add_adapter("huge/v1", rank=65)
     control.ensure = nobody_leads
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "big/v1"})
         assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, larger)
         refused = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "huge/v1"})
@@ -189,7 +189,7 @@ async def test_while_the_orchestrator_is_away_a_full_home_yields_to_the_next_in_
     *full, free = [replica.id for replica in rendezvous_order("sql/v1", [a_replica(w) for w in workers])]
     control = with_sql()
     control.ensure, control.full = nobody_leads, set(full)
-    async with fleet(*map(Engine, workers), control=control, cold_start_timeout_s=60) as (client, _, parts):
+    async with fleet(*map(EngineDouble, workers), control=control, cold_start_timeout_s=60) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, free)
         assert outcomes(parts) == {"placed": 1}
@@ -199,7 +199,11 @@ async def test_while_the_orchestrator_is_away_a_full_home_yields_to_the_next_in_
 async def test_where_no_worker_has_a_free_slot_while_nobody_leads_a_client_is_told_so():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
-    async with fleet(Engine("w0"), Engine("w1"), control=control, cold_start_timeout_s=0.3) as (client, _, _):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control, cold_start_timeout_s=0.3) as (
+        client,
+        _,
+        _,
+    ):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert error_of(answer) == (503, "no_capacity")
     assert "none of the 2 workers that take it has a free slot" in answer.json()["error"]["message"]
@@ -231,10 +235,10 @@ class FakeDiscovery:
     ("trouble", "error"),
     [
         (EngineLost("connection", "refused"), ColdStartTimeout),
-        (Refused("503", 503, b"busy"), ColdStartTimeout),
-        (Refused("503", 503, b'{"error": {"code": "no_free_slot"}}'), ColdStartTimeout),
-        (Refused("409", 409, b'{"error": {"code": "digest_mismatch"}}'), ColdStartTimeout),
-        (Refused("409", 409, b'{"error": {"code": "no_free_slot"}}'), NoCapacity),
+        (FetchRefused("503", 503, b"busy"), ColdStartTimeout),
+        (FetchRefused("503", 503, b'{"error": {"code": "no_free_slot"}}'), ColdStartTimeout),
+        (FetchRefused("409", 409, b'{"error": {"code": "digest_mismatch"}}'), ColdStartTimeout),
+        (FetchRefused("409", 409, b'{"error": {"code": "no_free_slot"}}'), NoCapacity),
     ],
 )
 async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_waited_out(trouble, error):
@@ -267,7 +271,7 @@ async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_
 
 
 def refused(status, code):
-    return Refused(str(status), status, json.dumps({"error": {"code": code}}).encode())
+    return FetchRefused(str(status), status, json.dumps({"error": {"code": code}}).encode())
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def refused(status, code):
         (refused(504, "engine_timeout"), True),
         (refused(507, "disk_full"), True),
         (refused(403, "source_forbidden"), True),
-        (Refused("502", 502, b"<html>"), True),
+        (FetchRefused("502", 502, b"<html>"), True),
         (refused(409, "digest_mismatch"), False),
         (refused(422, "adapter_refused"), False),
         (refused(413, "source_too_big"), False),
@@ -341,10 +345,10 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
             "home does not load it",
         ]
         assert (said[1]["lora_id"], said[1]["worker"]) == ("sql/v1", "w0")
-        trouble.append(Refused("503", 503, b"busy"))
+        trouble.append(FetchRefused("503", 503, b"busy"))
         before = len(asked)
         await until(lambda: len(asked) >= before + 10)
-        assert ["Refused" in entry["error"] for entry in said] == [False, False, True, True]
+        assert ["FetchRefused" in entry["error"] for entry in said] == [False, False, True, True]
         cold.discovery.fleet = FakeDiscovery(a_replica("w1")).fleet  # another home says the same
         await until(lambda: asked.count("http://w1") >= 2)
         assert [entry.get("worker") for entry in said[4:]] == ["w1"]
@@ -361,7 +365,7 @@ async def test_what_is_no_answer_of_an_orchestrators_is_as_if_it_were_away(answe
 
     control = with_sql()
     control.ensure = other
-    async with fleet(Engine("w0"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
         assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
     assert len(control.loads) == 1
 
@@ -417,7 +421,7 @@ def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_s
         if known.fleet.adapters:
             known.fleet = RouterFleet(2, {}, {})
             return loading("sql/v1").body
-        raise Refused("404", 404, b'{"error": {"message": "it was deleted"}}')
+        raise FetchRefused("404", 404, b'{"error": {"message": "it was deleted"}}')
 
     async def wait():
         cold = ColdStarts(post, known, RouterMetrics(), ORCHESTRATOR, 9.5, max_held=10)
@@ -454,7 +458,11 @@ async def test_where_an_adapter_was_placed_is_looked_at_at_once():
 
     control = with_sql()
     control.ensure = placed
-    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0, catalog_poll_s=60.0) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, metadata_poll_s=60.0, catalog_poll_s=60.0) as (
+        client,
+        _,
+        parts,
+    ):
         assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
         assert outcomes(parts) == {"placed": 1}
 
@@ -463,7 +471,7 @@ async def test_an_orchestrator_that_hangs_is_waited_for_no_longer_than_it_takes_
     control = with_sql()
     control.ensure = never
     settings = {"catalog_poll_s": 0.1, "control_timeout_s": 0.2, "cold_start_timeout_s": 8}
-    async with fleet(Engine("w0"), control=control, **settings) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, **settings) as (client, _, _):
         ask = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}))
         await until(lambda: control.ensured)
         control.down = True  # its catalog is not to be had either: what is asked of it already stays without an answer
@@ -482,7 +490,7 @@ async def test_an_orchestrator_that_takes_its_time_and_is_there_is_waited_for():
     control = with_sql()
     control.ensure = slowly
     settings = {"catalog_poll_s": 0.1, "control_timeout_s": 0.2, "cold_start_timeout_s": 8}
-    async with fleet(Engine("w0"), control=control, **settings) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, **settings) as (client, _, parts):
         ask = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}))
         await until(lambda: control.ensured)
         confirmed_at = parts.discovery.confirmed_at
@@ -497,7 +505,7 @@ async def test_an_orchestrator_that_takes_its_time_and_is_there_is_waited_for():
 async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_others():
     control = many_adapters(30)
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold.tenant_adapters = 5
         cold._held = QueueUsage(QueueLimits(requests=16, tenant_share=0.5))
@@ -526,7 +534,7 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
 async def test_the_orchestrator_is_told_whose_requests_wait():
     control = many_adapters(2)
     control.ensure = at_once
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         waiting = {name: asyncio.create_task(cold.until_resident("cold-0/v1", tenant=name)) for name in ("b", "a")}
         other = asyncio.create_task(cold.until_resident("cold-1/v1"))
@@ -539,7 +547,7 @@ async def test_the_orchestrator_is_told_whose_requests_wait():
 async def test_held_requests_are_bounded_in_bytes():
     control = many_adapters(3)
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold._held = QueueUsage(QueueLimits(size_bytes=100))
         held = asyncio.create_task(cold.until_resident("cold-0/v1", size_bytes=80))
@@ -552,7 +560,7 @@ async def test_held_requests_are_bounded_in_bytes():
 async def test_a_deadline_ends_the_wait_and_says_so():
     control = with_sql()
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         began_at = parts.cold.clock()
         with pytest.raises(DeadlineExceeded, match="sql/v1"):
             await parts.cold.until_resident("sql/v1", deadline_at=began_at + 0.2)
@@ -567,7 +575,7 @@ async def test_a_deadline_ends_the_wait_and_says_so():
 async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_them():
     control = with_sql()
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
         await until(lambda: control.ensured)
         parts.cold._flights["sql/v1"].task.cancel()
@@ -585,7 +593,7 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
         return loading(lora_id, expected_s=3.0 if lora_id == "cold-0/v1" else None)
 
     control.ensure = slow
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
 
         async def told_s(lora_id, error=ColdStartTimeout):
             with pytest.raises(error) as refused:
@@ -618,7 +626,7 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
         return loading(lora_id)
 
     control.ensure = load
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         assert parts.cold.resident("sql/v1") is None
         waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(10)]
         await until(lambda: len(parts.cold._held) == 10)
@@ -653,7 +661,7 @@ async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
 
     control = with_sql()
     control.ensure = refuse
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
         with pytest.raises((AdapterFailed, NoCapacity)[error]) as refused:
             await parts.cold.until_resident("sql/v1")
     assert "<address>" in str(refused.value)
@@ -676,7 +684,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
         return JSONResponse({"error": {"message": "no"}}, 409)
 
     control = many_adapters(5)
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold.tenant_adapters, cold.clock = 2, AdjustableClock()
 
@@ -706,7 +714,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
 async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_requests_left_long_ago():
     control = many_adapters(2)
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold.tenant_adapters, cold.clock = 1, AdjustableClock()
         leaving, staying = (asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(2))
@@ -728,7 +736,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
     control = with_sql()
     control.ensure = refuse
     quiet = {"metadata_poll_s": 6000.0, "catalog_poll_s": 6000.0, "cold_start_timeout_s": 6000.0}
-    async with fleet(Engine("w0"), control=control, **quiet) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, **quiet) as (_, _, parts):
         waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(3)]
         await until(lambda: control.ensured)
         go_on.set()
@@ -740,7 +748,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
 
 
 async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anything():
-    class Counting(Control):
+    class Counting(AgentDouble):
         asked = 0
 
         def metadata(self, worker):
@@ -753,7 +761,7 @@ async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anythi
     control = Counting(ensure=later)
     for number in range(5):
         control.add_adapter(f"cold-{number}/v1")
-    async with fleet(Engine("w0"), control=control, metadata_poll_s=60.0) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, metadata_poll_s=60.0) as (_, _, parts):
         await until(parts.discovery.is_synced)
         before = control.asked
         waiting = [asyncio.create_task(parts.cold.until_resident(f"cold-{n}/v1")) for n in range(5)]
@@ -771,7 +779,7 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
         return await (full if control.ensured.count(lora_id) == 1 else at_once)(control, lora_id)
 
     control = many_adapters(3)
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         cold.clock = AdjustableClock()
 
@@ -797,7 +805,7 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
 async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
     control = many_adapters(1)
     control.ensure = never
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold
         staying = asyncio.create_task(cold.until_resident("cold-0/v1"))
         await until(lambda: len(cold._held) == 1)
@@ -828,7 +836,7 @@ async def test_a_refusal_in_words_that_nobody_knows_is_told_in_ours(said, told):
 
     control = with_sql()
     control.ensure = refuse
-    async with fleet(Engine("w0"), control=control) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == (404, "model_not_found")
         assert answer.json()["error"]["message"] == told
@@ -848,7 +856,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
 
     control = with_sql()
     control.ensure = away
-    async with fleet(Engine("w0"), control=control) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, parts):
         adapter = parts.discovery.fleet.adapters["sql/v1"]
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == ((404, "model_not_found") if gone == "the adapter" else (503, "no_replica"))
@@ -863,9 +871,9 @@ async def test_an_adapter_whose_base_model_nobody_has_said_is_brought_once_and_r
         control.residents["w1"] = [lora_id]
         return loading(lora_id, ready=["w1"], loading=[], state="ready")
 
-    control = Control(ensure=placed)
+    control = AgentDouble(ensure=placed)
     control.add_adapter("sql/v1", base_model=None)
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, _):
         for _ in range(3):
             answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
             assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, "w1")

@@ -13,7 +13,7 @@ from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
 from router.request.stages import digest_of, read
 from tests.patience import until
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, chunk, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, chunk, error_of, fleet, with_sql
 
 A, B, C = (("w0", "a"), ("w1", "a"), ("w2", "a"))
 KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}
@@ -136,7 +136,7 @@ def is_killer(body):
     return body["messages"] == KILLER["messages"]
 
 
-class MortalEngine(Engine):
+class MortalEngine(EngineDouble):
     """Breaks off what it `dies_of`, as an engine that dies does, when it may go on."""
 
     def __init__(self, name, dies_of=is_killer):
@@ -146,7 +146,7 @@ class MortalEngine(Engine):
     async def live_or_die(self, _engine, body):
         await self.go_on.wait()
         if not self.dies_of(body):
-            return await Engine(self.name).answer(self, body)
+            return await EngineDouble(self.name).answer(self, body)
 
         async def half():
             if body.get("stream"):
@@ -213,7 +213,7 @@ async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_ar
 async def slow(engine, body):
     """Until it may go on."""
     await engine.go_on.wait()
-    return await Engine(engine.name).answer(engine, body)
+    return await EngineDouble(engine.name).answer(engine, body)
 
 
 IDS = {"model": "sql/v1", "prompt": [1, 2, 3]}  # so that nothing need be waited for before it is sent
@@ -221,7 +221,7 @@ IDS = {"model": "sql/v1", "prompt": [1, 2, 3]}  # so that nothing need be waited
 
 @pytest.mark.parametrize("suspect", ["request", "adapter"])
 async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_gets_alone(suspect):
-    engine = Engine("w0", slow)
+    engine = EngineDouble("w0", slow)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
         (here,) = (replica.incarnation for replica in parts.discovery.fleet.replicas.values())
@@ -244,7 +244,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
 
 
 async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
-    dying, sound = [MortalEngine("w0"), MortalEngine("w1")], Engine("w2", slow)
+    dying, sound = [MortalEngine("w0"), MortalEngine("w1")], EngineDouble("w2", slow)
     for engine in (*dying, sound):
         engine.go_on.clear()
     async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
@@ -265,7 +265,7 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
 
 @pytest.mark.parametrize("end", ["its client leaves", "the engine falls silent"])
 async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
-    engine, body = Engine("w0"), {**CHAT, "stream": True}
+    engine, body = EngineDouble("w0"), {**CHAT, "stream": True}
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
         now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
@@ -288,7 +288,7 @@ async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async with fleet(Engine("w0", said_all)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", said_all)) as (client, _, parts):
         assert (await chat(client, {**CHAT, "stream": True})).content.endswith(b"data: [DONE]\n\n")
         await until(lambda: not parts.mind.load.all_in_flight)
         assert not parts.deadly.suspects
@@ -299,21 +299,21 @@ async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adap
         said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
         return JSONResponse({"error": {"message": said, "code": 500}}, 500)
 
-    async with fleet(Engine("w0", dead), Engine("w1", dead)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", dead), EngineDouble("w1", dead)) as (client, _, parts):
         assert error_of(await chat(client)) == (503, "no_replica")
         assert error_of(await chat(client)) == (503, "deadly_request")
         assert not parts.deadly_adapters.suspects
 
 
 async def test_a_router_forgets_of_itself():
-    async with fleet(Engine("w0")) as (_, _, parts):
+    async with fleet(EngineDouble("w0")) as (_, _, parts):
         for deadly in (parts.deadly, parts.deadly_adapters):
             deadly.died("x", A, parts.clock() - 601, sent_at=0.0)
         await until(lambda: not parts.deadly.suspects and not parts.deadly_adapters.suspects)
 
 
 async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say():
-    async with fleet(Engine("w0")) as (_, _, parts):
+    async with fleet(EngineDouble("w0")) as (_, _, parts):
         bodies = [CHAT, KILLER, {**CHAT, "a": 1, "b": 2}, {**CHAT, "a": 2, "b": 1}, {**CHAT, "b": 1, "c": 2}]
         chats = {digest_of(question_of(parts, "/v1/chat/completions", body)) for body in bodies}
         others = {digest_of(question_of(parts, "/v1/messages", body)) for body in bodies}
@@ -326,7 +326,7 @@ async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are
     def is_sql(body):
         return body["model"].startswith("sql/v1")
 
-    engines, control = [*(MortalEngine(f"w{i}", is_sql) for i in range(4)), Engine("w4")], Control()
+    engines, control = [*(MortalEngine(f"w{i}", is_sql) for i in range(4)), EngineDouble("w4")], AgentDouble()
     control.add_adapter("sql/v1", on=("w0", "w1", "w2", "w3"))
     control.add_adapter("java/v1", on=("w0",))
     async with fleet(*engines, control=control) as (client, _, parts):
@@ -360,7 +360,7 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
     async def refuse(_engine, _body):
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
-    async with fleet(Engine("w0", refuse)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", refuse)) as (client, _, parts):
         parts.deadly.died(digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0)
         assert (await chat(client)).status_code == status
         assert not parts.deadly.suspects
@@ -372,7 +372,7 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
         "input": "more",
         "previous_response_id": tagged_response_id("r", "", tenant=None, worker="w1"),
     }
-    async with fleet(Engine("w0"), Engine("w1")) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1")) as (client, _, parts):
         digest = digest_of(question_of(parts, "/v1/responses", ask))
         for _ in range(8):
             for engine in (A, B):

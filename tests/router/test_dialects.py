@@ -8,11 +8,11 @@ from starlette.responses import JSONResponse
 from lorafleet.identity import engine_name
 from router.http.error_shapes import enveloped
 from tests.patience import patience
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, fleet, with_sql
 from workers.wire import Metadata
 
 
-def speaking(control: Control, **dialects: str) -> Control:
+def speaking(control: AgentDouble, **dialects: str) -> AgentDouble:
     """The same control plane, whose workers' engines are of these kinds."""
     plain = control.metadata
 
@@ -26,7 +26,7 @@ def speaking(control: Control, **dialects: str) -> Control:
 
 
 async def test_a_kind_that_nobody_knows_serves_the_base_model_and_hides_no_other_worker():
-    engines = [Engine("w0"), Engine("w1")]
+    engines = [EngineDouble("w0"), EngineDouble("w1")]
     async with fleet(*engines, control=speaking(with_sql("w0", "w1"), w0="mlx")) as (client, _, parts):
         assert {replica.dialect for replica in parts.discovery.fleet.replicas.values()} == {"mlx", "vllm"}
         for _ in range(8):
@@ -40,7 +40,7 @@ async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_s
     async def nowhere(_control, _lora_id):
         return JSONResponse({"error": {"message": "no room", "type": "x", "param": None, "code": "no_capacity"}}, 503)
 
-    engine, control = Engine("w0"), speaking(with_sql("w0"), w0="mlx")
+    engine, control = EngineDouble("w0"), speaking(with_sql("w0"), w0="mlx")
     control.ensure = nowhere
     async with fleet(engine, control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})
@@ -49,7 +49,7 @@ async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_s
 
 
 async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name_it_used():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
         for stream in (False, True):
             body = {**CHAT, "model": "sql/v1", "stream": stream}
@@ -73,7 +73,7 @@ async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name
     ],
 )
 async def test_where_sglang_answers_for_an_adapter_from_the_base_model_it_is_not_asked(path, body):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, parts):
         refused = await client.post(path, json={**body, "model": "sql/v1"})
         assert refused.status_code == 400, refused.text
@@ -88,7 +88,7 @@ async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
         told = {"object": "error", "message": "too long", "type": "BadRequestError", "param": None, "code": 400}
         return JSONResponse(told, 400)
 
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     engine.answer = refuses
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
@@ -112,7 +112,7 @@ async def test_sglangs_400_for_an_adapter_it_no_longer_has_is_answered_by_anothe
         message = f"Got LoRA adapter that has never been loaded: {body['model']}\nAll loaded adapters: dict_keys([])."
         return JSONResponse({"object": "error", "message": message, "code": 400}, 400)
 
-    engines = [Engine("w0", forgot), Engine("w1")]
+    engines = [EngineDouble("w0", forgot), EngineDouble("w1")]
     control = speaking(with_sql("w0", "w1"), w0="sglang", w1="sglang")
     async with fleet(*engines, control=control) as (client, _, _):
         for n in range(8):

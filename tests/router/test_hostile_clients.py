@@ -14,7 +14,7 @@ from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions
 from router.tokenizing.tokenizers import Tokenizers
 from tests.patience import until
-from tests.router.doubles import BASE, CHAT, Engine, chunk, echo, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, EngineDouble, chunk, echo, error_of, fleet, with_sql
 from tests.serving import client_of
 
 
@@ -22,7 +22,7 @@ from tests.serving import client_of
 @pytest.mark.parametrize("name", ["unknown", "messages", "tools"])
 async def test_a_body_nested_without_end_is_never_a_500(name, depth):
     nested = b"[" * depth + b"]" * depth
-    async with fleet(Engine("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0")) as (client, _, _):
         raw = b'{"model": "%s", "messages": [], "%s": %s}' % (BASE.encode(), name.encode(), nested)
         answer = await client.post("/v1/chat/completions", content=raw)
         assert answer.status_code in (200, 400), answer.text
@@ -39,7 +39,7 @@ async def test_a_prompt_that_cannot_be_put_into_json_again_is_routed_without_ids
 
 
 async def test_decisions_kept_for_explaining_hold_no_prompts():
-    async with fleet(Engine("w0")) as (client, _, parts):
+    async with fleet(EngineDouble("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1000))})
         (kept,) = parts.decisions
         assert not any(
@@ -64,7 +64,7 @@ def test_of_more_decisions_than_are_kept_a_sample_is_and_after_a_rest_all_are():
 
 
 async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_still_its_own():
-    async with fleet(Engine("w0")) as (client, _, parts):
+    async with fleet(EngineDouble("w0")) as (client, _, parts):
         for user in ("a" * 100_000 + "1", "a" * 100_000 + "2", "short", "é" * 150):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "user": user})).status_code == 200
         names = [kept.decision.ask.session for kept in parts.decisions]
@@ -75,7 +75,7 @@ async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_sti
 
 @pytest.mark.parametrize("priority", [True, 1e308, -(10**300), "high", None, [1]])
 async def test_any_priority_is_taken_or_ignored_and_nobody_waits_for_ever(priority):
-    async with fleet(Engine("w0"), late_binding_s=0.0) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), late_binding_s=0.0) as (client, _, parts):
         asks = [{"model": BASE, "prompt": [1] * 64, "priority": p} for p in (priority, 0, priority, 3)]
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asks))
         assert [answer.status_code for answer in answers] == [200] * 4
@@ -86,7 +86,7 @@ async def test_a_prompt_that_the_engine_refused_is_not_taken_for_cached_there():
     async def refuse(engine, body):
         return JSONResponse({"error": {"message": "too long"}}, 400)
 
-    async with fleet(Engine("w0", refuse), Engine("w1", refuse)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", refuse), EngineDouble("w1", refuse)) as (client, _, parts):
         body = {"model": BASE, "prompt": list(range(160))}
         for _ in range(3):
             assert (await client.post("/v1/completions", json=body)).status_code == 400
@@ -100,7 +100,7 @@ async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_count
         def choose(self, ask, scene):
             raise RuntimeError("broken")
 
-    async with fleet(Engine("w0")) as (client, _, parts):
+    async with fleet(EngineDouble("w0")) as (client, _, parts):
         parts.mind.shadows = [Broken()]
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
         assert answer.status_code == 200
@@ -110,7 +110,7 @@ async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_count
 
 
 async def test_a_worker_that_left_leaves_no_series_of_its_own_in_the_metrics():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine) as (client, _, parts):
         body = {"model": BASE, "prompt": list(range(160)), "stream": True}
@@ -126,7 +126,7 @@ async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_mi
     async def no_route(engine, body):
         return JSONResponse({"detail": "Not Found"}, 404)
 
-    engine = Engine("w0", no_route)
+    engine = EngineDouble("w0", no_route)
     async with fleet(engine, control=with_sql("w0"), cold_start_timeout_s=60) as (client, control, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
@@ -135,7 +135,7 @@ async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_mi
 
 
 async def test_adapters_of_the_catalog_are_read_once_and_not_at_every_report():
-    async with fleet(Engine("w0"), control=with_sql("w0")) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (_, _, parts):
         before, adapters = parts.discovery.fleet, parts.discovery.fleet.adapters
         parts.discovery.look_now("w0")
         await until(lambda: parts.discovery.fleet is not before)
@@ -150,7 +150,7 @@ async def test_a_stream_asked_for_with_a_word_instead_of_true_arrives_in_pieces(
     async def pieces(engine, body):
         return await echo(engine, {**body, "stream": True})
 
-    engine = Engine("w0", pieces)
+    engine = EngineDouble("w0", pieces)
     engine.go_on.clear()
     async with (
         fleet(engine, control=with_sql("w0")) as (client, _, _),
@@ -170,7 +170,7 @@ async def test_an_engine_that_leaves_in_the_middle_of_an_event_leaves_a_readable
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    async with fleet(Engine("w0", breaks), control=with_sql("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0", breaks), control=with_sql("w0")) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, **asked, "stream": True})
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert json.loads(events[0])["model"] == BASE
@@ -189,7 +189,7 @@ async def test_events_may_end_in_crlf_and_follow_comments():
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    engine = Engine("w0", crlf)
+    engine = EngineDouble("w0", crlf)
     engine.go_on.clear()
     async with (
         fleet(engine, control=with_sql("w0")) as (client, _, _),
@@ -207,7 +207,7 @@ async def test_a_refusal_after_a_comment_is_still_the_answers_status():
         events = b': data: hello\n\ndata: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
         return StreamingResponse(iter([events]), media_type="text/event-stream")
 
-    async with fleet(Engine("w0", refuse)) as (client, _, _):
+    async with fleet(EngineDouble("w0", refuse)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
 
@@ -220,7 +220,7 @@ async def test_a_request_that_kills_engines_meets_two_of_them_and_no_more():
 
         return StreamingResponse(half())
 
-    engines = [Engine(f"w{i}", dies) for i in range(4)]
+    engines = [EngineDouble(f"w{i}", dies) for i in range(4)]
     async with fleet(*engines, max_tries=4) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
     assert error_of(answer) == (503, "no_replica")
@@ -231,7 +231,7 @@ async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_ag
     async def slow(engine, body):
         await asyncio.Event().wait()
 
-    engines = [Engine(f"w{i}", slow) for i in range(3)]
+    engines = [EngineDouble(f"w{i}", slow) for i in range(3)]
     async with fleet(*engines, first_data_timeout_s=0.1) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
     assert error_of(answer) == (504, "no_answer_in_time")
@@ -239,7 +239,7 @@ async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_ag
 
 
 async def test_a_worker_that_left_leaves_nothing_in_any_index():
-    async with fleet(Engine("w0")) as (client, _, parts):
+    async with fleet(EngineDouble("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(64))})
         assert parts.feeds.index(BASE, 16).workers() == {"w0": 4}
         parts.feeds.forget("w0")
@@ -248,7 +248,7 @@ async def test_a_worker_that_left_leaves_nothing_in_any_index():
 
 
 async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
         ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
@@ -270,7 +270,7 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     control = with_sql()
     control.ensure = refuse
-    async with fleet(Engine("w0"), control=control) as (_, _, parts):
+    async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
         await asyncio.sleep(0)
         task = parts.cold._flights["sql/v1"].task
@@ -290,7 +290,7 @@ async def test_a_prompt_that_was_refused_is_not_one_that_its_tenant_has_cached(t
     keys.write_text(
         "keys:\n" + "".join(f"- {{sha256: {hash_key(of)}, tenant: {of}, scopes: [infer]}}\n" for of in ("one", "other"))
     )
-    async with fleet(Engine("w0", refusing), key_files=(keys,)) as (client, _, _):
+    async with fleet(EngineDouble("w0", refusing), key_files=(keys,)) as (client, _, _):
         body = {"model": BASE, "prompt": list(range(64))}
         told = []
         for tenant, more in (("one", {}), ("one", {}), ("other", {"temperature": -1}), ("other", {})):
@@ -305,7 +305,7 @@ async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_n
     names = ("one", "other"), ("two", "acme"), ("three", "acme")
     entries = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [infer]}}\n" for key, tenant in names]
     keys.write_text("keys:\n" + "".join(entries) + f"- {{sha256: {hash_key('root')}, scopes: [admin]}}\n")
-    async with fleet(Engine("w0"), key_files=(keys,)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), key_files=(keys,)) as (client, _, _):
 
         async def told(key, tokens):
             headers = {"authorization": f"Bearer {key}"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lorafleet.test_front_of_apps import served
 from tests.patience import patience
-from tests.router.doubles import Engine, fleet
+from tests.router.doubles import EngineDouble, fleet
 
 NEEDS_JAVA = pytest.mark.skipif(shutil.which("java") is None, reason="needs Java 11 or later")
 pytestmark = [pytest.mark.fleet, NEEDS_JAVA]
@@ -53,7 +53,7 @@ async def said(tmp_path, *urls: str, length: int = 100_000) -> list[str]:
 
 
 async def test_javas_client_gets_its_answers_from_router_and_services(tmp_path):
-    async with fleet(Engine("w0")) as (router, _, _), served() as client, await client() as probe:
+    async with fleet(EngineDouble("w0")) as (router, _, _), served() as client, await client() as probe:
         host, port = probe.writer.get_extra_info("peername")
         url = str(router.base_url).rstrip("/")
         lines = await said(tmp_path, f"{url}/v1/chat/completions", f"{url}/v1/route", f"http://{host}:{port}/x")

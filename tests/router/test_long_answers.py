@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from router.core.fleet import EngineReport
 from tests.patience import within
-from tests.router.doubles import CHAT, Control, Engine, chunk, error_of, fleet
+from tests.router.doubles import CHAT, AgentDouble, EngineDouble, chunk, error_of, fleet
 from tests.router.test_policy import a_replica
 from workers.wire import Load
 
@@ -27,8 +27,8 @@ async def held(engine, body):
     return JSONResponse({"id": "1", "model": body["model"], "choices": []})
 
 
-def a_holding_engine() -> Engine:
-    engine = Engine("w0", held)
+def a_holding_engine() -> EngineDouble:
+    engine = EngineDouble("w0", held)
     engine.go_on.clear()
     return engine
 
@@ -67,7 +67,7 @@ async def test_client_waits_no_longer_than_the_bound_whatever_it_says():
 
 async def test_whole_answer_is_waited_for_while_its_engine_works():
     engine = a_holding_engine()
-    async with fleet(engine, control=Control(figures=WORKING), **LIMITS) as (client, _, _):
+    async with fleet(engine, control=AgentDouble(figures=WORKING), **LIMITS) as (client, _, _):
         waiting = asyncio.create_task(client.post(ASK, json=CHAT))
         streamed = await client.post(ASK, json={**CHAT, "stream": True})
         assert error_of(streamed) == (504, "no_answer_in_time")
@@ -77,7 +77,7 @@ async def test_whole_answer_is_waited_for_while_its_engine_works():
 
 
 async def test_engine_that_works_is_given_up_after_the_longest_time():
-    control = Control(figures=WORKING)
+    control = AgentDouble(figures=WORKING)
     async with fleet(a_holding_engine(), control=control, **LIMITS, max_answer_s=0.5) as (client, _, _):
         assert error_of(await client.post(ASK, json=CHAT)) == (504, "no_answer_in_time")
 
@@ -90,7 +90,7 @@ async def test_pause_of_a_stream_is_called_a_pause():
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    engine = Engine("w0", pausing)
+    engine = EngineDouble("w0", pausing)
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=0.3) as (client, _, _), within(30):
         answer = await client.post(ASK, json={**CHAT, "stream": True})

@@ -7,7 +7,7 @@ import pytest
 
 from router.fleet.health_probe import HealthProbes
 from router.http.engine_pool import EngineLost
-from router.http.fetch import Refused
+from router.http.fetch import FetchRefused
 from tests.patience import until
 from tests.router.test_policy import a_replica
 
@@ -36,7 +36,7 @@ class ScriptedEngines:
 
 
 def refused(status):
-    return Refused("no", status)
+    return FetchRefused("no", status)
 
 
 @pytest.mark.parametrize(

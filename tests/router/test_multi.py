@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from lorafleet.service.auth import hash_key
 from tests.patience import patience, until, within
-from tests.router.doubles import CHAT, Control, Engine, chunk, sample_value
+from tests.router.doubles import CHAT, AgentDouble, EngineDouble, chunk, sample_value
 from tests.router.variables import JOIN_WITHIN_S, REFUSES_TO_START
 from tests.serving import client_of, serving
 
@@ -32,8 +32,8 @@ class SupervisedRouters:
 
     process: asyncio.subprocess.Process
     folder: Path
-    engine: Engine = field(default_factory=lambda: Engine("w0"))
-    control: Control = field(default_factory=Control)
+    engine: EngineDouble = field(default_factory=lambda: EngineDouble("w0"))
+    control: AgentDouble = field(default_factory=AgentDouble)
 
     @property
     def url(self) -> str:
@@ -125,7 +125,7 @@ async def routers(folder: Path, *flags: str, drain_s: float = 0, silent: bool = 
 
     silent  its agent says nothing yet: once both listen
     """
-    engine, control = Engine("w0"), Control(silent=silent)
+    engine, control = EngineDouble("w0"), AgentDouble(silent=silent)
     async with contextlib.AsyncExitStack() as stack:
         control.workers["w0"] = await stack.enter_async_context(serving(engine.app))
         control.url = await stack.enter_async_context(serving(control.app))
@@ -537,7 +537,7 @@ async def test_a_port_that_will_not_come_free_is_refused_at_once(tmp_path, by):
             with socket.socket() as alone, pytest.raises(OSError, match="in use"):
                 alone.bind(("127.0.0.1", int(port)))
         else:
-            port = (await stack.enter_async_context(serving(Engine("w0").app))).rpartition(":")[2]
+            port = (await stack.enter_async_context(serving(EngineDouble("w0").app))).rpartition(":")[2]
         # Longer than this test may take.
         async with bare(tmp_path / "second", "--drain-s", "6000", port=port) as second:
             assert await second.ends() == 1

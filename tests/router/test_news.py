@@ -5,7 +5,7 @@ import asyncio
 from orchestrator.wire import AliasItem, AliasTarget
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import until
-from tests.router.doubles import BASE, CHAT, Control, Engine, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_background import RESPONSES, Keeper
 from tests.serving import serving
 
@@ -14,7 +14,7 @@ RARELY = {"catalog_poll_s": 60.0}
 
 
 async def test_requests_that_come_before_any_worker_was_met_wait_for_the_first():
-    engine, control = Engine("w0"), with_sql("w0")
+    engine, control = EngineDouble("w0"), with_sql("w0")
     control.silent = True
     async with (
         serving(engine.app) as url,
@@ -44,7 +44,7 @@ async def test_requests_that_come_before_any_worker_was_met_wait_for_the_first()
 
 
 async def test_a_stored_response_is_not_gone_before_its_worker_was_met():
-    engine, control = Keeper("w0"), Control(silent=True)
+    engine, control = Keeper("w0"), AgentDouble(silent=True)
     kept = tagged_response_id("mine", "", tenant=None, worker="w0")
     engine.kept[kept] = {"id": kept, "status": "completed"}
     async with (
@@ -62,14 +62,14 @@ async def test_a_stored_response_is_not_gone_before_its_worker_was_met():
 
 
 async def test_what_cannot_be_met_is_said_when_the_wait_is_over():
-    async with fleet(control=Control(down=True), first_sync_wait_s=0.1) as (client, _, _):
+    async with fleet(control=AgentDouble(down=True), first_sync_wait_s=0.1) as (client, _, _):
         assert error_of(await client.post(CHATS, json=CHAT)) == (503, "catalog_unavailable")
         assert error_of(await client.get("/v1/models")) == (503, "catalog_unavailable")
 
 
 async def test_what_was_registered_before_a_request_was_sent_is_known_to_it():
     control = with_sql("w0")
-    async with fleet(Engine("w0"), control=control, **RARELY) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, **RARELY) as (client, _, _):
         assert (await client.post(CHATS, json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
         # Deleted, registered anew under another name: of neither is the router told.
         control.adapters.clear()
@@ -93,7 +93,7 @@ async def test_what_was_registered_before_a_request_was_sent_is_known_to_it():
 
 
 async def test_names_that_nobody_knows_cost_the_orchestrator_a_few_looks_at_the_catalog():
-    async with fleet(Engine("w0"), **RARELY) as (client, control, _):
+    async with fleet(EngineDouble("w0"), **RARELY) as (client, control, _):
         before = control.catalogs
         asks = [client.post(CHATS, json={**CHAT, "model": f"no-{n}"}) for n in range(200)]
         answers = await asyncio.gather(*asks)
@@ -102,7 +102,7 @@ async def test_names_that_nobody_knows_cost_the_orchestrator_a_few_looks_at_the_
 
 
 async def test_while_the_orchestrator_is_away_an_unknown_name_is_refused_by_what_is_known():
-    async with fleet(Engine("w0")) as (client, control, parts):
+    async with fleet(EngineDouble("w0")) as (client, control, parts):
         control.down = True
         await until(lambda: not parts.discovery.may_look_again)
         answer = await client.post(CHATS, json={**CHAT, "model": "nope"})

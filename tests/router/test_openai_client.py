@@ -9,7 +9,7 @@ import pytest
 from lorafleet.service.auth import hash_key
 from tests.patience import until
 from tests.recordings.openai_answers import ASKED, recorded
-from tests.router.doubles import BASE, Control
+from tests.router.doubles import BASE, AgentDouble
 from tests.router.faults.house import answering, house, pieces
 from tests.serving import client_of
 
@@ -47,7 +47,7 @@ async def asking(tmp_path=None, *, engines=1, **settings):
     """(openai's client, the router)."""
     from openai import AsyncOpenAI
 
-    control = Control()
+    control = AgentDouble()
     control.add_adapter(MODEL, on=[f"w{number}" for number in range(engines)])
     async with house(engines, control=control, **settings) as router:
         for engine in router.engines:

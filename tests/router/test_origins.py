@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from lorafleet.service.auth import hash_key
 from router.config import RouterSettings
 from router.protocols.cors import SHOWN
-from tests.router.doubles import CHAT, Engine, echo, error_of, fleet
+from tests.router.doubles import CHAT, EngineDouble, echo, error_of, fleet
 
 PAGE, OTHER = "https://app.example", "https://evil.example"
 # Of each kind: what the router answers by itself, in pieces, and by FastAPI.
@@ -17,7 +17,7 @@ PATHS = ("/v1/chat/completions", "/v1/models", "/v1/route", "/health", "/nowhere
 
 @contextlib.asynccontextmanager
 async def router(*allowed: str, **settings):
-    async with fleet(Engine("w0"), allowed_origins=allowed, **settings) as (client, _, _):
+    async with fleet(EngineDouble("w0"), allowed_origins=allowed, **settings) as (client, _, _):
         yield client
 
 
@@ -95,7 +95,7 @@ async def test_what_an_engine_says_of_origins_does_not_reach_a_page():
         answer.headers["access-control-allow-origin"] = "*"
         return answer
 
-    async with fleet(Engine("w0", loose)) as (client, _, _):
+    async with fleet(EngineDouble("w0", loose)) as (client, _, _):
         answer = await client.post(PATHS[0], json=CHAT, headers={"origin": OTHER})
         assert answer.status_code == 200
         assert "access-control-allow-origin" not in answer.headers

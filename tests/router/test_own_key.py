@@ -7,11 +7,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.patience import until
-from tests.router.doubles import BASE, CHAT, Control, Engine, fleet
+from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, fleet
 
 
 @dataclass
-class GuardedControl(Control):
+class GuardedControl(AgentDouble):
     """Takes one key, and remembers which paths were asked with it."""
 
     takes: str = "one"
@@ -37,7 +37,7 @@ class GuardedControl(Control):
 async def test_orchestrator_and_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
     file, control = tmp_path / "token", GuardedControl()
     file.write_text("one\n")
-    async with fleet(Engine("w0"), control=control, token_file=file) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, token_file=file) as (client, _, _):
         await until(lambda: control.opened >= {"catalog", "metadata"})
         control.takes = "another"
         control.opened.clear()

@@ -23,7 +23,7 @@ from router.config import RouterSettings
 from router.fleet.discovered_adapters import listed_adapters
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, until
-from tests.router.doubles import Control, Engine, error_of, fleet
+from tests.router.doubles import AgentDouble, EngineDouble, error_of, fleet
 from tests.serving import client_of, serving
 
 BASE = "tiny-qwen"
@@ -104,7 +104,7 @@ async def test_without_an_orchestrator_no_catalog_grows_old(engines) -> None:
 
 async def test_an_api_server_that_is_nowhere_is_no_fault_of_ours(tmp_path) -> None:
     with capture_logs() as logs:
-        async with fleet(Engine("w0"), kube_selector="app=vllm", kubeconfig=tmp_path / "none") as (_, _, parts):
+        async with fleet(EngineDouble("w0"), kube_selector="app=vllm", kubeconfig=tmp_path / "none") as (_, _, parts):
             await until(lambda: "API server not configured" in {line["event"] for line in logs})
             assert parts.metrics.loop_failures.labels("slices").value == 0
 
@@ -178,7 +178,7 @@ async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and
     engines, folders
 ) -> None:
     first, second = engines
-    control = Control()
+    control = AgentDouble()
     control.add_adapter("team/sql")
     control.add_adapter("sql", tenants=())
     ours = f"team/sql@{'ab' * 6}"
@@ -201,7 +201,7 @@ async def test_beside_a_catalog_its_adapters_are_found_by_their_engine_names_and
 
 @pytest.mark.fleet
 async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines) -> None:
-    class OneEngine(Control):
+    class OneEngine(AgentDouble):
         @property
         def app(self):
             app = super().app
@@ -223,7 +223,7 @@ async def test_a_worker_of_the_catalog_without_an_agent_is_asked_itself(engines)
 
 async def test_no_adapter_of_an_engine_is_believed_that_is_no_vllm() -> None:
     """Four of seven engines answer 200 from the base model for an adapter that they lack."""
-    engine = Engine("x")
+    engine = EngineDouble("x")
     listed = [{"id": BASE, "owned_by": "llamacpp"}, {"id": "sql", "owned_by": "llamacpp", "parent": BASE}]
     app = engine.app
     app.router.routes += [
@@ -242,7 +242,7 @@ class GuardedEngine:
     def __init__(self, wants: str = "") -> None:
         self.wants = wants
         self.shown: dict[str, set[str | None]] = {}
-        self.engine = Engine("x", ids=[1, 2, 3])
+        self.engine = EngineDouble("x", ids=[1, 2, 3])
 
     @property
     def app(self) -> ASGIApp:
@@ -286,7 +286,7 @@ async def test_an_engine_that_wants_a_key_is_shown_its_own() -> None:
 
 
 async def test_an_engine_beside_an_agent_is_shown_no_key() -> None:
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, engine_key="k") as (client, _, _):
         assert (await ask(client, BASE)).status_code == 200
         assert "authorization" not in engine.headers[-1]

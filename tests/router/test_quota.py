@@ -24,7 +24,7 @@ from router.processes import shared_quotas
 from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
 from tests.properties import examples
-from tests.router.doubles import BASE, Engine, chunk, echo, fleet
+from tests.router.doubles import BASE, EngineDouble, chunk, echo, fleet
 
 
 def refused(quotas, limits, now, tokens=0, key="k"):
@@ -581,7 +581,7 @@ async def read(ask, events, **body):
 
 async def test_beyond_its_keys_limits_a_body_is_not_read(tmp_path):
     wrongs = (("/v1/completions", {"lora_path": "x"}), ("/generate", {"text": 1, "rid": "x" * 2**19}))
-    async with limited(tmp_path, Engine("w0"), requests_per_minute=1) as (ask, _):
+    async with limited(tmp_path, EngineDouble("w0"), requests_per_minute=1) as (ask, _):
         for path, wrong in wrongs:
             async with ask(path, **wrong) as answer:
                 assert answer.status_code == 400
@@ -600,7 +600,7 @@ def idle(parts):
 async def test_what_was_read_of_a_stream_is_charged_although_its_client_left_before_the_engine_said_what_it_counted(
     tmp_path,
 ):
-    engine = Engine("w0", forty)
+    engine = EngineDouble("w0", forty)
     engine.go_on.clear()
     async with limited(tmp_path, engine, tokens_per_minute=50) as (ask, parts):
         await read(ask, 40)
@@ -610,7 +610,7 @@ async def test_what_was_read_of_a_stream_is_charged_although_its_client_left_bef
 
 @pytest.mark.parametrize("prompt", [[1] * 20, "twenty tokens, as its engine says"], ids=["ids", "text"])
 async def test_a_prompt_whose_client_left_before_its_answer_began_is_charged(tmp_path, prompt):
-    engine = Engine("w0", silent, ids=[1] * 20)
+    engine = EngineDouble("w0", silent, ids=[1] * 20)
     async with limited(tmp_path, engine, tokens_per_minute=30) as (ask, parts):
         async with ask(key="other") as answer:
             assert answer.status_code == 200
@@ -626,7 +626,7 @@ async def test_a_prompt_whose_client_left_before_its_answer_began_is_charged(tmp
 
 
 async def test_a_picture_of_a_megabyte_is_charged_as_no_more_tokens_than_an_engine_takes(tmp_path):
-    engine = Engine("w0", forty)
+    engine = EngineDouble("w0", forty)
     engine.go_on.clear()
     async with limited(tmp_path, engine, tokens_per_minute=4000) as (ask, parts):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**20}}

@@ -17,7 +17,7 @@ from router.core.errors import BadBody
 from router.protocols.routes import ROUTES
 from router.request.engine_body import NO_WISHES, EngineOptions, dialect_of, salt_for
 from tests.patience import until
-from tests.router.doubles import BASE, DIGEST, Engine, error_of, fleet, with_sql
+from tests.router.doubles import BASE, DIGEST, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing
 from tests.workers.running import sim_inside
 
@@ -31,7 +31,7 @@ async def post(client: httpx.AsyncClient, **body) -> httpx.Response:
 
 
 async def test_adapters_and_clients_salts_are_salted_at_such_an_engine_alone():
-    control, salted, other = with_sql("w0", "w1"), Engine("w0"), Engine("w1")
+    control, salted, other = with_sql("w0", "w1"), EngineDouble("w0"), EngineDouble("w1")
     control.salted = frozenset({"w0"})
     async with fleet(salted, other, control=control, policy="round_robin") as (client, _, _):
         for more in ({"model": "sql/v1"}, {"model": "sql/v1", "cache_salt": "pepper"}, {"model": BASE},
@@ -46,7 +46,7 @@ async def test_adapters_and_clients_salts_are_salted_at_such_an_engine_alone():
 
 
 async def test_each_item_of_a_batch_is_salted_for_its_own_adapter():
-    control, engine = with_sql("w0"), Engine("w0")
+    control, engine = with_sql("w0"), EngineDouble("w0")
     control.salted = frozenset({"w0"})
     async with fleet(engine, control=control) as (client, _, _):
         await client.post("/generate", json={"text": ["a", "b"], "lora_path": ["sql/v1", None], "cache_salt": "pepper"})
@@ -55,7 +55,7 @@ async def test_each_item_of_a_batch_is_salted_for_its_own_adapter():
 
 
 async def test_salt_that_is_none_is_refused_where_it_would_have_to_be_salted():
-    control, engine = with_sql("w0"), Engine("w0")
+    control, engine = with_sql("w0"), EngineDouble("w0")
     control.salted = frozenset({"w0"})
     async with fleet(engine, control=control) as (client, _, _):
         for wrong in ("", 7, ["a"]):
@@ -106,7 +106,7 @@ async def test_adapter_that_only_refusing_engines_could_have_gets_the_reason_at_
 
     control = with_sql()
     control.refusals, control.ensure = {"w0": REFUSAL}, ensure
-    async with fleet(Engine("w0"), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control) as (client, _, _):
         answer = await post(client, model="sql/v1")
         assert error_of(answer) == (503, "no_capacity")
         assert f"no worker of {BASE} takes adapters ({REFUSAL})" in answer.json()["error"]["message"]
@@ -116,7 +116,7 @@ async def test_adapter_that_only_refusing_engines_could_have_gets_the_reason_at_
 async def test_no_adapter_is_sent_to_a_refusing_engine_or_asked_of_its_agent():
     control = with_sql("w0")  # an agent that says both: it holds the adapter, and takes none
     control.refusals = {"w0": REFUSAL}
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=control) as (client, _, parts):
         assert not parts.discovery.fleet.replicas["w0"].residents
         control.down = True

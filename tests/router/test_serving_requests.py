@@ -19,7 +19,19 @@ from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
 from router.request.engine_body import REFUSED_EXTRA_ARGS, REFUSED_FIELDS
 from tests.patience import patience, until
-from tests.router.doubles import BASE, CHAT, DIGEST, UNHEARD, Control, Engine, chunk, echo, error_of, fleet, with_sql
+from tests.router.doubles import (
+    BASE,
+    CHAT,
+    DIGEST,
+    UNHEARD,
+    AgentDouble,
+    EngineDouble,
+    chunk,
+    echo,
+    error_of,
+    fleet,
+    with_sql,
+)
 from tests.serving import serving
 from workers.wire import Load, Metadata
 
@@ -27,7 +39,7 @@ SQL = f"sql/v1@{DIGEST[:12]}"
 
 
 async def test_an_adapters_request_runs_under_the_engines_name_and_answers_under_the_clients():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, _, _):
         for body in ({**CHAT, "lora_id": "sql/v1"}, {**CHAT, "model": "sql/v1"}, {**CHAT, "model": f"{BASE}:sql/v1"}):
             answer = await client.post("/v1/chat/completions", json=body)
@@ -40,7 +52,7 @@ async def test_an_adapters_request_runs_under_the_engines_name_and_answers_under
 
 
 async def test_every_other_field_reaches_the_engine_as_it_was_sent():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     odd = {"temperature": 1e-7, "seed": 2**53, "unknown": {"ключ": [None, True, "\u2028"]}, "logit_bias": {"1": -100}}
     async with fleet(engine) as (client, _, _):
         raw = json.dumps({**CHAT, **odd}, ensure_ascii=False)
@@ -63,7 +75,7 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    engine = Engine("w0", cut)
+    engine = EngineDouble("w0", cut)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, _):
         ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
@@ -82,7 +94,7 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
 async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(monkeypatch, is_in_task):
     made = []
     monkeypatch.setattr("router.app.front", lambda *args: made.append(front(*args)) or made[0])
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, tokenizer="off") as (client, _, parts):
         if not is_in_task:
             # With a connection to the engine there is nothing to wait for.
@@ -135,7 +147,7 @@ async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, s
         def getrandbits(self, k):
             return 0  # with this seed the first of two is chosen
 
-    bad, good = Engine("bad", fail, ids=[1, 2, 3]), Engine("good", ids=[1, 2, 3])
+    bad, good = EngineDouble("bad", fail, ids=[1, 2, 3]), EngineDouble("good", ids=[1, 2, 3])
     async with fleet(bad, good) as (client, control, parts):
         parts.mind.rng = First()  # ties fall at random: here they fall on the bad one, every time
         if how == "refused":
@@ -163,7 +175,7 @@ async def test_a_fleet_that_only_fails_is_answered_with_503_and_no_replica_is_as
     async def fail(engine, body):
         return JSONResponse({"error": {"message": "busy"}}, 503)
 
-    engines = [Engine(f"w{i}", fail) for i in range(2)]
+    engines = [EngineDouble(f"w{i}", fail) for i in range(2)]
     async with fleet(*engines) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
     assert error_of(answer) == (503, "no_replica")
@@ -184,7 +196,7 @@ async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
         return StreamingResponse(nothing())
 
     for body in (CHAT, {**CHAT, "lora_id": "sql/v1"}):
-        engine, control = Engine("w0", dies), with_sql("w0")
+        engine, control = EngineDouble("w0", dies), with_sql("w0")
         engine.died = False
         control.ensure = ready_on_w0
         control.figures = UNHEARD
@@ -205,7 +217,7 @@ async def ready_on_w0(control, lora_id):
 
 
 async def test_loads_are_told_at_once_and_all_agents_figures_make_one_snapshot():
-    engines = [Engine(f"w{number}") for number in range(4)]
+    engines = [EngineDouble(f"w{number}") for number in range(4)]
     async with fleet(*engines, metadata_poll_s=3600, catalog_poll_s=3600) as (_, control, parts):
         discovery, load = parts.discovery, parts.mind.load
         await until(discovery.is_synced)
@@ -220,7 +232,7 @@ async def test_loads_are_told_at_once_and_all_agents_figures_make_one_snapshot()
 
 
 async def test_a_catalog_that_names_no_worker_takes_none_away_that_answers():
-    engine, control = Engine("w0"), with_sql("w0")
+    engine, control = EngineDouble("w0"), with_sql("w0")
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
         named, control.named = control.named, frozenset()
         control.tell()
@@ -237,7 +249,7 @@ async def test_a_catalog_that_names_no_worker_takes_none_away_that_answers():
 
 
 async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
-    engine, control = Engine("w0"), with_sql("w0")
+    engine, control = EngineDouble("w0"), with_sql("w0")
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
         control.silent = True
         await until(lambda: control.unanswered >= 4)
@@ -248,7 +260,7 @@ async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
 
 @pytest.mark.parametrize("boot_id", ["first", "second"])
 async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_it_ends(boot_id):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
 
         def follow():
@@ -276,7 +288,7 @@ async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_
 
 
 async def test_a_report_that_cannot_be_read_is_counted_and_logged_with_the_worker():
-    engine, control = Engine("w0"), with_sql("w0")
+    engine, control = EngineDouble("w0"), with_sql("w0")
     async with fleet(engine, control=control) as (_, _, parts):
         with capture_logs() as logs:
             control.metadata = lambda worker: Metadata.model_construct(instance_id=worker)
@@ -308,7 +320,7 @@ def lose_what_waits(parts):
     ],
 )
 async def test_a_fault_of_ours_in_a_loop_is_counted_under_its_name(loop, breaks):
-    async with fleet(Engine("w0")) as (_, _, parts):
+    async with fleet(EngineDouble("w0")) as (_, _, parts):
         breaks(parts)
         await until(lambda: parts.metrics.loop_failures.labels(loop).value)
 
@@ -322,7 +334,7 @@ async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    engine, other = Engine("w0", breaks), Engine("w1", breaks)
+    engine, other = EngineDouble("w0", breaks), EngineDouble("w1", breaks)
     async with fleet(engine, other) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
         assert list(parts.mind.load.in_flight()) == []
@@ -345,7 +357,7 @@ async def test_a_client_that_leaves_aborts_the_engine():
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    engine = Engine("w0", endless)
+    engine = EngineDouble("w0", endless)
     async with fleet(engine) as (client, _, parts):
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
             assert await anext(answer.aiter_bytes())
@@ -366,7 +378,7 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_the_engine():
         engine.go_on.set()
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    engine = Engine("w0", silent)
+    engine = EngineDouble("w0", silent)
     engine.go_on.clear()
     async with fleet(engine) as (client, _, _):
         asking = asyncio.create_task(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
@@ -380,7 +392,7 @@ async def test_an_engines_own_refusal_of_a_base_request_reaches_the_client_and_i
     async def refuse(engine, body):
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
-    engines = [Engine(f"w{i}", refuse) for i in range(2)]
+    engines = [EngineDouble(f"w{i}", refuse) for i in range(2)]
     async with fleet(*engines) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == status
@@ -399,7 +411,7 @@ async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_eng
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse({"id": "1", "model": body["model"], "choices": []}, status)
 
-    async with fleet(Engine("w0", answer)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", answer)) as (client, _, parts):
         book = parts.mind.load._books["w0"]
         for status, ended in zip(statuses, (0, 1), strict=True):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})).status_code == status
@@ -414,7 +426,7 @@ async def test_a_refusal_inside_a_stream_that_began_with_200_becomes_the_answers
         event = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
         return StreamingResponse(iter([event]), media_type="text/event-stream")
 
-    async with fleet(Engine("w0", refuse)) as (client, _, _):
+    async with fleet(EngineDouble("w0", refuse)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "too long"
@@ -424,7 +436,7 @@ async def test_a_refusal_inside_a_stream_that_began_with_200_becomes_the_answers
     "raw", [b"", b"[]", b"{", b'"x"', b"\xff\xfe", b'{"model": 3}', b'{"model": "tiny-qwen", "lora_id": []}']
 )
 async def test_a_malformed_body_is_a_400_and_reaches_no_engine(raw):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/v1/chat/completions", content=raw)
     assert error_of(answer) == (400, "invalid_request_body")
@@ -435,7 +447,7 @@ async def test_a_malformed_body_is_a_400_and_reaches_no_engine(raw):
     "more", [*({name: 1} for name in REFUSED_FIELDS), *({"vllm_xargs": {name: 1}} for name in REFUSED_EXTRA_ARGS)]
 )
 async def test_a_field_that_steers_engine_or_index_is_refused(more):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, **more})
     assert error_of(answer) == (400, "invalid_request_body")
@@ -454,7 +466,7 @@ async def test_a_field_that_steers_engine_or_index_is_refused(more):
     ],
 )
 async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_how_many(path, more, param):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, max_sequences=4) as (client, _, _):
         answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
         assert error_of(answer) == (400, "invalid_request_body")
@@ -476,7 +488,7 @@ async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_ho
     ],
 )
 async def test_a_body_of_a_great_many_small_things_is_a_400_and_reaches_no_engine(path, more):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, max_body_items=1000) as (client, _, _):
         answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
         assert error_of(answer) == (400, "invalid_request_body")
@@ -487,7 +499,7 @@ async def test_a_body_of_a_great_many_small_things_is_a_400_and_reaches_no_engin
 
 
 async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/generate", json={"text": ["a"] * 10_001})
     assert error_of(answer) == (400, "invalid_request_body")
@@ -496,7 +508,7 @@ async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
 
 @pytest.mark.parametrize(("more", "sequences"), [({}, 7), ({"use_beam_search": True}, 1)])
 async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over(more, sequences):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine) as (client, _, parts):
         body = {**CHAT, "n": 7, "stream": True, **more}
@@ -508,7 +520,7 @@ async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_o
 
 
 async def test_a_body_over_the_limit_is_a_413():
-    async with fleet(Engine("w0"), max_body_bytes=100) as (client, _, _):
+    async with fleet(EngineDouble("w0"), max_body_bytes=100) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "x": "y" * 200})) == (
             413,
             "body_too_large",
@@ -521,7 +533,7 @@ async def test_a_body_over_the_limit_is_a_413():
 
 
 async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
-    async with fleet(Engine("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0")) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json={**CHAT, "model": "nope"})) == (
             404,
             "model_not_found",
@@ -541,7 +553,7 @@ async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
 
 
 async def test_decisions_that_are_posted_are_the_engines_and_those_that_are_got_the_routers_own():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, _, _):
         asked = {"model": "sql/v1", "input": "x", "questions": [{"type": "predicate", "instructions": "?"}]}
         answer = await client.post("/v1/decisions", json=asked)
@@ -557,7 +569,11 @@ async def test_decisions_that_are_posted_are_the_engines_and_those_that_are_got_
 async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and_its_answer_fit(named):
     control = with_sql("short", "long")
     control.max_model_lens = {"short": 100, "long": 2048}
-    async with fleet(Engine("short"), Engine("long"), control=control, policy="round_robin") as (client, _, _):
+    async with fleet(EngineDouble("short"), EngineDouble("long"), control=control, policy="round_robin") as (
+        client,
+        _,
+        _,
+    ):
 
         async def went_to(prompt_tokens, **more):
             body = {"model": BASE, "prompt": list(range(prompt_tokens)), **named, **more}
@@ -580,8 +596,8 @@ async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and
 
 
 async def test_what_only_an_engine_that_starts_would_take_is_not_given_to_a_short_one():
-    control = Control(starting=frozenset({"long"}), max_model_lens={"short": 100, "long": 2048})
-    async with fleet(Engine("short"), Engine("long"), control=control) as (client, _, _):
+    control = AgentDouble(starting=frozenset({"long"}), max_model_lens={"short": 100, "long": 2048})
+    async with fleet(EngineDouble("short"), EngineDouble("long"), control=control) as (client, _, _):
         body = {"model": BASE, "prompt": list(range(200))}
         refused = await client.post("/v1/completions", json=body)
         assert error_of(refused) == (503, "no_replica")
@@ -593,7 +609,7 @@ async def test_what_only_an_engine_that_starts_would_take_is_not_given_to_a_shor
 
 
 async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
-    async with fleet(control=Control(down=True)) as (client, _, _):
+    async with fleet(control=AgentDouble(down=True)) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "catalog_unavailable")
         assert error_of(await client.get("/v1/models")) == (503, "catalog_unavailable")
         assert (await client.get("/ready")).status_code == 503
@@ -601,7 +617,7 @@ async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
 
 
 async def test_the_last_catalog_on_disk_serves_while_the_orchestrator_is_away(tmp_path):
-    engine, control = Engine("w0"), with_sql("w0")
+    engine, control = EngineDouble("w0"), with_sql("w0")
     async with fleet(engine, control=control, state_dir=tmp_path):
         pass
     control.down = True
@@ -620,7 +636,7 @@ async def test_a_cold_adapter_is_ensured_once_however_many_wait():
             {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w1"], "loading": [], "expected_s": 0}
         )
 
-    engines, control = [Engine("w0"), Engine("w1")], with_sql()
+    engines, control = [EngineDouble("w0"), EngineDouble("w1")], with_sql()
     control.ensure = load
     async with fleet(*engines, control=control) as (client, _, _):
         asks = [client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}) for _ in range(8)]
@@ -642,7 +658,7 @@ async def test_what_the_orchestrator_says_of_a_cold_adapter_reaches_every_waitin
     async def refuse(control, lora_id):
         return JSONResponse({"error": {"message": "because", "code": code}}, status, {"retry-after": "7"})
 
-    engine, control = Engine("w0"), with_sql()
+    engine, control = EngineDouble("w0"), with_sql()
     control.ensure = refuse
     async with fleet(engine, control=control) as (client, _, _):
         asks = [client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"}) for _ in range(3)]
@@ -659,7 +675,7 @@ async def test_an_adapter_that_finds_no_room_in_time_is_a_503_that_says_so():
 
     control = with_sql()
     control.ensure = full
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
     assert error_of(answer) == (503, "no_capacity")
     assert "no free slot" in answer.json()["error"]["message"]
@@ -672,7 +688,7 @@ async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
             {"lora_id": lora_id, "digest": DIGEST, "state": "loading", "ready": [], "loading": ["w0"], "expected_s": 3}
         )
 
-    engine, control = Engine("w0"), with_sql()
+    engine, control = EngineDouble("w0"), with_sql()
     control.ensure = slow
     async with fleet(engine, control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
@@ -683,7 +699,7 @@ async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
 
 
 async def test_while_the_orchestrator_is_away_the_adapters_home_loads_it():
-    engines, control = [Engine("w0"), Engine("w1")], with_sql()
+    engines, control = [EngineDouble("w0"), EngineDouble("w1")], with_sql()
 
     async def unreachable(control, lora_id):
         return Response(status_code=500)
@@ -701,7 +717,7 @@ async def test_requests_beyond_the_hold_are_shed():
 
     control = with_sql()
     control.ensure = never
-    async with fleet(Engine("w0"), control=control, max_held_requests=1, cold_start_timeout_s=patience(0.3)) as (
+    async with fleet(EngineDouble("w0"), control=control, max_held_requests=1, cold_start_timeout_s=patience(0.3)) as (
         client,
         _,
         parts,
@@ -727,7 +743,7 @@ async def test_keys_scopes_and_tenants(tmp_path):
     def bearer(key):
         return {"headers": {"authorization": f"Bearer {key}"}}
 
-    async with fleet(Engine("w0"), control=control, key_files=(keys,)) as (client, _, _):
+    async with fleet(EngineDouble("w0"), control=control, key_files=(keys,)) as (client, _, _):
         for headers in ({}, bearer("wrong"), {"headers": {"authorization": "Basic user"}}):
             for ask in (client.post("/v1/chat/completions", json=CHAT, **headers), client.get("/v1/models", **headers)):
                 assert error_of(await ask) == (401, "invalid_api_key")
@@ -754,7 +770,7 @@ async def test_keys_scopes_and_tenants(tmp_path):
 
 
 async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
-    keys, engine = tmp_path / "keys.yaml", Engine("w0")
+    keys, engine = tmp_path / "keys.yaml", EngineDouble("w0")
     keys.write_text(f"keys:\n- {{sha256: {hash_key('agent')}, scopes: [register]}}\n")
     headers = {"authorization": "Bearer agent", "content-type": "application/json"}
     async with fleet(engine, key_files=(keys,)) as (client, _, _):
@@ -765,7 +781,7 @@ async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
 
 
 async def test_metrics_that_need_a_key_are_for_those_with_the_scope_and_health_for_all(tmp_path):
-    keys, control = tmp_path / "keys.yaml", Control()
+    keys, control = tmp_path / "keys.yaml", AgentDouble()
     rows = "".join(f"- {{sha256: {hash_key(name)}, scopes: [{name}]}}\n" for name in ("infer", "metrics", "admin"))
     keys.write_text(f"keys:\n{rows}")
     async with fleet(control=control, key_files=(keys,), metrics_need_key=True) as (client, _, _):
@@ -784,7 +800,7 @@ async def test_metrics_that_need_a_key_are_for_those_with_the_scope_and_health_f
 
 
 async def test_an_open_router_answers_no_page_whose_name_was_pointed_at_it():
-    engine, strange = Engine("w0"), {"host": "evil.example:8000"}
+    engine, strange = EngineDouble("w0"), {"host": "evil.example:8000"}
     async with fleet(engine) as (client, _, _):
         for path in ("/v1/models", "/metrics", "/ready"):
             assert error_of(await client.get(path, headers=strange)) == (421, "unknown_host")
@@ -796,7 +812,7 @@ async def test_an_open_router_answers_no_page_whose_name_was_pointed_at_it():
 
 
 async def test_a_worker_that_is_still_starting_disturbs_nobody():
-    engines, control = [Engine("w0", ids=[1, 2, 3] * 20), Engine("w1")], with_sql("w0")
+    engines, control = [EngineDouble("w0", ids=[1, 2, 3] * 20), EngineDouble("w1")], with_sql("w0")
     control.starting = frozenset({"w1"})
     async with fleet(*engines, control=control) as (client, _, _):
         for body in (CHAT, {**CHAT, "lora_id": "sql/v1"}):
@@ -808,7 +824,7 @@ async def test_a_worker_that_is_still_starting_disturbs_nobody():
 
 
 async def test_route_explains_and_sends_nothing():
-    engines = [Engine("w0"), Engine("w1")]
+    engines = [EngineDouble("w0"), EngineDouble("w1")]
     async with fleet(*engines, control=with_sql("w1")) as (client, control, _):
         base = (await client.post("/v1/route", json={**CHAT, "prompt": None})).json()
         assert {s["worker_id"] for s in base["scores"]} == {"w0", "w1"}
@@ -834,7 +850,7 @@ async def test_route_explains_and_sends_nothing():
 
 
 async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
         ask = {**CHAT, "lora_id": "sql/v1", "stream": True}
@@ -850,7 +866,7 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
 
 async def test_a_drain_is_confirmed_by_a_report_of_its_own_before_the_next_one_is_due(monkeypatch):
     monkeypatch.setattr("router.app._USAGE_EVERY_S", 3600.0)
-    async with fleet(Engine("w0"), control=with_sql("w0")) as (_, control, _parts):
+    async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (_, control, _parts):
         await until(lambda: control.usage)
         control.draining = (Draining(lora_id="sql/v1", digest=DIGEST, worker_id="w0"),)
         control.tell()
@@ -858,7 +874,7 @@ async def test_a_drain_is_confirmed_by_a_report_of_its_own_before_the_next_one_i
 
 
 async def test_the_routers_own_request_id_is_the_clients_when_that_is_safe():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         given = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "abc-1"})
         odd = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "a b"})
@@ -881,7 +897,7 @@ async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency()
         await asyncio.sleep(0.001)
         return JSONResponse({"model": body["model"], "seen": body["messages"][0]["content"]})
 
-    async with fleet(Engine("w0", named), Engine("w1", named)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", named), EngineDouble("w1", named)) as (client, _, parts):
 
         async def ask(n):
             body = {**CHAT, "messages": [{"role": "user", "content": str(n)}]}
@@ -897,7 +913,7 @@ async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and
         usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": engine.cached}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
 
-    engines = [Engine(f"w{i}", with_usage) for i in range(4)]
+    engines = [EngineDouble(f"w{i}", with_usage) for i in range(4)]
     for engine in engines:
         engine.cached = 0
     body = {"model": BASE, "prompt": list(range(1, 65))}
@@ -933,7 +949,7 @@ async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_wha
         ]
         return StreamingResponse(iter(pieces), media_type="text/event-stream")
 
-    async with fleet(Engine("w0", stream)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", stream)) as (client, _, parts):
         body = {"model": BASE, "prompt": list(range(64)), "stream": True, **asked}
         answer = await client.post("/v1/completions", json=body)
         assert answer.text.count("data: ") == 3 + seen
@@ -944,8 +960,8 @@ async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_wha
 
 async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_own():
     ids = list(range(1, 101))
-    control = Control(block_sizes={"w1": 32})
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
+    control = AgentDouble(block_sizes={"w1": 32})
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, parts):
         for worker, block_size, blocks in (("w0", 16, 2), ("w1", 32, 2)):
             chain = block_hashes(ids, block_size=block_size, root=root_hash(BASE))
             parts.feeds.index(BASE, block_size).add(worker, chain[:blocks])
@@ -963,7 +979,7 @@ async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_ow
     [("mine", {}, "mine"), ("mine", {"x-request-id": "theirs"}, "theirs"), ("not plain", {}, None), (5, {}, None)],
 )
 async def test_a_request_goes_by_the_name_in_its_body_where_no_header_names_it(given, header, known_as):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT | {"request_id": given}, headers=header)
     told = answer.headers["x-request-id"]
@@ -974,7 +990,7 @@ async def test_a_request_goes_by_the_name_in_its_body_where_no_header_names_it(g
 
 @pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "application/vnd.api+json"])
 async def test_a_body_that_is_not_said_to_be_json_is_a_400_and_reaches_no_engine(given):
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         for path in ("/v1/chat/completions", "/generate"):
             headers = {} if given is None else {"content-type": given}
@@ -984,7 +1000,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_a_400_and_reaches_no_engine
 
 
 async def test_a_byte_order_mark_before_a_body_is_taken_and_not_sent_on():
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         raw = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
         headers = {"content-type": "Application/JSON; charset=utf-8"}
@@ -1004,7 +1020,7 @@ async def test_a_byte_order_mark_before_a_body_is_taken_and_not_sent_on():
     ],
 )
 async def test_half_a_character_is_named_with_its_place(text, half, at):
-    async with fleet(Engine("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0")) as (client, _, _):
         for path, name in ((CHATS, "user"), (COMPLETIONS, "prompt"), ("/generate", "text")):
             before = f'{{"model": "{BASE}", "{name}": "'
             answer = await client.post(path, content=f'{before}{text}"}}', headers=AS_JSON)
@@ -1013,7 +1029,7 @@ async def test_half_a_character_is_named_with_its_place(text, half, at):
 
 
 async def test_a_body_that_is_cut_off_behind_whole_characters_is_not_said_to_have_half_of_one():
-    async with fleet(Engine("w0")) as (client, _, _):
+    async with fleet(EngineDouble("w0")) as (client, _, _):
         answer = await client.post(CHATS, content=r'{"user": "\ud83d\ude00 \\ud83d"', headers=AS_JSON)
         assert error_of(answer) == (400, "invalid_request_body")
         assert "half" not in answer.json()["error"]["message"]
@@ -1044,7 +1060,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 )
 async def test_no_hit_is_expected_where_an_engine_computes_the_whole_prompt(path, more, cached_tokens):
     ids = list(range(1, 101))
-    async with fleet(Engine("w0", ids=ids)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", ids=ids)) as (client, _, parts):
         chain = block_hashes(ids, block_size=16, root=root_hash(BASE))
         parts.feeds.index(BASE, 16).add("w0", chain[:4])
         body = {**CHAT, "prompt": ids} | more
@@ -1061,7 +1077,7 @@ async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_
         usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 48}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
 
-    async with fleet(Engine("w0", with_usage)) as (client, _, parts):
+    async with fleet(EngineDouble("w0", with_usage)) as (client, _, parts):
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1, 65)), **more})
         assert answer.status_code == 200
         await until(lambda: not list(parts.mind.load.in_flight()))
@@ -1077,23 +1093,23 @@ async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(mon
         usage = {"prompt_tokens": 4, "completion_tokens": 100}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
 
-    control = Control()
+    control = AgentDouble()
     control.add_adapter("sql/v1", on=["w0"], priority=1)
     control.figures = Load(decode_tokens_per_s=50.0, running=2)
-    async with fleet(Engine("w0", with_usage), control=control) as (client, _, _):
+    async with fleet(EngineDouble("w0", with_usage), control=control) as (client, _, _):
         assert (await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
         await until(lambda: told)
     assert told == [("", "sql/v1", 2.0, pytest.approx(1.0))]
 
 
 async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what_it_reuses():
-    class WithEvents(Control):
+    class WithEvents(AgentDouble):
         def metadata(self, worker):
             told = super().metadata(worker)
             transport = told.transport.model_copy(update={"kv_events": ("tcp://127.0.0.1:1",)})
             return told.model_copy(update={"transport": transport})
 
-    engine = Engine("w0")
+    engine = EngineDouble("w0")
     async with fleet(engine, control=WithEvents()) as (client, _, parts):
         await until(lambda: parts.feeds.may_repeat("w0"))
         await client.post("/v1/chat/completions", json=CHAT)
@@ -1103,11 +1119,11 @@ async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what
 
 
 async def test_a_response_whose_adapter_has_left_its_worker_cannot_be_gone_on_with():
-    control = Control()
+    control = AgentDouble()
     control.add_adapter("a/v1", on=("w0",))
     earlier = tagged_response_id("r", "", tenant=None, worker="w0")
     ask = {"model": "a/v1", "input": "more", "previous_response_id": earlier}
-    async with fleet(Engine("w0"), Engine("w1"), control=control) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, parts):
         assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w0"
         control.residents = {"w1": ["a/v1"]}
         control.tell()
@@ -1120,8 +1136,8 @@ async def test_a_response_whose_adapter_has_left_its_worker_cannot_be_gone_on_wi
 
 
 async def test_no_model_is_denied_before_any_worker_was_heard():
-    engine = Engine("w0")
-    async with serving(engine.app) as url, fleet(control=Control(workers={"w0": url}, silent=True)) as got:
+    engine = EngineDouble("w0")
+    async with serving(engine.app) as url, fleet(control=AgentDouble(workers={"w0": url}, silent=True)) as got:
         client, control, parts = got
         await until(parts.discovery.is_synced)
         for ask in (client.post("/v1/chat/completions", json=CHAT), client.get(f"/v1/models/{BASE}")):

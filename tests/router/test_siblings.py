@@ -16,7 +16,7 @@ from router.processes import aggregate
 from router.processes.aggregate import WorkerProcesses
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import until, within
-from tests.router.doubles import CHAT, Engine, fleet, sample_value
+from tests.router.doubles import CHAT, EngineDouble, fleet, sample_value
 
 
 class MetricsProcess:
@@ -290,7 +290,7 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
         await reader.read()
         writer.close()
 
-    async with fleet(Engine("w0")) as (client, _, here), fleet(Engine("w0")) as (other, _, there):
+    async with fleet(EngineDouble("w0")) as (client, _, here), fleet(EngineDouble("w0")) as (other, _, there):
         for asked in (client, other):
             assert (await asked.post("/v1/chat/completions", json=CHAT)).status_code == 200
         places = [

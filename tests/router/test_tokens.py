@@ -22,7 +22,7 @@ from router.tokenizing.prompt_cache import BlockHashCache, PieceTokenCache
 from router.tokenizing.tokenizers import Tokenizers, Tokens
 from tests.patience import patience, until, within
 from tests.properties import examples
-from tests.router.doubles import Control, Engine, fleet
+from tests.router.doubles import AgentDouble, EngineDouble, fleet
 from tests.serving import client_of, serving
 
 BASE = "tiny-qwen"
@@ -522,7 +522,11 @@ async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_
         text, special = chat.prompt_text(body)
         return chat.encode(text, add_special_tokens=special)
 
-    engine, control, body = Engine("w0", ids_of=ids_of), Control(files=read_files(model)), LONG | {"model": BASE}
+    engine, control, body = (
+        EngineDouble("w0", ids_of=ids_of),
+        AgentDouble(files=read_files(model)),
+        LONG | {"model": BASE},
+    )
     async with fleet(engine, control=control, tokenizer="auto") as (client, _, parts):
         await until(lambda: parts.tokenizers.knows(BASE))
         await client.post("/v1/completions", json=body)
@@ -564,7 +568,7 @@ async def test_which_prompts_go_as_ids_is_what_the_setting_says_and_short_ones_a
     def chats(text, **more):
         return {"model": BASE, "messages": [{"role": "user", "content": text}], **more}
 
-    engine, control = Engine("w0", ids_of=ids_of), Control(files=read_files(model))
+    engine, control = EngineDouble("w0", ids_of=ids_of), AgentDouble(files=read_files(model))
     async with fleet(engine, control=control, tokenizer="auto", send_prompt_ids=setting) as (client, _, parts):
         await until(lambda: parts.tokenizers.knows(BASE))
 

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from router.telemetry import tracing
 from router.telemetry.tracing import Tracer, TracingUnavailable, tracer
 from tests.patience import patience, until, within
-from tests.router.doubles import BASE, Engine, fleet, with_sql
+from tests.router.doubles import BASE, EngineDouble, fleet, with_sql
 from tests.router.doubles import CHAT as ASK
 from tests.serving import serving
 
@@ -219,7 +219,7 @@ async def test_a_request_through_a_router_is_told_by_its_stages_and_what_it_came
         return Response(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
     collector, bodies = Collector(), [{"model": BASE}, {"model": "sql/v1"}, {"model": BASE, "stream": True}] * 2
-    engines = [Engine(name, moody) for name in ("w0", "w1")]
+    engines = [EngineDouble(name, moody) for name in ("w0", "w1")]
     async with serving(collector.app) as url, contextlib.AsyncExitStack() as stack:
         found = fleet(*engines, control=with_sql("w0", "w1"), otlp_endpoint=url, trace_ratio=1.0, **settings)
         client, _, _ = await stack.enter_async_context(found)

@@ -11,7 +11,7 @@ from orchestrator.wire import UsageReport
 from router.core.schedule.load import LoadBook
 from router.fleet.usage_report import HeldRequests, UsageCounts
 from tests.patience import patience, until
-from tests.router.doubles import CHAT, Engine, chunk, error_of, fleet, with_sql
+from tests.router.doubles import CHAT, EngineDouble, chunk, error_of, fleet, with_sql
 
 SQL = {**CHAT, "lora_id": "sql/v1"}
 TOLD = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
@@ -58,7 +58,7 @@ async def full(engine, body):
 
 async def test_an_answers_tokens_and_work_are_counted_and_its_first_token_where_it_was_streamed():
     for answer, first_tokens in ((whole, 0), (streamed, 1)):
-        async with fleet(Engine("w0", answer), control=with_sql("w0")) as (client, _, parts):
+        async with fleet(EngineDouble("w0", answer), control=with_sql("w0")) as (client, _, parts):
             said = await client.post("/v1/chat/completions", json=SQL | {"stream": answer is streamed})
             assert said.status_code == 200
             use = the_use(parts)
@@ -70,7 +70,7 @@ async def test_an_answers_tokens_and_work_are_counted_and_its_first_token_where_
 
 @pytest.mark.parametrize(("answer", "errors"), [(failing, 1), (broken, 1), (refusing, 0), (full, 0)])
 async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(answer, errors):
-    async with fleet(Engine("w0", answer), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
+    async with fleet(EngineDouble("w0", answer), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
         client,
         _,
         parts,
@@ -85,7 +85,7 @@ async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(an
 
 @pytest.mark.parametrize("question", [SQL, CHAT], ids=["adapter", "base model"])
 async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
-    engine = Engine("w0", streamed)
+    engine = EngineDouble("w0", streamed)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
         async with client.stream("POST", "/v1/chat/completions", json=question | {"stream": True}) as answer:
@@ -116,7 +116,7 @@ async def without_room(control, lora_id):
 async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too(ensure, headers, told):
     control = with_sql()
     control.ensure = ensure
-    async with fleet(Engine("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
+    async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json=SQL, headers=headers)
         assert error_of(answer) == told
         assert "sql/v1" in answer.json()["error"]["message"]
@@ -165,7 +165,7 @@ def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
 
 
 async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
-    engine = Engine("w0", streamed)
+    engine = EngineDouble("w0", streamed)
     async with fleet(engine, control=with_sql("w0"), max_in_flight_tokens=1) as (client, control, parts):
         engine.go_on.clear()
         asks = [asyncio.create_task(client.post("/v1/chat/completions", json=SQL | {"stream": True})) for _ in range(3)]

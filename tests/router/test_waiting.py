@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from tests.patience import patience, until
-from tests.router.doubles import BASE, CHAT, DIGEST, Control, Engine, error_of, fleet, with_sql
+from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, error_of, fleet, with_sql
 from workers.wire import Load
 
 NUMBERS = itertools.count()
@@ -20,7 +20,7 @@ def a_prompt():
     return {"model": BASE, "prompt": list(range(number, number + 2000)), "stream": True}
 
 
-class Slow(Engine):
+class SlowEngine(EngineDouble):
     """Sends nothing before it is told to."""
 
     def __init__(self, name):
@@ -29,7 +29,7 @@ class Slow(Engine):
 
     async def hold(self, engine, body):
         await self.first.wait()
-        return await Engine(self.name).answer(engine, body)
+        return await EngineDouble(self.name).answer(engine, body)
 
 
 def ask(client, **more):
@@ -42,7 +42,7 @@ async def value(client, name):
 
 
 async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_when_there_is_room():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(6)]
         await until(lambda: len(parts.mind.waiting) == 4)
@@ -59,7 +59,7 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
 
 
 async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothing_behind():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
         await until(lambda: len(parts.mind.waiting) == 3 and len(engine.bodies) == 2)
@@ -73,7 +73,7 @@ async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothi
 
 
 async def test_a_fault_of_ours_among_those_who_wait_is_counted_and_they_go_when_it_is_over():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
         await until(lambda: len(parts.mind.waiting) == 1)
@@ -88,7 +88,7 @@ async def test_a_fault_of_ours_among_those_who_wait_is_counted_and_they_go_when_
     ("limit", "says"), [({"max_waiting_requests": 1}, "1 requests"), ({"max_wait_s": 0.3}, "0.3 s")]
 )
 async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05, **limit) as (client, _, parts):
         asking = [ask(client) for _ in range(4)]
         done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
@@ -104,7 +104,7 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
 
 
 async def test_who_may_not_wait_counts_as_turned_away_from_its_adapter():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05, max_waiting_requests=1) as (client, _, parts):
         asking = [ask(client, model="sql/v1") for _ in range(4)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
@@ -116,7 +116,7 @@ async def test_who_may_not_wait_counts_as_turned_away_from_its_adapter():
 
 
 async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05, max_wait_s=0.3) as (client, _, _):
         ahead = [ask(client) for _ in range(2)]
         await until(lambda: len(engine.bodies) == 2)
@@ -127,7 +127,7 @@ async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may()
 
 
 async def test_whose_deadline_passes_while_it_waits_for_room_is_told_that_and_counts_as_turned_away():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, _, parts):
         ahead = [ask(client, model="sql/v1") for _ in range(2)]
         await until(lambda: len(engine.bodies) == 2)
@@ -147,7 +147,7 @@ async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where
         told = {"lora_id": lora_id, "digest": DIGEST, "state": "ready", "ready": ["w1"], "loading": []}
         return JSONResponse({**told, "expected_s": None})
 
-    engines, control = (Slow("w0"), Engine("w1")), with_sql("w0")
+    engines, control = (SlowEngine("w0"), EngineDouble("w1")), with_sql("w0")
     control.ensure = load_elsewhere
     async with fleet(*engines, control=control, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client, model="sql/v1") for _ in range(5)]
@@ -163,7 +163,7 @@ async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where
 
 
 async def test_who_waits_for_room_is_held_until_the_last_engine_of_its_base_model_is_back():
-    engine, control = Slow("w0"), Control()
+    engine, control = SlowEngine("w0"), AgentDouble()
     async with fleet(engine, control=control, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
         await until(lambda: len(parts.mind.waiting) == 3)
@@ -178,7 +178,7 @@ async def test_who_waits_for_room_is_held_until_the_last_engine_of_its_base_mode
 
 
 async def test_who_waited_is_told_when_no_engine_comes_back():
-    engine, control = Slow("w0"), Control()
+    engine, control = SlowEngine("w0"), AgentDouble()
     async with fleet(engine, control=control, late_binding_s=0.05, failover_wait_s=0.1) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
         await until(lambda: len(parts.mind.waiting) == 1)
@@ -191,7 +191,7 @@ async def test_who_waited_is_told_when_no_engine_comes_back():
 
 
 async def test_a_request_tells_how_long_it_waited_and_what_became_of_it():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
         await until(lambda: len(parts.mind.waiting) == 1)
@@ -206,7 +206,7 @@ async def test_a_request_tells_how_long_it_waited_and_what_became_of_it():
 
 
 async def test_a_shadow_policy_is_counted_and_decides_nothing():
-    engines = Engine("w0"), Engine("w1")
+    engines = EngineDouble("w0"), EngineDouble("w1")
     async with fleet(*engines, policy="session", shadow_policies=("round_robin", "session")) as (client, _, _):
         for _ in range(4):
             headers = {"x-session-id": "mine"}
@@ -224,7 +224,7 @@ async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_again
         usage = {"prompt_tokens": 2000, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
 
-    engine = Engine("w0", empty)
+    engine = EngineDouble("w0", empty)
     async with fleet(engine, late_binding_s=1e9) as (client, _, parts):
         body = {**a_prompt(), "stream": False}
         engine.go_on.clear()
@@ -243,7 +243,7 @@ async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_again
 
 
 async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_takes_and_keeps_nobody_waiting():
-    engine = Slow("w0")
+    engine = SlowEngine("w0")
     async with fleet(engine) as (client, _, parts):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**20}}
         body = {**CHAT, "messages": [{"role": "user", "content": [picture]}], "media_io_kwargs": {}}
@@ -257,7 +257,7 @@ async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_
 
 
 async def test_what_an_engine_had_of_others_keeps_nobody_waiting_when_its_agent_is_away():
-    engine, control = Engine("w0"), Control(figures=Load(running=8, waiting=20))
+    engine, control = EngineDouble("w0"), AgentDouble(figures=Load(running=8, waiting=20))
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
         await until(lambda: parts.mind.load.own("w0").others_in_flight == 28)
         control.silent = True

@@ -12,7 +12,7 @@ from router.core.schedule.decision import RoutingRequest, decide
 from router.core.schedule.load import ReplicaLoad
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.record import record_of, replayed
-from tests.router.doubles import CHAT, Control, Engine, fleet
+from tests.router.doubles import CHAT, AgentDouble, EngineDouble, fleet
 from tests.router.test_policy import a_replica, choose, queued
 
 ASK = RoutingRequest("m", "", 1000)
@@ -59,7 +59,7 @@ def test_explained_and_replayed_decisions_have_the_zone_in_them(drawn, other_zon
     assert decide(KvLoraPolicy(), ASK, made.scene).replica.id == made.replica.id
 
 
-class ZonedControl(Control):
+class ZonedControl(AgentDouble):
     """Workers in zones of these names."""
 
     zones: ClassVar = {"a0": "a", "b0": "b", "u0": ""}
@@ -70,7 +70,7 @@ class ZonedControl(Control):
 
 @pytest.mark.parametrize(("zone", "far"), [("a", {"b0"}), ("b", {"a0"}), ("c", {"a0", "b0"}), ("", set())])
 async def test_where_a_replica_is_comes_from_its_agent_and_the_router_tells_it(zone, far):
-    engines = [Engine(name) for name in ZonedControl.zones]
+    engines = [EngineDouble(name) for name in ZonedControl.zones]
     async with fleet(*engines, control=ZonedControl(), zone=zone) as (client, _, parts):
         assert {replica.id for replica in parts.discovery.fleet.replicas.values() if replica.is_far} == far
         told = (await client.post("/v1/route", json=CHAT)).json()

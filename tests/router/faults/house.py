@@ -17,8 +17,8 @@ from router.config import RouterSettings
 from router.http.engine_pool import Origin
 from router.request.services import Services
 from tests.patience import patience, until
-from tests.router.doubles import BASE, Control, chunk
-from tests.router.relay.wires import Client, Engine, reset
+from tests.router.doubles import BASE, AgentDouble, chunk
+from tests.router.relay.wires import RawClient, RawEngine, reset
 from tests.serving import client_of, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -80,7 +80,7 @@ class Play:
         self.asked: Counter[str] = Counter()
         self.usual: Act = sound
 
-    async def __call__(self, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def __call__(self, engine: RawEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             body = json.loads(await engine.request(reader))
             name = str(body.get("prompt"))
@@ -107,15 +107,15 @@ async def _closed(reader: asyncio.StreamReader) -> None:
 
 
 @dataclass
-class House:
+class FaultyFleet:
     """A router under test."""
 
     client: httpx.AsyncClient
     port: int
     parts: Services
     front: Front
-    control: Control
-    engines: list[Engine]
+    control: AgentDouble
+    engines: list[RawEngine]
     play: Play
     unexpected: list[dict] = field(default_factory=list)
     tasks: frozenset[asyncio.Task] = frozenset()
@@ -137,9 +137,9 @@ class House:
                 connection.answers, connection._version = 1, "1.1"  # as after one
                 pool._release(connection)
 
-    async def raw(self) -> Client:
+    async def raw(self) -> RawClient:
         """A client that sends bytes."""
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        return RawClient(*await asyncio.open_connection("127.0.0.1", self.port))
 
     def left(self) -> dict[str, object]:
         """What is still held, by name; empty when all was given back."""
@@ -194,12 +194,12 @@ def _name_of(task: asyncio.Task) -> str:
 
 @contextlib.asynccontextmanager
 async def house(
-    engines: int = 2, *, control: Control | None = None, play: Play | None = None, **settings
-) -> AsyncIterator[House]:
+    engines: int = 2, *, control: AgentDouble | None = None, play: Play | None = None, **settings
+) -> AsyncIterator[FaultyFleet]:
     """A router before so many engines. Its circuits and its budget for retries are out of the way."""
-    control, play = control or Control(), play or Play()
+    control, play = control or AgentDouble(), play or Play()
     async with contextlib.AsyncExitStack() as stack:
-        made = [await stack.enter_async_context(Engine(play)) for _ in range(engines)]
+        made = [await stack.enter_async_context(RawEngine(play)) for _ in range(engines)]
         control.workers |= {f"w{number}": engine.url for number, engine in enumerate(made)}
         control.url = await stack.enter_async_context(serving(control.app))
         usual = {
@@ -220,7 +220,7 @@ async def house(
             lambda: len(parts.discovery.fleet.replicas) == engines, timeout_s=patience(5)
         )
         client = client_of(url)
-        found = House(client, int(url.rsplit(":", 1)[1]), parts, app.state.http, control, made, play)
+        found = FaultyFleet(client, int(url.rsplit(":", 1)[1]), parts, app.state.http, control, made, play)
         found.tasks = frozenset(asyncio.all_tasks())
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _loop, context: found.unexpected.append(context))

@@ -8,7 +8,7 @@ import pytest
 from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.patience import patience, until, within
-from tests.router.doubles import UNHEARD, Control, with_sql
+from tests.router.doubles import UNHEARD, AgentDouble, with_sql
 from tests.router.faults.house import (
     BASE,
     CHAT,
@@ -439,7 +439,7 @@ async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(
 async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_broke_a_request_off(
     lora_id, is_heard, monkeypatch
 ):
-    control = Control() if is_heard else Control(figures=UNHEARD)
+    control = AgentDouble() if is_heard else AgentDouble(figures=UNHEARD)
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     wait_s = patience(20) if is_heard else 0.5
@@ -482,7 +482,7 @@ async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_i
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
 async def test_what_only_one_engine_takes_waits_for_that_one_to_answer_again_though_a_shorter_one_is_ready(lora_id):
-    control = Control(max_model_lens={"w0": 100})
+    control = AgentDouble(max_model_lens={"w0": 100})
     control.add_adapter("sql/v1", on=["w0", "w1"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     async with house(2, control=control, failover_wait_s=patience(20), cold_start_timeout_s=patience(20)) as router:
@@ -499,7 +499,7 @@ async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_i
     """vLLM 0.32, of a number over 64 bits such as `top_k`."""
     error = {"message": "", "type": "InternalServerError", "param": None, "code": 500}
     event = b"data: %b\n\n" % json.dumps({"error": error}).encode()
-    control = Control()
+    control = AgentDouble()
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     async with house(1, control=control, failover_wait_s=6000.0, cold_start_timeout_s=6000.0) as router:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.patience import patience
-from tests.router.doubles import BASE, Control
+from tests.router.doubles import BASE, AgentDouble
 from tests.router.faults.house import CHAT, COMPLETIONS, DONE, EVENTS, STREAM, WHOLE, answering, house, saying
 
 WAITING = b": waiting\n\n"
@@ -99,7 +99,7 @@ async def test_one_that_waits_for_a_cold_adapter_is_told_so():
     async def never(control, lora_id):
         await asyncio.Event().wait()
 
-    control = Control(ensure=never)
+    control = AgentDouble(ensure=never)
     control.add_adapter("cold/v1")
     async with house(1, control=control, **OFTEN, cold_start_timeout_s=patience(0.3)) as router:
         async with begun(router, model="cold/v1") as (_, pieces):

@@ -10,7 +10,7 @@ from lorafleet.service.auth import hash_key
 from lorafleet.service.http import HttpError
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import patience, until
-from tests.router.doubles import BASE, UNHEARD, Control
+from tests.router.doubles import BASE, UNHEARD, AgentDouble
 from tests.router.faults.house import (
     CHAT,
     COMPLETIONS,
@@ -109,7 +109,7 @@ async def test_what_bytes_are_is_told_as_the_engine_told_it_and_is_what_they_cos
 async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
     refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
     limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
-    async with house(1, control=Control(figures=UNHEARD), **limits, failover_wait_s=0.05) as router:
+    async with house(1, control=AgentDouble(figures=UNHEARD), **limits, failover_wait_s=0.05) as router:
         key = bearer("a")
         assert (await router.ask("refused", saying(refusal), headers=key)).status_code == 400
         # Twice: a connection that was used before may have been closed for having been idle.
@@ -217,7 +217,7 @@ async def never(control, lora_id):
 
 
 async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_free_when_it_leaves(tmp_path):
-    control = Control(ensure=never)
+    control = AgentDouble(ensure=never)
     for number in range(4):
         control.add_adapter(f"cold-{number}/v1")
     limits = {"max_held_requests": 4, "tenant_share": 0.5, "max_cold_adapters_per_tenant": 1}
@@ -254,7 +254,7 @@ async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_fr
 
 
 async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
-    control = Control(ensure=never)
+    control = AgentDouble(ensure=never)
     control.add_adapter("cold/v1")
     limit, later = {"x-lorafleet-timeout-s": "0.15"}, {"x-lorafleet-timeout-s": str(patience(0.3))}
     begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
@@ -343,7 +343,7 @@ async def test_a_key_that_became_known_while_its_body_came_is_told_to_send_it_ag
 
 
 async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
-    control = Control(ensure=never, figures=UNHEARD)
+    control = AgentDouble(ensure=never, figures=UNHEARD)
     control.add_adapter("cold/v1")
     settings = {"max_body_bytes": 1000, "cold_start_timeout_s": 0.1, "failover_wait_s": 0.05, **key_file(tmp_path)}
     async with house(1, control=control, **settings) as router:

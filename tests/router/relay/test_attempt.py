@@ -12,13 +12,13 @@ from router.http.sse import MAX_EVENT_BYTES, Echo
 from router.protocols.routes import ROUTES
 from router.protocols.usage import EngineUsage
 from router.request import engine_attempt
-from router.request.engine_attempt import Call, EngineAttempt, Limits, open_attempt
+from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
 from tests.patience import patience, until
-from tests.router.relay.wires import Engine, finished
+from tests.router.relay.wires import RawEngine, finished
 from tests.serving import serving
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
-LIMITS = Limits(first_data_s=patience(5), idle_s=patience(5), answer_bytes=2**20)
+LIMITS = AttemptLimits(first_data_s=patience(5), idle_s=patience(5), answer_bytes=2**20)
 TOKEN = b'data: {"id":"1","choices":[{"delta":{"content":"a \\"usage\\": {} data: x"}}],"usage":null}\n\n'
 DONE = b"data: [DONE]\n\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -45,7 +45,7 @@ def event(usage: bytes) -> bytes:
     return b'data: {"id":"1","choices":[],"usage":%s,"system_fingerprint":"x"}\n\n' % usage
 
 
-class Client:
+class RecordingClient:
     """What an answer is relayed to: keeps what it is sent."""
 
     on_pause = on_resume = None
@@ -61,7 +61,7 @@ class Client:
 def call_to(url, *, streamed):
     origin = Origin.parse(url)
     request = b"POST /v1/x HTTP/1.1\r\nhost: %b\r\ncontent-length: 2\r\n\r\n{}" % origin.host_header
-    return Call(CHAT, origin, request, engine_model="m", engine_name="", replica="w0", streamed=streamed)
+    return EngineRequest(CHAT, origin, request, engine_model="m", engine_name="", replica="w0", streamed=streamed)
 
 
 async def usage_of(answer, *, streamed):
@@ -77,7 +77,7 @@ async def usage_of(answer, *, streamed):
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    exchange = Client()
+    exchange = RecordingClient()
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
@@ -143,8 +143,8 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
 
     pool = EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
-            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+        async with RawEngine(script) as engine:
+            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             (await open_attempt(pool, call, LIMITS)).close()
             if then == "answers":
                 attempt = await open_attempt(pool, call, LIMITS)
@@ -174,8 +174,8 @@ async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is
 
     pool = EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
-            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+        async with RawEngine(script) as engine:
+            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             (await open_attempt(pool, call, LIMITS)).close()
             with pytest.raises(ReplicaUnreachable) as lost:
                 await open_attempt(pool, call, LIMITS)
@@ -191,8 +191,8 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
 
     pool = EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
-            call = Call(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
+        async with RawEngine(script) as engine:
+            call = EngineRequest(CHAT, Origin.parse(engine.url), REQUEST, "m", False, "w0", False)
             with pytest.raises(ReplicaUnreachable):
                 await open_attempt(pool, call, LIMITS)
             assert len(engine.requests) == 1
@@ -211,12 +211,12 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         writer.write(b"0\r\n\r\n")
 
     loop, pool = asyncio.get_running_loop(), EnginePool(connect_s=patience(2))
-    async with Engine(script) as engine:
-        limits = Limits(first_data_s=60, idle_s=600, answer_bytes=2**20)
+    async with RawEngine(script) as engine:
+        limits = AttemptLimits(first_data_s=60, idle_s=600, answer_bytes=2**20)
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
         (connection,) = pool._all
         assert 50 < connection.deadline - loop.time() <= 60
-        attempt.relay(Client(), Echo("m", "m"), over.set)
+        attempt.relay(RecordingClient(), Echo("m", "m"), over.set)
         assert 500 < connection.deadline - loop.time() <= 600
         go_on.set()
         await asyncio.wait_for(over.wait(), patience(5))
@@ -234,7 +234,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    exchange = Client(is_paused=True)
+    exchange = RecordingClient(is_paused=True)
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
@@ -259,7 +259,7 @@ async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_even
         writer.write(b"%b%x\r\n%b\r\n" % (head, len(TOKEN), TOKEN))
         await finished(writer)
 
-    engine = Engine(script)
+    engine = RawEngine(script)
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     pool = EnginePool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
@@ -285,7 +285,7 @@ async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
 
     pool = EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
+        async with RawEngine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as given_up:
                 await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
             assert given_up.value.reason == "answer_too_large"
@@ -306,7 +306,7 @@ async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_eng
 
     pool = EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
+        async with RawEngine(script) as engine:
             with pytest.raises(ReplicaUnreachable) as passed_over:
                 await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
             assert passed_over.value.reason == "first_event_error"
@@ -329,9 +329,9 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
         writer.write(b"0\r\n\r\n" if ends == "well" else b"")
         await finished(writer)
 
-    exchange, pool = Client(), EnginePool(connect_s=patience(2))
+    exchange, pool = RecordingClient(), EnginePool(connect_s=patience(2))
     try:
-        async with Engine(script) as engine:
+        async with RawEngine(script) as engine:
             call = call_to(engine.url, streamed=True)
             attempt = EngineAttempt(call, LIMITS, lambda: told.append(attempt.status), True)
             attempt.begin(await pool.connect(call.origin))
@@ -371,8 +371,8 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
             await go_on.acquire()
         writer.write(b"0\r\n\r\n")
 
-    exchange, pool = Client(), EnginePool(connect_s=patience(2))
-    async with Engine(script) as engine:
+    exchange, pool = RecordingClient(), EnginePool(connect_s=patience(2))
+    async with RawEngine(script) as engine:
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
         attempt.relay(exchange, echo, over.set)
         for reads in range(1, 3 + len(end)):
@@ -396,7 +396,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
 )
 def test_what_waits_may_go_to_those_who_can_answer_it(path, engine_name, served, moves):
     route = next(route for route in ROUTES.values() if route.path == path)
-    call = Call(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
+    call = EngineRequest(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
     attempt = EngineAttempt(call, LIMITS, lambda: None, True)
     assert attempt.may_move(served) is moves
     attempt.head(200, {b"content-type": b"text/event-stream"})

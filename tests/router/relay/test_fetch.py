@@ -6,9 +6,9 @@ from math import inf
 import pytest
 
 from router.http.engine_pool import EngineLost, EnginePool, Origin
-from router.http.fetch import Refused, fetch, stream
+from router.http.fetch import FetchRefused, fetch, stream
 from tests.patience import patience, until, within
-from tests.router.relay.wires import Engine, finished
+from tests.router.relay.wires import RawEngine, finished
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def answering(raw, *, closes=False):
             if closes:
                 return await finished(writer)
 
-    return Engine(script)
+    return RawEngine(script)
 
 
 async def test_the_body_comes_whole_and_the_connection_is_used_again(pool):
@@ -43,7 +43,7 @@ async def test_the_body_comes_whole_and_the_connection_is_used_again(pool):
 
 async def test_another_status_than_200_is_refused_with_what_was_answered(pool):
     async with answering(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 6\r\n\r\nno key") as agent:
-        with pytest.raises(Refused, match="/metadata: 401 b'no key'") as refused:
+        with pytest.raises(FetchRefused, match="/metadata: 401 b'no key'") as refused:
             await fetch(pool, agent.url, "/metadata", timeout_s=patience(5))
         assert (refused.value.status, refused.value.body) == (401, b"no key")
 
@@ -56,7 +56,7 @@ async def test_a_body_is_posted(pool):
             posted.put_nowait(await reader.readuntil(b"\r\n\r\n") + await reader.readexactly(2))
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody")
 
-    async with Engine(script) as agent:
+    async with RawEngine(script) as agent:
         for _ in range(2):
             assert await fetch(pool, agent.url, "/load", body=b"{}", timeout_s=patience(5)) == b"body"
         assert agent.connections == 1
@@ -76,7 +76,7 @@ async def test_what_a_kept_connection_closes_on_is_asked_once_more_and_what_a_ne
             asked.append(await reader.readuntil(b"\r\n\r\n"))
         await finished(writer)
 
-    async with Engine(script) as agent:
+    async with RawEngine(script) as agent:
         assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5)) == b"body"
         with pytest.raises(EngineLost):
             await fetch(pool, agent.url, "/metadata", timeout_s=patience(5))
@@ -195,7 +195,7 @@ async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(poo
             await more.wait()
             writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
 
-    async with Engine(script) as agent:
+    async with RawEngine(script) as agent:
         for _ in range(2):
             got = []
             more.clear()
@@ -219,7 +219,7 @@ async def test_a_stream_is_given_up_by_the_time_since_its_last_piece_and_read_on
         writer.write(b"3\r\none\r\n")
         await reader.read()
 
-    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
         connection = told._connection
         connection.deadline = inf
         more.set()
@@ -255,7 +255,7 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
             sent += 1
         await reader.read()  # drained is not sent: an end now would take the last of it away
 
-    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(30)) as told:
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(30)) as told:
         await until(lambda: told._connection._paused_at is not None)
         # The kernel keeps some megabytes on the way, and more where it has many.
         assert sent < 64
@@ -286,7 +286,7 @@ async def test_what_a_kept_connection_was_heard_on_or_hangs_on_is_not_asked_agai
             writer.write(more)
             await finished(writer)
 
-    async with Engine(script) as agent:
+    async with RawEngine(script) as agent:
         assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5)) == b"body"
         with pytest.raises(EngineLost) as lost:
             await fetch(pool, agent.url, "/metadata", timeout_s=0.3 if more is None else patience(5))
@@ -305,7 +305,7 @@ async def test_what_comes_and_ends_while_a_stream_is_looked_at_is_read_too(pool)
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
         await reader.read()
 
-    async with Engine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
         async for data in told:
             got.append(data)
             more.set()

@@ -7,11 +7,10 @@ import contextlib
 from lorafleet.http_server import batches
 from lorafleet.http_server.batches import Batches
 from lorafleet.http_server.outbox import Outbox
-from tests.router.relay.test_outbox import Loop as Bare
-from tests.router.relay.test_outbox import Transport
+from tests.router.relay.test_outbox import ManualLoop, Transport
 
 
-class Loop(Bare):
+class BatchLoop(ManualLoop):
     def call_soon(self, callback, *args):
         self.soon.append(lambda: callback(*args))
 
@@ -39,7 +38,7 @@ class Request:
 
 
 def test_a_stage_of_all_comes_before_the_next_stage_of_any():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
     for name, steps in (("a", 2), ("b", 1), ("c", None), ("d", 3)):
         turn.begin(Request(name, noted, steps), loop)
     assert not noted  # more may come in this turn
@@ -52,7 +51,7 @@ def test_a_stage_of_all_comes_before_the_next_stage_of_any():
 
 
 def test_what_is_answered_goes_on_before_others_are_begun_and_its_answer_is_on_its_way():
-    loop, box, noted, client = Loop(), Outbox(), [], Transport()
+    loop, box, noted, client = BatchLoop(), Outbox(), [], Transport()
     turn = Batches(box)
     answered, come = Request("old", noted, 1), Request("new", noted, 1)
 
@@ -70,7 +69,7 @@ def test_what_is_answered_goes_on_before_others_are_begun_and_its_answer_is_on_i
 
 
 def test_a_crowd_is_begun_a_few_at_a_time_and_the_sockets_are_looked_at_in_between():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
     for name in range(2 * batches._MOST + 1):
         turn.begin(Request(name, noted, None), loop)
     for most in (batches._MOST, 2 * batches._MOST, 2 * batches._MOST + 1):
@@ -83,7 +82,7 @@ def test_a_crowd_is_begun_a_few_at_a_time_and_the_sockets_are_looked_at_in_betwe
 
 
 def test_long_prompts_come_fewer_at_a_time():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
     for name in range(4):
         turn.begin(Request(name, noted, None, body=bytes(batches._MOST_BYTES // 2 + 1)), loop)
     loop.turn()
@@ -96,7 +95,7 @@ def test_long_prompts_come_fewer_at_a_time():
 
 
 def test_one_that_fails_is_told_and_the_others_go_on():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
     crowd = [Request("a", noted), Request("b", noted, fails_at=1), Request("c", noted, fails_at=0)]
     for request in crowd:
         turn.begin(request, loop)
@@ -106,7 +105,7 @@ def test_one_that_fails_is_told_and_the_others_go_on():
 
 
 def test_what_fails_of_all_does_not_end_the_turns():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
 
     def broken():
         raise RuntimeError("not even an error answer")
@@ -122,7 +121,7 @@ def test_what_fails_of_all_does_not_end_the_turns():
 
 
 def test_what_a_crowd_has_written_goes_out_though_one_of_it_failed_for_all():
-    loop, box, client = Loop(), Outbox(), Transport()
+    loop, box, client = BatchLoop(), Outbox(), Transport()
     turn, worst = Batches(box), Request("worst", [])
 
     def broken(_exc):
@@ -144,7 +143,7 @@ def test_what_a_crowd_has_written_goes_out_though_one_of_it_failed_for_all():
 
 
 def test_what_comes_while_a_crowd_is_worked_on_has_its_turn():
-    loop, turn, noted = Loop(), Batches(Outbox()), []
+    loop, turn, noted = BatchLoop(), Batches(Outbox()), []
     first = Request("first", noted, None)
     first.begin_answer = lambda: turn.begin(Request("behind it", noted, None), loop)
     turn.begin(first, loop)

@@ -9,7 +9,7 @@ import pytest
 
 from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Origin
 from tests.patience import patience, until
-from tests.router.relay.wires import Engine, Heard, finished, saying
+from tests.router.relay.wires import RawEngine, RecordingSink, finished, saying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 3\r\n\r\nabc"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -18,7 +18,7 @@ WITHIN_S = patience(5)
 
 
 async def ask(
-    pool: EnginePool, url: str, body: bytes = b"hello", *, within_s: float = WITHIN_S, sink: Heard | None = None
+    pool: EnginePool, url: str, body: bytes = b"hello", *, within_s: float = WITHIN_S, sink: RecordingSink | None = None
 ):
     """(connection, what was heard) once the answer has ended or is lost."""
     connection, sink = await begin(pool, url, body, within_s=within_s, sink=sink)
@@ -30,7 +30,7 @@ async def begin(pool, url, body=b"hello", *, within_s=WITHIN_S, sink=None):
     origin = Origin.parse(url)
     connection = pool.idle(origin) or await pool.connect(origin)
     connection.deadline = asyncio.get_running_loop().time() + within_s
-    sink = sink or Heard()
+    sink = sink or RecordingSink()
     connection.send(
         b"POST /x HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n\r\n%b" % (origin.host_header, len(body), body), sink
     )
@@ -70,7 +70,7 @@ async def pool(monkeypatch):
 @pytest.mark.parametrize("cut", [None, 1, 7])
 async def test_a_whole_answer_is_heard_and_its_connection_is_used_again(pool, raw, body, cut):
     pieces = [raw] if cut is None else [raw[at : at + cut] for at in range(0, len(raw), cut)]
-    async with Engine(saying(*pieces)) as engine:
+    async with RawEngine(saying(*pieces)) as engine:
         for turn in range(3):
             connection, heard = await ask(pool, engine.url, b"ask %d" % turn)
             assert (heard.ended, heard.failure, heard.body) == (True, None, body)
@@ -83,7 +83,7 @@ async def test_a_whole_answer_is_heard_and_its_connection_is_used_again(pool, ra
 
 
 async def test_all_chunks_of_one_read_come_in_one_piece(pool):
-    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n" * 100 + b"0\r\n\r\n")) as engine:
+    async with RawEngine(saying(CHUNKED + b"3\r\nabc\r\n" * 100 + b"0\r\n\r\n")) as engine:
         _, heard = await ask(pool, engine.url)
         assert heard.calls == ["head", "data"]
         assert heard.body == b"abc" * 100
@@ -92,7 +92,7 @@ async def test_all_chunks_of_one_read_come_in_one_piece(pool):
 async def test_large_requests_and_answers_come_through_whole(pool):
     body = bytes(range(256)) * 20_000
     raw = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    async with Engine(saying(raw)) as engine:
+    async with RawEngine(saying(raw)) as engine:
         for _ in range(2):
             _, heard = await ask(pool, engine.url, body)
             assert heard.body == body
@@ -125,7 +125,7 @@ async def test_large_requests_and_answers_come_through_whole(pool):
 @pytest.mark.parametrize("cut", [None, 1])
 async def test_a_connection_whose_answer_ended_oddly_is_closed_and_its_bytes_are_nobodys(pool, raw, then, body, cut):
     pieces = [raw] if cut is None else [raw[at : at + cut] for at in range(0, len(raw), cut)]
-    async with Engine(saying(*pieces, then=then)) as engine:
+    async with RawEngine(saying(*pieces, then=then)) as engine:
         first, heard = await ask(pool, engine.url)
         assert (heard.ended, heard.failure, heard.body) == (True, None, body)
         assert heard.status in (200, 204, 500)
@@ -147,7 +147,7 @@ async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
         await reader.read()
 
     go_on = asyncio.Event()
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         await ask(pool, engine.url)
         assert pool.connections == 1
         go_on.set()
@@ -168,10 +168,10 @@ async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
         connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
 
     loop = asyncio.get_running_loop()
-    said, second = loop.create_future(), Heard()
+    said, second = loop.create_future(), RecordingSink()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        async with Engine(script) as engine:
+        async with RawEngine(script) as engine:
             origin = Origin.parse(engine.url)
             connection, _ = await ask(pool, engine.url)
             loop.add_reader(ours, ask_again)
@@ -194,7 +194,7 @@ async def test_an_answer_that_comes_before_the_request_was_read_closes_the_conne
         await go_on.wait()
 
     go_on = asyncio.Event()
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         _, heard = await ask(pool, engine.url, b"x" * 30_000_000)
         assert heard.body == b"abc"
         assert not pool.connections
@@ -241,7 +241,7 @@ WHOLE = CHUNKED + b"3\r\nabc\r\n3\r\ndef\r\n0\r\n\r\n"
 @pytest.mark.parametrize("then", ["close", "reset", "half_close"])
 @pytest.mark.parametrize("size", [0, 1, 9, 20, len(CHUNKED) - 1, len(CHUNKED), len(CHUNKED) + 4, len(WHOLE) - 1])
 async def test_an_answer_that_breaks_off_at_any_byte_is_lost_and_never_ended(pool, then, size):
-    async with Engine(saying(*([WHOLE[:size]] if size else []), then=then)) as engine:
+    async with RawEngine(saying(*([WHOLE[:size]] if size else []), then=then)) as engine:
         connection, heard = await ask(pool, engine.url)
         assert not heard.ended
         assert heard.failure.reason == "no_answer"
@@ -254,7 +254,7 @@ async def test_an_answer_that_breaks_off_at_any_byte_is_lost_and_never_ended(poo
 
 @pytest.mark.parametrize("size", [len(OK) - 3, len(OK) - 1])
 async def test_a_body_shorter_than_its_length_is_lost(pool, size):
-    async with Engine(saying(OK[:size], then="close")) as engine:
+    async with RawEngine(saying(OK[:size], then="close")) as engine:
         _, heard = await ask(pool, engine.url)
         assert heard.failure.reason == "no_answer"
 
@@ -284,7 +284,7 @@ async def test_a_body_shorter_than_its_length_is_lost(pool, size):
     ],
 )
 async def test_an_answer_that_is_not_http_is_lost_without_a_word_of_it(pool, raw):
-    async with Engine(saying(raw)) as engine:
+    async with RawEngine(saying(raw)) as engine:
         _, heard = await ask(pool, engine.url)
         assert heard.failure is not None, heard
         assert (heard.failure.reason, heard.calls) == ("no_answer", [])
@@ -296,7 +296,7 @@ async def test_an_answer_that_is_not_http_is_lost_without_a_word_of_it(pool, raw
     "chunk", [b"x\r\n", b"3 \r\nabc\r\n", b"3\r\nabcd\r\n", b"-1\r\n", b"10000000000000003\r\nabc\r\n"]
 )
 async def test_a_bad_chunk_loses_the_answer_after_what_was_good(pool, chunk):
-    async with Engine(saying(CHUNKED + b"2\r\nok\r\n" + chunk)) as engine:
+    async with RawEngine(saying(CHUNKED + b"2\r\nok\r\n" + chunk)) as engine:
         _, heard = await ask(pool, engine.url)
         assert (heard.status, heard.failure.reason) == (200, "no_answer")
         assert heard.body.startswith(b"ok")
@@ -312,7 +312,7 @@ async def test_a_head_or_trailer_without_end_is_lost(pool, start):
             writer.write(b"a" * 1000)
             await writer.drain()
 
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         _, heard = await ask(pool, engine.url)
         assert heard.failure.reason == "no_answer"
         assert not pool.connections
@@ -320,7 +320,7 @@ async def test_a_head_or_trailer_without_end_is_lost(pool, start):
 
 @pytest.mark.parametrize("said", [[], [b"HTTP/1.1 200 OK\r\n"], [CHUNKED], [CHUNKED + b"3\r\nabc\r\n"]])
 async def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_notices(pool, said):
-    async with Engine(saying(*said)) as engine:
+    async with RawEngine(saying(*said)) as engine:
         _, heard = await ask(pool, engine.url, within_s=0.05)
         assert heard.failure.reason == "no_answer_in_time"
         await until(lambda: not engine.open)
@@ -328,7 +328,7 @@ async def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_notices(pool
 
 
 async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool):
-    class Patient(Heard):
+    class Patient(RecordingSink):
         def data(self, data):
             super().data(data)
             connection.deadline = loop.time() + pause_s * 5
@@ -343,7 +343,7 @@ async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool)
 
     # Ten pauses are two deadlines.
     loop, pause_s = asyncio.get_running_loop(), patience(0.03)
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         connection, heard = await begin(pool, engine.url, within_s=pause_s * 5, sink=Patient())
         await asyncio.wait_for(heard.done.wait(), patience(10))
         assert heard.body == b"a" * 10
@@ -362,7 +362,7 @@ async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_thei
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         connection, heard = await begin(pool, engine.url)
         await asyncio.wait_for(heard.done.wait(), patience(10))
         assert (heard.body, heard.ended) == (b"a" * 14, True)
@@ -373,7 +373,7 @@ async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_thei
 
 @pytest.mark.parametrize("after", ["send", "head", "data"])
 async def test_a_connection_that_is_closed_is_noticed_by_the_engine_and_says_nothing_more(pool, after):
-    class Leaving(Heard):
+    class Leaving(RecordingSink):
         def head(self, status, headers):
             super().head(status, headers)
             if after == "head":
@@ -383,7 +383,7 @@ async def test_a_connection_that_is_closed_is_noticed_by_the_engine_and_says_not
             super().data(data)
             connection.close()
 
-    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n0\r\n\r\n")) as engine:
+    async with RawEngine(saying(CHUNKED + b"3\r\nabc\r\n0\r\n\r\n")) as engine:
         connection, heard = await begin(pool, engine.url, sink=Leaving())
         if after == "send":
             connection.close()
@@ -407,15 +407,15 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
-    class Slow(Heard):
+    class SlowSink(RecordingSink):
         def data(self, data):
             super().data(data)
             if len(self.pieces) == 1:
                 connection.pause()
                 connection.pause()
 
-    async with Engine(script) as engine:
-        connection, heard = await begin(pool, engine.url, sink=Slow())
+    async with RawEngine(script) as engine:
+        connection, heard = await begin(pool, engine.url, sink=SlowSink())
         await asyncio.wait_for(heard.news.wait(), patience(5))
         connection.deadline = loop.time() + 0.1
         await until(lambda: loop.time() > connection.deadline)
@@ -435,7 +435,7 @@ async def test_a_paused_connection_holds_the_engine_back_and_little_is_read(pool
 
 async def test_a_deadline_has_as_much_left_after_a_pause_as_before(pool):
     loop = asyncio.get_running_loop()
-    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
+    async with RawEngine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
         connection, heard = await begin(pool, engine.url, within_s=patience(0.3))
         await until(lambda: heard.body)
         connection.pause()
@@ -448,12 +448,12 @@ async def test_a_deadline_has_as_much_left_after_a_pause_as_before(pool):
 
 
 async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(pool):
-    class Pausing(Heard):
+    class Pausing(RecordingSink):
         def data(self, data):
             super().data(data)
             connection.pause()
 
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         connection, heard = await begin(pool, engine.url, sink=Pausing())
         await asyncio.wait_for(heard.done.wait(), patience(5))
         again, heard = await ask(pool, engine.url)
@@ -466,7 +466,7 @@ async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(
 
 async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_said():
     pool = EnginePool(connect_s=2.0, keepalive_s=0.3, max_idle=3)
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         origin = Origin.parse(engine.url)
         await asyncio.gather(*(ask(pool, engine.url) for _ in range(10)))
         assert engine.connections == 10
@@ -479,14 +479,14 @@ async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_sa
 
 async def test_a_connection_is_refused_to_the_next_request_the_moment_its_time_is_over(pool):
     pool._keepalive_s = 0.0
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         for _ in range(3):
             await ask(pool, engine.url)
         assert engine.connections == 3
 
 
 async def test_the_connection_used_last_is_used_first(pool):
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         await asyncio.gather(*(ask(pool, engine.url) for _ in range(5)))
         used = {(await ask(pool, engine.url))[0] for _ in range(5)}
         assert len(used) == 1
@@ -498,7 +498,7 @@ async def test_an_engine_that_closed_an_idle_connection_is_asked_on_another(pool
         writer.write(OK)
         await finished(writer)
 
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         for turn in range(3):
             _, heard = await ask(pool, engine.url)
             assert heard.body == b"abc"
@@ -507,11 +507,11 @@ async def test_an_engine_that_closed_an_idle_connection_is_asked_on_another(pool
 
 
 async def test_a_connection_that_closed_between_pool_and_request_is_told_later(pool):
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         await ask(pool, engine.url)
         connection = pool.idle(Origin.parse(engine.url))
         connection.close()
-        heard = Heard()
+        heard = RecordingSink()
         connection.send(b"", heard)
         assert not heard.done.is_set()
         await asyncio.wait_for(heard.done.wait(), patience(5))
@@ -522,24 +522,24 @@ async def test_a_connection_that_was_lost_before_its_first_request_was_none(pool
     async def script(engine, reader, writer):
         await finished(writer)
 
-    async with Engine(script) as engine:
+    async with RawEngine(script) as engine:
         connection = await pool.connect(Origin.parse(engine.url))
         await until(lambda: not pool.connections)
-        heard = Heard()
+        heard = RecordingSink()
         connection.send(b"", heard)
         await asyncio.wait_for(heard.done.wait(), patience(5))
         assert heard.failure.reason == "connection"  # nothing went out: its engine died of nothing of ours
 
 
 async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
-    class Again(Heard):
+    class Again(RecordingSink):
         def end(self):
             super().end()
             self.connection = pool.idle(origin)
             self.connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
 
-    second = Heard()
-    async with Engine(saying(OK)) as engine:
+    second = RecordingSink()
+    async with RawEngine(saying(OK)) as engine:
         origin = Origin.parse(engine.url)
         connection, first = await begin(pool, engine.url, sink=Again())
         await asyncio.wait_for(second.done.wait(), patience(5))
@@ -548,7 +548,7 @@ async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
 
 async def test_a_caller_that_leaves_while_connecting_leaves_no_connection(pool):
     pool._connect_s = 0.2
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         for turns in range(6):
             task = asyncio.create_task(pool.connect(Origin.parse(engine.url)))
             for _ in range(turns):
@@ -562,7 +562,7 @@ async def test_a_caller_that_leaves_while_connecting_leaves_no_connection(pool):
 
 async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
     pool = EnginePool(connect_s=2.0)
-    async with Engine(saying(OK)) as engine, Engine(saying()) as silent:
+    async with RawEngine(saying(OK)) as engine, RawEngine(saying()) as silent:
         await ask(pool, engine.url)
         _, heard = await begin(pool, silent.url)
         await until(lambda: silent.requests)
@@ -577,7 +577,7 @@ async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
 
 
 async def test_a_connection_that_is_made_as_the_pool_closes_is_closed(pool):
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         connecting = asyncio.create_task(pool.connect(Origin.parse(engine.url)))
         await asyncio.sleep(0)
         await pool.close()
@@ -594,7 +594,7 @@ async def test_many_requests_given_up_leave_nothing(pool, crowds):
         await asyncio.sleep(0.001 * (n % 5))
         connection.close()
 
-    async with Engine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
+    async with RawEngine(saying(CHUNKED + b"3\r\nabc\r\n")) as engine:
         for _ in range(crowds):
             await asyncio.gather(*(one(n) for n in range(50)))
         await until(lambda: not engine.open)
@@ -602,7 +602,7 @@ async def test_many_requests_given_up_leave_nothing(pool, crowds):
 
 
 async def test_requests_are_sent_without_delay(pool):
-    async with Engine(saying(OK)) as engine:
+    async with RawEngine(saying(OK)) as engine:
         connection, _ = await ask(pool, engine.url)
         sock = connection._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -641,7 +641,7 @@ def test_a_url_that_says_no_place_is_refused(url):
 
 
 async def test_an_engine_may_listen_on_ipv6(pool):
-    engine = Engine(saying(OK))
+    engine = RawEngine(saying(OK))
     server = await asyncio.start_server(engine._serve, "::1", 0)
     async with server:
         _, heard = await ask(pool, f"http://[::1]:{server.sockets[0].getsockname()[1]}")
@@ -654,7 +654,7 @@ async def test_an_engine_may_speak_tls_and_is_checked(certificate):
     key, cert = certificate
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(cert, key)
-    engine = Engine(saying(OK))
+    engine = RawEngine(saying(OK))
     server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     pool = EnginePool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))

@@ -28,16 +28,16 @@ class Served:
 
     port: int
     front: Front
-    app: "App"
+    app: "AsgiApp"
     seen: list[tuple[str, bytes]]
     server: object = None
 
-    async def client(self) -> "Client":
+    async def client(self) -> "RawClient":
         sock = socket.socket()
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
-        return Client(*await asyncio.open_connection(sock=sock))
+        return RawClient(*await asyncio.open_connection(sock=sock))
 
     async def said(self, raw: bytes) -> bytes:
         """Everything that is answered to these bytes until the connection closes."""
@@ -47,7 +47,7 @@ class Served:
 
 
 @dataclass
-class Client:
+class RawClient:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     was_reset: bool = False
@@ -108,7 +108,7 @@ def error_of(said: bytes) -> tuple[int, str]:
     return status, error["code"]
 
 
-class App:
+class AsgiApp:
     """The ASGI app behind the front: answers with the length of the body, and notes it."""
 
     def __init__(self, seen):
@@ -166,7 +166,7 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
         told,
         error_body=error_body,
     )
-    app = App(seen)
+    app = AsgiApp(seen)
     unexpected: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
     async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES) as url:
@@ -181,7 +181,7 @@ def post(path: str, body: bytes, *lines: bytes) -> bytes:
     return b"POST %b HTTP/1.1\r\n%b\r\n%b" % (path.encode(), head, body)
 
 
-class Engine:
+class RawEngine:
     """An engine that says raw bytes. `script` is called with each connection's streams and the number of it."""
 
     def __init__(self, script):
@@ -260,7 +260,7 @@ async def finished(writer) -> None:
 
 
 @dataclass
-class Heard:
+class RecordingSink:
     """A sink that keeps what it hears; `after` may act on each call."""
 
     status: int | None = None

@@ -187,7 +187,7 @@ async def test_a_client_without_a_key_holds_no_bytes():
 
 
 async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
-    class Kept:
+    class KeptHandler:
         def answer(self, exchange):
             exchange.on_gone = exchange.on_pause = exchange.on_resume = self.leave
             exchange.respond(200, b"", b"")
@@ -197,7 +197,7 @@ async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
     kept = []
 
     def handler(exchange):
-        one = Kept()
+        one = KeptHandler()
         kept.append(weakref.ref(one))
         one.answer(exchange)
 
@@ -212,7 +212,7 @@ async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
 async def test_a_request_whose_client_left_is_freed_without_the_garbage_collector():
     kept = []
 
-    class Kept:
+    class KeptHandler:
         async def answer(self, exchange):
             kept.append(weakref.ref(self))
             self.exchange = exchange
@@ -220,7 +220,7 @@ async def test_a_request_whose_client_left_is_freed_without_the_garbage_collecto
 
     gc.disable()
     try:
-        async with fronted(lambda exchange: Kept().answer(exchange)) as served:
+        async with fronted(lambda exchange: KeptHandler().answer(exchange)) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc"))
                 await until(lambda: kept)

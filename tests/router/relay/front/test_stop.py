@@ -20,7 +20,7 @@ from tests.router.relay.front.handlers import (
     queued_behind_a_large_answer,
     say_last,
 )
-from tests.router.relay.wires import COLD, HOT, MESSAGES, App, Client, error_of, fronted, length, post
+from tests.router.relay.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, error_of, fronted, length, post
 
 
 async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
@@ -120,15 +120,15 @@ async def ending(handler):
     """A server in the hands of uvicorn, and what ends it as SIGTERM does."""
     sock = serve.bind("127.0.0.1", 0)
     made = front(lambda method, path: handler if path == HOT else None, FrontLimits())
-    app = App([])
+    app = AsgiApp([])
     server = serve._Server(serve.configured(app, grace_s=5.0, http=made), None)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([sock])
     clients = []
 
-    async def client() -> Client:
-        clients.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+    async def client() -> RawClient:
+        clients.append(RawClient(*await asyncio.open_connection("127.0.0.1", port)))
         return clients[-1]
 
     port = sock.getsockname()[1]
