@@ -41,12 +41,12 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
     need no key.
     """
     api = APIRouter()
-    probed = _probed(agent, of_metrics(keys, need_key=metrics_need_key))
-    add_routes(api, _told(agent, keys), kv_routes(agent, keys), _done(agent, keys), probed)
+    probed = _probe_routes(agent, of_metrics(keys, need_key=metrics_need_key))
+    add_routes(api, _read_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
     return api
 
 
-def _told(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/metadata")
@@ -55,28 +55,28 @@ def _told(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/metadata/loras")
     async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
-        items = [item for item in agent.residency.catalog() if item.lora_id > cursor]
+        items = [item for item in agent.inventory.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
-        found = next((item for item in agent.residency.catalog() if item.lora_id == lora_id), None)
+        found = next((item for item in agent.inventory.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
         return found
 
     @api.get("/v1/admin/loras")
     async def loaded() -> LoadedLoras:
-        return LoadedLoras(data=agent.residency.loaded())
+        return LoadedLoras(data=agent.inventory.loaded())
 
     @api.post("/v1/usage")
-    async def usage(body: UsageReport) -> JSONResponse:
-        return JSONResponse({"accepted": agent.usage(body), "wire": 1})
+    async def count_usage(body: UsageReport) -> JSONResponse:
+        return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
     @api.get("/v1/events")
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
-        after = agent.events.position(last_event_id)
+        after = agent.events.position_after(last_event_id)
         stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -116,31 +116,31 @@ def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     return api
 
 
-def _done(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     api = APIRouter()
     load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
     operator = [Depends(admin)]
 
     @api.post("/v1/admin/load_lora")
     async def load_lora(
-        body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch)]
+        body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
     ) -> LoadedLora:
         # An epoch too: it is remembered, and every lower one is refused from then on.
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
-        agent.fence(epoch, is_destructive=body.evict is not None)
+        agent.check_epoch(epoch, is_destructive=body.evict is not None)
         return await agent.load(body)
 
     @api.post("/v1/admin/unload_lora", dependencies=operator)
-    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> LoadedLoras:
+    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> LoadedLoras:
         """What is loaded afterwards."""
-        agent.fence(epoch, is_destructive=True)
+        agent.check_epoch(epoch, is_destructive=True)
         await agent.unload(body)
-        return LoadedLoras(data=agent.residency.loaded())
+        return LoadedLoras(data=agent.inventory.loaded())
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
-    async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> AvailableLora:
-        agent.fence(epoch, is_destructive=False)
+    async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
+        agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
 
     @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
@@ -150,31 +150,33 @@ def _done(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         return Response(status_code=204)
 
     @api.post("/v1/admin/claim", dependencies=operator)
-    async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
+    async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
         """A new leader's first word: whoever led before is refused from now on."""
-        agent.fence(epoch, is_destructive=True)
+        agent.check_epoch(epoch, is_destructive=True)
         return agent.metadata()
 
     @api.post("/v1/admin/undrain", dependencies=operator)
-    async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch)]) -> Metadata:
+    async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
         """Take back a drain: the worker serves again at once."""
-        agent.fence(epoch, is_destructive=False)
+        agent.check_epoch(epoch, is_destructive=False)
         agent.undrain()
         return agent.metadata()
 
     @api.post("/v1/admin/drain")
     async def drain(
-        body: DrainRequest, caller: Annotated[Caller, Depends(drainer)], epoch: Annotated[int | None, Depends(_epoch)]
+        body: DrainRequest,
+        caller: Annotated[Caller, Depends(drainer)],
+        epoch: Annotated[int | None, Depends(_epoch_of)],
     ) -> DrainAnswer:
         if epoch is not None:
             check_scope(caller, "admin")
-        agent.fence(epoch, is_destructive=False)
+        agent.check_epoch(epoch, is_destructive=False)
         return await agent.drain(body.deadline_s)
 
     return api
 
 
-def _probed(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
+def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
     api = APIRouter()
 
     @api.get("/health")
@@ -191,13 +193,13 @@ def _probed(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
 
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
-        agent.measure()
+        agent.update_gauges()
         return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return api
 
 
-def _epoch(request: Request) -> int | None:
+def _epoch_of(request: Request) -> int | None:
     text = request.headers.get(EPOCH_HEADER)
     if text is None:
         return None

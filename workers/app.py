@@ -27,10 +27,10 @@ from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
 from workers.agent.agent import WorkerAgent
-from workers.agent.events import AgentEventLog
+from workers.agent.event_log import AgentEventLog
 from workers.agent.heartbeat import HeartbeatSender
+from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.inventory import timestamp
-from workers.agent.records import InstalledAdapters
 from workers.agent.supervisor import Supervisor
 from workers.api import build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
@@ -49,7 +49,7 @@ from workers.sources.objects import ObjectSource
 from workers.sources.plugged import PluginSource, installed, listener, manager_of
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
-from workers.storage.disk import CacheFolder
+from workers.storage.cache_folder import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import known_base_model
 
@@ -57,8 +57,8 @@ log = structlog.get_logger()
 
 # Of a body: what an agent is told fits into a hundred; reading so many takes a twentieth of a second.
 _MOST_VALUES = 100_000
-_OUTLIVES_S = 7 * 86400.0
-_ASK_S = 2.0
+_ATTACHED_ENGINE_LEASE_S = 7 * 86400.0
+_LIST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ def build(
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     connector = _connector_of(settings, own_command)
-    locked = lock(settings.state)
+    locked = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
     cache = AdapterCache(
-        disk_of(settings),
+        cache_folder_of(settings),
         sources=sources_of(settings, manager, rng),
         rules=rules,
         fetch_deadline_s=settings.fetch_deadline_s,
@@ -96,13 +96,13 @@ def build(
     agent = WorkerAgent(
         settings=settings,
         cache=cache,
-        library=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules),
-        records=InstalledAdapters(settings.state),
+        local_adapters=LocalAdapters(settings.lora_path.resolve() if settings.lora_path else None, rules),
+        installed=InstalledAdapters(settings.state),
         events=AgentEventLog(
             boot_id=boot_id,
             size=settings.event_buffer,
             now=timestamp,
-            listen=listener(manager) if manager else lambda _: None,
+            on_event=listener(manager) if manager else lambda _: None,
         ),
         metrics=metrics,
         boot_id=boot_id,
@@ -116,13 +116,13 @@ def build(
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(cache.disk.clean)
-        await cache.look()
+        await cache.update_free_bytes()
         async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
-                asyncio.create_task(_loop("scrape", agent.link.scrape, settings.scrape_s, metrics)),
-                asyncio.create_task(_loop("tidy", agent.tidy, settings.tidy_s, metrics)),
-                asyncio.create_task(_loop("look", agent.look, settings.scan_s, metrics)),
+                asyncio.create_task(_repeat("scrape", agent.engine.scrape, settings.scrape_s, metrics)),
+                asyncio.create_task(_repeat("tidy", agent.sweep, settings.tidy_s, metrics)),
+                asyncio.create_task(_repeat("look", agent.reconcile, settings.scan_s, metrics)),
             ]
             heartbeats = HeartbeatSender(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
             if heartbeats is not None:
@@ -131,13 +131,13 @@ def build(
                 yield
             finally:
                 if heartbeats is not None:
-                    await heartbeats.last()  # before the engine is told to stop
+                    await heartbeats.send_last()  # before the engine is told to stop
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                agent.records.save()
-                agent.counts.save()
-                await agent.link.close_ledgers()
+                agent.installed.retry_writes()
+                agent.usage.save()
+                await agent.engine.close_ledgers()
                 await supervisor.stop()
                 os.close(locked)  # all is saved, and nothing runs any more: the folder may be another agent's
 
@@ -171,7 +171,7 @@ def _require_model(settings: WorkerSettings) -> None:
         raise OSError(f"model {model}: there is no such folder; give that of a Hugging Face model")
 
 
-def lock(state: Path) -> int:
+def lock_state_folder(state: Path) -> int:
     """Make the state folder ours; raises OSError when it is another's.
 
     returns  a descriptor: the folder is free when it is closed, or this process ends, however it does
@@ -189,7 +189,7 @@ def lock(state: Path) -> int:
     return handle
 
 
-def disk_of(settings: WorkerSettings) -> CacheFolder:
+def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
     """The cache folder under a name that no other agent has, also after a restart. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
@@ -202,15 +202,15 @@ def disk_of(settings: WorkerSettings) -> CacheFolder:
         grace_s=settings.cache_grace_s,
         lease_s=settings.cache_lease_s,
         # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
-        outlives_s=_OUTLIVES_S if settings.engine_url else 0.0,
-        listed=_listed,
+        outlives_s=_ATTACHED_ENGINE_LEASE_S if settings.engine_url else 0.0,
+        listed=_served_digests,
     )
 
 
-def _listed(engine_url: str) -> frozenset[str]:
+def _served_digests(engine_url: str) -> frozenset[str]:
     """Digests that somebody else's engine serves; blocks. None where it does not answer: then it runs no more."""
     try:
-        models = httpx.get(f"{engine_url}/v1/models", timeout=_ASK_S, trust_env=False).json()["data"]
+        models = httpx.get(f"{engine_url}/v1/models", timeout=_LIST_TIMEOUT_S, trust_env=False).json()["data"]
         return frozenset(Path(str(item.get("root"))).name for item in models if item.get("parent"))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return frozenset()
@@ -266,7 +266,7 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
     await serve(worker.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=worker.stop)
 
 
-async def _loop(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
+async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
     async def tolerant() -> None:
         try:
             await step()

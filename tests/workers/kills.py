@@ -33,7 +33,7 @@ from tests.patience import within
 from tests.workers.running import SIM, RunningWorker, code, post
 from tests.workers.source_servers import FaultyConnection, SourceServer, certificate, files_of
 from workers.storage.cache import is_intact
-from workers.storage.disk import is_leftover
+from workers.storage.cache_folder import is_leftover
 
 LOCAL = ("alpha/v1", "beta/v1", "gamma/v1")
 REMOTE = ("delta/v1", "epsilon/v1", "zeta/v1")

@@ -8,11 +8,11 @@ import pytest
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.workers.test_sources import ADAPTER, HubStore, WebFiles, limits
-from workers.agent.engine_link import CurrentEngine
-from workers.agent.events import AgentEventLog
+from workers.agent.current_engine import CurrentEngine
+from workers.agent.event_log import AgentEventLog
+from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
-from workers.agent.records import InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import SourceError
 from workers.core.manifest import AdapterRules
@@ -20,8 +20,8 @@ from workers.metrics import WorkerMetrics
 from workers.sources.base import Transfer
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
+from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
-from workers.storage.disk import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest, LoadRequest
 
@@ -129,30 +129,35 @@ async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after
     rules = AdapterRules(64, frozenset(), "off")
     disk = CacheFolder(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
     cache = AdapterCache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
-    settings, metrics, library = WorkerSettings(model="/models/m"), WorkerMetrics(), LocalAdapters(None, rules)
+    settings, metrics, local_adapters = WorkerSettings(model="/models/m"), WorkerMetrics(), LocalAdapters(None, rules)
     events = AgentEventLog(boot_id="b", size=10, now=timestamp)
 
-    def intake(records):
-        residency = Inventory(
-            settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
+    def installer(installed):
+        inventory = Inventory(
+            settings=settings,
+            cache=cache,
+            local_adapters=local_adapters,
+            installed=installed,
+            events=events,
+            metrics=metrics,
         )
         return Installer(
             cache=cache,
-            library=library,
-            residency=residency,
+            local_adapters=local_adapters,
+            inventory=inventory,
             metrics=metrics,
             credentials=Credentials(tmp_path / "secrets"),
-            listed=CurrentEngine(settings, metrics).held,
-            base_name=lambda: settings.base_name,
+            engine_digests=CurrentEngine(settings, metrics).digests_in_use,
+            base_model_name=lambda: settings.base_name,
         )
 
-    first = intake(InstalledAdapters(tmp_path / "state"))
+    first = installer(InstalledAdapters(tmp_path / "state"))
     with pytest.raises(SourceError, match="who are you"):
-        await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a"))
-    await first.inspected(InspectRequest(lora_id="a/v1", source="hf://acme/a", secret="acme-hub/token"))
-    found = await first.installed(LoadRequest(lora_id="b/v1", source="hf://acme/b", secret="acme-hub/token"))
+        await first.inspect(InspectRequest(lora_id="a/v1", source="hf://acme/a"))
+    await first.inspect(InspectRequest(lora_id="a/v1", source="hf://acme/a", secret="acme-hub/token"))
+    found = await first.install(LoadRequest(lora_id="b/v1", source="hf://acme/b", secret="acme-hub/token"))
     shutil.rmtree(disk.path(found.digest))
-    records = InstalledAdapters(tmp_path / "state")
-    await intake(records).again(records.of("b/v1")[0])
+    installed = InstalledAdapters(tmp_path / "state")
+    await installer(installed).reinstall_if_missing(installed.versions("b/v1")[0])
     assert source.shown == ["", TOKEN, TOKEN, TOKEN]
     assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "state").rglob("*.json"))

@@ -17,12 +17,12 @@ import pytest
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import until, within
 from tests.workers.running import SIM, RunningWorker, code, loaded, post
-from workers.agent.engine_link import CurrentEngine
-from workers.agent.events import AgentEventLog
+from workers.agent.current_engine import CurrentEngine
+from workers.agent.event_log import AgentEventLog
+from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
-from workers.agent.records import InstalledAdapter, InstalledAdapters
-from workers.app import disk_of
+from workers.app import cache_folder_of
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
 from workers.core.eviction import CachedAdapter, to_free
@@ -30,8 +30,8 @@ from workers.core.manifest import AdapterRules, Manifest
 from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
+from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
-from workers.storage.disk import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest
 
@@ -199,10 +199,10 @@ def test_an_agent_that_a_full_disk_kept_from_its_first_start_has_a_name_of_its_o
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            disk_of(settings)
+            cache_folder_of(settings)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    disk_of(settings)
+    cache_folder_of(settings)
     assert len((tmp_path / "agent_id").read_text()) == 12
 
 
@@ -224,10 +224,10 @@ def cpu_s(step) -> float:
 
 
 def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_second(tmp_path):
-    holds = residency(tmp_path)
+    holds = inventory(tmp_path)
     digests = [f"{number:064x}" for number in range(5000)]
     for digest in digests:
-        holds.records.keep(
+        holds.installed.update_in_memory(
             InstalledAdapter(
                 lora_id=digest,
                 digest=digest,
@@ -239,17 +239,17 @@ def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_se
                 size_bytes=1,
             )
         )
-    assert cpu_s(lambda: holds.deleted(digests)) < 1
-    assert holds.records.all() == ()
+    assert cpu_s(lambda: holds.forget_deleted(digests)) < 1
+    assert holds.installed.all() == ()
 
 
-def residency(folder) -> Inventory:
+def inventory(folder) -> Inventory:
     settings = WorkerSettings(model="m")
     return Inventory(
         settings=settings,
         cache=AdapterCache(disk(folder / "cache"), sources={}, rules=AdapterRules(64, frozenset()), fetch_deadline_s=1),
-        library=LocalAdapters(None, AdapterRules(64, frozenset())),
-        records=InstalledAdapters(folder),
+        local_adapters=LocalAdapters(None, AdapterRules(64, frozenset())),
+        installed=InstalledAdapters(folder),
         events=AgentEventLog(boot_id="b", size=1000, now=timestamp),
         metrics=WorkerMetrics(),
     )
@@ -363,29 +363,38 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
     rules = AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
-    metrics, library, records = WorkerMetrics(), LocalAdapters(None, rules), InstalledAdapters(tmp_path / "state")
+    metrics, local_adapters, installed = (
+        WorkerMetrics(),
+        LocalAdapters(None, rules),
+        InstalledAdapters(tmp_path / "state"),
+    )
     settings = WorkerSettings(model="/models/m")
     events = AgentEventLog(boot_id="b", size=10, now=timestamp)
-    residency = Inventory(
-        settings=settings, cache=cache, library=library, records=records, events=events, metrics=metrics
-    )
-    link = CurrentEngine(settings, metrics)
-    intake = Installer(
+    inventory = Inventory(
+        settings=settings,
         cache=cache,
-        library=library,
-        residency=residency,
+        local_adapters=local_adapters,
+        installed=installed,
+        events=events,
+        metrics=metrics,
+    )
+    engine = CurrentEngine(settings, metrics)
+    installer = Installer(
+        cache=cache,
+        local_adapters=local_adapters,
+        inventory=inventory,
         metrics=metrics,
         credentials=Credentials(None),
-        listed=link.held,
-        base_name=lambda: settings.base_name,
+        engine_digests=engine.digests_in_use,
+        base_model_name=lambda: settings.base_name,
     )
     ask = InspectRequest(lora_id="a/v1", source=str(make_adapter(tmp_path / "from", "a/v1")))
     if idle_s:
-        assert (await intake.inspected(ask)).lora_id == "a/v1"
+        assert (await installer.inspect(ask)).lora_id == "a/v1"
         assert source.tries == 2
     else:
         with pytest.raises(SourceError, match=r"no space left in .*: \d+ bytes are free, 100 are taken"):
-            await intake.inspected(ask)
+            await installer.inspect(ask)
         assert source.tries == 1
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
@@ -502,16 +511,16 @@ async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_m
 SMALL_DISK = """
 import asyncio, sys
 from pathlib import Path
-from workers.storage.cache import Cache
+from workers.storage.cache import AdapterCache
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import Rules
-from workers.storage.disk import Disk
+from workers.core.manifest import AdapterRules
+from workers.storage.cache_folder import CacheFolder
 from workers.sources.local import LocalSource
 
 async def main(mount, adapters):
-    disk = Disk(Path(mount), user="a", grace_s=1.0, lease_s=10.0)
-    cache = Cache(disk, sources={"file": LocalSource([Path(adapters)], max_bytes=1 << 30)},
-                  rules=Rules(64, frozenset(), "off"), fetch_deadline_s=10)
+    disk = CacheFolder(Path(mount), user="a", grace_s=1.0, lease_s=10.0)
+    cache = AdapterCache(disk, sources={"file": LocalSource([Path(adapters)], max_bytes=1 << 30)},
+                  rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     for number in range(100):
         try:
             async with cache.fetch(f"{adapters}/a{number}") as folder:

@@ -15,7 +15,7 @@ from workers.core.errors import SourceError
 from workers.core.manifest import AdapterRules
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
-from workers.storage.disk import CacheFolder
+from workers.storage.cache_folder import CacheFolder
 from workers.storage.pickled import unpickled
 from workers.storage.verify import read_manifest
 

@@ -20,7 +20,7 @@ from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine
 from tests.workers.running import post
 from workers import wire
-from workers.agent.engine_link import CurrentEngine
+from workers.agent.current_engine import CurrentEngine
 from workers.config import WorkerSettings
 from workers.metrics import WorkerMetrics
 
@@ -343,64 +343,64 @@ class EngineClock:
 
 
 @pytest.fixture
-def link():
+def engine():
     clock = EngineClock()
-    link = CurrentEngine(WorkerSettings(model="/models/m"), WorkerMetrics(), clock=lambda: clock.now)
-    link.engine = StillEngine()
-    return link, clock
+    engine = CurrentEngine(WorkerSettings(model="/models/m"), WorkerMetrics(), clock=lambda: clock.now)
+    engine.client = StillEngine()
+    return engine, clock
 
 
-async def pass_by(link, clock, seconds, *, in_flight=None):
+async def stalled_s_after(engine, clock, seconds, *, in_flight=None):
     for _ in range(seconds):
         clock.now += 1.0
         if in_flight is not None:
-            link.told(in_flight)
-        await link.scrape()
-    return link.still_s()
+            engine.set_requests_in_flight(in_flight)
+        await engine.scrape()
+    return engine.stalled_s()
 
 
-async def test_an_engine_stands_still_from_when_it_has_something_to_do(link):
-    link, clock = link
-    assert await pass_by(link, clock, 60) == 0.0  # idle
-    link.engine.now = EngineMetrics(running=1)
-    assert await pass_by(link, clock, 2) <= 2.0
-    assert await pass_by(link, clock, 10) == pytest.approx(10.0, abs=1.0)
+async def test_an_engine_stands_still_from_when_it_has_something_to_do(engine):
+    engine, clock = engine
+    assert await stalled_s_after(engine, clock, 60) == 0.0  # idle
+    engine.client.now = EngineMetrics(running=1)
+    assert await stalled_s_after(engine, clock, 2) <= 2.0
+    assert await stalled_s_after(engine, clock, 10) == pytest.approx(10.0, abs=1.0)
     clock.now += 100.0  # in which its metrics were not read
-    assert link.still_s() == pytest.approx(10.0, abs=1.0)
-    link.engine.now = EngineMetrics(running=1, steps=1.0)
-    assert await pass_by(link, clock, 1) == 0.0
-    async with link.lock:  # an adapter is loaded
-        assert await pass_by(link, clock, 20) == 0.0
-    assert await pass_by(link, clock, 10) == pytest.approx(9.0, abs=1.0)
-    link.engine.now = EngineMetrics(steps=1.0)
-    assert await pass_by(link, clock, 3) == 0.0
+    assert engine.stalled_s() == pytest.approx(10.0, abs=1.0)
+    engine.client.now = EngineMetrics(running=1, steps=1.0)
+    assert await stalled_s_after(engine, clock, 1) == 0.0
+    async with engine.lock:  # an adapter is loaded
+        assert await stalled_s_after(engine, clock, 20) == 0.0
+    assert await stalled_s_after(engine, clock, 10) == pytest.approx(9.0, abs=1.0)
+    engine.client.now = EngineMetrics(steps=1.0)
+    assert await stalled_s_after(engine, clock, 3) == 0.0
 
 
-async def test_a_step_may_take_as_long_as_its_prompts(link, monkeypatch):
-    link, clock = link
-    await pass_by(link, clock, 1)
-    link.engine.now = EngineMetrics(running=1)
-    await pass_by(link, clock, 9)
-    assert not link.has_stalled
-    await pass_by(link, clock, 4)
-    assert link.has_stalled
-    monkeypatch.setattr(link, "step_s", lambda: 20.0)
-    await pass_by(link, clock, 34)
-    assert not link.has_stalled
-    await pass_by(link, clock, 6)
-    assert link.has_stalled
+async def test_a_step_may_take_as_long_as_its_prompts(engine, monkeypatch):
+    engine, clock = engine
+    await stalled_s_after(engine, clock, 1)
+    engine.client.now = EngineMetrics(running=1)
+    await stalled_s_after(engine, clock, 9)
+    assert not engine.has_stalled
+    await stalled_s_after(engine, clock, 4)
+    assert engine.has_stalled
+    monkeypatch.setattr(engine, "full_step_s", lambda: 20.0)
+    await stalled_s_after(engine, clock, 34)
+    assert not engine.has_stalled
+    await stalled_s_after(engine, clock, 6)
+    assert engine.has_stalled
 
 
-async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(link):
-    link, clock = link
-    assert await pass_by(link, clock, 60, in_flight=9) == 0.0
+async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(engine):
+    engine, clock = engine
+    assert await stalled_s_after(engine, clock, 60, in_flight=9) == 0.0
 
 
-async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(link):
-    link, clock = link
-    await pass_by(link, clock, 1)
-    link.engine.now = EngineMetrics(steps=1.0)
-    await pass_by(link, clock, 60, in_flight=0)
-    assert await pass_by(link, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
-    assert await pass_by(link, clock, 9) > 17.0
-    assert await pass_by(link, clock, 3) == 0.0  # the orchestrator is away
+async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(engine):
+    engine, clock = engine
+    await stalled_s_after(engine, clock, 1)
+    engine.client.now = EngineMetrics(steps=1.0)
+    await stalled_s_after(engine, clock, 60, in_flight=0)
+    assert await stalled_s_after(engine, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
+    assert await stalled_s_after(engine, clock, 9) > 17.0
+    assert await stalled_s_after(engine, clock, 3) == 0.0  # the orchestrator is away

@@ -74,10 +74,10 @@ async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_fol
 
 
 async def test_a_folder_is_read_no_further_once_its_agent_stops(agent_adapters):
-    library = LocalAdapters(agent_adapters, AdapterRules(64, frozenset(), "off"))
-    library.stop()
-    assert await library.scan() is False
-    assert library.adapters == ()
+    local_adapters = LocalAdapters(agent_adapters, AdapterRules(64, frozenset(), "off"))
+    local_adapters.stop()
+    assert await local_adapters.scan() is False
+    assert local_adapters.adapters == ()
 
 
 async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_said_to_be_wrong(tmp_path):
@@ -86,9 +86,9 @@ async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_
     weights = folder / "adapter_model.safetensors"
     weights.unlink()
     weights.symlink_to(tmp_path / ("x" * 300))
-    library = LocalAdapters(tmp_path, rules)
-    assert await library.scan() is False
-    assert library.adapters == ()
+    local_adapters = LocalAdapters(tmp_path, rules)
+    assert await local_adapters.scan() is False
+    assert local_adapters.adapters == ()
     with pytest.raises(OSError, match="File name too long"):
         read_manifest(folder, rules)
 

@@ -16,14 +16,14 @@ import structlog
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, decided
 from orchestrator.wire import UsageReport
-from workers.agent.engine_link import CurrentEngine
-from workers.agent.events import AgentEventLog
+from workers.agent.adapter_usage import AdapterUsage
+from workers.agent.current_engine import CurrentEngine
+from workers.agent.event_log import AgentEventLog
+from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
-from workers.agent.records import InstalledAdapters
-from workers.agent.usage import AdapterUsage
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
@@ -55,8 +55,8 @@ class WorkerAgent:
         *,
         settings: WorkerSettings,
         cache: AdapterCache,
-        library: LocalAdapters,
-        records: InstalledAdapters,
+        local_adapters: LocalAdapters,
+        installed: InstalledAdapters,
         events: AgentEventLog,
         metrics: WorkerMetrics,
         boot_id: str,
@@ -69,8 +69,8 @@ class WorkerAgent:
         self._connector = connector
         self.settings = settings
         self.cache = cache
-        self.library = library
-        self.records = records
+        self.local_adapters = local_adapters
+        self.installed = installed
         self.events = events
         self.metrics = metrics
         self.boot_id = boot_id
@@ -78,37 +78,37 @@ class WorkerAgent:
         self.timers = timers
         self._state: AgentState = "starting"
         self._state_reason = ""
-        self.link = CurrentEngine(settings, metrics, clock=clock)
-        self.residency = Inventory(
+        self.engine = CurrentEngine(settings, metrics, clock=clock)
+        self.inventory = Inventory(
             settings=settings,
             cache=cache,
-            library=library,
-            records=records,
+            local_adapters=local_adapters,
+            installed=installed,
             events=events,
             metrics=metrics,
             clock=clock,
         )
-        self.counts = AdapterUsage(
-            settings.state / "usage.json", records, worker_id=settings.instance_id, now=timestamp
+        self.usage = AdapterUsage(
+            settings.state / "usage.json", installed, worker_id=settings.instance_id, now=timestamp
         )
-        self._intake = Installer(
+        self._installer = Installer(
             cache=cache,
-            library=library,
-            residency=self.residency,
+            local_adapters=local_adapters,
+            inventory=self.inventory,
             metrics=metrics,
             credentials=Credentials(settings.secrets_dir),
-            listed=self.link.held,
-            base_name=lambda: self.link.card().base_model,
+            engine_digests=self.engine.digests_in_use,
+            base_model_name=lambda: self.engine.model_card().base_model,
         )
         self._loader = Loader(
             settings=settings,
-            link=self.link,
-            intake=self._intake,
-            residency=self.residency,
+            engine=self.engine,
+            installer=self._installer,
+            inventory=self.inventory,
             metrics=metrics,
             clock=clock,
         )
-        self.residency.judgement = decided(settings.engine_salt, connector or NO_CONNECTOR)
+        self.inventory.connector = decided(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False
         self._is_stopping = False
@@ -126,58 +126,58 @@ class WorkerAgent:
 
     @property
     def state_reason(self) -> str:
-        return self._state_reason or self.link.suspicion
+        return self._state_reason or self.engine.suspicion
 
     # --- the engine comes and goes -------------------------------------------------------------------------------
 
     def set_state(self, state: AgentState, reason: str = "") -> None:
         """What becomes of the engine."""
         self._state, self._state_reason = state, reason
-        self.residency.changed()
+        self.inventory.mark_changed()
 
-    async def engine_up(self, engine: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
+    async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
-        await self.link.up(engine, boot_id=engine_boot_id, transport=transport)
+        await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.disk.engine_url = transport.engine_url
-        self.residency.changed()
-        await self._learn_shapes()
-        found = await engine.connector() if self._connector is None else self._connector
-        judgement = self.residency.judgement = decided(self.settings.engine_salt, found)
-        if judgement.reason:
-            log.info("KV connector", separation=judgement.separation, reason=judgement.reason)
-        if judgement.refusal:
-            log.error("engine takes no adapters", reason=judgement.refusal)
-            self.residency.begin(keeps_ghosts=engine.traits.keeps_ghosts)
+        self.inventory.mark_changed()
+        await self._read_base_model_shapes()
+        found = await client.connector() if self._connector is None else self._connector
+        connector = self.inventory.connector = decided(self.settings.engine_salt, found)
+        if connector.reason:
+            log.info("KV connector", separation=connector.separation, reason=connector.reason)
+        if connector.refusal:
+            log.error("engine takes no adapters", reason=connector.refusal)
+            self.inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
         else:
-            await self._load_what_should_be_there()
-        if not self.library.looked.is_set():
+            await self._load_wanted_adapters()
+        if not self.local_adapters.has_scanned.is_set():
             self.set_state("starting", "the adapters in lora_path are read")
-            await self.library.looked.wait()
-        if self.link.engine is not engine:
+            await self.local_adapters.has_scanned.wait()
+        if self.engine.client is not client:
             raise EngineError("engine_down", "the engine went away while its adapters were loaded again")
         self.metrics.engine_up.set(1)
         self.events.add("ENGINE_UP")
         self.set_state("ready")
-        adapters = len(self.residency.slots.registered)
-        log.info("ready", engine=engine.url, engine_boot_id=engine_boot_id, adapters=adapters)
+        adapters = len(self.inventory.slots.registered)
+        log.info("ready", engine=client.url, engine_boot_id=engine_boot_id, adapters=adapters)
 
-    async def _load_what_should_be_there(self) -> None:
-        await self._loader.adopt()
+    async def _load_wanted_adapters(self) -> None:
+        await self._loader.adopt_engine_list()
         await self._loader.restore()
-        is_new = not self.residency.slots.registered
+        is_new = not self.inventory.slots.registered
         await self._loader.preload()
         if is_new:
-            await self._warm()
+            await self._wait_until_warm()
 
-    async def _learn_shapes(self) -> None:
+    async def _read_base_model_shapes(self) -> None:
         """Those of a base model that its engine fetches from a hub: before it is up there may be half of them."""
         if self.settings.check_shapes and self.cache.rules.base is None:
             folder = await asyncio.to_thread(model_folder, self.settings.model)
             if folder is not None:
                 base = await asyncio.to_thread(known_base_model, folder)
-                self.cache.rules = self.library.rules = replace(self.cache.rules, base=base)
+                self.cache.rules = self.local_adapters.rules = replace(self.cache.rules, base=base)
 
-    async def _warm(self) -> None:
+    async def _wait_until_warm(self) -> None:
         """Wait for the orchestrator to bring what a worker that had nothing should have."""
         settings = self.settings
         if not settings.orchestrator_url or not settings.warm_deadline_s:
@@ -193,36 +193,36 @@ class WorkerAgent:
             self._warming = None
             self.set_state("starting")
 
-    def warmed(self) -> None:
+    def end_warming(self) -> None:
         """Nothing more has to be there before this worker is ready, or nobody is there to say what."""
         if self._warming is not None:
             self._warming.set()
 
-    async def is_trusted(self, engine: EngineClient) -> bool:
+    async def check_trust(self, client: EngineClient) -> bool:
         """Whether the engine is well. Of one that hangs, in a load or else, the health route sees nothing: it has to
         compute, or to give a token.
         """
-        link, timeout_s = self.link, self.settings.health_timeout_s
-        was_suspect, still_s = bool(link.suspicion), link.still_s()
-        if not was_suspect and not link.has_stalled:
-            return await engine.is_healthy(timeout_s=timeout_s)
+        engine, timeout_s = self.engine, self.settings.health_timeout_s
+        was_suspect, stalled_s = bool(engine.suspicion), engine.stalled_s()
+        if not was_suspect and not engine.has_stalled:
+            return await client.is_healthy(timeout_s=timeout_s)
         # One that is full computes, and gives us no token.
-        is_well = was_suspect and link.has_moved
-        if is_well or await engine.gives_tokens(link.card().name, timeout_s=timeout_s):
+        is_well = was_suspect and engine.has_computed_since_suspect
+        if is_well or await client.gives_tokens(engine.model_card().name, timeout_s=timeout_s):
             if was_suspect:
-                self._loader.trust()
+                self._loader.clear_suspicion()
             return True
         if not was_suspect:
-            reason = f"the engine has requests, and has computed nothing for {still_s:.0f} s"
-            self._loader.suspect(reason, patience_s=self.settings.stuck_after_s)
+            reason = f"the engine has requests, and has computed nothing for {stalled_s:.0f} s"
+            self._loader.mark_suspect(reason, patience_s=self.settings.stuck_after_s)
         return False
 
-    async def engine_down(self, reason: str) -> None:
+    async def detach_engine(self, reason: str) -> None:
         """The engine is gone, and with it all that it held; the record keeps what should be there."""
-        was_up = self.link.engine is not None
+        was_up = self.engine.client is not None
         self._state, self._state_reason = "engine_down", reason  # before anybody waits: nobody shall be told "ready"
-        await self.link.down(reason)
-        self.residency.begin()
+        await self.engine.detach(reason)
+        self.inventory.reset_slots()
         self.metrics.engine_up.set(0)
         self.metrics.engine_suspect.set(0)
         if was_up:
@@ -231,21 +231,21 @@ class WorkerAgent:
 
     def kv_ledgers(self) -> KvLedgers:
         """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
-        return self.link.kv_ledgers()
+        return self.engine.kv_ledgers()
 
     def stop(self) -> None:
         """This process ends: that is told, for good, and every stream ends, so that the server can."""
         self._is_stopping = True
         self.cache.is_stopping = True
         self._begin_drain()
-        self._loader.stop()
-        self.library.stop()
-        self.events.close()
-        self.link.end_streams()
+        self._loader.cancel_all()
+        self.local_adapters.stop()
+        self.events.end_streams()
+        self.engine.end_kv_streams()
 
     # --- what callers ask for ------------------------------------------------------------------------------------
 
-    def fence(self, epoch: int | None, *, is_destructive: bool) -> None:
+    def check_epoch(self, epoch: int | None, *, is_destructive: bool) -> None:
         """Refuse a leader that has been replaced, and harm done by nobody in particular.
 
         raises RequestError `stale_epoch`, `epoch_required`
@@ -258,11 +258,12 @@ class WorkerAgent:
                     " without an epoch a load may take a free slot",
                 )
             return
-        if epoch < self.records.epoch:
+        if epoch < self.installed.epoch:
             raise AgentRequestError(
-                "stale_epoch", f"epoch {epoch} is over: epoch {self.records.epoch} has been seen; read the lease again"
+                "stale_epoch",
+                f"epoch {epoch} is over: epoch {self.installed.epoch} has been seen; read the lease again",
             )
-        self.records.raise_epoch(epoch)
+        self.installed.raise_epoch(epoch)
 
     async def load(self, request: LoadRequest) -> LoadedLora:
         """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
@@ -271,12 +272,12 @@ class WorkerAgent:
         if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
-        if refusal := self.residency.judgement.refusal:
+        if refusal := self.inventory.connector.refusal:
             raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
-        if self.link.suspicion:
-            message = f"this worker takes no loads: {self.link.suspicion}; load on another one"
+        if self.engine.suspicion:
+            message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)
-        return await self._loader.ensure(request)
+        return await self._loader.load(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
@@ -294,14 +295,14 @@ class WorkerAgent:
         """Say draining, refuse loads, and wait until the engine has nothing left or the deadline has passed."""
         self._begin_drain()
         deadline = self._clock() + deadline_s
-        quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.link.step_s()), self._clock()
+        quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.engine.full_step_s()), self._clock()
         before: EngineMetrics | None = None
         while True:
             left_s = deadline - self._clock()
-            engine = self.link.engine
+            client = self.engine.client
             try:
                 async with asyncio.timeout(max(1.0, left_s)):
-                    scrape = await engine.scrape() if engine is not None else EngineMetrics()
+                    scrape = await client.scrape() if client is not None else EngineMetrics()
             except (EngineError, TimeoutError) as exc:  # unheard is not drained: asked again while there is time
                 if self._clock() >= deadline:
                     message = "draining, but the engine does not say what still runs; ask again"
@@ -323,7 +324,7 @@ class WorkerAgent:
         if not self._is_draining:
             self._is_draining = True
             self.events.add("DRAINING")
-            self.residency.changed()
+            self.inventory.mark_changed()
 
     def undrain(self) -> None:
         """Serve again. Raises EngineError `draining` when this process ends."""
@@ -332,38 +333,38 @@ class WorkerAgent:
         if self._is_draining:
             self._is_draining = False
             self.events.add("UNDRAINED")
-            self.residency.changed()
+            self.inventory.mark_changed()
 
-    def usage(self, report: UsageReport) -> bool:
+    def count_usage(self, report: UsageReport) -> bool:
         """Take a router's counts; false for one that was taken before. Uses move adapters up in the estimated LRU."""
-        used = self.counts.take(report)
-        self.residency.used(used or ())
+        used = self.usage.count_uses(report)
+        self.inventory.mark_used(used or ())
         return used is not None
 
     # --- what is done every so often -----------------------------------------------------------------------------
 
-    async def look(self) -> None:
+    async def reconcile(self) -> None:
         """Look at the folders and at the engine's own list, and put the record right where they differ."""
-        await self.cache.look()
-        if await self.library.scan():
-            self.residency.changed()
+        await self.cache.update_free_bytes()
+        if await self.local_adapters.scan():
+            self.inventory.mark_changed()
         # What an engine holds that takes none is nobody's: no request for it comes here.
-        if not self.residency.judgement.refusal:
-            await self._loader.look(lambda: self.state in {"ready", "draining"})
+        if not self.inventory.connector.refusal:
+            await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
 
-    async def tidy(self) -> None:
+    async def sweep(self) -> None:
         """Save what is not yet, renew leases on what is wanted, keep the cache's limit, and forget what is gone."""
-        known = frozenset(record.digest for record in self.records.all())
-        self.records.save()
-        self.counts.save()
-        lost, gone = await self.cache.sweep(self.residency.wanted(), known, self._intake.in_use)
-        self.residency.deleted(gone)
-        await self._loader.bring_back(lost)
+        known = frozenset(adapter.digest for adapter in self.installed.all())
+        self.installed.retry_writes()
+        self.usage.save()
+        lost, gone = await self.cache.sweep(self.inventory.wanted_digests(), known, self._installer.digests_in_use)
+        self.inventory.forget_deleted(gone)
+        await self._loader.refetch_lost_files(lost)
 
-    def measure(self) -> None:
+    def update_gauges(self) -> None:
         """Bring the gauges up to date."""
-        self.link.measure()
-        self.residency.measure()
+        self.engine.update_gauges()
+        self.inventory.update_gauges()
         self.metrics.cache_used_bytes.set(self.cache.used_bytes)
         self.metrics.cache_held_bytes.set(self.cache.held_bytes)
         self.metrics.cache_limit_bytes.set(self.cache.disk.max_bytes)
@@ -380,17 +381,17 @@ class WorkerAgent:
             namespace=settings.namespace,
             state=self.state,
             state_reason=self.state_reason,
-            is_suspect=bool(self.link.suspicion),
+            is_suspect=bool(self.engine.suspicion),
             is_warming=self.is_warming,
             agent_url=self.agent_url,
             pool=settings.pool,
             zone=settings.zone,
             node=settings.node,
-            model=self.link.card(),
-            transport=self.link.transport,
-            lora=self.residency.info(),
-            load=self.link.load_figures(load_seconds=self.residency.load_seconds()),
+            model=self.engine.model_card(),
+            transport=self.engine.transport,
+            lora=self.inventory.info(),
+            load=self.engine.load_figures(load_seconds=self.inventory.load_seconds()),
             agent_boot_id=self.boot_id,
-            engine_boot_id=self.link.boot_id,
-            epoch=self.records.epoch,
+            engine_boot_id=self.engine.boot_id,
+            epoch=self.installed.epoch,
         )

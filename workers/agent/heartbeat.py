@@ -1,4 +1,4 @@
-"""Tells the orchestrator that this worker is there, with all it knows: every second, and at once when it changes."""
+"""Heartbeats to the orchestrator with the worker's metadata: every second, and at once after a change."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from workers.agent.agent import WorkerAgent
 log = structlog.get_logger()
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.4, 10.0
-_LAST_S = 2.0
-_WARMING_S = 0.1  # a worker that only waits to hear that it is warm asks more often
-_GATHER_S = 0.02  # a load changes several things within milliseconds: they go out together
+_LAST_TIMEOUT_S = 2.0
+_WARMING_INTERVAL_S = 0.1  # a warming worker waits for `is_warm` in the answer
+_COALESCE_S = 0.02  # a load changes several fields within milliseconds: one heartbeat has them all
 
 
 class HeartbeatSender:
-    """Posts heartbeats until cancelled; an orchestrator that is away costs nothing but log lines."""
+    """Posts heartbeats until cancelled. An unreachable orchestrator costs only log lines."""
 
     def __init__(self, agent: WorkerAgent, client: httpx.AsyncClient, *, own: OwnKey, rng: Random) -> None:
         self._agent = agent
@@ -29,68 +29,71 @@ class HeartbeatSender:
         self._rng = rng
         settings = agent.settings
         self._urls = [f"{url}/v1/workers/register" for url in settings.orchestrator_urls]
-        self._at = 0
-        self._answer_s = agent.timers.heartbeat_answer_s
-        self._own = own
+        self._url_index = 0
+        self._timeout_s = agent.timers.heartbeat_answer_s
+        self._own_key = own
         self._every_s = settings.heartbeat_s
-        self._told = -1  # the newest version that was taken
+        self._acknowledged_version = -1  # the newest inventory version that an orchestrator accepted
 
     @property
     def _url(self) -> str:
-        """Of the orchestrator that answered last, or whose turn it is to be asked."""
-        return self._urls[self._at % len(self._urls)]
+        """URL of the orchestrator that answered last, or of the next one to try."""
+        return self._urls[self._url_index % len(self._urls)]
 
     async def run(self) -> None:
+        """Send heartbeats until cancelled; after a failure try the next orchestrator, then back off."""
         failures = 0
         while True:
-            told = self._agent.residency.version
+            version = self._agent.inventory.version
             try:
-                await self._beat(timeout_s=self._answer_s)
+                await self._send(timeout_s=self._timeout_s)
                 if failures:
                     log.info("orchestrator takes heartbeats again", url=self._url)
                 failures = 0
-            except Exception as exc:  # noqa: BLE001  (the top of a loop: a worker without heartbeats is lost, whatever the fault)
+            except Exception as exc:  # noqa: BLE001  (top of a loop: without heartbeats the worker counts as lost)
                 failures += 1
                 self._agent.metrics.heartbeat_failures.inc()
                 if failures > len(self._urls):
-                    self._agent.warmed()  # nobody there to say what it should hold
+                    self._agent.end_warming()  # no orchestrator is there to place adapters
                 if failures in {1, 10} or failures % 100 == 0:
                     log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
-                self._at += 1
+                self._url_index += 1
                 if failures < len(self._urls):
-                    continue  # another one may take it right now
-            await self._pause(told, failures)
+                    continue  # try the next orchestrator at once
+            await self._wait(version, failures)
 
-    async def last(self) -> None:
-        """Say at once what changed last, unless that has been said; an orchestrator that is away is not waited for."""
-        if self._told != self._agent.residency.version:
+    async def send_last(self) -> None:
+        """Send a final heartbeat if the last change has not been sent; gives up after 2 s."""
+        if self._acknowledged_version != self._agent.inventory.version:
             with contextlib.suppress(Exception):  # nothing more can be done about it
-                await self._beat(timeout_s=_LAST_S)
+                await self._send(timeout_s=_LAST_TIMEOUT_S)
 
-    async def _beat(self, *, timeout_s: float) -> None:
-        version = self._agent.residency.version
+    async def _send(self, *, timeout_s: float) -> None:
+        version = self._agent.inventory.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()
-        headers = {"content-type": "application/json", **self._own.headers}
-        async with asyncio.timeout(timeout_s):  # the client's own is for each piece of an answer
+        headers = {"content-type": "application/json", **self._own_key.headers}
+        async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
-        if answer.is_error:  # with the reason, which the operator of this worker has to read
+        if answer.is_error:  # the operator needs the reason from the body
             raise httpx.HTTPStatusError(
                 f"HTTP {answer.status_code}: {answer.text[:500]}", request=answer.request, response=answer
             )
-        self._told = version
-        told = HeartbeatAnswer.model_validate_json(answer.content)
-        # Whoever answers heartbeats leads; commands of an older epoch are refused from now on.
-        self._agent.records.raise_epoch(told.epoch)
-        self._agent.link.told(told.in_flight)
-        if metadata.is_warming and told.is_warm:
-            self._agent.warmed()
+        self._acknowledged_version = version
+        reply = HeartbeatAnswer.model_validate_json(answer.content)
+        # The orchestrator that answers heartbeats is the leader: refuse commands of older epochs from now on.
+        self._agent.installed.raise_epoch(reply.epoch)
+        self._agent.engine.set_requests_in_flight(reply.in_flight)
+        if metadata.is_warming and reply.is_warm:
+            self._agent.end_warming()
 
-    async def _pause(self, told: int, failures: int) -> None:
+    async def _wait(self, sent_version: int, failures: int) -> None:
+        """Wait until the next heartbeat is due, or until the inventory is newer than `sent_version`."""
         if failures:
             await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S, self._rng))
             return
-        every_s = min(self._every_s, _WARMING_S) if self._agent.is_warming else self._every_s
+        every_s = min(self._every_s, _WARMING_INTERVAL_S) if self._agent.is_warming else self._every_s
         every_s *= self._rng.uniform(0.8, 1.0)
-        if await self._agent.residency.changes.until(lambda: self._agent.residency.version != told, timeout_s=every_s):
-            await asyncio.sleep(_GATHER_S)
+        inventory = self._agent.inventory
+        if await inventory.changes.until(lambda: inventory.version != sent_version, timeout_s=every_s):
+            await asyncio.sleep(_COALESCE_S)

@@ -15,8 +15,8 @@ import structlog
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
-from workers.agent.events import AgentEventLog
-from workers.agent.records import InstalledAdapter, InstalledAdapters
+from workers.agent.event_log import AgentEventLog
+from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
@@ -46,152 +46,154 @@ class Inventory:
         *,
         settings: WorkerSettings,
         cache: AdapterCache,
-        library: LocalAdapters,
-        records: InstalledAdapters,
+        local_adapters: LocalAdapters,
+        installed: InstalledAdapters,
         events: AgentEventLog,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.records = records
+        self.installed = installed
         self.events = events
         self.changes = ChangeSignal()
         self.version = 0
         self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
-        self.judgement: ConnectorVerdict = NO_CONNECTOR
+        self.connector: ConnectorVerdict = NO_CONNECTOR
         """What the engine's KV connector allows."""
         self._settings = settings
         self._cache = cache
-        self._library = library
+        self._local_adapters = local_adapters
         self._metrics = metrics
         self._clock = clock
         self._listed_at: float | None = None
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
-        self._summed: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
+        self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         self.version += 1
         self.changes.notify()
 
     # --- what happened -------------------------------------------------------------------------------------------
 
-    def begin(self, *, keeps_ghosts: bool = True) -> None:
+    def reset_slots(self, *, keeps_ghosts: bool = True) -> None:
         """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
         self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
         self._listed_at = None
 
-    def agreed(self, at_s: float) -> None:
+    def confirm_list(self, at_s: float) -> None:
         """The engine's own list, asked for at this time by our clock, had what we say that it holds."""
         self._listed_at = at_s
 
-    def found(self, name: str) -> None:
+    def adopt(self, name: str) -> None:
         """The engine lists this name already: one that an agent loaded and died before it could note it, perhaps."""
         self.slots = self.slots.loaded(name)
-        record = self.records.get(name)
-        if record is not None and not record.is_loaded:
-            self.records.put(replace(record, is_loaded=True))
+        adapter = self.installed.get(name)
+        if adapter is not None and not adapter.is_loaded:
+            self.installed.store(replace(adapter, is_loaded=True))
 
-    def remember(self, record: InstalledAdapter) -> InstalledAdapter:
+    def store_installed(self, adapter: InstalledAdapter) -> InstalledAdapter:
         """Files that are installed and verified; what an older record of them knows is kept."""
         self.events.add(
             "DOWNLOADED_TO_DISK",
-            lora_id=record.lora_id,
-            digest=record.digest,
-            engine_name=record.engine_name,
-            source=record.pinned_source,
+            lora_id=adapter.lora_id,
+            digest=adapter.digest,
+            engine_name=adapter.engine_name,
+            source=adapter.pinned_source,
         )
-        known = self.records.get(record.engine_name)
+        known = self.installed.get(adapter.engine_name)
         if known is not None:
-            record = replace(
+            adapter = replace(
                 known,
-                source=record.source,
-                pinned_source=record.pinned_source,
-                path=record.path,
-                base_model=record.base_model,
+                source=adapter.source,
+                pinned_source=adapter.pinned_source,
+                path=adapter.path,
+                base_model=adapter.base_model,
             )
-        return self.records.put(record)
+        return self.installed.store(adapter)
 
-    def downloading(self, lora_id: str, progress: FetchProgress) -> None:
+    def report_download(self, lora_id: str, progress: FetchProgress) -> None:
         """How far a fetch is."""
         self.events.add(
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
-    def loaded_now(self, record: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
+    def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
         """The engine has taken it."""
-        order = self.records.next_order()
-        record = replace(record, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
-        return self._announce(self.records.put(record))
+        order = self.installed.next_load_order()
+        adapter = replace(adapter, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
+        return self._add_loaded(self.installed.store(adapter))
 
-    def loaded_again(self, record: InstalledAdapter, *, load_seconds: float) -> None:
+    def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
         """The engine, started again, has taken back what the record had: nothing has to be written for that."""
-        known = self.records.get(record.engine_name)
-        record = replace(record, loaded_at=timestamp(), load_seconds=load_seconds)
-        if known is None or known.path != record.path:
-            self.records.put(record)
+        known = self.installed.get(adapter.engine_name)
+        adapter = replace(adapter, loaded_at=timestamp(), load_seconds=load_seconds)
+        if known is None or known.path != adapter.path:
+            self.installed.store(adapter)
         else:
-            self.records.keep(record)
-        self._announce(record)
+            self.installed.update_in_memory(adapter)
+        self._add_loaded(adapter)
 
-    def _announce(self, record: InstalledAdapter) -> InstalledAdapter:
-        self.slots = self.slots.loaded(record.engine_name)
-        self._failures.pop(record.lora_id, None)
-        self._progress.pop(record.lora_id, None)
+    def _add_loaded(self, adapter: InstalledAdapter) -> InstalledAdapter:
+        self.slots = self.slots.loaded(adapter.engine_name)
+        self._failures.pop(adapter.lora_id, None)
+        self._progress.pop(adapter.lora_id, None)
         self.events.add(
-            "LOADED_TO_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+            "LOADED_TO_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
-        self.changed()
-        return record
+        self.mark_changed()
+        return adapter
 
-    def unloaded_now(self, record: InstalledAdapter) -> None:
+    def mark_unloaded(self, adapter: InstalledAdapter) -> None:
         """The engine has given it up; the record may still want it."""
-        self.slots = self.slots.unloaded(record.engine_name)
+        self.slots = self.slots.unloaded(adapter.engine_name)
         self.events.add(
-            "UNLOADED_FROM_DEVICE", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+            "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
-        self.changed()
+        self.mark_changed()
 
-    def forget_load(self, record: InstalledAdapter) -> None:
+    def mark_unwanted(self, adapter: InstalledAdapter) -> None:
         """No restart shall load it again."""
-        self.records.put(replace(self.records.get(record.engine_name) or record, is_loaded=False))
+        self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_loaded=False))
 
-    def deleted(self, digests: Collection[str]) -> None:
+    def forget_deleted(self, digests: Collection[str]) -> None:
         """Their files are gone from the cache, and with them what nobody wants to load."""
         if not digests:
             return
         self._metrics.cache_deleted.inc(len(digests))
-        forgotten = frozenset(digests) - self.wanted()
-        for record in self.records.all():
-            if record.digest in forgotten:
-                self.records.remove(record)
+        forgotten = frozenset(digests) - self.wanted_digests()
+        for adapter in self.installed.all():
+            if adapter.digest in forgotten:
+                self.installed.remove(adapter)
                 self.events.add(
-                    "DELETED_FROM_DISK", lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name
+                    "DELETED_FROM_DISK", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
                 )
-        self.changed()
+        self.mark_changed()
 
-    def wanted(self) -> frozenset[str]:
+    def wanted_digests(self) -> frozenset[str]:
         """Digests whose files must stay: in the engine, to be there after a restart, or on the way."""
         held = [
-            record.digest for record in self.records.all() if record.is_loaded or self.slots.has(record.engine_name)
+            adapter.digest
+            for adapter in self.installed.all()
+            if adapter.is_loaded or self.slots.has(adapter.engine_name)
         ]
         return frozenset((*held, *(item.digest for item in self._progress.values() if item.digest)))
 
-    def correct(self, listed: set[str]) -> None:
+    def correct_from_list(self, listed: set[str]) -> None:
         """Put the record right where the engine's own list differs."""
         for name in self.slots.registered - listed:
             self.slots = self.slots.unloaded(name)
         for name in listed - self.slots.registered:
             self.slots = self.slots.loaded(name)
-        for record in self.records.all():
-            if record.is_loaded == (record.engine_name in listed):
+        for adapter in self.installed.all():
+            if adapter.is_loaded == (adapter.engine_name in listed):
                 continue
-            kind: AgentEventType = "LOADED_TO_DEVICE" if record.engine_name in listed else "UNLOADED_FROM_DEVICE"
-            log.warning("the engine's list differs from the record", engine_name=record.engine_name, found=kind)
-            self.records.put(replace(record, is_loaded=record.engine_name in listed))
-            self.events.add(kind, lora_id=record.lora_id, digest=record.digest, engine_name=record.engine_name)
-        self.changed()
+            kind: AgentEventType = "LOADED_TO_DEVICE" if adapter.engine_name in listed else "UNLOADED_FROM_DEVICE"
+            log.warning("the engine's list differs from the record", engine_name=adapter.engine_name, found=kind)
+            self.installed.store(replace(adapter, is_loaded=adapter.engine_name in listed))
+            self.events.add(kind, lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name)
+        self.mark_changed()
 
-    def show(self, lora_id: str, digest: str, state: str) -> None:
+    def show_progress(self, lora_id: str, digest: str, state: str) -> None:
         """A load's stage, for whoever looks; the engine's own word stands where it has the adapter."""
         name = engine_name(lora_id, digest) if digest else ""
         if self.slots.has(name):
@@ -205,20 +207,20 @@ class Inventory:
                 "location": "remote" if state == "downloading" else "disk",
             }
         )
-        self.changed()
+        self.mark_changed()
 
     @contextmanager
-    def reported(self, request: LoadRequest) -> Iterator[None]:
+    def recording_failure(self, request: LoadRequest) -> Iterator[None]:
         """A load whose failure is kept for those who ask later."""
         try:
             yield
         except WorkerError as exc:
-            self.failed(request.lora_id, request.digest or "", exc)
+            self.record_failure(request.lora_id, request.digest or "", exc)
             raise
         finally:
             self._progress.pop(request.lora_id, None)
 
-    def failed(self, lora_id: str, digest: str, exc: WorkerError) -> None:
+    def record_failure(self, lora_id: str, digest: str, exc: WorkerError) -> None:
         """A load that failed: logged, counted, told."""
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
@@ -231,9 +233,9 @@ class Inventory:
             )
             while len(self._failures) > _FAILURES_KEPT:
                 self._failures.popitem(last=False)
-        self.changed()
+        self.mark_changed()
 
-    def used(self, names: Collection[str]) -> None:
+    def mark_used(self, names: Collection[str]) -> None:
         """Requests ran on these: they move up in the engine's LRU."""
         for name in names:
             self.slots = self.slots.used(name)
@@ -241,13 +243,15 @@ class Inventory:
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def has_room(self, evict: str | None) -> bool:
-        return self.slots.free > 0 or self.victim(evict) is not None
+        return self.slots.free > 0 or self.named_victim(evict) is not None
 
-    def victim(self, evict: str | None) -> InstalledAdapter | None:
+    def named_victim(self, evict: str | None) -> InstalledAdapter | None:
         """The loaded adapter that the caller named, by lora_id or engine name."""
-        return next((record for record in self.resident() if evict in {record.engine_name, record.lora_id}), None)
+        return next(
+            (adapter for adapter in self.loaded_adapters() if evict in {adapter.engine_name, adapter.lora_id}), None
+        )
 
-    def no_free_slot(self) -> EngineError:
+    def no_free_slot_error(self) -> EngineError:
         # A router that asked for a tenant tells it this, so it names no adapter: they may be others' own.
         return EngineError(
             "no_free_slot",
@@ -255,13 +259,13 @@ class Inventory:
             " or name a victim that is loaded with `evict`",
         )
 
-    def resident(self) -> list[InstalledAdapter]:
+    def loaded_adapters(self) -> list[InstalledAdapter]:
         """Records of what the engine holds."""
-        return [record for record in self.records.all() if self.slots.has(record.engine_name)]
+        return [adapter for adapter in self.installed.all() if self.slots.has(adapter.engine_name)]
 
-    def measure(self) -> None:
+    def update_gauges(self) -> None:
         """Bring the gauges up to date."""
-        resident = self.resident()
+        resident = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
         self._metrics.resident((each.lora_id, each.size_bytes, each.request_count) for each in resident)
@@ -270,8 +274,8 @@ class Inventory:
 
     def info(self) -> LoraInfo:
         """The adapters' part of the metadata."""
-        settings, slots, refusal = self._settings, self.slots, self.judgement.refusal
-        count, digest = self._summary()
+        settings, slots, refusal = self._settings, self.slots, self.connector.refusal
+        count, digest = self._available_summary()
         return LoraInfo(
             enabled=not refusal,
             max_loras=settings.max_loras,
@@ -283,7 +287,7 @@ class Inventory:
             loaded_loras=self.loaded(),
             list_age_s=None if self._listed_at is None else self._clock() - self._listed_at,
             refusal=refusal,
-            is_salted=self.judgement.separation == "salted",
+            is_salted=self.connector.separation == "salted",
             capacity=LoraCapacity(
                 loaded_count=len(slots.registered),
                 available_slots=0 if refusal else slots.free,
@@ -296,8 +300,8 @@ class Inventory:
 
     def loaded(self) -> tuple[LoadedLora, ...]:
         """In the engine, on the way there, or failed; unknown names that the engine lists come without a digest."""
-        resident = self.resident()
-        known = {record.engine_name for record in resident}
+        resident = self.loaded_adapters()
+        known = {adapter.engine_name for adapter in resident}
         strangers = [
             LoadedLora(lora_id=name, digest="", engine_name=name, state="ready", location=self.slots.location(name))
             for name in sorted(self.slots.registered - known)
@@ -307,10 +311,10 @@ class Inventory:
     def available(self) -> Iterator[AvailableLora]:
         """Adapters whose verified files are on this disk, latest load first, then those of the folder alone."""
         cached = set()
-        for record in reversed(self.records.all()):
-            cached.add((record.lora_id, record.digest))
-            yield self.available_of(record)
-        for item in self._library.adapters:
+        for adapter in reversed(self.installed.all()):
+            cached.add((adapter.lora_id, adapter.digest))
+            yield self.available_of(adapter)
+        for item in self._local_adapters.adapters:
             if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
                 yield AvailableLora(
                     lora_id=item.lora_id,
@@ -321,31 +325,33 @@ class Inventory:
                     size_bytes=item.manifest.size_bytes,
                 )
 
-    def _summary(self) -> tuple[int, str]:
+    def _available_summary(self) -> tuple[int, str]:
         """How many are on this disk, and a digest of which. Made anew only when one comes or goes: it costs 15 ms
         at 5,000, and a heartbeat follows each step of a load."""
-        known = (self.records.revision, self._library.revision)
-        if self._summed[0] != known:
-            names = {f"{record.lora_id}@{record.digest}" for record in self.records.all()}
-            names |= {f"{item.lora_id}@{item.manifest.digest}" for item in self._library.adapters if item.manifest}
+        known = (self.installed.revision, self._local_adapters.revision)
+        if self._summary_cache[0] != known:
+            names = {f"{adapter.lora_id}@{adapter.digest}" for adapter in self.installed.all()}
+            names |= {
+                f"{item.lora_id}@{item.manifest.digest}" for item in self._local_adapters.adapters if item.manifest
+            }
             digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
-            self._summed = (known, (len(names), digest))
-        return self._summed[1]
+            self._summary_cache = (known, (len(names), digest))
+        return self._summary_cache[1]
 
     def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
         """One item a lora_id: in the engine before on disk before failed."""
         items: dict[str, AvailableLora | LoadedLora] = {
-            shelved.lora_id: LoadedLora(
-                lora_id=shelved.lora_id,
+            local_adapter.lora_id: LoadedLora(
+                lora_id=local_adapter.lora_id,
                 digest="",
                 engine_name="",
                 state="failed",
                 location="disk",
-                path=str(shelved.path),
-                error=shelved.error,
+                path=str(local_adapter.path),
+                error=local_adapter.error,
             )
-            for shelved in self._library.adapters
-            if shelved.manifest is None
+            for local_adapter in self._local_adapters.adapters
+            if local_adapter.manifest is None
         }
         items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
         items |= {item.lora_id: item for item in reversed(tuple(self.available()))}
@@ -354,49 +360,49 @@ class Inventory:
 
     def load_seconds(self) -> float:
         """The middle of the latest loads, one an adapter, as the records have kept them over restarts; 0.0 for none."""
-        measured = [record.load_seconds for record in self.records.all() if record.load_seconds is not None]
+        measured = [adapter.load_seconds for adapter in self.installed.all() if adapter.load_seconds is not None]
         return median(measured[-_LOADS_KEPT:]) if measured else 0.0
 
-    def loaded_of(self, record: InstalledAdapter) -> LoadedLora:
+    def loaded_of(self, adapter: InstalledAdapter) -> LoadedLora:
         return LoadedLora(
-            lora_id=record.lora_id,
-            digest=record.digest,
-            engine_name=record.engine_name,
+            lora_id=adapter.lora_id,
+            digest=adapter.digest,
+            engine_name=adapter.engine_name,
             state="ready",
-            location=self.slots.location(record.engine_name),
-            rank=record.rank,
-            base_model=record.base_model,
-            path=record.path,
-            source=record.source,
-            size_bytes=record.size_bytes,
-            loaded_at=record.loaded_at,
-            last_used=record.last_used,
-            memory_mb=round(record.size_bytes / 1e6, 3),
-            request_count=record.request_count,
-            load_seconds=record.load_seconds,
-            error=self._stale(record),
+            location=self.slots.location(adapter.engine_name),
+            rank=adapter.rank,
+            base_model=adapter.base_model,
+            path=adapter.path,
+            source=adapter.source,
+            size_bytes=adapter.size_bytes,
+            loaded_at=adapter.loaded_at,
+            last_used=adapter.last_used,
+            memory_mb=round(adapter.size_bytes / 1e6, 3),
+            request_count=adapter.request_count,
+            load_seconds=adapter.load_seconds,
+            error=self._source_changed_error(adapter),
         )
 
-    def _stale(self, record: InstalledAdapter) -> str | None:
+    def _source_changed_error(self, adapter: InstalledAdapter) -> str | None:
         """Why this is not what its source holds any more: somebody put new bytes under an old name."""
-        shelved = self._library.shelved(record.lora_id)
-        if shelved is None or shelved.manifest is None or shelved.manifest.digest == record.digest:
+        local_adapter = self._local_adapters.find(adapter.lora_id)
+        if local_adapter is None or local_adapter.manifest is None or local_adapter.manifest.digest == adapter.digest:
             return None
-        if record.source not in {str(shelved.path), shelved.path.as_uri()}:
+        if adapter.source not in {str(local_adapter.path), local_adapter.path.as_uri()}:
             return None
         return (
-            f"digest_mismatch: {shelved.path} now has digest {shelved.manifest.digest}, what is served is"
-            f" {record.digest}; new bytes need a new lora_id"
+            f"digest_mismatch: {local_adapter.path} now has digest {local_adapter.manifest.digest}, what is served is"
+            f" {adapter.digest}; new bytes need a new lora_id"
         )
 
-    def available_of(self, record: InstalledAdapter) -> AvailableLora:
+    def available_of(self, adapter: InstalledAdapter) -> AvailableLora:
         return AvailableLora(
-            lora_id=record.lora_id,
-            path=record.path,
-            base_model=record.base_model,
-            rank=record.rank,
-            digest=record.digest,
-            size_bytes=record.size_bytes,
-            state="ready" if self.slots.has(record.engine_name) else "on_disk",
-            source=record.pinned_source or record.source,
+            lora_id=adapter.lora_id,
+            path=adapter.path,
+            base_model=adapter.base_model,
+            rank=adapter.rank,
+            digest=adapter.digest,
+            size_bytes=adapter.size_bytes,
+            state="ready" if self.slots.has(adapter.engine_name) else "on_disk",
+            source=adapter.pinned_source or adapter.source,
         )

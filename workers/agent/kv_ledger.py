@@ -65,7 +65,7 @@ class KvLedgers:
         self._ring_left = ring_bytes
         self._flush_at: asyncio.TimerHandle | None = None
         self._newest_at = clock()
-        self._told_whole = True
+        self._sent_whole = True
         self._hub = SubscriberHub(tail_poll_s=tail_poll_s)
         replays = transport.kv_replay or ("",) * len(transport.kv_events)
         self.ranks = [_RankLedger(self, rank, transport.dialect) for rank in range(len(transport.kv_events))]
@@ -134,8 +134,8 @@ class KvLedgers:
                     size += len(frame)
                 since += len(piece)
                 # The heartbeat comes first on a new stream: the reader knows at once that it is followed.
-                yield b"".join(piece) or self._framed(KvFrame(self.seq, self._clock(), is_whole=self.is_whole))
-                await self._changes.until(partial(self._has_news, since), timeout_s=_HEARTBEAT_S)
+                yield b"".join(piece) or self._frame_bytes(KvFrame(self.seq, self._clock(), is_whole=self.is_whole))
+                await self._changes.until(partial(self._has_frames_after, since), timeout_s=_HEARTBEAT_S)
         finally:
             self._metrics.kv_readers.dec()
 
@@ -144,13 +144,13 @@ class KvLedgers:
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
-        changes = tuple(change for rank in self.ranks for change in rank.take())
+        changes = tuple(change for rank in self.ranks for change in rank.take_changes())
         cleared = tuple(rank.number for rank in self.ranks if rank.take_cleared())
-        if not changes and not cleared and self._told_whole == self.is_whole:
+        if not changes and not cleared and self._sent_whole == self.is_whole:
             return
         self.seq += 1
-        self._told_whole = self.is_whole
-        frame = self._framed(KvFrame(self.seq, self._newest_at, cleared, changes, self.is_whole))
+        self._sent_whole = self.is_whole
+        frame = self._frame_bytes(KvFrame(self.seq, self._newest_at, cleared, changes, self.is_whole))
         self._ring.append(frame)
         self._ring_left -= len(frame)
         # At least the newest stays: who has all before it needs it.
@@ -178,19 +178,19 @@ class KvLedgers:
             rank.ledger.expect_repeats(True)
         self.changed()
 
-    def measure(self) -> None:
+    def update_gauges(self) -> None:
         """Bring the gauges up to date."""
         self._metrics.kv_blocks.set(sum(len(rank.ledger) for rank in self.ranks))
         self._metrics.kv_bytes.set(sum(rank.ledger.size_bytes() for rank in self.ranks))
         self._metrics.kv_whole.set(self.is_whole)
         for rank in self.ranks:
-            rank.count(self._metrics)
+            rank.add_counts(self._metrics)
 
-    def _framed(self, frame: KvFrame) -> bytes:
+    def _frame_bytes(self, frame: KvFrame) -> bytes:
         data = self._encode(frame)
         return len(data).to_bytes(4, "big") + data
 
-    def _has_news(self, since: int) -> bool:
+    def _has_frames_after(self, since: int) -> bool:
         return self._is_closed or self.seq > since
 
 
@@ -214,7 +214,7 @@ class _RankLedger:
     def batch(self, payload: bytes) -> None:
         at, missed = self.ledger.read(payload)
         if missed:
-            self._unread(missed)
+            self._on_unreadable(missed)
         if at:
             self._ledgers.heard(at)
 
@@ -233,7 +233,7 @@ class _RankLedger:
         log.warning("the KV ledger is not whole any more", rank=self.number, first=first, last=last)
         self._ledgers.lost()
 
-    def _unread(self, what: str) -> None:
+    def _on_unreadable(self, what: str) -> None:
         # Once is enough: an engine whose events we cannot read sends one a step.
         if self._ledgers.is_whole:
             log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
@@ -245,16 +245,16 @@ class _RankLedger:
     # --- what that changes ---------------------------------------------------------------------------------------
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        self._note(tier, hashes, came=True)
+        self._add_pending(tier, hashes, came=True)
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        self._note(tier, hashes, came=False)
+        self._add_pending(tier, hashes, came=False)
 
     def clear(self) -> None:
         self._pending = {tier: {} for tier in TIERS}
         self._is_cleared = True
 
-    def take(self) -> list[KvChange]:
+    def take_changes(self) -> list[KvChange]:
         """What changed since the last call."""
         changes = []
         for tier, pending in self._pending.items():
@@ -269,13 +269,13 @@ class _RankLedger:
         was, self._is_cleared = self._is_cleared, False
         return was
 
-    def count(self, metrics: WorkerMetrics) -> None:
+    def add_counts(self, metrics: WorkerMetrics) -> None:
         """Add to the counters what the ledger counted since the last call."""
         for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
                 labels.labels(name).inc(count)
 
-    def _note(self, tier: Tier, hashes: Sequence[BlockHash], *, came: bool) -> None:
+    def _add_pending(self, tier: Tier, hashes: Sequence[BlockHash], *, came: bool) -> None:
         pending = self._pending[tier]
         if pending.keys().isdisjoint(hashes):
             pending.update(dict.fromkeys(hashes, came))

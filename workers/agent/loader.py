@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from workers.agent.engine_link import CurrentEngine
-from workers.agent.installer import Installer, check_id
+from workers.agent.current_engine import CurrentEngine
+from workers.agent.installed_adapters import InstalledAdapter
+from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.operations import OperationsInProgress
-from workers.agent.records import InstalledAdapter
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError
 from workers.engines.base import EngineClient
@@ -30,105 +30,107 @@ class Loader:
         self,
         *,
         settings: WorkerSettings,
-        link: CurrentEngine,
-        intake: Installer,
-        residency: Inventory,
+        engine: CurrentEngine,
+        installer: Installer,
+        inventory: Inventory,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._link = link
-        self._intake = intake
-        self._residency = residency
+        self._engine = engine
+        self._installer = installer
+        self._inventory = inventory
         self._metrics = metrics
         self._clock = clock
-        self._underway = OperationsInProgress()
+        self._operations = OperationsInProgress()
         # Weak: there are as many as are held or waited for, not as many as names were ever asked for.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def ensure(self, request: LoadRequest) -> LoadedLora:
+    async def load(self, request: LoadRequest) -> LoadedLora:
         """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
-        check_id(request.lora_id)
+        check_lora_id(request.lora_id)
         try:
-            return await self._underway.run(request.lora_id, request.digest, self._ensured(request))
+            return await self._operations.run(request.lora_id, request.digest, self._install_and_load(request))
         except AgentRequestError as exc:
             if exc.code == "cancelled":
-                self._residency.failed(request.lora_id, request.digest or "", exc)
+                self._inventory.record_failure(request.lora_id, request.digest or "", exc)
             raise
 
-    async def _ensured(self, request: LoadRequest) -> LoadedLora:
+    async def _install_and_load(self, request: LoadRequest) -> LoadedLora:
         async with self._lock(request.lora_id):
-            with self._residency.reported(request):
-                record = await self._intake.installed(request)
-                self._residency.show(record.lora_id, record.digest, "loading")
-                return self._residency.loaded_of(await self._load(record, evict=request.evict))
+            with self._inventory.recording_failure(request):
+                adapter = await self._installer.install(request)
+                self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
+                return self._inventory.loaded_of(await self._load_into_engine(adapter, evict=request.evict))
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
         """Fetch, verify, install; load nothing. Raises WorkerError."""
-        check_id(request.lora_id)
-        record = await self._underway.run(request.lora_id, None, self._inspected(request))
-        self._residency.changed()
-        return self._residency.available_of(record)
+        check_lora_id(request.lora_id)
+        adapter = await self._operations.run(request.lora_id, None, self._inspect(request))
+        self._inventory.mark_changed()
+        return self._inventory.available_of(adapter)
 
-    async def _inspected(self, request: InspectRequest) -> InstalledAdapter:
+    async def _inspect(self, request: InspectRequest) -> InstalledAdapter:
         async with self._lock(request.lora_id):
-            return await self._intake.inspected(request)
+            return await self._installer.inspect(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Engine names that were unloaded; requests in flight on them go on. Loads under way are called off.
 
         raises  WorkerError, `not_loaded` when there was neither
         """
-        check_id(request.lora_id)
-        was_under_way = await self._underway.cancel(request.lora_id, request.digest)
-        async with self._lock(request.lora_id), self._link.lock:
-            engine = self._link.require()
-            records = [
-                record
-                for record in self._residency.records.of(request.lora_id)
-                if self._residency.slots.has(record.engine_name) and request.digest in {None, record.digest}
+        check_lora_id(request.lora_id)
+        was_under_way = await self._operations.cancel(request.lora_id, request.digest)
+        async with self._lock(request.lora_id), self._engine.lock:
+            client = self._engine.require_client()
+            adapters = [
+                adapter
+                for adapter in self._inventory.installed.versions(request.lora_id)
+                if self._inventory.slots.has(adapter.engine_name) and request.digest in {None, adapter.digest}
             ]
-            if not records and not was_under_way:
+            if not adapters and not was_under_way:
                 version = f" with digest {request.digest}" if request.digest else ""
                 raise AgentRequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
-            for record in records:
-                await self._unload_one(engine, record)
-                self._residency.forget_load(record)
-            return tuple(record.engine_name for record in records)
+            for adapter in adapters:
+                await self._call_unload(client, adapter)
+                self._inventory.mark_unwanted(adapter)
+            return tuple(adapter.engine_name for adapter in adapters)
 
-    def stop(self) -> None:
+    def cancel_all(self) -> None:
         """This process ends: what the engine has not been asked for yet is called off."""
-        self._underway.stop()
+        self._operations.cancel_all()
 
     def _lock(self, lora_id: str) -> asyncio.Lock:
         return self._locks.setdefault(lora_id, asyncio.Lock())
 
     # --- after a start -------------------------------------------------------------------------------------------
 
-    async def adopt(self) -> None:
+    async def adopt_engine_list(self) -> None:
         """Take note of what the engine holds already, also in the record. Raises EngineError."""
-        async with self._link.lock:
-            engine = self._link.require()
-            self._residency.begin(keeps_ghosts=engine.traits.keeps_ghosts)
-            asked_at = self._clock()
-            for name in await engine.adapters():
-                self._residency.found(name)
-            self._residency.agreed(asked_at)
+        async with self._engine.lock:
+            client = self._engine.require_client()
+            self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
+            listed_at = self._clock()
+            for name in await client.adapters():
+                self._inventory.adopt(name)
+            self._inventory.confirm_list(listed_at)
 
     async def restore(self) -> None:
         """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
-        slots = self._residency.slots
-        wanted = [each for each in self._residency.records.all() if each.is_loaded and not slots.has(each.engine_name)]
-        for record in wanted[slots.free :]:
-            log.warning("adapter not loaded again: no free slot", lora_id=record.lora_id)
-            self._residency.forget_load(record)
-        turns = iter(wanted[: slots.free])
-        loads_at_once = self._link.require().traits.loads_at_once
-        room = asyncio.Semaphore(loads_at_once)
+        slots = self._inventory.slots
+        wanted = [
+            each for each in self._inventory.installed.all() if each.is_loaded and not slots.has(each.engine_name)
+        ]
+        for adapter in wanted[slots.free :]:
+            log.warning("adapter not loaded again: no free slot", lora_id=adapter.lora_id)
+            self._inventory.mark_unwanted(adapter)
+        adapters_in_order = iter(wanted[: slots.free])
+        loads_at_once = self._engine.require_client().traits.loads_at_once
+        load_slots = asyncio.Semaphore(loads_at_once)
 
         async def restore_in_turn() -> None:
-            for record in turns:
-                await self._restore_one(record, room)
+            for adapter in adapters_in_order:
+                await self._restore_one(adapter, load_slots)
 
         # One more than it takes at once: that one looks for the next one's files meanwhile.
         lanes = [asyncio.create_task(restore_in_turn()) for _ in range(loads_at_once + 1)]
@@ -138,59 +140,59 @@ class Loader:
             for lane in lanes:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
-        if restored := [record for record in wanted if self._residency.slots.has(record.engine_name)]:
-            await self._check_listed(restored)
+        if restored := [adapter for adapter in wanted if self._inventory.slots.has(adapter.engine_name)]:
+            await self._forget_unlisted(restored)
 
-    async def _restore_one(self, record: InstalledAdapter, room: asyncio.Semaphore) -> None:
+    async def _restore_one(self, adapter: InstalledAdapter, load_slots: asyncio.Semaphore) -> None:
         """Its files found and loaded; where the adapter itself is what fails, that is noted. Raises EngineError."""
         try:
-            record = replace(record, path=str(await self._files_of(record)))
-            async with room:
-                await self._load_again(record)
+            adapter = replace(adapter, path=str(await self._installed_files(adapter)))
+            async with load_slots:
+                await self._reload(adapter)
         except (SourceError, EngineError) as exc:
             if isinstance(exc, EngineError) and not await self._is_adapters_fault(exc):
                 raise
-            self._residency.forget_load(record)
-            self._residency.failed(record.lora_id, record.digest, exc)
+            self._inventory.mark_unwanted(adapter)
+            self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
-    async def _files_of(self, record: InstalledAdapter) -> Path:
-        async with self._lock(record.lora_id):  # files that are gone are fetched by one alone
-            return await self._intake.again(record)
+    async def _installed_files(self, adapter: InstalledAdapter) -> Path:
+        async with self._lock(adapter.lora_id):  # files that are gone are fetched by one alone
+            return await self._installer.reinstall_if_missing(adapter)
 
-    async def _load_again(self, record: InstalledAdapter) -> None:
-        """As `_load`, though what the engine then lists is looked at once, when all are back."""
-        async with self._link.shared():
-            began = self._clock()
-            await self._load_one(self._link.require(), record)
-            self._link.forget_adapter(record.engine_name)
-            self._residency.loaded_again(record, load_seconds=round(self._clock() - began, 4))
+    async def _reload(self, adapter: InstalledAdapter) -> None:
+        """As `_load_into_engine`, though what the engine then lists is looked at once, when all are back."""
+        async with self._engine.shared_lock():
+            began_at = self._clock()
+            await self._call_load(self._engine.require_client(), adapter)
+            self._engine.forget_adapter_blocks(adapter.engine_name)
+            self._inventory.mark_reloaded(adapter, load_seconds=round(self._clock() - began_at, 4))
 
-    async def _check_listed(self, records: Collection[InstalledAdapter]) -> None:
-        async with self._link.lock:
-            asked_at = self._clock()
-            listed = await self._link.require().adapters()
-            for record in records:
-                if record.engine_name not in listed:
-                    self._residency.unloaded_now(record)
-                    self._residency.forget_load(record)
-                    self._residency.failed(record.lora_id, record.digest, _not_listed(record))
-            self._residency.agreed(asked_at)
+    async def _forget_unlisted(self, adapters: Collection[InstalledAdapter]) -> None:
+        async with self._engine.lock:
+            listed_at = self._clock()
+            listed = await self._engine.require_client().adapters()
+            for adapter in adapters:
+                if adapter.engine_name not in listed:
+                    self._inventory.mark_unloaded(adapter)
+                    self._inventory.mark_unwanted(adapter)
+                    self._inventory.record_failure(adapter.lora_id, adapter.digest, _not_listed_error(adapter))
+            self._inventory.confirm_list(listed_at)
 
-    async def bring_back(self, digests: Collection[str]) -> None:
+    async def refetch_lost_files(self, digests: Collection[str]) -> None:
         """Fetch files again that somebody took from under an engine: its next look at them would kill it."""
-        for record in self._residency.records.all():
-            if record.digest in digests and record.is_loaded:
-                log.error("an adapter in use has lost its files", lora_id=record.lora_id, digest=record.digest)
+        for adapter in self._inventory.installed.all():
+            if adapter.digest in digests and adapter.is_loaded:
+                log.error("an adapter in use has lost its files", lora_id=adapter.lora_id, digest=adapter.digest)
                 try:
-                    await self._files_of(record)
+                    await self._installed_files(adapter)
                 except SourceError as exc:
-                    self._residency.failed(record.lora_id, record.digest, exc)
+                    self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
     async def preload(self) -> None:
         """Load what the settings name. Raises EngineError when it is the engine that fails."""
         for lora_id in self._settings.preload_loras:
             try:
-                await self.ensure(LoadRequest(lora_id=lora_id))
+                await self.load(LoadRequest(lora_id=lora_id))
             except (SourceError, AgentRequestError) as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
             except EngineError as exc:
@@ -206,124 +208,126 @@ class Loader:
         """
         if exc.code != "engine_timeout":
             return exc.code in {"adapter_refused", "no_free_slot"}
-        return await self._link.is_healthy()
+        return await self._engine.is_healthy()
 
     # --- the engine ----------------------------------------------------------------------------------------------
 
-    async def look(self, is_settled: Callable[[], bool]) -> None:
+    async def reconcile_with_engine_list(self, is_settled: Callable[[], bool]) -> None:
         """Compare the engine's own list with the record, unless a start is under way. Raises EngineError."""
-        async with self._link.lock:
-            engine = self._link.engine
+        async with self._engine.lock:
+            client = self._engine.client
             # Asked behind the lock: what a starting engine does not list yet is still wanted.
-            if engine is None or not is_settled():
+            if client is None or not is_settled():
                 return
-            asked_at = self._clock()
-            listed = set(await engine.adapters())
-            known = self._residency.slots.registered
-            if known - listed and not await self._link.is_same_start():
+            listed_at = self._clock()
+            listed = set(await client.adapters())
+            known = self._inventory.slots.registered
+            if known - listed and not await self._engine.is_same_start():
                 return  # another engine's list is empty, and its adapters are still wanted: the supervisor will see
-            if self._link.engine is not engine:
+            if self._engine.client is not client:
                 return
-            self._residency.agreed(asked_at)
+            self._inventory.confirm_list(listed_at)
             if listed != known:
                 for name in listed - known:
-                    self._link.forget_adapter(name)  # loaded by somebody else, or brought back by a request
-                self._residency.correct(listed)
+                    self._engine.forget_adapter_blocks(name)  # loaded by somebody else, or brought back by a request
+                self._inventory.correct_from_list(listed)
 
-    async def _load(self, record: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
+    async def _load_into_engine(self, adapter: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
         """The load stage: one at a time, because each one stalls the engine for everybody."""
-        async with self._link.lock:
-            self._underway.commit(record.lora_id)
-            engine = self._link.require()
-            if self._residency.slots.has(record.engine_name):
-                return record if record.is_loaded else self._residency.records.put(replace(record, is_loaded=True))
-            victim = await self._make_room(engine, evict)
-            began = self._clock()
+        async with self._engine.lock:
+            self._operations.commit(adapter.lora_id)
+            client = self._engine.require_client()
+            if self._inventory.slots.has(adapter.engine_name):
+                return (
+                    adapter if adapter.is_loaded else self._inventory.installed.store(replace(adapter, is_loaded=True))
+                )
+            victim = await self._evict_if_full(client, evict)
+            began_at = self._clock()
             try:
-                await self._load_and_check(engine, record)
+                await self._load_and_check(client, adapter)
             except EngineError:
                 if victim is not None:
-                    await self._put_back(engine, victim)
+                    await self._reload_victim(client, victim)
                 raise
-            self._link.forget_adapter(record.engine_name)
-            announced = self._residency.loaded_now(record, load_seconds=round(self._clock() - began, 4))
-            if displaced := self._residency.slots.displaced():
+            self._engine.forget_adapter_blocks(adapter.engine_name)
+            announced = self._inventory.mark_loaded(adapter, load_seconds=round(self._clock() - began_at, 4))
+            if displaced := self._inventory.slots.displaced():
                 log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
             if victim is not None:
                 # Only now: an agent killed between the two halves comes back with the victim, not with a gap.
-                self._residency.forget_load(victim)
+                self._inventory.mark_unwanted(victim)
             return announced
 
-    def suspect(self, reason: str, *, patience_s: float) -> None:
+    def mark_suspect(self, reason: str, *, patience_s: float) -> None:
         """The engine hangs: that is told, and nothing more is loaded there until it is trusted again."""
         log.warning("the engine is suspect", reason=reason)
-        self._link.suspect(reason, patience_s=patience_s)
+        self._engine.mark_suspect(reason, patience_s=patience_s)
         self._metrics.engine_suspect.set(1)
-        self._residency.events.add("SUSPECT", error=reason)
-        self._residency.changed()
+        self._inventory.events.add("SUSPECT", error=reason)
+        self._inventory.mark_changed()
 
-    def trust(self) -> None:
+    def clear_suspicion(self) -> None:
         """It has given a token again, or computed something."""
-        self._link.trust()
+        self._engine.clear_suspicion()
         self._metrics.engine_suspect.set(0)
-        self._residency.events.add("TRUSTED")
-        self._residency.changed()
+        self._inventory.events.add("TRUSTED")
+        self._inventory.mark_changed()
 
-    async def _load_and_check(self, engine: EngineClient, record: InstalledAdapter) -> None:
-        await self._load_one(engine, record)
-        asked_at = self._clock()
-        if record.engine_name not in (listed := await engine.adapters()):
-            raise _not_listed(record)
-        if self._residency.slots.registered <= listed.keys():
-            self._residency.agreed(asked_at)
+    async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+        await self._call_load(client, adapter)
+        listed_at = self._clock()
+        if adapter.engine_name not in (listed := await client.adapters()):
+            raise _not_listed_error(adapter)
+        if self._inventory.slots.registered <= listed.keys():
+            self._inventory.confirm_list(listed_at)
 
-    async def _load_one(self, engine: EngineClient, record: InstalledAdapter) -> None:
+    async def _call_load(self, client: EngineClient, adapter: InstalledAdapter) -> None:
         try:
-            with self._metrics.load_seconds(record.lora_id).time():
-                await engine.load(record.engine_name, Path(record.path), timeout_s=self._settings.load_deadline_s)
+            with self._metrics.load_seconds(adapter.lora_id).time():
+                await client.load(adapter.engine_name, Path(adapter.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
-            if exc.code == "engine_timeout" and self._link.engine is engine:
-                reason = f"the load of {record.lora_id} hangs since {self._settings.load_deadline_s:g} s"
-                self.suspect(reason, patience_s=self._settings.hang_after_s)
+            if exc.code == "engine_timeout" and self._engine.client is client:
+                reason = f"the load of {adapter.lora_id} hangs since {self._settings.load_deadline_s:g} s"
+                self.mark_suspect(reason, patience_s=self._settings.hang_after_s)
             raise
 
-    async def _make_room(self, engine: EngineClient, evict: str | None) -> InstalledAdapter | None:
+    async def _evict_if_full(self, client: EngineClient, evict: str | None) -> InstalledAdapter | None:
         """Unload the named victim if the slots are full; a free slot spares it. Raises EngineError `no_free_slot`."""
-        if self._residency.slots.free > 0:
+        if self._inventory.slots.free > 0:
             return None
-        victim = self._residency.victim(evict)
+        victim = self._inventory.named_victim(evict)
         if victim is None:
-            raise self._residency.no_free_slot()
-        await self._unload_one(engine, victim)  # its record waits until the newcomer is there
+            raise self._inventory.no_free_slot_error()
+        await self._call_unload(client, victim)  # its record waits until the newcomer is there
         return victim
 
-    async def _put_back(self, engine: EngineClient, victim: InstalledAdapter) -> None:
+    async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter) -> None:
         try:
-            await engine.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
+            await client.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
             log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
             if exc.code == "adapter_refused":
-                self._residency.forget_load(victim)
+                self._inventory.mark_unwanted(victim)
             return  # else the engine is dying or gone: its restart loads what the record still says
-        if self._link.engine is engine:
-            self._residency.loaded_now(victim, load_seconds=victim.load_seconds)
+        if self._engine.client is client:
+            self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds)
 
-    async def _unload_one(self, engine: EngineClient, record: InstalledAdapter) -> None:
+    async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter) -> None:
         try:
-            with self._metrics.unload_seconds(record.lora_id).time():
-                await engine.unload(record.engine_name, timeout_s=self._settings.load_deadline_s)
+            with self._metrics.unload_seconds(adapter.lora_id).time():
+                await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
-            self._residency.events.add(
+            self._inventory.events.add(
                 "UNLOAD_FAILED",
-                lora_id=record.lora_id,
-                digest=record.digest,
-                engine_name=record.engine_name,
+                lora_id=adapter.lora_id,
+                digest=adapter.digest,
+                engine_name=adapter.engine_name,
                 error=str(exc),
             )
             raise
-        self._residency.unloaded_now(record)
+        self._inventory.mark_unloaded(adapter)
 
 
-def _not_listed(record: InstalledAdapter) -> EngineError:
-    message = f"load {record.engine_name}: the engine said yes, but does not list it"
+def _not_listed_error(adapter: InstalledAdapter) -> EngineError:
+    message = f"load {adapter.engine_name}: the engine said yes, but does not list it"
     return EngineError("adapter_refused", message)

@@ -1,4 +1,4 @@
-"""Operations under way, and how one is called off: until the engine has been asked for it, a load can be."""
+"""Operations in progress per adapter. A load can be cancelled until the engine is called."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,15 +12,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _AdapterOperation:
-    """`is_committed`: the engine is being asked; what it does is not undone by not waiting for it."""
+    """One load or inspection.
+
+    is_committed  the engine has been called: cancelling would not undo the load
+    """
 
     task: "asyncio.Task[Any]"
     digest: str | None
     is_committed: bool = False
     is_cancelled: bool = False
 
-    def call_off(self) -> bool:
-        """Whether it was not too late."""
+    def cancel_task(self) -> bool:
+        """Cancel the task unless it is committed; returns whether it was cancelled."""
         if not self.is_committed:
             self.is_cancelled = True
             self.task.cancel()
@@ -28,14 +31,17 @@ class _AdapterOperation:
 
 
 class OperationsInProgress:
-    """By adapter. The event loop is the only writer."""
+    """The operations in progress of one agent, by lora_id. The event loop is the only writer."""
 
     def __init__(self) -> None:
         self._operations: dict[str, list[_AdapterOperation]] = {}
         self._is_stopping = False
 
     async def run(self, lora_id: str, digest: str | None, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises RequestError `cancelled` when somebody called it off, EngineError `draining`."""
+        """Run an operation and return its result.
+
+        raises  AgentRequestError `cancelled` after `cancel`, EngineError `draining` after `cancel_all`
+        """
         task = asyncio.create_task(work)
         operation = _AdapterOperation(task, digest)
         self._operations.setdefault(lora_id, []).append(operation)
@@ -43,7 +49,7 @@ class OperationsInProgress:
             return await task
         except asyncio.CancelledError:
             if not operation.is_cancelled:
-                raise  # whoever waits here was cancelled, and with it the work
+                raise  # the caller itself was cancelled, and with it the operation
             if self._is_stopping:
                 raise EngineError("draining", "this agent is stopping; load on another one", retry_after_s=30) from None
             message = f"adapter {lora_id!r}: this load was called off, because an unload was asked for meanwhile"
@@ -54,23 +60,23 @@ class OperationsInProgress:
                 del self._operations[lora_id]
 
     def commit(self, lora_id: str) -> None:
-        """The operation that calls this can be called off no more."""
+        """Mark the operation that calls this as no longer cancellable."""
         for operation in self._operations.get(lora_id, ()):
             operation.is_committed |= operation.task is asyncio.current_task()
 
     async def cancel(self, lora_id: str, digest: str | None) -> bool:
-        """Call off what is under way for an adapter, or a version of it, and wait for its end; was there any?"""
+        """Cancel the operations of an adapter (or one version) and wait for their end; False if there was none."""
         going = [
             operation
             for operation in self._operations.get(lora_id, ())
-            if digest in {None, operation.digest} and operation.call_off()
+            if digest in {None, operation.digest} and operation.cancel_task()
         ]
         if going:
             await asyncio.wait({operation.task for operation in going})
         return bool(going)
 
-    def stop(self) -> None:
-        """Call off everything: this process ends, and nobody shall wait for a source until then."""
+    def cancel_all(self) -> None:
+        """Cancel all operations, because the process stops and must not wait for a source."""
         self._is_stopping = True
         for operation in [operation for operations in self._operations.values() for operation in operations]:
-            operation.call_off()
+            operation.cancel_task()

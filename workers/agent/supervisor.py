@@ -32,8 +32,8 @@ log = structlog.get_logger()
 
 _POLL_S = 0.03
 _PROBE_S = 0.01
-_SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
-_UNUSED_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
+_STOP_SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
+_STARTING_STOP_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
 
 
 class Supervisor:
@@ -67,16 +67,16 @@ class Supervisor:
             ready_at: float | None = None
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    engine = await self._start(stack)
+                    client = await self._start(stack)
                     ready_at = self._clock()
-                    reason = await self._watch(engine)
+                    reason = await self._watch(client)
             except (WorkerError, OSError) as exc:
                 reason = str(exc)
             except Exception as exc:  # the top of a loop: it logs, counts and goes on
                 log.exception("supervising failed")
                 reason = repr(exc)
             try:
-                await self._failed(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
+                await self._handle_failure(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
             except Exception:
                 log.exception("clearing up after the engine failed")  # an agent without supervisor would never recover
                 await asyncio.sleep(1.0)
@@ -84,26 +84,30 @@ class Supervisor:
     async def stop(self) -> None:
         """Drain and end the engine; nothing of it is left afterwards. One that still starts has nothing to drain."""
         if self._process is not None:
-            grace_s = _UNUSED_S if self._agent.link.engine is None else self._settings.engine_shutdown_s + _SPARE_S
+            grace_s = (
+                _STARTING_STOP_S
+                if self._agent.engine.client is None
+                else self._settings.engine_shutdown_s + _STOP_SPARE_S
+            )
             await self._process.stop(within_s=grace_s)
-        self._forget_port()
+        self._release_port()
         for kind in ("events", "replay"):
             self._settings.socket_path(kind).unlink(missing_ok=True)
 
-    def _forget_port(self) -> None:
+    def _release_port(self) -> None:
         """Let go of the port that we picked; the next start picks another. One that a setting names stays."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved, self._port = None, 0
 
-    async def _failed(self, reason: str, *, up_s: float) -> None:
+    async def _handle_failure(self, reason: str, *, up_s: float) -> None:
         self._restarts = self._restarts.failed(up_s)
         delay_s = self._restarts.delay_s(self._rng)
         if self._restarts.is_loop:
             reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"
         log.error("engine down", reason=reason, failures=self._restarts.failures, retry_s=round(delay_s, 2))
         self._agent.metrics.engine_restarts.inc()
-        await self._agent.engine_down(reason)
+        await self._agent.detach_engine(reason)
         if self._process is not None:
             await self._process.end()
             self._process = None
@@ -122,84 +126,84 @@ class Supervisor:
         if is_port_taken(host, self._port):
             # Before the engine is up, whoever has the port would answer for it and be given its adapters.
             message = f"port {self._port} of {host} is taken by another process; see engine_port (0 picks a free one)"
-            self._forget_port()
+            self._release_port()
             raise EngineError("engine_start_failed", message)
-        _make_private(self._settings.ipc_dir)
+        _make_private_folder(self._settings.ipc_dir)
         start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
-        engine = connect(self._settings.engine, self._url())
-        stack.push_async_callback(engine.aclose)
-        await self._until_healthy(engine)
+        client = connect(self._settings.engine, self._url())
+        stack.push_async_callback(client.aclose)
+        await self._wait_until_healthy(client)
         kv = kv_config(self._settings, topic)
         transport = Transport(
-            engine_url=self._settings.engine_advertise_url or engine.url,
-            dialect=engine.traits.dialect,
+            engine_url=self._settings.engine_advertise_url or client.url,
+            dialect=client.traits.dialect,
             kv_events=(str(kv["endpoint"]),),
             kv_replay=(str(kv["replay_endpoint"]),),
             kv_topic=topic,
         )
         # While adapters are loaded again the process may die under us: that is told at once, not by a timeout.
-        await self._unless_exited(self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport))
-        return engine
+        await self._run_unless_exited(self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport))
+        return client
 
     async def _attach(self, stack: contextlib.AsyncExitStack) -> EngineClient:
-        engine = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
-        stack.push_async_callback(engine.aclose)
-        await self._until_healthy(engine)
+        client = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
+        stack.push_async_callback(client.aclose)
+        await self._wait_until_healthy(client)
         # An engine that somebody else starts has no boot id of ours; its own mark is the next best.
-        boot_id = await engine.boot_mark()
-        kv = await engine.kv_sources()
+        boot_id = await client.boot_mark()
+        kv = await client.kv_sources()
         transport = Transport(
-            engine_url=self._settings.engine_advertise_url or engine.url,
-            dialect=engine.traits.dialect,
+            engine_url=self._settings.engine_advertise_url or client.url,
+            dialect=client.traits.dialect,
             kv_events=kv.events,
             kv_replay=kv.replay,
             kv_topic=kv.topic,
         )
-        await self._agent.engine_up(engine, engine_boot_id=boot_id, transport=transport)
-        return engine
+        await self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport)
+        return client
 
-    async def _until_healthy(self, engine: EngineClient) -> None:
+    async def _wait_until_healthy(self, client: EngineClient) -> None:
         deadline = self._clock() + self._settings.start_deadline_s
         while True:
             # An engine of our own is asked nothing before it listens: a refused connection costs next to nothing.
-            is_deaf = self._process is not None and not is_listening(self._host(), self._port)
-            if not is_deaf and await engine.is_healthy(timeout_s=self._settings.health_timeout_s):
+            is_not_listening = self._process is not None and not is_listening(self._host(), self._port)
+            if not is_not_listening and await client.is_healthy(timeout_s=self._settings.health_timeout_s):
                 return
             if self._process is not None and self._process.has_exited:
                 raise EngineError("engine_start_failed", await self._exit_reason("the engine did not start"))
             if self._clock() > deadline:
                 tail = self._process.tail if self._process is not None else ""
-                message = f"engine {engine.url}: not healthy within {self._settings.start_deadline_s:g} s\n{tail}"
+                message = f"engine {client.url}: not healthy within {self._settings.start_deadline_s:g} s\n{tail}"
                 raise EngineError("engine_start_failed", message)
-            await asyncio.sleep(_PROBE_S if is_deaf else _POLL_S)
+            await asyncio.sleep(_PROBE_S if is_not_listening else _POLL_S)
 
-    async def _watch(self, engine: EngineClient) -> str:
+    async def _watch(self, client: EngineClient) -> str:
         """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
         healthy_at = self._clock()
         while True:
             if await self._exited_within(self._agent.timers.watch_s):
                 return await self._exit_reason("the engine exited")
-            is_trusted = await self._agent.is_trusted(engine)
+            is_trusted = await self._agent.check_trust(client)
             # One of somebody else's that is suspect cannot be started again from here: it stays so while it listens.
-            if is_trusted or (self._process is None and await self._agent.link.is_healthy()):
+            if is_trusted or (self._process is None and await self._agent.engine.is_healthy()):
                 healthy_at = self._clock()
-                if self._process is None and await self._is_another(engine):
+                if self._process is None and await self._was_restarted(client):
                     return "the attached engine was restarted"
             elif self._clock() - healthy_at > self._patience_s():
-                reason = self._agent.link.suspicion or "the engine gave no sign of health"
+                reason = self._agent.engine.suspicion or "the engine gave no sign of health"
                 return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
-    async def _is_another(self, engine: EngineClient) -> bool:
+    async def _was_restarted(self, client: EngineClient) -> bool:
         with contextlib.suppress(EngineError):  # not heard is not another one
-            return await engine.boot_mark() != self._agent.link.boot_id
+            return await client.boot_mark() != self._agent.engine.boot_id
         return False
 
     def _patience_s(self) -> float:
         """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
         if self._process is None:
             return self._agent.timers.attached_s
-        return self._agent.link.patience_s if self._agent.link.suspicion else self._settings.hang_after_s
+        return self._agent.engine.patience_s if self._agent.engine.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:
         if self._process is None:
@@ -211,7 +215,7 @@ class Supervisor:
                 await self._process.wait()
         return self._process.has_exited
 
-    async def _unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._process is not None
         process = self._process
         task = asyncio.create_task(work)
@@ -242,7 +246,7 @@ class Supervisor:
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
 
-def _make_private(folder: Path) -> None:
+def _make_private_folder(folder: Path) -> None:
     """The sockets' folder. Prompts pass through it, and in /tmp anybody could have made it before us."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.lstat().st_uid

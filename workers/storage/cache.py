@@ -24,7 +24,7 @@ from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import AdapterRules, Manifest, is_adapter_file
 from workers.core.references import shown
 from workers.sources.base import CheckingSource, ResumingSource, Sources, Transfer, settled, source_for
-from workers.storage.disk import CacheFolder
+from workers.storage.cache_folder import CacheFolder
 from workers.storage.pickled import unpickled
 from workers.storage.verify import read_entry, read_manifest
 
@@ -122,7 +122,7 @@ class AdapterCache:
         # Not left half-way, or whoever clears up after a cancelled fetch would take files from under the new name.
         return await settled(asyncio.to_thread(self._install, partial, digest))
 
-    async def look(self) -> None:
+    async def update_free_bytes(self) -> None:
         """See how much is free. In a thread, because a network file system may not answer."""
         with contextlib.suppress(OSError):
             self.free_bytes = await asyncio.to_thread(self.disk.free_bytes)

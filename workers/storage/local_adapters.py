@@ -37,10 +37,10 @@ class LocalAdapters:
         self.revision = 0  # grows with every scan that found a change
         self._seen: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         self._is_stopping = False
-        self.looked = asyncio.Event()
+        self.has_scanned = asyncio.Event()
         """Set after the first scan, which reads every adapter."""
         if folder is None:
-            self.looked.set()
+            self.has_scanned.set()
 
     def stop(self) -> None:
         """Whatever has not been read yet is not read any more: this process ends."""
@@ -50,7 +50,7 @@ class LocalAdapters:
     def adapters(self) -> tuple[LocalAdapter, ...]:
         return tuple(shelved for _, shelved in self._seen.values())
 
-    def shelved(self, lora_id: str) -> LocalAdapter | None:
+    def find(self, lora_id: str) -> LocalAdapter | None:
         """The adapter as the last scan found it."""
         found = self._seen.get(lora_id)
         return None if found is None else found[1]
@@ -69,7 +69,7 @@ class LocalAdapters:
         try:
             found = await asyncio.to_thread(self._scan, self.folder)
         finally:
-            self.looked.set()
+            self.has_scanned.set()
         if self._is_stopping:
             return False
         changed = found != self._seen
@@ -94,10 +94,10 @@ class LocalAdapters:
                 log.warning("adapter in lora_path left out", lora_id=lora_id, error=str(exc))
                 continue
             known = self._seen.get(lora_id)
-            found[lora_id] = known if known and known[0] == stamp else (stamp, self._shelve(lora_id, path))
+            found[lora_id] = known if known and known[0] == stamp else (stamp, self._read_adapter(lora_id, path))
         return found
 
-    def _shelve(self, lora_id: str, path: Path) -> LocalAdapter:
+    def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:
         try:
             checked_lora_id(lora_id)
             return LocalAdapter(lora_id, path, read_manifest(path, self.rules))

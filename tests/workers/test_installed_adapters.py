@@ -11,8 +11,8 @@ import pytest
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
 from tests.workers.running import RunningWorker, post
-from workers.agent.records import InstalledAdapter, InstalledAdapters
-from workers.agent.usage import AdapterUsage
+from workers.agent.adapter_usage import AdapterUsage
+from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.wire import AvailableLoras, Metadata
 
 
@@ -45,41 +45,41 @@ def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_sav
         return records, AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
 
     records, usage = start()
-    records.put(record(1))
-    assert usage.take(report(1, 5)) == [record(1).engine_name]
+    records.store(record(1))
+    assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
     usage.save()
-    usage.take(report(2, 9))
-    records.put(records.all()[0])  # reaches the disk with 9, how far the router had counted does not
+    usage.count_uses(report(2, 9))
+    records.store(records.all()[0])  # reaches the disk with 9, how far the router had counted does not
     records, usage = start()
     assert records.all()[0].request_count == 5
-    assert usage.take(report(1, 5)) is None
-    assert usage.take(report(3, 12)) == [record(1).engine_name]
-    assert usage.take(report(1, 2, router="other")) == [record(1).engine_name]
+    assert usage.count_uses(report(1, 5)) is None
+    assert usage.count_uses(report(3, 12)) == [record(1).engine_name]
+    assert usage.count_uses(report(1, 2, router="other")) == [record(1).engine_name]
     assert records.all()[0].request_count == 14
 
 
 def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_twice(tmp_path):
     records = InstalledAdapters(tmp_path)
-    records.put(record(1))
+    records.store(record(1))
     usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     for start in range(300):
-        usage.take(report(start, 1000 + start, router="lives on"))
-        usage.take(report(1, 0, router=f"start {start}"))
+        usage.count_uses(report(start, 1000 + start, router="lives on"))
+        usage.count_uses(report(1, 0, router=f"start {start}"))
     assert records.all()[0].request_count == 1299
 
 
 def test_damaged_counts_cost_the_counts_alone(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = InstalledAdapters(tmp_path)
-    records.put(record(1))
+    records.store(record(1))
     usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
-    assert usage.take(report(1, 5)) == [record(1).engine_name]
+    assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
 
 
 async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all_of_them_can_be_listed(worker):
     records = InstalledAdapters(worker.state_dir)
     for number in range(500):
-        records.put(record(number))
+        records.store(record(number))
         (worker.cache_dir / record(number).digest).mkdir(parents=True)
     async with worker.together("--cache-grace-s", "1") as client:
         page = (await client.get("/metadata")).content

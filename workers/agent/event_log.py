@@ -1,4 +1,4 @@
-"""The agent's events: numbered from 1 in each boot, kept in a bounded buffer, streamed to any number of readers."""
+"""The agent's events: numbered from 1 at each start, kept in a bounded buffer, streamed to any number of readers."""
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -10,15 +10,20 @@ from workers.wire import AgentEvent, AgentEventType
 
 
 class AgentEventLog:
-    """One writer, many readers. A reader too slow for the buffer is told to start over."""
+    """One writer, many readers. The stream of a reader that falls out of the buffer ends."""
 
     def __init__(
-        self, *, boot_id: str, size: int, now: Callable[[], str], listen: Callable[[AgentEvent], None] = lambda _: None
+        self,
+        *,
+        boot_id: str,
+        size: int,
+        now: Callable[[], str],
+        on_event: Callable[[AgentEvent], None] = lambda _: None,
     ) -> None:
-        """`listen` hears each event in the event loop; it must be quick and raise nothing."""
+        """`on_event` is called with each event in the event loop; it must return at once and raise nothing."""
         self._boot_id = boot_id
         self._now = now
-        self._listen = listen
+        self._on_event = on_event
         self._kept: deque[AgentEvent] = deque(maxlen=size)
         self._changes = ChangeSignal()
         self._last = 0
@@ -36,6 +41,7 @@ class AgentEventLog:
         done_bytes: int | None = None,
         total_bytes: int | None = None,
     ) -> None:
+        """Number an event, keep it and pass it to every reader."""
         self._last += 1
         event = AgentEvent(
             id=self._last,
@@ -51,17 +57,17 @@ class AgentEventLog:
         )
         self._kept.append(event)
         self._changes.notify()
-        self._listen(event)
+        self._on_event(event)
 
-    def close(self) -> None:
+    def end_streams(self) -> None:
         """End every stream."""
         self._is_closed = True
         self._changes.notify()
 
-    def position(self, last_event_id: str | None) -> int:
-        """The number after which a reader goes on: now, without an id.
+    def position_after(self, last_event_id: str | None) -> int:
+        """The event number in a Last-Event-ID header; without the header the newest number.
 
-        raises RequestError `events_gone` when the id is another boot's, or has left the buffer
+        raises  AgentRequestError `events_gone` if the id is of another boot, or no longer in the buffer
         """
         if not last_event_id:
             return self._last
@@ -79,16 +85,16 @@ class AgentEventLog:
         return int(number)
 
     async def stream(self, after: int, *, keep_alive_s: float) -> AsyncIterator[str]:
-        """Server-sent events after that number, for ever; comments as signs of life. Ids are `boot_id:number`."""
+        """Server-sent events after a number, without end; a comment every `keep_alive_s`. Ids are `boot_id:number`."""
         yield ": connected\n\n"
         while not self._is_closed:
             if after < self._last - len(self._kept):
-                return  # fell behind: the reader reconnects and is told that its place is gone
+                return  # the reader fell behind: it reconnects and gets `events_gone`
             for event in [event for event in self._kept if event.id > after]:
                 after = event.id
                 yield f"id: {self._boot_id}:{event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
-            if not await self._changes.until(partial(self._has_news, after), timeout_s=keep_alive_s):
+            if not await self._changes.until(partial(self._has_events_after, after), timeout_s=keep_alive_s):
                 yield ": keep-alive\n\n"
 
-    def _has_news(self, after: int) -> bool:
+    def _has_events_after(self, after: int) -> bool:
         return self._is_closed or self._last > after

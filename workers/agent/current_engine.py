@@ -22,13 +22,13 @@ from workers.wire import Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
 
-_WORD_S = 10.0  # what the orchestrator said of our requests is of no use later
+_IN_FLIGHT_VALID_S = 10.0  # what the orchestrator said of our requests is of no use later
 
 
 class CurrentEngine:
     """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
 
-    `shared` is the same lock, held together by all who ask for it so.
+    `shared_lock` is the same lock, held together by all who ask for it so.
 
     suspicion   why no load may begin: the engine hangs, in the last one or else; empty while the engine is trusted
     patience_s  how long it may go on doing so
@@ -38,7 +38,7 @@ class CurrentEngine:
         self, settings: WorkerSettings, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lock = asyncio.Lock()
-        self.engine: EngineClient | None = None
+        self.client: EngineClient | None = None
         self.boot_id = ""
         self.transport = Transport(engine_url="")
         self.suspicion = ""
@@ -49,18 +49,18 @@ class CurrentEngine:
         self._clock = clock
         self._kv: KvLedgers | None = None
         self._shape = EngineShape()
-        self._mark = ""
+        self._boot_mark = ""
         self._load = EngineLoad()
         self._suspect_since = -inf
         self._busy_since: float | None = None
         self._down_reason = ""
-        self._entrance = asyncio.Lock()
+        self._sharers_lock = asyncio.Lock()
         self._sharers = 0
 
     @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
+    async def shared_lock(self) -> AsyncIterator[None]:
         """`lock`, together with others who take it so: the first waits for it, the last gives it back."""
-        async with self._entrance:
+        async with self._sharers_lock:
             if not self._sharers:
                 await self.lock.acquire()
             self._sharers += 1
@@ -71,51 +71,51 @@ class CurrentEngine:
             if not self._sharers:
                 self.lock.release()
 
-    async def up(self, engine: EngineClient, *, boot_id: str, transport: Transport) -> None:
+    async def attach(self, client: EngineClient, *, boot_id: str, transport: Transport) -> None:
         """Take a healthy engine into use. Raises EngineError."""
-        self._shape = await engine.shape()
-        self._mark = self._shape.mark or await engine.boot_mark()
+        self._shape = await client.shape()
+        self._boot_mark = self._shape.mark or await client.boot_mark()
         self._load.rates = EngineRates()
-        self.engine, self.boot_id = engine, boot_id
-        self.transport = await self._with_ledger(transport)
+        self.client, self.boot_id = client, boot_id
+        self.transport = await self._start_ledgers(transport)
 
     async def is_same_start(self) -> bool:
         """Whether the engine that answers is still the one taken into use. Raises EngineError."""
-        return self.engine is not None and await self.engine.boot_mark() == self._mark
+        return self.client is not None and await self.client.boot_mark() == self._boot_mark
 
-    async def down(self, reason: str) -> None:
+    async def detach(self, reason: str) -> None:
         """The engine is gone, and what was known of it."""
-        self.engine, self.boot_id, self._down_reason = None, "", reason
-        self.trust()
+        self.client, self.boot_id, self._down_reason = None, "", reason
+        self.clear_suspicion()
         await self.close_ledgers()
         self._load.forget_reading()
         self._metrics.rates(EngineRates())
 
-    def require(self) -> EngineClient:
+    def require_client(self) -> EngineClient:
         """The engine; raises EngineError `engine_down` while there is none."""
-        if self.engine is None:
+        if self.client is None:
             raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)
-        return self.engine
+        return self.client
 
-    def suspect(self, reason: str, *, patience_s: float) -> None:
+    def mark_suspect(self, reason: str, *, patience_s: float) -> None:
         """It hangs, whatever its health route says."""
         if not self.suspicion:
             self._suspect_since = self._clock()
         self.suspicion, self.patience_s = reason, patience_s
 
-    def trust(self) -> None:
+    def clear_suspicion(self) -> None:
         self.suspicion = ""
 
-    def told(self, in_flight: int) -> None:
+    def set_requests_in_flight(self, in_flight: int) -> None:
         """So many requests routers have there now."""
         self._in_flight = in_flight, self._clock()
 
     @property
-    def has_moved(self) -> bool:
+    def has_computed_since_suspect(self) -> bool:
         """Whether it has computed something since it is suspect."""
         return (self._load.moved_at or -inf) > self._suspect_since
 
-    def still_s(self) -> float:
+    def stalled_s(self) -> float:
         """For how long it had had requests and computed nothing when it was last read; 0 while it has none, as far as
         it or routers know.
         """
@@ -127,15 +127,15 @@ class CurrentEngine:
     @property
     def has_stalled(self) -> bool:
         """Whether it has computed nothing for so long that it may hang: longer than a step may take."""
-        return self.still_s() > self._settings.suspect_after_s + 2 * self.step_s()
+        return self.stalled_s() > self._settings.suspect_after_s + 2 * self.full_step_s()
 
-    def _note_work(self) -> None:
+    def _update_busy_since(self) -> None:
         """A request that began while nothing else ran shows in no counter of vLLM 0.32 before its first step is over:
         of those routers tell.
         """
         now = self._clock()
-        in_flight, said_at = self._in_flight
-        has_work = self._load.has_work or (in_flight > 0 and now - said_at < _WORD_S)
+        in_flight, reported_at = self._in_flight
+        has_work = self._load.has_work or (in_flight > 0 and now - reported_at < _IN_FLIGHT_VALID_S)
         # A load stalls all else there (vLLM 0.32), and has a deadline of its own.
         if not has_work or self.lock.locked():
             self._busy_since = None
@@ -143,33 +143,33 @@ class CurrentEngine:
             self._busy_since = now
 
     async def is_healthy(self) -> bool:
-        engine = self.engine
-        return engine is not None and await engine.is_healthy(timeout_s=self._settings.health_timeout_s)
+        client = self.client
+        return client is not None and await client.is_healthy(timeout_s=self._settings.health_timeout_s)
 
-    async def held(self) -> frozenset[str]:
+    async def digests_in_use(self) -> frozenset[str]:
         """Digests whose files the engine may read at any moment, by its own list. Raises EngineError."""
-        engine = self.engine
-        if engine is None:
+        client = self.client
+        if client is None:
             return frozenset()
-        return frozenset(Path(path).name for path in (await engine.adapters()).values() if path)
+        return frozenset(Path(path).name for path in (await client.adapters()).values() if path)
 
     # --- its blocks ----------------------------------------------------------------------------------------------
 
-    async def _with_ledger(self, transport: Transport) -> Transport:
+    async def _start_ledgers(self, transport: Transport) -> Transport:
         """Begin the ledger of an engine that publishes KV events, and say so where routers look."""
         await self.close_ledgers()
-        card = self.card()
-        block_size = card.runtime_config.block_size
+        model_card = self.model_card()
+        block_size = model_card.runtime_config.block_size
         if not transport.kv_events or not block_size:
             return transport
         try:
             self._kv = KvLedgers(
                 transport=transport,
-                base_model=card.base_model,
+                base_model=model_card.base_model,
                 block_size=block_size,
                 engine_boot_id=self.boot_id,
                 metrics=self._metrics,
-                total_blocks=card.runtime_config.total_kv_blocks,
+                total_blocks=model_card.runtime_config.total_kv_blocks,
             )
         except (ZMQError, ValueError) as exc:
             # The engine serves well without; routers find the sockets in the metadata and may do better.
@@ -184,12 +184,12 @@ class CurrentEngine:
             raise EngineError("not_ready", message, retry_after_s=5)
         return self._kv
 
-    def forget_adapter(self, engine_name: str) -> None:
+    def forget_adapter_blocks(self, engine_name: str) -> None:
         """The ledger's blocks of an adapter that was loaded anew."""
         if self._kv is not None:
             self._kv.forget_adapter(engine_name)
 
-    def end_streams(self) -> None:
+    def end_kv_streams(self) -> None:
         if self._kv is not None:
             self._kv.end_streams()
 
@@ -198,7 +198,7 @@ class CurrentEngine:
         ledgers, self._kv = self._kv, None
         self.transport = self.transport.model_copy(update={"kv_ledger": 0})
         if ledgers is not None:
-            ledgers.measure()
+            ledgers.update_gauges()
             self._metrics.no_ledger()
             await ledgers.close()
 
@@ -206,23 +206,23 @@ class CurrentEngine:
 
     async def scrape(self) -> None:
         """Read the engine's own counters. Raises EngineError."""
-        if self.engine is None:
+        if self.client is None:
             return
-        self._note_work()
-        self._load.add(await self.engine.scrape(), self._clock())
+        self._update_busy_since()
+        self._load.add(await self.client.scrape(), self._clock())
         self._metrics.rates(self._load.rates)
 
-    def step_s(self) -> float:
+    def full_step_s(self) -> float:
         """How long a step full of prompts takes there; 0 while it is not known how fast they are read."""
-        speed = self._load.rates.prefill_tokens_per_s
-        return self._settings.max_num_batched_tokens / speed if speed else 0.0
+        prefill_tokens_per_s = self._load.rates.prefill_tokens_per_s
+        return self._settings.max_num_batched_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
 
-    def measure(self) -> None:
+    def update_gauges(self) -> None:
         """Bring the ledger's gauges up to date."""
         if self._kv is not None:
-            self._kv.measure()
+            self._kv.update_gauges()
 
-    def card(self) -> ModelCard:
+    def model_card(self) -> ModelCard:
         """The base model: by the engine's own name and shape where it says them, and by the fleet's name for it."""
         settings, shape = self._settings, self._shape
         name = shape.model_name or settings.model_name

@@ -1,0 +1,80 @@
+"""Request counts of adapters, from the cumulative counts that routers report: each request counts once."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from orchestrator.wire import UsageReport
+from workers.agent.installed_adapters import InstalledAdapters
+
+log = structlog.get_logger()
+
+_ROUTERS_KEPT = 256
+
+
+class AdapterUsage:
+    """The last cumulative counts of each router; the totals are in `InstalledAdapters`.
+
+    Both are saved in one file: if one were newer than the other, requests would count twice or never.
+    """
+
+    def __init__(self, file: Path, installed: InstalledAdapters, *, worker_id: str, now: Callable[[], str]) -> None:
+        self._file = file
+        self._installed = installed
+        self._worker_id = worker_id
+        self._now = now
+        self._routers: dict[tuple[str, str], tuple[int, dict[str, int]]] = {}
+        self._is_saved = True
+        if file.exists():
+            self._read_saved()
+
+    def count_uses(self, report: UsageReport) -> list[str] | None:
+        """Add a router's report to the counts; returns the engine names used since its last report.
+
+        None if the report was counted before.
+        """
+        key = (report.router_id, report.boot_id)
+        last_seq, counts = self._routers.get(key, (-1, {}))
+        if report.seq <= last_seq:
+            return None
+        if key not in self._routers and len(self._routers) >= _ROUTERS_KEPT:
+            self._routers.pop(next(iter(self._routers)))
+        our_counts = {use.engine_name: use.requests for use in report.uses if use.worker_id == self._worker_id}
+        used = []
+        for name, requests in our_counts.items():
+            adapter, before = self._installed.get(name), counts.get(name, 0)
+            new = requests - before if requests >= before else requests  # a router's count may restart at 0
+            if adapter is not None and new > 0:
+                self._installed.update_in_memory(
+                    replace(adapter, request_count=adapter.request_count + new, last_used=self._now())
+                )
+                used.append(name)
+        # A report may leave adapters out: their counts stay. The router that reported longest ago comes first.
+        self._routers.pop(key, None)
+        self._routers[key] = (report.seq, counts | our_counts)
+        self._is_saved = self._is_saved and not our_counts
+        return used
+
+    def save(self) -> None:
+        """Write the counts if they changed; a failed write is repeated at the next call."""
+        if self._is_saved:
+            return
+        counts = {adapter.engine_name: [adapter.request_count, adapter.last_used] for adapter in self._installed.all()}
+        routers = [[*key, seq, taken] for key, (seq, taken) in self._routers.items()]
+        self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
+
+    def _read_saved(self) -> None:
+        try:
+            saved = json.loads(self._file.read_text())
+            routers = {(router, boot): (int(seq), dict(taken)) for router, boot, seq, taken in saved["routers"]}
+            counts = {name: (int(count), last) for name, (count, last) in saved["adapters"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+            log.warning("the adapters' request counts may be too high: they were not saved", error=repr(exc))
+            return
+        self._routers = routers
+        for adapter in self._installed.all():
+            count, last_used = counts.get(adapter.engine_name, (0, adapter.last_used))
+            self._installed.update_in_memory(replace(adapter, request_count=count, last_used=last_used))

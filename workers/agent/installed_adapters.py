@@ -1,0 +1,184 @@
+"""The adapters installed on this worker and the highest epoch seen, as JSON files in the state folder.
+
+One file per adapter, replaced atomically.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import structlog
+
+from lorafleet.service.files import what_failed
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledAdapter:
+    """An adapter whose verified files are on this disk.
+
+    is_loaded  the engine should have it loaded; a restarted engine loads it again
+    """
+
+    lora_id: str
+    digest: str
+    engine_name: str
+    path: str
+    source: str
+    base_model: str
+    rank: int
+    size_bytes: int
+    is_loaded: bool = False
+    loaded_at: str | None = None
+    last_used: str | None = None
+    request_count: int = 0
+    load_seconds: float | None = None
+    pinned_source: str = ""
+    """The immutable reference of these bytes, for example with a branch resolved to its commit. "" in older files."""
+    secret: str = ""
+    """name/key of the credential for its source."""
+    order: int = 0
+    """Load order: a restarted engine loads adapters in ascending order."""
+
+
+class InstalledAdapters:
+    """The installed adapters of one state folder, in memory and on disk.
+
+    Every change is written at once, so a killed process loses nothing. A thread does the fsync, because in the event
+    loop it would take as long as the load of a small adapter: a crashed machine may lose the last few milliseconds.
+    A failed write (full disk) is logged once and repeated by `retry_writes`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fsync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
+        self._folder = folder / "adapters"
+        self._epoch_file = folder / "epoch.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.revision = 0  # grows when an adapter is added or removed
+        self._sorted: tuple[InstalledAdapter, ...] | None = None
+        self._unwritten: set[Path] = set()
+        self._adapters = {adapter.engine_name: adapter for adapter in _read_all(self._folder)}
+        self.epoch = _read_epoch(self._epoch_file)
+
+    def get(self, engine_name: str) -> InstalledAdapter | None:
+        return self._adapters.get(engine_name)
+
+    def all(self) -> tuple[InstalledAdapter, ...]:
+        """All installed adapters in load order."""
+        if self._sorted is None:
+            self._sorted = tuple(sorted(self._adapters.values(), key=lambda adapter: adapter.order))
+        return self._sorted
+
+    def versions(self, lora_id: str) -> tuple[InstalledAdapter, ...]:
+        """All versions (digests) of an adapter, oldest load first."""
+        return tuple(adapter for adapter in self.all() if adapter.lora_id == lora_id)
+
+    def store(self, adapter: InstalledAdapter) -> InstalledAdapter:
+        """Add or replace an adapter in memory and on disk; returns it."""
+        self.revision += adapter.engine_name not in self._adapters
+        self.update_in_memory(adapter)
+        self.write_json(self._folder / _file_name(adapter.engine_name), asdict(adapter))
+        return adapter
+
+    def remove(self, adapter: InstalledAdapter) -> None:
+        """Remove an adapter from memory and delete its JSON file."""
+        self._adapters.pop(adapter.engine_name, None)
+        self._sorted = None
+        self.revision += 1
+        path = self._folder / _file_name(adapter.engine_name)
+        self._unwritten.discard(path)
+        with contextlib.suppress(OSError):  # the next start reads it again, finds no weights and removes it
+            path.unlink(missing_ok=True)
+
+    def update_in_memory(self, adapter: InstalledAdapter) -> None:
+        """Replace an adapter in memory only, for request counts. The next `store` writes them to disk."""
+        self._adapters[adapter.engine_name] = adapter
+        self._sorted = None
+
+    def next_load_order(self) -> int:
+        """The `order` of an adapter that is loaded now."""
+        return max((adapter.order for adapter in self._adapters.values()), default=0) + 1
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Store the epoch if it is the highest seen; a lower one changes nothing."""
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self.write_json(self._epoch_file, {"epoch": epoch}, is_flushed=True)
+
+    def retry_writes(self) -> None:
+        """Write the files whose last write failed."""
+        if self._epoch_file in self._unwritten:
+            self.write_json(self._epoch_file, {"epoch": self.epoch}, is_flushed=True)
+        if self._unwritten:
+            for adapter in self.all():
+                path = self._folder / _file_name(adapter.engine_name)
+                if path in self._unwritten:
+                    self.write_json(path, asdict(adapter))
+
+    def write_json(self, path: Path, value: object, *, is_flushed: bool = False) -> bool:
+        """Write a JSON file of the state folder; False, and one log line, if the disk does not take it."""
+        try:
+            write_json_atomically(path, value, is_flushed=is_flushed)
+        except OSError as exc:
+            if not self._unwritten:
+                why = what_failed(exc, path.parent)
+                log.error("the worker's record is not kept", path=str(path), error=why)  # noqa: TRY400
+            self._unwritten.add(path)
+            return False
+        self._unwritten.discard(path)
+        if not is_flushed:
+            self._fsync_thread.submit(_fsync_file, path)
+        return True
+
+
+def _file_name(engine_name: str) -> str:
+    return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
+
+
+def _read_all(folder: Path) -> list[InstalledAdapter]:
+    known = {field.name for field in fields(InstalledAdapter)}
+    adapters = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            raw = json.loads(path.read_text())
+            adapters.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in known}))
+        except (OSError, ValueError, TypeError, AttributeError) as exc:
+            # A damaged file costs one adapter's history, not the worker's start.
+            log.warning("record left out", path=str(path), error=str(exc))
+    return adapters
+
+
+def _read_epoch(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["epoch"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as exc:
+        # Not 0: a replaced leader's commands would be accepted again.
+        message = f'{path} is damaged ({exc!r}); write the orchestrator\'s epoch into it as {{"epoch": N}}'
+        raise OSError(message) from exc
+
+
+def write_json_atomically(path: Path, value: object, *, is_flushed: bool) -> None:
+    """Replace a JSON file atomically; `is_flushed` waits for the disk. Raises OSError."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump(value, file)
+        if is_flushed:
+            file.flush()
+            os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _fsync_file(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the file was removed or replaced meanwhile
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
