@@ -1,13 +1,11 @@
-"""Text -> token ids by a table of words: for ASCII exactly what the tokenizer makes of it, in a sixth of the time.
+"""Token ids of ASCII text from a cache of words: equal to the tokenizer's ids, about six times as fast.
 
-A byte-level BPE tokenizer takes its added tokens out of a text, splits what lies between with one regular expression,
-and encodes each word apart. So a word has the same ids wherever it stands, and a text is the ids of its words. What
-takes the tokenizer's time, the splitting with Unicode's classes of letters and the merging, needs no repeating: for
-ASCII those classes are a few ranges, which Python's own `re` splits by as well, and most words were seen before.
-Where a word never goes on behind a space, what stands between two spaces has the same ids wherever it stands, too:
-`str.split` finds that in a tenth of the time of `re`, which is then left with what was not seen before.
+A byte-level BPE tokenizer removes added tokens from a text, splits the rest with one regular expression, and encodes
+each word alone. So a word has the same ids in every text, and the cache can keep them.
+For ASCII the Unicode classes in that expression are a few ranges, so Python's own `re` splits alike.
+Where a space always begins a word, `str.split` finds known text between two spaces faster than `re` does.
 
-A tokenizer with anything that is not listed here has no such table.
+The cache is built only for tokenizers whose every part is listed here.
 
 Source: tokenizers 0.23 pre_tokenizers/{split,byte_level,sequence}.rs, tokenizer/added_vocabulary.rs.
 """
@@ -23,8 +21,8 @@ import msgspec
 
 from lorafleet.tokenizer.split_points import TokenizerFile
 
-# What they leave as it is: ASCII.
-_HARMLESS_NORMALIZERS: Final = frozenset(["NFC", "NFD", "NFKC", "NFKD"])
+# Normalizers that do not change ASCII.
+_ASCII_KEEPING_NORMALIZERS: Final = frozenset(["NFC", "NFD", "NFKC", "NFKD"])
 # ByteLevel's own, where `use_regex` is true.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's, with one digit a word (Qwen) or three (Llama 3).
@@ -32,9 +30,9 @@ _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By these a space behind anything but white space begins a word: only white space matches one that is not its first
-# character. And none looks back, so what is cut there is split as before. Each matches every character there is.
-_SPACE_BEGINS: Final = frozenset([_GPT2, _GPT4 % "", _GPT4 % "{1,3}"])
+# With these patterns a space begins a word, unless white space precedes it. They have no look-behind, so a text cut
+# at such a space splits alike. Each pattern matches every character.
+_SPACE_BEGINS_WORD: Final = frozenset([_GPT2, _GPT4 % "", _GPT4 % "{1,3}"])
 # Oniguruma's classes, for ASCII. Python's own \s has \x1c to \x1f besides.
 _SPACE = r" \t\n\r\x0b\x0c"
 _SPACES: Final = tuple(" \t\n\r\x0b\x0c")
@@ -42,107 +40,109 @@ _CLASSES: Final = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\s": _SPACE}
 _ESCAPED = re.compile(r"\\[pP]\{\w+\}|\\.", re.DOTALL)
 _KEPT_ESCAPES: Final = frozenset([r"\r", r"\n", r"\t", r"\\", r"\'", r"\-", r"\[", r"\]", r"\/", r"\."])
 
-# Splitting holds Python's lock: so much takes about a millisecond.
+# Splitting holds Python's lock; this many characters take about a millisecond.
 MAX_CHARS: Final = 32_768
 _MAX_WORDS = 50_000
 _LONGEST_WORD = 64
-_MAX_WHOLE, _SHORT = 1000, 16
-# A shorter text is as soon split by the expression.
-_LONG = 96
-# A word that is not known takes the tokenizer some 3 us by itself: of a text with many the rest is learned later.
-_LEARNED_AT_ONCE = 64
+_MAX_STRETCHES, _LONGEST_STRETCH = 1000, 16
+# Below this length the expression is as fast as splitting at spaces.
+_LEAST_SPLIT_CHARS = 96
+# The tokenizer takes about 3 us for one word. A text with more unknown words goes to the tokenizer whole.
+_LEARNED_PER_TEXT = 64
 
 
 @dataclass(slots=True)
 class AsciiBpeCache:
-    """One tokenizer's words: how to split by, and their ids so far, packed as unsigned 32-bit integers.
+    """One tokenizer's word pattern, and the ids of the words seen so far, packed as unsigned 32-bit integers.
 
-    cuts_at_spaces  a space behind anything but white space begins a word, and there is nothing that is no word
+    split             pattern of one word
+    added             pattern of the added tokens, whose ids are `added_ids`
+    splits_at_spaces  a space begins a word unless white space precedes it, and every character is part of a word
     """
 
     split: re.Pattern[str]
     added: re.Pattern[str] | None
     added_ids: Mapping[str, bytes]
-    cuts_at_spaces: bool = False
-    _known: dict[str, bytes] = field(default_factory=dict)
-    # Added tokens, and what stands between two of them where that is short: the marks of a chat template's turns.
-    _whole: dict[str, bytes] = field(init=False)
-    # What stands between two spaces that begin words, and the ids of that with the first of them.
-    _spaced: dict[str, bytes] = field(default_factory=dict)
-    _learnable: int = 0
+    splits_at_spaces: bool = False
+    word_cache: dict[str, bytes] = field(default_factory=dict)
+    # Added tokens, and short text between two of them, such as a chat template's turn marks.
+    stretch_cache: dict[str, bytes] = field(init=False)
+    # Text between two spaces that begin words -> its ids, the first space included.
+    spaced_cache: dict[str, bytes] = field(default_factory=dict)
+    _words_to_learn: int = 0
 
     def __post_init__(self) -> None:
-        self._whole = dict(self.added_ids)
+        self.stretch_cache = dict(self.added_ids)
 
     @classmethod
-    def of(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "AsciiBpeCache | None":
-        """From the text of a tokenizer.json; None where words would not be exact. Raises msgspec.DecodeError.
+    def from_json(cls, tokenizer_json: str, token_to_id: Callable[[str], int | None]) -> "AsciiBpeCache | None":
+        """A cache for the text of a tokenizer.json; None if word ids would not be exact. Raises msgspec.DecodeError.
 
-        token_to_id  what the library made of that text: it numbers added tokens anew where the file has holes, has one
-                     twice, or has another token under its number
+        token_to_id  the library's id of a token. The library renumbers added tokens where the file has gaps,
+                     duplicates or clashes
         """
         file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
-        pattern = _split_by(file.pre_tokenizer)
+        pattern = _split_pattern_of(file.pre_tokenizer)
         tokens = [token for token in file.added_tokens if token.content]
         is_plain = not any(token.normalized or token.single_word or token.lstrip or token.rstrip for token in tokens)
         if pattern is None or not is_plain or file.model.type != "BPE" or file.model.dropout:
             return None
         if any(token_to_id(token.content) != token.id for token in tokens):
             return None
-        split = _for_ascii(pattern)
-        if split is None or not _is_harmless(file.normalizer):
+        split = _ascii_pattern(pattern)
+        if split is None or not _keeps_ascii(file.normalizer):
             return None
         # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
         longest_first = sorted((token.content for token in tokens), key=len, reverse=True)
         added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if tokens else None
         added_ids = {token.content: _packed([token.id]) for token in tokens}
-        return cls(split, added, added_ids, pattern in _SPACE_BEGINS)
+        return cls(split, added, added_ids, pattern in _SPACE_BEGINS_WORD)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> "array[int] | None":
-        """The ids of a text; None when the tokenizer itself must be asked.
+        """The ids of a text; None when the tokenizer must encode it.
 
-        encode  the tokenizer's own, without special tokens around it; called for words that are not known yet
+        encode  the tokenizer's encoding without special tokens; called for words that are not cached yet
         """
         if len(text) > MAX_CHARS or not text.isascii():
             return None
-        self._learnable = _LEARNED_AT_ONCE
+        self._words_to_learn = _LEARNED_PER_TEXT
         stretches = [text] if self.added is None else self.added.split(text)
-        found = list(map(self._whole.get, stretches))
+        found = list(map(self.stretch_cache.get, stretches))
         for at, ids in enumerate(found):
             if ids is None:
-                found[at] = self._of_stretch(stretches[at], encode)
+                found[at] = self._stretch_ids(stretches[at], encode)
                 if found[at] is None:
                     return None
         return array("I", b"".join(cast("list[bytes]", found)))
 
-    def _of_stretch(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        if self.cuts_at_spaces and len(stretch) >= _LONG:
-            return self._between_spaces(stretch, encode)
-        ids = self._word_by_word(stretch, encode)
-        if ids is not None and len(stretch) <= _SHORT:
-            if len(self._whole) - len(self.added_ids) > _MAX_WHOLE:
-                self._whole = dict(self.added_ids)
-            self._whole[stretch] = ids
+    def _stretch_ids(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        if self.splits_at_spaces and len(stretch) >= _LEAST_SPLIT_CHARS:
+            return self._ids_between_spaces(stretch, encode)
+        ids = self._ids_by_word(stretch, encode)
+        if ids is not None and len(stretch) <= _LONGEST_STRETCH:
+            if len(self.stretch_cache) - len(self.added_ids) > _MAX_STRETCHES:
+                self.stretch_cache = dict(self.added_ids)
+            self.stretch_cache[stretch] = ids
         return ids
 
-    def _between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        spaced, texts = self._spaced, stretch.split(" ")
+    def _ids_between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        spaced, texts = self.spaced_cache, stretch.split(" ")
         count = len(texts)
         found = list(map(spaced.get, texts))
-        found[0] = None  # no space stands before it
+        found[0] = None  # no space precedes it
         found.append(None)
         pieces: list[bytes | None] = []
         at = 0
         while (unknown := found.index(None, at)) < count:
             pieces += found[at:unknown]
             at = unknown + 1
-            # Behind white space a space may belong to what came before it.
+            # After white space, a space may belong to the word before it.
             while at < count and (not texts[at - 1] or texts[at - 1].endswith(_SPACES)):
                 at += 1
             text = " ".join(texts[unknown:at])
             ids = spaced.get(text) if unknown else None
             if ids is None:
-                ids = self._word_by_word(" " + text if unknown else text, encode)
+                ids = self._ids_by_word(" " + text if unknown else text, encode)
                 if ids is None:
                     return None
                 if unknown and 0 < len(text) < _LONGEST_WORD and not text.endswith(_SPACES):
@@ -153,29 +153,29 @@ class AsciiBpeCache:
         pieces += found[at:count]
         return b"".join(cast("list[bytes]", pieces))
 
-    def _word_by_word(self, text: str, encode: Callable[[str], list[int]]) -> bytes | None:
+    def _ids_by_word(self, text: str, encode: Callable[[str], list[int]]) -> bytes | None:
         words = self.split.findall(text)
-        # What no alternative matches is a word to the tokenizer, and none to `findall`. The well-known ones match all.
-        if not self.cuts_at_spaces and len("".join(words)) != len(text):
+        # Text that no alternative matches is a word to the tokenizer, but missing from `findall`.
+        if not self.splits_at_spaces and len("".join(words)) != len(text):
             return None
         try:
-            return b"".join(map(self._known.__getitem__, words))
+            return b"".join(map(self.word_cache.__getitem__, words))
         except KeyError:
-            return self._learned(words, encode)
+            return self._learn_ids(words, encode)
 
-    def _learned(self, words: list[str], encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of these words with those that were unknown; None: too many of them to learn at once."""
-        known = self._known
+    def _learn_ids(self, words: list[str], encode: Callable[[str], list[int]]) -> bytes | None:
+        """The ids of these words, after encoding the unknown ones; None if too many are unknown."""
+        known = self.word_cache
         if len(known) > _MAX_WORDS:
             known.clear()
         new = {word for word in words if word not in known}
         found: dict[str, bytes] = {}
-        for word in list(new)[: self._learnable]:
-            # By itself it must be one word, too: behind other text it may have been cut otherwise.
+        for word in list(new)[: self._words_to_learn]:
+            # The word alone must split into one word, too: after other text the pattern may cut differently.
             if self.split.findall(word) != [word]:
                 return None
             found[word] = _packed(encode(word))
-        self._learnable -= len(found)
+        self._words_to_learn -= len(found)
         known.update((word, ids) for word, ids in found.items() if len(word) <= _LONGEST_WORD)
         if len(found) < len(new):
             return None
@@ -186,16 +186,16 @@ def _packed(ids: list[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def _is_harmless(normalizer: Mapping[str, Any] | None) -> bool:
+def _keeps_ascii(normalizer: Mapping[str, Any] | None) -> bool:
     if normalizer is None:
         return True
     if normalizer.get("type") == "Sequence":
-        return all(_is_harmless(part) for part in normalizer.get("normalizers", ()))
-    return normalizer.get("type") in _HARMLESS_NORMALIZERS
+        return all(_keeps_ascii(part) for part in normalizer.get("normalizers", ()))
+    return normalizer.get("type") in _ASCII_KEEPING_NORMALIZERS
 
 
-def _split_by(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """The one regular expression that a byte-level tokenizer splits by; None for any other tokenizer."""
+def _split_pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """The one regular expression by which a byte-level tokenizer splits; None for any other tokenizer."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, **rest} if rest.get("use_regex", True):
             return _GPT2
@@ -210,34 +210,34 @@ def _split_by(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-def _for_ascii(pattern: str) -> re.Pattern[str] | None:
-    """The expression as Python has it, equal for ASCII text; None if it has anything that may mean something else."""
+def _ascii_pattern(pattern: str) -> re.Pattern[str] | None:
+    """The expression in Python's syntax, equal for ASCII text; None if any part could mean something else."""
     translated, position, in_class = [], 0, False
     while position < len(pattern):
         escaped = _ESCAPED.match(pattern, position)
         if escaped is None:
             char = pattern[position]
             if char in ("[&~" if in_class else ".^$"):
-                return None  # sets within sets; and what these mean depends on who reads them
+                return None  # nested sets; and anchors, which differ between engines
             in_class = in_class != (char == ("]" if in_class else "["))
             translated.append(char)
             position += 1
             continue
-        said, position = escaped[0], escaped.end()
-        if said in _CLASSES:
-            translated.append(_CLASSES[said] if in_class else f"[{_CLASSES[said]}]")
-        elif said == r"\S" and not in_class:
+        escape, position = escaped[0], escaped.end()
+        if escape in _CLASSES:
+            translated.append(_CLASSES[escape] if in_class else f"[{_CLASSES[escape]}]")
+        elif escape == r"\S" and not in_class:
             translated.append(f"[^{_SPACE}]")
-        elif said in _KEPT_ESCAPES:
-            translated.append(said)
+        elif escape in _KEPT_ESCAPES:
+            translated.append(escape)
         else:
             return None
-    ours = "".join(translated)
+    python_pattern = "".join(translated)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            split = re.compile(ours)
+            split = re.compile(python_pattern)
     except (re.error, FutureWarning):
         return None
-    # `{1,3}+` is possessive to Python alone.
-    return None if split.groups or split.match("") or "}+" in ours else split
+    # `{1,3}+` is possessive in Python only.
+    return None if split.groups or split.match("") or "}+" in python_pattern else split

@@ -1,9 +1,8 @@
-"""Where a text may be cut so that the pieces' token ids, joined, are the ids of the whole.
+"""Split points of a text: the joined token ids of the pieces equal the ids of the whole text.
 
-A fast tokenizer first takes its added tokens (`<|im_end|>`) out of the raw text, leftmost and longest first, and then
-normalizes, splits and encodes what lies between them, each stretch alone. So right behind an added token nothing can
-merge over the cut, provided that nothing in the tokenizer looks across it. What does is listed below; a tokenizer with
-something that is not listed has no cuts.
+A fast tokenizer first removes its added tokens (`<|im_end|>`) from the raw text, leftmost and longest first. It then
+normalizes, splits and encodes each stretch between them alone. So no merge crosses the end of an added token, unless a
+part of the tokenizer looks across it. Only tokenizers whose every part is listed below have split points.
 
 Source: tokenizers 0.23 src/tokenizer/added_vocabulary.rs extract_and_normalize, pre_tokenizers/metaspace.rs.
 """
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-# They see one stretch at a time and nothing of where it stood. Metaspace is looked at apart: "first" asks for offset 0.
+# Each sees one stretch and not its place in the text. Metaspace is checked further: "first" depends on offset 0.
 _LOCAL_PRE_TOKENIZERS: Final = frozenset(
     [
         "BertPreTokenizer",
@@ -42,14 +41,14 @@ class AddedToken(msgspec.Struct):
 
 
 class _TokenizerModel(msgspec.Struct):
-    """The vocabulary and merges, megabytes of them, are skipped unread."""
+    """The model section; its vocabulary and merges, megabytes of them, are skipped."""
 
     type: str = ""
     dropout: float | None = None
 
 
 class TokenizerFile(msgspec.Struct):
-    """What of a tokenizer.json decides where texts may be cut and words begin."""
+    """The parts of a tokenizer.json that decide where texts may be split and words begin."""
 
     model: _TokenizerModel
     added_tokens: list[AddedToken] = []
@@ -59,9 +58,10 @@ class TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SplitPoints:
-    """The added tokens of one tokenizer; behind each a text may be cut.
+    """The added tokens of one tokenizer; a text may be split after each.
 
-    sure  those that are found wherever their letters stand, whatever stands around them; None: none are
+    added  pattern of all of them
+    sure   pattern of those that match wherever their letters occur, whatever text surrounds them; None if none do
     """
 
     added: re.Pattern[str]
@@ -70,29 +70,29 @@ class SplitPoints:
     """Shorter pieces cost more to look up than to encode."""
 
     @classmethod
-    def of(cls, tokenizer_json: str) -> "SplitPoints | None":
-        """From the text of a tokenizer.json; None where no cut is provably safe. Raises msgspec.DecodeError."""
+    def from_json(cls, tokenizer_json: str) -> "SplitPoints | None":
+        """The split points for the text of a tokenizer.json; None if none is safe. Raises msgspec.DecodeError."""
         file = msgspec.json.decode(tokenizer_json, type=TokenizerFile)
-        # A normalized token is looked for in the stretches between the raw ones, so it cannot cross a raw one.
+        # Normalized tokens are searched between the raw ones, so none crosses a raw one.
         raw = [token.content for token in file.added_tokens if not token.normalized and token.content]
-        # A single-word token asks for the characters around it, one with rstrip swallows the blanks behind it: a cut
-        # would hide both. Dropout answers by chance.
+        # A single-word token depends on the characters around it, one with rstrip takes the blanks after it: a split
+        # would hide both. Dropout encodes by chance.
         looks_across = any(token.single_word or token.rstrip for token in file.added_tokens)
-        added = _any_of(raw)
-        if added is None or looks_across or file.model.dropout or not _is_local(file.pre_tokenizer):
+        added = _pattern_of(raw)
+        if added is None or looks_across or file.model.dropout or not _splits_locally(file.pre_tokenizer):
             return None
-        return cls(added, _any_of([token for token in raw if _is_sure(token, raw)]))
+        return cls(added, _pattern_of([token for token in raw if _always_matches(token, raw)]))
 
     def pieces(self, text: str, *, sure: bool = False) -> list[str]:
-        """`text` in pieces of `min_chars` or more that end behind an added token; the last is what remains.
+        """`text` in pieces of `min_chars` or more that end after an added token; the last piece is the remainder.
 
         A text and its continuation share every piece but the last of the shorter one.
 
-        sure  only behind tokens that would be found in any longer text as well
+        sure  split only after tokens that would also match in any longer text
         """
         pieces, start = [], 0
-        found = self.sure if sure else self.added
-        for match in found.finditer(text) if found is not None else ():
+        pattern = self.sure if sure else self.added
+        for match in pattern.finditer(text) if pattern is not None else ():
             end = match.end()
             if end - start >= self.min_chars:
                 pieces.append(text[start:end])
@@ -100,21 +100,19 @@ class SplitPoints:
         pieces.append(text[start:])
         return pieces
 
-    def first_sure(self, text: str) -> int:
-        """Where the first token ends that would be found in any longer text as well; 0: there is none."""
+    def first_certain_end(self, text: str) -> int:
+        """The end of the first token that would also match in any longer text; 0 if there is none."""
         match = self.sure.search(text) if self.sure is not None else None
         return match.end() if match is not None else 0
 
 
-def _any_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
     # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
 
-def _is_sure(token: str, tokens: Sequence[str]) -> bool:
-    """Whether no other match can take letters of this token: none begins before it and reaches into it, and none that
-    begins with it is longer.
-    """
+def _always_matches(token: str, tokens: Sequence[str]) -> bool:
+    """Whether no other token can take letters of this one: by overlapping its beginning, or by being longer."""
     begins = [token[:length] for length in range(1, len(token) + 1)]
     return not any(
         (token in other and token != other) or any(other.endswith(begin) and begin != other for begin in begins)
@@ -122,12 +120,12 @@ def _is_sure(token: str, tokens: Sequence[str]) -> bool:
     )
 
 
-def _is_local(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+def _splits_locally(pre_tokenizer: Mapping[str, Any] | None) -> bool:
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")
     if kind == "Sequence":
-        return all(_is_local(part) for part in pre_tokenizer.get("pretokenizers", ()))
+        return all(_splits_locally(part) for part in pre_tokenizer.get("pretokenizers", ()))
     if kind == "Metaspace" and pre_tokenizer.get("prepend_scheme", "always") == "first":
         return False
     return kind in _LOCAL_PRE_TOKENIZERS

@@ -1,12 +1,12 @@
-"""What a chat template puts around the texts of a conversation, learned by watching it render one.
+"""A cache of rendered chat templates: the text around a conversation's messages, learned from one rendering.
 
-Most templates show every message's text as it is, between marks that depend on who speaks and in what order. Then the
-next conversation of the same speakers needs no rendering: its texts go into the same frame. And where the frame has an
-added token behind a text, the prompt may be cut without being searched for one.
+Most templates show each message's text unchanged, between marks that depend on the order of roles alone. Then the next
+conversation with the same roles needs no rendering: its texts go between the same marks. If an added token follows a
+text, the prompt can also be split there without a search.
 
-Whether a template is of that kind is not read off its source. It renders stand-ins: they can be shown, joined to other
-text and stripped, and they answer a few questions, which the frame then asks of every conversation. Whatever else a
-template does to a stand-in raises, however deep inside a filter, and such conversations are rendered one by one.
+The cache does not analyse a template's source. The template renders stand-ins instead of texts. A stand-in can be
+shown, joined to text and stripped. It also answers a few questions, and the cached result asks them of every later
+conversation. Any other use of a stand-in raises, and such conversations are rendered one by one.
 """
 
 import functools
@@ -19,141 +19,141 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from lorafleet.tokenizer.split_points import SplitPoints
 
-# Frames kept, the longest conversation that gets one, and how often a template is watched in vain for one order of
-# speakers: a text may answer a question in a way that no frame can have. Guesses, nothing measured.
-_MOST_FRAMES = 256
-_LONGEST = 256
+# Cached results, messages of the longest conversation cached, and failed tries for one order of roles: an unusual
+# text may answer a question so that no result can be cached. Guesses, nothing measured.
+_MOST_TEMPLATES = 256
+_LONGEST_CONVERSATION = 256
 _TRIES = 4
-# Answered for a stand-in as for any text; whatever else is asked of one by a test or filter raises.
-_KINDS: Final = frozenset(["defined", "iterable", "mapping", "none", "number", "sequence", "string", "undefined"])
+# Jinja2 tests that a stand-in answers as any text does. Other tests and filters raise.
+_TYPE_TESTS: Final = frozenset(["defined", "iterable", "mapping", "none", "number", "sequence", "string", "undefined"])
 _HARMLESS_FILTERS: Final = frozenset(["d", "default"])
-# What does not answer the same each time.
-_FICKLE_FILTERS: Final = frozenset(["random"])
-_FICKLE_NAMES: Final = frozenset(["lipsum", "strftime_now"])
+# Filters and functions that do not return the same result each time.
+_RANDOM_FILTERS: Final = frozenset(["random"])
+_CHANGING_NAMES: Final = frozenset(["lipsum", "strftime_now"])
 
-# One question and its answer: which text, what is asked, with what, and what it said.
+# One question and its answer: the text's number, the method, its arguments, the result.
 Question = tuple[int, Callable[..., bool], tuple[str, ...], bool]
-# What is shown: plain text, or the number of a message; ~number: its text, stripped.
+# Part of a rendered prompt: plain text, the number of a message, or ~number for its stripped text.
 Part = str | int
-Speakers = tuple[str, ...]
+Roles = tuple[str, ...]
 
 
 class _TextInspected(Exception):
-    """The template did with a text what no stand-in can. None of the errors that jinja2's filters catch."""
+    """A template used a stand-in in an unsupported way. No error class that jinja2's filters catch."""
 
 
 class _StandIn:
-    """Something with texts in it whose letters the template has not seen."""
+    """A stand-in for message text, alone or joined with other text."""
 
     # Underscored: a template may ask whether text has an attribute of some name, and text has none of these.
-    __slots__ = ("_asked", "_parts", "_text")
+    __slots__ = ("_parts", "_questions", "_text")
 
-    def __init__(self, parts: tuple[Part, ...], asked: list[Question], text: str | None = None) -> None:
-        """text  what it stands for, where it is one message's, as it came"""
+    def __init__(self, parts: tuple[Part, ...], questions: list[Question], text: str | None = None) -> None:
+        """text  the message's text, if this stands for one unchanged message"""
         self._parts = parts
-        self._asked = asked
+        self._questions = questions
         self._text = text
 
     def __add__(self, other: object) -> "_StandIn":
-        return _StandIn(self._parts + _parts(other), self._asked)
+        return _StandIn(self._parts + _parts(other), self._questions)
 
     def __radd__(self, other: object) -> "_StandIn":
-        return _StandIn(_parts(other) + self._parts, self._asked)
+        return _StandIn(_parts(other) + self._parts, self._questions)
 
     def __bool__(self) -> bool:
-        return self._answer(bool)
+        return self._answer_question(bool)
 
     def __contains__(self, other: object) -> bool:
-        return self._answer(str.__contains__, other)
+        return self._answer_question(str.__contains__, other)
 
     def startswith(self, other: object) -> bool:
-        return self._answer(str.startswith, other)
+        return self._answer_question(str.startswith, other)
 
     def endswith(self, other: object) -> bool:
-        return self._answer(str.endswith, other)
+        return self._answer_question(str.endswith, other)
 
     def strip(self) -> "_StandIn":
-        number, _ = self._one()
-        return _StandIn((~number,), self._asked)
+        number, _ = self._single_text()
+        return _StandIn((~number,), self._questions)
 
-    def _one(self) -> tuple[int, str]:
+    def _single_text(self) -> tuple[int, str]:
         [number, *more] = self._parts
         if self._text is None or more or not isinstance(number, int):
             raise _TextInspected
         return number, self._text
 
-    def _answer(self, question: Callable[..., bool], *others: object) -> bool:
-        number, text = self._one()
-        arguments = tuple([other if isinstance(other, str) else _raises() for other in others])
+    def _answer_question(self, question: Callable[..., bool], *others: object) -> bool:
+        number, text = self._single_text()
+        arguments = tuple([other if isinstance(other, str) else _raise_inspected() for other in others])
         answer = question(text, *arguments)
-        self._asked.append((number, question, arguments, answer))
+        self._questions.append((number, question, arguments, answer))
         return answer
 
-    def _looked(self, *_: object) -> NoReturn:
+    def _raise_on_use(self, *_: object) -> NoReturn:
         raise _TextInspected
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = __hash__ = _looked
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _looked
-    __str__ = __repr__ = __format__ = __int__ = __float__ = __index__ = _looked
-    __mul__ = __rmul__ = __mod__ = __rmod__ = _looked
+    __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = __hash__ = _raise_on_use
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _raise_on_use
+    __str__ = __repr__ = __format__ = __int__ = __float__ = __index__ = _raise_on_use
+    __mul__ = __rmul__ = __mod__ = __rmod__ = _raise_on_use
 
 
 def _parts(value: object) -> tuple[Part, ...]:
     if isinstance(value, _StandIn):
         return value._parts
-    return (value,) if isinstance(value, str) else _raises()
+    return (value,) if isinstance(value, str) else _raise_inspected()
 
 
-def _joined(values: Iterable[Any]) -> Any:
-    """As `"".join`, of text and of what is shown."""
-    found = list(values)
-    asked = next((value._asked for value in found if isinstance(value, _StandIn)), None)
-    if asked is None:
-        return "".join(found)
-    return _StandIn(tuple([part for value in found for part in _parts(value)]), asked)
+def _join(values: Iterable[Any]) -> Any:
+    """As `"".join`, for text and stand-ins."""
+    items = list(values)
+    questions = next((value._questions for value in items if isinstance(value, _StandIn)), None)
+    if questions is None:
+        return "".join(items)
+    return _StandIn(tuple([part for value in items for part in _parts(value)]), questions)
 
 
 class StandInTemplate:
-    """A template that renders stand-ins: its compiled code, in an environment that knows them."""
+    """A compiled template in an environment that can render stand-ins."""
 
     def __init__(self, environment: SandboxedEnvironment, code: CodeType) -> None:
-        """environment  of its own, for this alone"""
+        """environment  used by this object alone: its tests and filters are replaced"""
         tests = cast("dict[str, Any]", environment.tests)
-        environment.concat = _joined  # type: ignore[method-assign]
-        environment.tests = {name: _test(name, test) for name, test in tests.items()}
-        environment.filters = {name: _filter(name, filter_) for name, filter_ in environment.filters.items()}
+        environment.concat = _join  # type: ignore[method-assign]
+        environment.tests = {name: _wrap_test(name, test) for name, test in tests.items()}
+        environment.filters = {name: _wrap_filter(name, filter_) for name, filter_ in environment.filters.items()}
         self._template = environment.template_class.from_code(environment, code, {})
-        # Compiled code makes text of whatever it shows by this name.
-        named = self._template.root_render_func.__globals__
-        named["str"] = lambda value: value if isinstance(value, _StandIn) else str(value)
+        # Compiled code calls `str` on everything that it outputs.
+        template_globals = self._template.root_render_func.__globals__
+        template_globals["str"] = lambda value: value if isinstance(value, _StandIn) else str(value)
 
-    def shown(self, variables: Mapping[str, Any]) -> tuple[Part, ...]:
-        """What it renders. Raises whatever it raises."""
-        known = {name: _raises if name in _FICKLE_NAMES else value for name, value in variables.items()}
+    def render_parts(self, variables: Mapping[str, Any]) -> tuple[Part, ...]:
+        """The rendered prompt in parts. Raises every error of the template."""
+        known = {name: _raise_inspected if name in _CHANGING_NAMES else value for name, value in variables.items()}
         template = self._template
-        return _parts(_joined(template.root_render_func(template.new_context(known, shared=True))))
+        return _parts(_join(template.root_render_func(template.new_context(known, shared=True))))
 
 
-def _raises(*_: object, **__: object) -> NoReturn:
+def _raise_inspected(*_: object, **__: object) -> NoReturn:
     raise _TextInspected
 
 
-def _test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(test)
-    def asked(*arguments: Any) -> Any:
+    def wrapped(*arguments: Any) -> Any:
         if any(isinstance(argument, _StandIn) for argument in arguments):
-            return test("") if name in _KINDS else _raises()
+            return test("") if name in _TYPE_TESTS else _raise_inspected()
         return test(*arguments)
 
-    return asked
+    return wrapped
 
 
-def _filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    if name in _FICKLE_FILTERS:
-        return _raises
+def _wrap_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    if name in _RANDOM_FILTERS:
+        return _raise_inspected
 
     @functools.wraps(filter_)
-    def filtered(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         if any(isinstance(argument, _StandIn) for argument in (*arguments, *named.values())):
             if name == "trim" and len(arguments) == 1 and not named:
                 return arguments[0].strip()
@@ -161,17 +161,17 @@ def _filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
                 raise _TextInspected
         return filter_(*arguments, **named)
 
-    return filtered
+    return wrapped
 
 
 class RenderedTemplate(NamedTuple):
-    """What stands around the texts of a conversation, cut behind each.
+    """The rendered text around a conversation's messages, split after each message.
 
-    questions  what its texts must answer
+    questions  questions, and the answers that every conversation's texts must give
     lead       pieces before the first text
-    around     what stands before and behind each text in its piece
-    stripped   whether each text is stripped; empty: none is
-    rest       what follows the last piece
+    around     the text before and after each message in its piece
+    stripped   whether each text is stripped; empty if none is
+    rest       the text after the last piece
     """
 
     questions: tuple[Question, ...]
@@ -181,12 +181,12 @@ class RenderedTemplate(NamedTuple):
     rest: str
 
     @classmethod
-    def of(
-        cls, shown: Sequence[Part], asked: Sequence[Question], count: int, cuts: SplitPoints
+    def from_parts(
+        cls, parts: Sequence[Part], questions: Sequence[Question], count: int, split_points: SplitPoints
     ) -> "RenderedTemplate | None":
-        """None where one of `count` texts is not shown once and in order, or has no sure cut behind it."""
+        """None unless each of `count` texts is shown once, in order, and followed by a certain split point."""
         plain, numbers = [""], []
-        for part in shown:
+        for part in parts:
             if isinstance(part, str):
                 plain[-1] += part
             else:
@@ -194,20 +194,22 @@ class RenderedTemplate(NamedTuple):
                 plain.append("")
         if [max(number, ~number) for number in numbers] != list(range(count)):
             return None
-        *lead, before = cuts.pieces(plain[0], sure=True)
+        *lead, before = split_points.pieces(plain[0], sure=True)
         around = []
         for behind in plain[1:]:
-            end = cuts.first_sure(behind)
+            end = split_points.first_certain_end(behind)
             if not end:
                 return None
-            # A few texts, each in every frame many times.
+            # A few strings that every cached template repeats.
             around.append((intern(before), intern(behind[:end])))
             before = behind[end:]
         stripped = tuple([number < 0 for number in numbers])
-        return cls(tuple(dict.fromkeys(asked)), tuple(lead), tuple(around), stripped if any(stripped) else (), before)
+        return cls(
+            tuple(dict.fromkeys(questions)), tuple(lead), tuple(around), stripped if any(stripped) else (), before
+        )
 
     def pieces(self, texts: list[str], min_chars: int) -> list[str] | None:
-        """The prompt in pieces as `SplitPoints.pieces` has them; None where these texts have another frame."""
+        """The prompt in pieces as `SplitPoints.pieces` splits it; None if a text answers a question differently."""
         for number, question, arguments, answer in self.questions:
             if question(texts[number], *arguments) is not answer:
                 return None
@@ -226,49 +228,55 @@ class RenderedTemplate(NamedTuple):
 
 
 class RenderedTemplateCache:
-    """The frames of one template, by who speaks."""
+    """Rendered results of one chat template, by the order of roles.
+
+    templates  the results; `tries` counts the attempts to learn one
+    """
 
     def __init__(
         self,
-        cuts: SplitPoints,
-        rendered: Callable[[Speakers, Sequence[Any]], str],
-        shown: Callable[[Speakers, Sequence[Any]], Sequence[Part]],
+        split_points: SplitPoints,
+        render: Callable[[Roles, Sequence[Any]], str],
+        render_parts: Callable[[Roles, Sequence[Any]], Sequence[Part]],
     ) -> None:
         """
-        rendered  the prompt of a conversation of these texts
-        shown     the same by a template that is watched, with stand-ins for its texts
+        render        renders the prompt of a conversation
+        render_parts  renders the prompt of a conversation of stand-ins, in parts
         """
-        self._cuts = cuts
-        self._rendered = rendered
-        self._shown = shown
-        self._frames: dict[Speakers, RenderedTemplate] = {}
-        self._tries: dict[Speakers, int] = {}
+        self._split_points = split_points
+        self._render = render
+        self._render_parts = render_parts
+        self.templates: dict[Roles, RenderedTemplate] = {}
+        self.tries: dict[Roles, int] = {}
 
-    def pieces(self, speakers: Speakers, texts: list[str]) -> list[str] | None:
-        """The prompt of a conversation, cut as `SplitPoints.pieces` cuts it, but for texts with added tokens; None
-        where it must be rendered.
+    def pieces(self, roles: Roles, texts: list[str]) -> list[str] | None:
+        """The prompt of a conversation in pieces; None if the template must render it.
+
+        Equal to `SplitPoints.pieces` of the rendered prompt, except that added tokens inside a text split nothing.
         """
-        frame = self._frames.get(speakers)
-        pieces = None if frame is None else frame.pieces(texts, self._cuts.min_chars)
-        if pieces is None and self._tries.get(speakers, 0) < _TRIES:
-            frame = self._learned(speakers, texts)
-            pieces = None if frame is None else frame.pieces(texts, self._cuts.min_chars)
+        template = self.templates.get(roles)
+        pieces = None if template is None else template.pieces(texts, self._split_points.min_chars)
+        if pieces is None and self.tries.get(roles, 0) < _TRIES:
+            template = self._learn(roles, texts)
+            pieces = None if template is None else template.pieces(texts, self._split_points.min_chars)
         return pieces
 
-    def _learned(self, speakers: Speakers, texts: list[str]) -> RenderedTemplate | None:
-        if len(speakers) > _LONGEST:
+    def _learn(self, roles: Roles, texts: list[str]) -> RenderedTemplate | None:
+        if len(roles) > _LONGEST_CONVERSATION:
             return None
-        if len(self._tries) >= _MOST_FRAMES:
-            self._tries.clear()
-            self._frames.clear()
-        self._tries[speakers] = self._tries.get(speakers, 0) + 1
-        asked: list[Question] = []
-        stand_ins = [_StandIn((number,), asked, text) for number, text in enumerate(texts)]
+        if len(self.tries) >= _MOST_TEMPLATES:
+            self.tries.clear()
+            self.templates.clear()
+        self.tries[roles] = self.tries.get(roles, 0) + 1
+        questions: list[Question] = []
+        stand_ins = [_StandIn((number,), questions, text) for number, text in enumerate(texts)]
         try:
-            frame = RenderedTemplate.of(self._shown(speakers, stand_ins), asked, len(texts), self._cuts)
-            if frame is None or "".join(frame.pieces(texts, 1) or ()) != self._rendered(speakers, texts):
+            template = RenderedTemplate.from_parts(
+                self._render_parts(roles, stand_ins), questions, len(texts), self._split_points
+            )
+            if template is None or "".join(template.pieces(texts, 1) or ()) != self._render(roles, texts):
                 return None
-        except Exception:  # noqa: BLE001  (a template may fail in any way Python can; then rendering says how)
+        except Exception:  # noqa: BLE001  (a template may raise anything; rendering then reports it)
             return None
-        self._frames[speakers] = frame
-        return frame
+        self.templates[roles] = template
+        return template

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from lorafleet.tokenizer.chat import VllmMadeFunction, VllmMadeTools
+from lorafleet.tokenizer.messages import VllmMadeFunction, VllmMadeTools
 from router.protocols.routes import PromptKind
 
 Body = Mapping[str, Any]

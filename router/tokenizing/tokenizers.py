@@ -19,7 +19,8 @@ from jinja2 import TemplateError
 
 from lorafleet.service.fast_metrics import MetricValue
 from lorafleet.tokenizer.ascii_bpe import MAX_CHARS
-from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable, read_files
+from lorafleet.tokenizer.chat import ChatTokenizer, read_files
+from lorafleet.tokenizer.messages import Untokenizable
 from router.core.fleet import Incarnation
 from router.core.kv.index import WorkerId
 from router.protocols.prompts import prompt_body

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_model
-from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable, read_files
+from lorafleet.tokenizer.chat import ChatTokenizer, read_files
+from lorafleet.tokenizer.messages import Untokenizable
 from router.api.openapi import EXAMPLES, openapi_paths
 from router.core.errors import BadBody, RequestError
 from router.protocols.bodies import check_items

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lorafleet.tokenizer.chat import ChatTokenizer, Untokenizable
+from lorafleet.tokenizer.chat import ChatTokenizer
+from lorafleet.tokenizer.messages import Untokenizable
 from workers.engines.sim import answers, bodies
 from workers.engines.sim.adapters import AdapterRefused, NoAdapterFound, SimAdapter
 from workers.engines.sim.bodies import ErrorAnswer

@@ -115,7 +115,7 @@ def assert_rendered(chat: ChatTokenizer, body: dict) -> None:
 def test_conversations_by_their_frame_are_as_rendered(files, name):
     chat = templated(files, FRAMED[name]) if name in FRAMED else ChatTokenizer.from_files(files)
     assert_rendered(chat, said(("system", "Be brief."), ("user", "Hi")))
-    assert chat._frames.pieces(("system", "user"), ["a", "b"]) is not None
+    assert chat.template_cache.pieces(("system", "user"), ["a", "b"]) is not None
 
     @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
     @given(bodies=CONVERSATIONS)
@@ -148,7 +148,7 @@ def test_a_template_that_looks_at_its_texts_is_rendered_or_asked_first(files, lo
 def test_a_template_that_differs_from_time_to_time_has_no_frame(files, fickle):
     chat = templated(files, CHATML + fickle)
     chat.prompt_pieces(said(("user", "a")))
-    assert not chat._frames._frames
+    assert not chat.template_cache.templates
 
 
 def test_a_body_with_more_than_texts_is_rendered(files):
@@ -161,7 +161,7 @@ def test_a_body_with_more_than_texts_is_rendered(files):
         assert_rendered(chat, {"messages": [{"role": "assistant", "content": "a"} | odd]})
     assert_rendered(chat, said(("developer", "Be kind."), ("user", "Hi")))
     assert_rendered(chat, said(("system", "x-anthropic-billing-header: 1\nBe brief."), ("user", "Hi")))
-    assert not chat._frames._frames
+    assert not chat.template_cache.templates
     for nothing in ({"messages": None}, {"messages": "Hi"}, {"messages": []}, {"messages": [["role", "content"]]}):
         with pytest.raises(ValueError, match="message"):
             chat.prompt_pieces(nothing)
@@ -170,13 +170,11 @@ def test_a_body_with_more_than_texts_is_rendered(files):
             chat.prompt_pieces({"messages": [strange]})
 
 
-def test_a_template_is_watched_a_few_times_for_an_order_of_speakers_and_no_more(files, monkeypatch):
-    chat, watched = templated(files, CHATML.replace("m.content", "m.content.upper()")), []
-    shown = chat._frames._shown
-    chat._frames._shown = lambda *said: watched.append(said) or shown(*said)
+def test_a_template_is_watched_a_few_times_for_an_order_of_speakers_and_no_more(files):
+    chat = templated(files, CHATML.replace("m.content", "m.content.upper()"))
     for _ in range(20):
         chat.prompt_pieces(said(("user", "a")))
-    assert len(watched) == 4
+    assert chat.template_cache.tries == {("user",): 4}
 
 
 def test_the_frames_kept_are_bounded(files):
@@ -184,10 +182,10 @@ def test_the_frames_kept_are_bounded(files):
     for number in range(600):
         speakers = ["user" if number >> bit & 1 else "assistant" for bit in range(10)]
         assert_rendered(chat, said(*[(speaker, "a") for speaker in speakers]))
-    assert len(chat._frames._frames) <= 256
+    assert len(chat.template_cache.templates) <= 256
     long = said(*[("user", "a")] * 300)
     assert_rendered(chat, long)
-    assert max(map(len, chat._frames._frames)) < 300
+    assert max(map(len, chat.template_cache.templates)) < 300
 
 
 def test_a_kept_piece_of_a_conversation_is_one_of_its_continuation(files):
@@ -209,8 +207,8 @@ def test_behind_a_token_that_another_may_reach_into_there_is_no_cut_without_a_lo
     chat = ChatTokenizer.from_files(files | {"tokenizer.json": json.dumps(file)})
     assert_rendered(chat, said(("user", "x"), ("assistant", "<|im_startx")))
     assert_rendered(chat, said(("user", "a"), ("assistant", "b")))
-    assert not chat._frames._frames
+    assert not chat.template_cache.templates
 
 
 def test_a_model_folder_without_template_has_no_frames(files, tmp_path: Path):
-    assert ChatTokenizer.from_files({"tokenizer.json": files["tokenizer.json"]})._frames is None
+    assert ChatTokenizer.from_files({"tokenizer.json": files["tokenizer.json"]}).template_cache is None

@@ -50,7 +50,9 @@ def built(name):
 
 
 TOKENIZERS = {name: built(name) for name in SPLITS}
-WORDS = {name: AsciiBpeCache.of(tokenizer.to_str(), tokenizer.token_to_id) for name, tokenizer in TOKENIZERS.items()}
+WORDS = {
+    name: AsciiBpeCache.from_json(tokenizer.to_str(), tokenizer.token_to_id) for name, tokenizer in TOKENIZERS.items()
+}
 
 # What splits are about, and everything that ASCII has, \x1c to \x1f among it, which Python takes for spaces.
 ascii_texts = st.text(st.characters(max_codepoint=127), max_size=30)
@@ -97,7 +99,7 @@ def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_
 
 
 def test_what_stands_between_spaces_is_split_once_in_a_long_text():
-    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -105,12 +107,12 @@ def test_what_stands_between_spaces_is_split_once_in_a_long_text():
     text = BEFORE + "it's  (done);\n  twice, (done);"
     assert list(words.ids(text, encode)) == encode(text)
     # What follows white space goes with what comes before it: by itself it may be another word.
-    assert words._spaced.keys() == {"fox", "it's", " (done);\n  twice,", "(done);"}
+    assert words.spaced_cache.keys() == {"fox", "it's", " (done);\n  twice,", "(done);"}
 
 
 def test_short_texts_between_markers_are_split_once(monkeypatch):
-    monkeypatch.setattr(ascii_bpe, "_MAX_WHOLE", 10)
-    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    monkeypatch.setattr(ascii_bpe, "_MAX_STRETCHES", 10)
+    words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -118,9 +120,9 @@ def test_short_texts_between_markers_are_split_once(monkeypatch):
     for n in range(40):
         text = f"<|im_start|>user\n{n}<|im_end|>\n<|im_start|>assistant\n" + "long enough to be no mark"
         assert list(words.ids(text, encode)) == encode(text)
-        assert {"\n", f"user\n{n}", "<|im_end|>"} & words._whole.keys() >= {f"user\n{n}", "<|im_end|>"}
-        assert len(words._whole) <= len(words.added_ids) + 11
-    assert not any(len(stretch) > 16 for stretch in words._whole)
+        assert {"\n", f"user\n{n}", "<|im_end|>"} & words.stretch_cache.keys() >= {f"user\n{n}", "<|im_end|>"}
+        assert len(words.stretch_cache) <= len(words.added_ids) + 11
+    assert not any(len(stretch) > 16 for stretch in words.stretch_cache)
 
 
 def test_what_no_word_covers_is_left_to_the_tokenizer():
@@ -134,7 +136,7 @@ def test_what_is_not_plain_or_too_long_is_left_to_the_tokenizer(text):
 
 
 def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
-    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
     learned = []
 
     def encode(word):
@@ -153,7 +155,7 @@ def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
 
 def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
     monkeypatch.setattr(ascii_bpe, "_MAX_WORDS", 50)
-    words = AsciiBpeCache.of(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
+    words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
         return TOKENIZERS["qwen"].encode(word, add_special_tokens=False).ids
@@ -161,14 +163,14 @@ def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
     for n in range(300):
         text = f" word{'abcdefghij'[n % 10] * (n // 10 + 1)}"
         assert list(words.ids(text, encode)) == encode(text)
-        assert len(words._known) <= 51
+        assert len(words.word_cache) <= 51
     long = " " + "z" * 1000
     assert list(words.ids(long, encode)) == encode(long)
-    assert long not in words._known
+    assert long not in words.word_cache
 
 
 def changed(**changes):
-    """What `AsciiBpeCache.of` takes, of a tokenizer whose library numbers as its file does."""
+    """What `AsciiBpeCache.from_json` takes, of a tokenizer whose library numbers as its file does."""
     file = json.loads(TOKENIZERS["qwen"].to_str()) | changes
     return json.dumps(file), {token["content"]: token["id"] for token in file["added_tokens"]}.get
 
@@ -202,8 +204,8 @@ TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstr
     ids=str,
 )
 def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
-    assert AsciiBpeCache.of(*changed()) is not None
-    assert AsciiBpeCache.of(*changed(**changes)) is None
+    assert AsciiBpeCache.from_json(*changed()) is not None
+    assert AsciiBpeCache.from_json(*changed(**changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,8 @@ def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
 )  # fmt: skip
 def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
     assert (
-        AsciiBpeCache.of(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]})) is None
+        AsciiBpeCache.from_json(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]}))
+        is None
     )
 
 
@@ -234,4 +237,4 @@ def test_a_tokenizer_whose_library_numbers_otherwise_than_its_file_has_no_table(
     file["added_tokens"] += [TOKEN | {"special": False} | token for token in added]
     library = Tokenizer.from_str(json.dumps(file))
     assert any(library.token_to_id(token["content"]) != token["id"] for token in added)
-    assert AsciiBpeCache.of(json.dumps(file), library.token_to_id) is None
+    assert AsciiBpeCache.from_json(json.dumps(file), library.token_to_id) is None

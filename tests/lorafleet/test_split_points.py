@@ -85,7 +85,7 @@ def family(request, tmp_path_factory) -> tuple[Tokenizer, SplitPoints]:
         text = (make_model(tmp_path_factory.mktemp("cuts") / "tiny-qwen") / "tokenizer.json").read_text()
     else:
         text = FAMILIES[request.param]()
-    cuts = SplitPoints.of(text)
+    cuts = SplitPoints.from_json(text)
     assert cuts is not None
     return Tokenizer.from_str(text), cuts
 
@@ -106,7 +106,7 @@ def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars)
 @settings(max_examples=examples(100))
 @given(text=TEXTS, more=TEXTS)
 def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text, more):
-    cuts = SplitPoints.of(FAMILIES["llama 2's prepended blank"]())
+    cuts = SplitPoints.from_json(FAMILIES["llama 2's prepended blank"]())
     whole = replace(cuts, min_chars=20).pieces(text + "<|im_end|>" + more)
     before = replace(cuts, min_chars=20).pieces(text)
     # A marker that the end of the text had broken off may become whole: only the last piece may differ.
@@ -122,7 +122,7 @@ def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, b
     whole = before + marker + after
     if marker:
         assert ids(tokenizer, before + marker) + ids(tokenizer, after) == ids(tokenizer, whole)
-        assert 0 < cuts.first_sure(whole) <= len(before + marker)
+        assert 0 < cuts.first_certain_end(whole) <= len(before + marker)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, b
     ],
 )
 def test_a_marker_is_sure_when_no_other_can_take_its_letters(tokens, sure):
-    cuts = SplitPoints.of(bpe(added=raw(*tokens)))
+    cuts = SplitPoints.from_json(bpe(added=raw(*tokens)))
     found = {token for token in tokens if cuts.sure.fullmatch(token)}
     assert found == sure
 
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_looks_across_a_cut_has_none(name):
         file = json.loads(text)
         file["added_tokens"] = [token for token in file["added_tokens"] if token["normalized"]]
         text = json.dumps(file)
-    assert SplitPoints.of(text) is None
+    assert SplitPoints.from_json(text) is None
 
 
 def test_such_a_tokenizer_would_indeed_give_other_ids_in_pieces():
@@ -169,12 +169,14 @@ def test_such_a_tokenizer_would_indeed_give_other_ids_in_pieces():
 
 def test_an_unknown_pre_tokenizer_and_dropout_have_no_cuts():
     file = json.loads(bpe(pre_tokenizer=pre_tokenizers.ByteLevel()))
-    assert SplitPoints.of(json.dumps(file)) is not None
+    assert SplitPoints.from_json(json.dumps(file)) is not None
     assert (
-        SplitPoints.of(json.dumps(file | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "New"}]}}))
+        SplitPoints.from_json(
+            json.dumps(file | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "New"}]}})
+        )
         is None
     )
-    assert SplitPoints.of(json.dumps(file | {"model": file["model"] | {"dropout": 0.1}})) is None
+    assert SplitPoints.from_json(json.dumps(file | {"model": file["model"] | {"dropout": 0.1}})) is None
 
 
 def test_special_tokens_around_a_prompt_are_never_repeated_for_its_pieces(tmp_path):
