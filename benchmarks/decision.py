@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks import streams
 from benchmarks.contenders import DynamoTree, FlatMap, GallopingMap, dynamo_version
-from benchmarks.report import Row, arguments, medians_us, quantiles_us, show
+from benchmarks.report import ReportRow, arguments, medians_us, quantiles_us, show
 from benchmarks.scenes import (
     BASE,
     BLOCK_SIZE,
@@ -81,7 +81,7 @@ def main() -> None:
 # --- hash and match ---------------------------------------------------------------------------------------------------
 
 
-def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[Row]:
+def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[ReportRow]:
     """One prompt of which replica i has a share i / n: the most different depths that there can be."""
     tokens = some_tokens(Random(7), PROMPT_TOKENS)
     root = root_hash(BASE, engine_name(7))
@@ -117,7 +117,7 @@ def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[Ro
         found["Dynamo hash + match"] = found["Dynamo hash"] + found["Dynamo match"]
     where = f"{PROMPT_TOKENS} tokens, {replicas} replicas"
     rows = [
-        Row(
+        ReportRow(
             f"{what}, {where}",
             found[what],
             "us",
@@ -128,15 +128,15 @@ def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[Ro
         for what in ("hash", "match", "hash + match")
     ]
     _, p99 = quantiles_us([matched], rounds=size.rounds * size.calls)
-    rows.append(Row(f"hash + match p99, {where}", p99, "us"))
-    rows += [Row(f"match, {where}: {other.name}", found[other.name], "us") for other in (flat, galloping)]
+    rows.append(ReportRow(f"hash + match p99, {where}", p99, "us"))
+    rows += [ReportRow(f"match, {where}: {other.name}", found[other.name], "us") for other in (flat, galloping)]
     return rows
 
 
 # --- the whole decision -----------------------------------------------------------------------------------------------
 
 
-def deciding(size: DecisionBenchSize) -> list[Row]:
+def deciding(size: DecisionBenchSize) -> list[ReportRow]:
     """resolve, hash, match, cost, pick; token ids given. Each decision is about another prompt and adapter."""
     few, some, many = (a_router(adapters, size) for adapters in (10, 1_000, 10_000))
     p50, p99 = quantiles_us(some, rounds=size.rounds)
@@ -145,9 +145,11 @@ def deciding(size: DecisionBenchSize) -> list[Row]:
     few_us, many_us = (median(times) for times in zip(*turns, strict=True))
     where = f"{PROMPT_TOKENS} tokens, 64 replicas"
     return [
-        Row(f"whole decision p50, {where}, 1,000 adapters", p50, "us", 250.0),
-        Row(f"whole decision p99, {where}, 1,000 adapters", p99, "us"),
-        Row("whole decision, 10,000 adapters known", many_us / few_us, "x of 10 adapters", 1.2, "10 adapters", few_us),
+        ReportRow(f"whole decision p50, {where}, 1,000 adapters", p50, "us", 250.0),
+        ReportRow(f"whole decision p99, {where}, 1,000 adapters", p99, "us"),
+        ReportRow(
+            "whole decision, 10,000 adapters known", many_us / few_us, "x of 10 adapters", 1.2, "10 adapters", few_us
+        ),
     ]
 
 
@@ -197,7 +199,7 @@ class _BenchSink:
         self._index.replace(self._worker, {})
 
 
-def events(size: DecisionBenchSize) -> list[Row]:
+def events(size: DecisionBenchSize) -> list[ReportRow]:
     """Stores by 64 engines in turn, msgpack decoding included, until a million blocks are there; medians of windows."""
     stores = list(engine_events(Random(5), size.events, EVENT_BLOCKS))
     removals = [(worker, removed(payload)) for worker, payload in stores]
@@ -206,18 +208,20 @@ def events(size: DecisionBenchSize) -> list[Row]:
     engine, agent, one = BenchEngineFeeds(), BenchAgentFeeds(), BenchEngineFeeds()
     named = ("events applied, 16 blocks each", "one event a message")
     rows = [
-        Row(
+        ReportRow(
             f"{named[0]}: an engine's own, {named[1]}",
             per_second(engine.apply, stores),
             "events/s",
             30_000.0,
             *dynamo(),
         ),
-        Row(f"{named[0]}: an engine's own, removals", per_second(engine.apply, removals), "events/s"),
-        Row(
+        ReportRow(f"{named[0]}: an engine's own, removals", per_second(engine.apply, removals), "events/s"),
+        ReportRow(
             f"{named[0]}: an agent's changes, 20 ms a frame", 9 * per_second(agent.apply, frames), "events/s", 30_000.0
         ),
-        Row(f"events applied, 1 block each: an engine's own, {named[1]}", per_second(one.apply, singles), "events/s"),
+        ReportRow(
+            f"events applied, 1 block each: an engine's own, {named[1]}", per_second(one.apply, singles), "events/s"
+        ),
     ]
     # Not a benchmark of refusals: everything was taken.
     assert not engine.refused()
@@ -322,7 +326,7 @@ def dynamo() -> tuple[str, float] | tuple[None, None]:
 # --- growth and memory ------------------------------------------------------------------------------------------------
 
 
-def growth(size: DecisionBenchSize) -> list[Row]:
+def growth(size: DecisionBenchSize) -> list[ReportRow]:
     """Matches of prompts of 512 blocks, any of those in the tree, in small and in large trees."""
     rng = Random(11)
     prompts = [
@@ -364,21 +368,21 @@ def growth(size: DecisionBenchSize) -> list[Row]:
     small_us, large_us = p50(small.match, few * size.calls), p50(large.match, asked)
     name = f"match among {size.blocks:,} blocks"
     rows = [
-        Row(name, large_us, "us", None, "among 1,024", small_us),
-        Row(f"{name}, growth", large_us / small_us, "x of 1,024 blocks", 1.5),
-        Row("longest pause of one store on the way there", max(pauses) * 1e3, "ms"),
+        ReportRow(name, large_us, "us", None, "among 1,024", small_us),
+        ReportRow(f"{name}, growth", large_us / small_us, "x of 1,024 blocks", 1.5),
+        ReportRow("longest pause of one store on the way there", max(pauses) * 1e3, "ms"),
         *forgetting(large, size),
     ]
     del small, large
     mixed_us = p50(ours(prompts, is_chain=False).match, asked)
-    rows.append(Row(f"{name}, which no prompt has gone over yet", mixed_us, "us"))
+    rows.append(ReportRow(f"{name}, which no prompt has gone over yet", mixed_us, "us"))
     for kind in (FlatMap, GallopingMap):
         small_us, large_us = p50(flat(kind, few).match, few * size.calls), p50(flat(kind, prompts).match, asked)
-        rows.append(Row(f"{name}: {kind.name}", large_us, "us", None, "among 1,024", small_us))
+        rows.append(ReportRow(f"{name}: {kind.name}", large_us, "us", None, "among 1,024", small_us))
     return rows
 
 
-def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[Row]:
+def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[ReportRow]:
     """A worker goes: what that costs at once, and each step of the sweep that follows."""
     steps = []
     began = time.perf_counter()
@@ -390,13 +394,13 @@ def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[Row]:
         is_more = index.sweep(1000)
         steps.append(time.perf_counter() - began)
     return [
-        Row(f"forget a worker among {size.blocks:,} blocks", forgotten * 1e6, "us"),
-        Row("longest step of the sweep after it, 1,000 blocks a step", max(steps) * 1e3, "ms"),
-        Row("its usual step", median(steps) * 1e3, "ms"),
+        ReportRow(f"forget a worker among {size.blocks:,} blocks", forgotten * 1e6, "us"),
+        ReportRow("longest step of the sweep after it, 1,000 blocks a step", max(steps) * 1e3, "ms"),
+        ReportRow("its usual step", median(steps) * 1e3, "ms"),
     ]
 
 
-def memory(size: DecisionBenchSize) -> list[Row]:
+def memory(size: DecisionBenchSize) -> list[ReportRow]:
     """Resident memory of a fresh process after as before, so that nothing else is in the figure."""
     rows = []
     for what, name, reach in (
@@ -407,14 +411,14 @@ def memory(size: DecisionBenchSize) -> list[Row]:
         command = [sys.executable, "-P", "-m", "benchmarks.footprint", what, str(size.blocks)]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         megabytes = json.loads(ended.stdout) / 1e6
-        rows.append(Row(f"memory for {size.blocks:,} blocks: {name}", megabytes, "MB", reach))
+        rows.append(ReportRow(f"memory for {size.blocks:,} blocks: {name}", megabytes, "MB", reach))
     return rows
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def adopting(size: DecisionBenchSize) -> list[Row]:
+def adopting(size: DecisionBenchSize) -> list[ReportRow]:
     """A catalog of 10,000 adapters: parsed, named, and the first of them resolved."""
     adapters = tuple(
         CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
@@ -429,7 +433,7 @@ def adopting(size: DecisionBenchSize) -> list[Row]:
 
     a_few = a_fleet(64, 8).replicas
     p50, _ = quantiles_us([adopt], rounds=size.rounds)
-    return [Row("a catalog of 10,000 adapters, from its bytes to the first one resolved", p50 / 1e6, "s", 2.0)]
+    return [ReportRow("a catalog of 10,000 adapters, from its bytes to the first one resolved", p50 / 1e6, "s", 2.0)]
 
 
 if __name__ == "__main__":

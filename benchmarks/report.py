@@ -14,7 +14,7 @@ from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One figure; `reach` is what we hold ourselves to (None: for comparison only)."""
 
     what: str
@@ -64,7 +64,7 @@ def quantiles_us(calls: Sequence[Callable[[], object]], *, rounds: int) -> tuple
     return times[len(times) // 2], times[len(times) * 99 // 100]
 
 
-def show(title: str, rows: Sequence[Row], into: Path | None) -> None:
+def show(title: str, rows: Sequence[ReportRow], into: Path | None) -> None:
     """Print the table, and what it ran on."""
     table = Table(title=title)
     for column in ("what", "value", "reach", "baseline"):

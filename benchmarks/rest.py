@@ -11,7 +11,7 @@ from statistics import median
 
 import httpx
 
-from benchmarks.report import Row, arguments, show
+from benchmarks.report import ReportRow, arguments, show
 
 ADAPTERS = 10_000
 REACH_MS = 50.0
@@ -39,10 +39,10 @@ def main() -> None:
     ):
         register_s = _register(client, count)
         rows = [
-            Row(f"{what} (median of {calls})", _median_ms(client, path, calls), "ms", reach=REACH_MS)
+            ReportRow(f"{what} (median of {calls})", _median_ms(client, path, calls), "ms", reach=REACH_MS)
             for what, path in READS.items()
         ]
-    rows.append(Row("register, in batches of 1,000", count / register_s, "adapters a second"))
+    rows.append(ReportRow("register, in batches of 1,000", count / register_s, "adapters a second"))
     show(f"REST with {count:,} adapters", rows, args.json)
 
 

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 from aiohttp import web
 
-from benchmarks.report import Row
+from benchmarks.report import ReportRow
 from benchmarks.scenes import (
     BASE,
     BLOCK_SIZE,
@@ -51,12 +51,12 @@ _EVENTS_PER_S, _TICK_S, _REQUESTS_PER_S = 30_000, 0.02, 200
 _RING = 1_024
 
 
-def rows(*, seconds: float, turns: int) -> list[Row]:
+def rows(*, seconds: float, turns: int) -> list[ReportRow]:
     """What requests see while events stream, as a multiple of while none do; both ways that events can come."""
     return asyncio.run(_rows(seconds, turns))
 
 
-async def _rows(seconds: float, turns: int) -> list[Row]:
+async def _rows(seconds: float, turns: int) -> list[ReportRow]:
     found = []
     for kind, name in (("agents", "agents' changes"), ("engines", "engines' own events")):
         async with _process(kind) as feeding, _router(json.loads(await _line(feeding)), kind) as router:
@@ -75,10 +75,10 @@ async def _rows(seconds: float, turns: int) -> list[Row]:
         for percent, reach in ((50, None), (99, 2.0)):
             ratio = median(b.at(percent) / q.at(percent) for q, b in pairs)
             at_rest = median(q.at(percent) for q in quiet)
-            found.append(Row(f"decision p{percent} {where}", ratio, "x of quiet", reach, "quiet, us", at_rest))
+            found.append(ReportRow(f"decision p{percent} {where}", ratio, "x of quiet", reach, "quiet, us", at_rest))
         found += [
-            Row(f"events taken in {where}", taken, "events/s"),
-            Row(f"share of a core that they take, {name}", 100 * max(share, 1e-4), "%"),
+            ReportRow(f"events taken in {where}", taken, "events/s"),
+            ReportRow(f"share of a core that they take, {name}", 100 * max(share, 1e-4), "%"),
         ]
     return found
 

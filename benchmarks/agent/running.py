@@ -18,7 +18,7 @@ from statistics import median
 
 import httpx
 
-from benchmarks.report import Row
+from benchmarks.report import ReportRow
 from lorafleet.local.tiny_model import make_adapter, make_model
 
 LOAD_REACH_MS = 20.0
@@ -31,7 +31,7 @@ _START_S = 300.0
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningAgent:
     """An agent that has started its engine."""
 
     process: asyncio.subprocess.Process
@@ -40,7 +40,7 @@ class _Running:
     state: Path
 
 
-async def rows(folder: Path, *, quick: bool) -> list[Row]:
+async def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
     """Beside vLLM on the CPU where it is installed, else (and when quick) beside the sim."""
     engine = "sim" if quick or importlib.util.find_spec("vllm") is None else "vllm"
     count, rounds, idle_s = (8, 10, 3.0) if quick else (50, 40, 30.0)
@@ -57,26 +57,26 @@ async def rows(folder: Path, *, quick: bool) -> list[Row]:
         cpu_percent, rss_mb = await _idle(it, idle_s)
     beside = {"vllm": "vLLM on the CPU", "sim": "the sim"}[engine]
     return [
-        Row(
+        ReportRow(
             f"a cached adapter loaded through the agent, beyond {beside}'s own call (medians of {rounds})",
             ours_ms - own_ms, "ms", LOAD_REACH_MS, "own call", own_ms,
         ),
-        Row(
+        ReportRow(
             "longest pause of a stream beside a load through the agent", stalled_ms, "ms", None,
             "own call", own_stall_ms,
         ),
-        Row(
+        ReportRow(
             f"{count} adapters loaded again after {beside} restarted, by the time of as many own calls",
             restored_s / loaded_s, "x", RESTORE_REACH, "own calls, s", loaded_s,
         ),
-        Row(f"an event of the agent heard over its stream (p95 of {2 * rounds})", event_ms, "ms", EVENT_REACH_MS),
-        Row(f"agent at rest beside {count} adapters: one core", cpu_percent, "%", IDLE_REACH_PERCENT),
-        Row("agent at rest: memory", rss_mb, "MB", MEMORY_REACH_MB),
+        ReportRow(f"an event of the agent heard over its stream (p95 of {2 * rounds})", event_ms, "ms", EVENT_REACH_MS),
+        ReportRow(f"agent at rest beside {count} adapters: one core", cpu_percent, "%", IDLE_REACH_PERCENT),
+        ReportRow("agent at rest: memory", rss_mb, "MB", MEMORY_REACH_MB),
     ]  # fmt: skip
 
 
 @contextlib.asynccontextmanager
-async def _agent(engine: str, model: Path, shelf: Path, folder: Path) -> AsyncIterator[_Running]:
+async def _agent(engine: str, model: Path, shelf: Path, folder: Path) -> AsyncIterator[_RunningAgent]:
     port_file, state = folder / "port", folder / "state"
     command = (
         sys.executable, "-P", "-m", "workers",
@@ -95,14 +95,14 @@ async def _agent(engine: str, model: Path, shelf: Path, folder: Path) -> AsyncIt
             await _ready(agent)
             url = (await agent.get("/metadata")).json()["transport"]["engine_url"]
             async with httpx.AsyncClient(base_url=url, timeout=120) as own:
-                yield _Running(process, agent, own, state)
+                yield _RunningAgent(process, agent, own, state)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         await process.wait()
 
 
-async def _loads(it: _Running, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
+async def _loads(it: _RunningAgent, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
     """Milliseconds of a load through the agent, and of the engine's own call, taken in turn; medians."""
     ours: list[float] = []
     own: list[float] = []
@@ -115,7 +115,7 @@ async def _loads(it: _Running, names: list[str], paths: dict[str, str], rounds: 
     return median(ours[1:]) * 1e3, median(own[1:]) * 1e3  # the first of all warms the engine up
 
 
-async def _stalls(it: _Running, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
+async def _stalls(it: _RunningAgent, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:
     """Milliseconds of the longest pause between two tokens of a stream during a load: the agent's, and an own one."""
     ours: list[float] = []
     own: list[float] = []
@@ -146,7 +146,7 @@ async def _longest_pause(engine: httpx.AsyncClient, load: Callable[[], Awaitable
     return max(later - earlier for earlier, later in pairwise(heard))
 
 
-async def _events(it: _Running, names: list[str], rounds: int) -> float:
+async def _events(it: _RunningAgent, names: list[str], rounds: int) -> float:
     """Milliseconds from an event to whoever follows the stream: p95, as others have the machine at times."""
     delays: list[float] = []
     async with it.agent.stream("GET", "/v1/events") as stream:
@@ -170,7 +170,7 @@ async def _events(it: _Running, names: list[str], rounds: int) -> float:
     return sorted(delays)[len(delays) * 95 // 100]
 
 
-async def _restores(it: _Running, names: list[str], paths: dict[str, str]) -> tuple[float, float]:
+async def _restores(it: _RunningAgent, names: list[str], paths: dict[str, str]) -> tuple[float, float]:
     """Seconds until an engine that is up again has all its adapters, and of as many own calls on such an engine."""
     await _restarted(it)
     began = time.perf_counter()
@@ -185,7 +185,7 @@ async def _restores(it: _Running, names: list[str], paths: dict[str, str]) -> tu
     return await _restarted(it), loaded_s
 
 
-async def _restarted(it: _Running) -> float:
+async def _restarted(it: _RunningAgent) -> float:
     """Kill the engine; seconds from the first sign of health of the next one to a worker that is ready."""
     before = (await it.agent.get("/metadata")).json()["engine_boot_id"]
     async with it.agent.stream("GET", "/v1/events", timeout=_START_S) as stream:
@@ -210,7 +210,7 @@ async def _is_another(agent: httpx.AsyncClient, boot_id: str) -> bool:
     return bool((await agent.get("/metadata")).json()["engine_boot_id"] != boot_id)
 
 
-async def _idle(it: _Running, seconds: float) -> tuple[float, float]:
+async def _idle(it: _RunningAgent, seconds: float) -> tuple[float, float]:
     """Percent of one core and MB of the agent's process, its engine aside, followed by one reader of events."""
     async with it.agent.stream("GET", "/v1/events"):
         await asyncio.sleep(1.0)
@@ -251,7 +251,7 @@ async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def _inspected(it: _Running, shelf: Path, name: str) -> str:
+async def _inspected(it: _RunningAgent, shelf: Path, name: str) -> str:
     answer = await _post(it.agent, "/v1/admin/inspect_lora", {"lora_id": name, "source": str(shelf / name)})
     return str(answer.json()["path"])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from benchmarks.report import Row
+from benchmarks.report import ReportRow
 from workers.core.base_model import BaseModel, base_model
 from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, AdapterRules
 from workers.storage.verify import describe, read_entry
@@ -28,7 +28,7 @@ _CONFIG = {
 }
 
 
-def rows(folder: Path, *, quick: bool) -> list[Row]:
+def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
     """Verification of an adapter of 336 MB, or of 42 MB when quick."""
     base = base_model(_CONFIG, {})
     assert base is not None
@@ -44,11 +44,11 @@ def rows(folder: Path, *, quick: bool) -> list[Row]:
     disk_s = median(_from_disk(weights) for _ in range(3))
     bound = "hash" if sha256_s > disk_s else "disk"
     return [
-        Row(f"{name}: config and header verified (median of {calls})", header_ms, "ms", reach=HEADER_REACH_MS),
-        Row(
+        ReportRow(f"{name}: config and header verified (median of {calls})", header_ms, "ms", reach=HEADER_REACH_MS),
+        ReportRow(
             f"{name}: digest ({bound} bounds it)", size / digest_s / 1e6, "MB/s", None, "sha256", size / sha256_s / 1e6
         ),
-        Row(f"{name}: read from disk alone", size / disk_s / 1e6, "MB/s"),
+        ReportRow(f"{name}: read from disk alone", size / disk_s / 1e6, "MB/s"),
     ]
 
 

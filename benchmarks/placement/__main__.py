@@ -11,20 +11,20 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from benchmarks.placement.measure import CONTENDERS, OURS, RESERVE, Figures, run
+from benchmarks.placement.measure import CONTENDERS, OURS, RESERVE, PlacementFigures, run
 from benchmarks.placement.peers import PEERS
-from benchmarks.placement.workload import Scene
-from benchmarks.report import Row, console, show
+from benchmarks.placement.workload import Scenario
+from benchmarks.report import ReportRow, console, show
 
-STEADY = Scene(name="100 adapters")
-CHANGING = Scene(name="100 adapters, changing", change_s=600)
-MANY = Scene(name="500 adapters, changing", adapters=500, change_s=600, lasts_s=1800)
-TROUBLE = Scene(name="flash and loss", lasts_s=1800, flash=(600, 780, 2.0), lost=1020, back=1320)
-CONSTANT = Scene(name="constant", adapters=48, lasts_s=1800, is_regular=True, warm_s=900)
+STEADY = Scenario(name="100 adapters")
+CHANGING = Scenario(name="100 adapters, changing", change_s=600)
+MANY = Scenario(name="500 adapters, changing", adapters=500, change_s=600, lasts_s=1800)
+TROUBLE = Scenario(name="flash and loss", lasts_s=1800, flash=(600, 780, 2.0), lost=1020, back=1320)
+CONSTANT = Scenario(name="constant", adapters=48, lasts_s=1800, is_regular=True, warm_s=900)
 SCENES = (STEADY, CHANGING, MANY, TROUBLE, CONSTANT)
 BACK_S = 5.0
 """Within this time of a loss the last load of a hot adapter should have begun."""
-Found = dict[tuple[str, str], list[Figures]]
+Found = dict[tuple[str, str], list[PlacementFigures]]
 
 
 def main() -> None:
@@ -52,13 +52,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _quick(scene: Scene) -> Scene:
+def _quick(scene: Scenario) -> Scenario:
     if scene.flash is not None:
         return replace(scene, lasts_s=400, warm_s=60, flash=(100, 160, 2.0), lost=200, back=300)
     return replace(scene, lasts_s=400, warm_s=200)
 
 
-def _compare(scenes: Sequence[Scene], found: Found) -> None:
+def _compare(scenes: Sequence[Scenario], found: Found) -> None:
     table = Table(title="requests that wait for a load and loads, x of one LRU over all slots; first tokens in seconds")
     for column in ("scene", "contender", "waits", "loads", "p50", "p99", "p99 in trouble", "hot ones back", "unserved"):
         table.add_column(column)
@@ -78,28 +78,28 @@ def _compare(scenes: Sequence[Scene], found: Found) -> None:
     console().print(table)
 
 
-def _back(runs: Sequence[Figures]) -> str:
+def _back(runs: Sequence[PlacementFigures]) -> str:
     times = [figures.back_s for figures in runs if figures.back_s is not None]
     never = len(runs) - len(times)
     return (f"{max(times):.1f}" if times else "") + (f" ({never} of {len(runs)} never)" if never else "")
 
 
-def _rows(scenes: Sequence[Scene], found: Found) -> Iterable[Row]:
+def _rows(scenes: Sequence[Scenario], found: Found) -> Iterable[ReportRow]:
     peers = [peer.name for peer in PEERS]
     for scene, name in product(scenes, (OURS, RESERVE)):
         runs = found[scene.name, name]
         if scene.is_regular:
-            yield Row(f"{scene.name}: loads while demand stays the same, {name}", _per_hour(runs), "an hour", 0.0)
+            yield ReportRow(f"{scene.name}: loads while demand stays the same, {name}", _per_hour(runs), "an hour", 0.0)
             continue
         if scene.lost is not None:
             rival = min(peers, key=lambda peer: mean(f.troubled_p99_s or 0.0 for f in found[scene.name, peer]))
             best = mean(figures.troubled_p99_s or 0.0 for figures in found[scene.name, rival])
             p99_s = mean(figures.troubled_p99_s or 0.0 for figures in runs)
-            yield Row(f"{scene.name}: first token p99 in trouble, {name}", p99_s, "s", best, rival, best)
+            yield ReportRow(f"{scene.name}: first token p99 in trouble, {name}", p99_s, "s", best, rival, best)
             begun_s = [figures.begun_s for figures in runs if figures.begun_s is not None]
             if begun_s:
                 what = f"{scene.name}: until the last load of a hot one has begun, slowest seed, {name}"
-                yield Row(what, max(begun_s), "s", BACK_S)
+                yield ReportRow(what, max(begun_s), "s", BACK_S)
             continue
         for what, ours, ideal in (
             ("requests that wait for a load", "waits", "ideal_waits"),
@@ -107,22 +107,22 @@ def _rows(scenes: Sequence[Scene], found: Found) -> Iterable[Row]:
         ):
             rival = min(peers, key=lambda peer: _ratio(found[scene.name, peer], ours, ideal))
             value, best = _ratio(runs, ours, ideal), _ratio(found[scene.name, rival], ours, ideal)
-            yield Row(f"{scene.name}: {what}, {name}", value, "x of shared LRU", 1.1, rival, best)
+            yield ReportRow(f"{scene.name}: {what}, {name}", value, "x of shared LRU", 1.1, rival, best)
             if name == RESERVE:
                 value = _ratio(runs, ours, ideal.replace("ideal", "used"))
-                yield Row(f"{scene.name}: {what}, {name}", value, "x of LRU over the slots it fills", 1.1)
+                yield ReportRow(f"{scene.name}: {what}, {name}", value, "x of LRU over the slots it fills", 1.1)
         if scene.adapters == STEADY.adapters:
             doubled = median(figures.doubled for figures in runs)
-            yield Row(f"{scene.name}: adapters with two replicas or more, {name}", doubled, "", 1.0)
+            yield ReportRow(f"{scene.name}: adapters with two replicas or more, {name}", doubled, "", 1.0)
             moves = sum(figures.unasked or 0 for figures in runs) / sum(figures.loads for figures in runs)
-            yield Row(f"{scene.name}: loads that nobody waited for, {name}", 100 * moves, "% of all")
+            yield ReportRow(f"{scene.name}: loads that nobody waited for, {name}", 100 * moves, "% of all")
 
 
-def _ratio(runs: Sequence[Figures], ours: str, ideal: str) -> float:
+def _ratio(runs: Sequence[PlacementFigures], ours: str, ideal: str) -> float:
     return sum(getattr(figures, ours) for figures in runs) / sum(getattr(figures, ideal) for figures in runs)
 
 
-def _per_hour(runs: Sequence[Figures]) -> float:
+def _per_hour(runs: Sequence[PlacementFigures]) -> float:
     return sum(figures.loads for figures in runs) / sum(figures.hours for figures in runs)
 
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from math import log
 from random import Random
 
-from benchmarks.placement.workload import Request
+from benchmarks.placement.workload import PlacementRequest
 from benchmarks.placement.world import LOAD_S, LOAD_SIGMA
 
 
 def shared_lru(
-    requests: Sequence[Request], slots: int, *, warm_s: float, takes_time: bool, seed: int = 0
+    requests: Sequence[PlacementRequest], slots: int, *, warm_s: float, takes_time: bool, seed: int = 0
 ) -> tuple[int, int]:
     """(requests that wait for a load, loads) after `warm_s`.
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from benchmarks.placement.ideal import shared_lru
-from benchmarks.placement.ours import Ours
+from benchmarks.placement.ours import LorafleetOrchestrator
 from benchmarks.placement.peers import PEERS
-from benchmarks.placement.workload import Request, Scene, hottest, requests_of
+from benchmarks.placement.workload import PlacementRequest, Scenario, hottest, requests_of
 from benchmarks.placement.world import LOST_AFTER_S, Placer, World
 from orchestrator.core.state import PlacementPolicy
 
@@ -19,7 +19,7 @@ HOT = 10
 
 
 @dataclass(slots=True)
-class Figures:
+class PlacementFigures:
     """Of one run. None where the scene has nothing to measure it by.
 
     waits, loads   after the warm-up; `ideal` those of one LRU over all slots, `used` over those that are filled at all
@@ -48,7 +48,7 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Watch:
+class FleetSampler:
     """Looks at the fleet each second."""
 
     world: World
@@ -78,18 +78,18 @@ class Watch:
         return all(ready.get(adapter, 0) >= min(count, self.target(adapter)) for adapter, count in before.items())
 
 
-def run(contender: str, scene: Scene, seed: int, rules: PlacementPolicy | None = None) -> Figures:
+def run(contender: str, scene: Scenario, seed: int, rules: PlacementPolicy | None = None) -> PlacementFigures:
     """Simulate; the same seed gives every contender the same requests."""
     requests = requests_of(scene, seed)
     world = World(scene, requests, seed)
     placer: Placer
     if contender in (OURS, RESERVE):
         rules = rules or PlacementPolicy()
-        placer = Ours(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
+        placer = LorafleetOrchestrator(world, replace(rules, reserve_slots=1) if contender == RESERVE else rules)
     else:
         placer = next(peer for peer in PEERS if peer.name == contender)(world)
-    target = placer.target if isinstance(placer, Ours) else lambda _: scene.workers
-    watch = Watch(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost, target)
+    target = placer.target if isinstance(placer, LorafleetOrchestrator) else lambda _: scene.workers
+    watch = FleetSampler(world, () if scene.lost is None else hottest(requests, scene.lost, HOT), scene.lost, target)
     for tenth in range(1, int(scene.lasts_s * 2)):
         world.at(tenth / 2, watch.look)
     world.run(placer)
@@ -100,7 +100,7 @@ def run(contender: str, scene: Scene, seed: int, rules: PlacementPolicy | None =
     used = slots - scene.workers if contender == RESERVE else slots
     used_waits, used_loads = shared_lru(requests, used, warm_s=scene.warm_s, takes_time=True)
     loads = [load for load in world.loads if load[0] >= scene.warm_s]
-    return Figures(
+    return PlacementFigures(
         waits=sum(request.has_waited for request in counted),
         loads=len(loads),
         ideal_waits=ideal_waits,
@@ -114,13 +114,13 @@ def run(contender: str, scene: Scene, seed: int, rules: PlacementPolicy | None =
         back_s=None if watch.back_at is None or scene.lost is None else watch.back_at - scene.lost,
         begun_s=_begun(scene, world, watch),
         doubled=median(watch.doubled),
-        unasked=placer.unasked if isinstance(placer, Ours) else None,
-        frozen_s=placer.frozen_s if isinstance(placer, Ours) else None,
+        unasked=placer.unasked if isinstance(placer, LorafleetOrchestrator) else None,
+        frozen_s=placer.frozen_s if isinstance(placer, LorafleetOrchestrator) else None,
         unserved=len(counted) - len(served),
     )
 
 
-def _begun(scene: Scene, world: World, watch: Watch) -> float | None:
+def _begun(scene: Scenario, world: World, watch: FleetSampler) -> float | None:
     if watch.back_at is None or scene.lost is None:
         return None
     begun = [
@@ -131,7 +131,7 @@ def _begun(scene: Scene, world: World, watch: Watch) -> float | None:
     return max(begun) - scene.lost if begun else 0.0
 
 
-def _troubled(scene: Scene, requests: Sequence[Request]) -> float | None:
+def _troubled(scene: Scenario, requests: Sequence[PlacementRequest]) -> float | None:
     """p99 of what came during the flash and from the loss until the other worker came, and a minute after each."""
     spans = []
     if scene.flash is not None:

@@ -24,7 +24,7 @@ CONFIRM_S = 0.2
 WANTED_S = 60.0
 
 
-class Ours:
+class LorafleetOrchestrator:
     """One orchestrator."""
 
     name = "lorafleet"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import ceil, exp
 from typing import Any
 
-from benchmarks.placement.world import Worker, World
+from benchmarks.placement.world import SimulatedWorker, World
 from lorafleet.identity import rendezvous_score
 
 WINDOW_S = 60.0
@@ -31,21 +31,21 @@ class Lazy:
     def _is_loading(self, adapter: int) -> bool:
         return any(adapter in worker.copies for worker in self.world.known.values())
 
-    def _ask(self, adapter: int, worker: Worker) -> None:
+    def _ask(self, adapter: int, worker: SimulatedWorker) -> None:
         self.queues.setdefault(worker.name, deque()).append(adapter)
         self._go(worker)
 
-    def _choice(self, adapter: int) -> Callable[[Worker], Any]:
+    def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
         """A key: the worker with the highest is chosen."""
         del adapter
 
-        def key(worker: Worker) -> tuple[object, ...]:
+        def key(worker: SimulatedWorker) -> tuple[object, ...]:
             waits = len(self.queues.get(worker.name, ()))
             return len(worker.copies) < worker.slots, -waits, -max(worker.free_at, self.world.now), worker.name
 
         return key
 
-    def _go(self, worker: Worker) -> None:
+    def _go(self, worker: SimulatedWorker) -> None:
         queue = self.queues.get(worker.name)
         if not queue or worker.loads or not worker.is_up:
             return
@@ -62,10 +62,10 @@ class Lazy:
         if adapter not in worker.copies:
             self.world.load(adapter, worker)
 
-    def loaded(self, worker: Worker) -> None:
+    def loaded(self, worker: SimulatedWorker) -> None:
         self._go(worker)
 
-    def lost(self, worker: Worker) -> None:
+    def lost(self, worker: SimulatedWorker) -> None:
         for adapter in self.queues.pop(worker.name, ()):
             self.wanted(adapter)
 
@@ -86,7 +86,7 @@ class Static(Lazy):
         super().__init__(world)
         self.ring = sorted(world.workers)
 
-    def _choice(self, adapter: int) -> Callable[[Worker], Any]:
+    def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
         size = len(self.ring)
         return lambda worker: -((self.ring.index(worker.name) - adapter) % size) if worker.name in self.ring else -size
 
@@ -96,7 +96,7 @@ class Home(Lazy):
 
     name = "rendezvous home"
 
-    def _choice(self, adapter: int) -> Callable[[Worker], Any]:
+    def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
         return lambda worker: rendezvous_score(str(adapter), worker.name)
 
 
@@ -105,7 +105,7 @@ class LeastAdapters(Lazy):
 
     name = "least adapters (AIBrix)"
 
-    def _choice(self, adapter: int) -> Callable[[Worker], Any]:
+    def _choice(self, adapter: int) -> Callable[[SimulatedWorker], Any]:
         del adapter
         return lambda worker: (-len(worker.copies) - len(self.queues.get(worker.name, ())), worker.name)
 
@@ -174,7 +174,7 @@ class Proportional(Home):
             self.replicas[adapter] = now
             self._act(adapter, now, workers)
 
-    def _act(self, adapter: int, count: int, workers: list[Worker]) -> None:
+    def _act(self, adapter: int, count: int, workers: list[SimulatedWorker]) -> None:
         ranked = sorted(workers, key=lambda worker: -rendezvous_score(str(adapter), worker.name))
         there = [worker for worker in workers if adapter in worker.copies]
         if count < 2 and len(there) < 2:

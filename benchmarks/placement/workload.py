@@ -13,7 +13,7 @@ CHANGES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scenario:
     """One scenario. Times in seconds; None for what does not happen.
 
     rate        requests a second, all adapters together
@@ -41,7 +41,7 @@ class Scene:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class PlacementRequest:
     """One request, and what came of it: seconds on the run's clock, -1 where it never happened."""
 
     at: float
@@ -52,7 +52,7 @@ class Request:
     """Whether it found its adapter ready nowhere."""
 
 
-def requests_of(scene: Scene, seed: int) -> list[Request]:
+def requests_of(scene: Scenario, seed: int) -> list[PlacementRequest]:
     """In order of arrival. A session keeps its adapter: about TURNS requests, about GAP_S apart."""
     rng = Random(seed)
     if scene.is_regular:
@@ -80,17 +80,17 @@ def requests_of(scene: Scene, seed: int) -> list[Request]:
     sigma = 0.8
     mu = -(sigma**2) / 2
     ordered = (heapq.heappop(found) for _ in range(len(found)))
-    return [Request(at, adapter, scene.work_s * rng.lognormvariate(mu, sigma)) for at, adapter in ordered]
+    return [PlacementRequest(at, adapter, scene.work_s * rng.lognormvariate(mu, sigma)) for at, adapter in ordered]
 
 
-def _regular(scene: Scene, rng: Random) -> list[Request]:
+def _regular(scene: Scenario, rng: Random) -> list[PlacementRequest]:
     weights = [(rank + 1) ** -ZIPF for rank in range(scene.adapters)]
     found = []
     for adapter, weight in enumerate(weights):
         period_s = sum(weights) / weight / scene.rate
         at = rng.random() * period_s
         while at < scene.lasts_s:
-            found.append(Request(at, adapter, scene.work_s))
+            found.append(PlacementRequest(at, adapter, scene.work_s))
             at += period_s
     return sorted(found, key=lambda request: (request.at, request.adapter))
 
@@ -103,7 +103,7 @@ def _session(rng: Random, now: float, adapter: int) -> list[tuple[float, int]]:
     return turns
 
 
-def hottest(requests: list[Request], until: float, count: int) -> list[int]:
+def hottest(requests: list[PlacementRequest], until: float, count: int) -> list[int]:
     """The adapters most asked for in the five minutes before."""
     asked: dict[int, int] = {}
     for request in requests:

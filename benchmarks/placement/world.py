@@ -17,7 +17,7 @@ from math import log
 from random import Random
 from typing import Protocol
 
-from benchmarks.placement.workload import Request, Scene
+from benchmarks.placement.workload import PlacementRequest, Scenario
 from orchestrator.config import OrchestratorSettings
 
 LOAD_S, LOAD_SIGMA, STALL_S = 4.4, 0.26, 0.5
@@ -52,7 +52,7 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class SimulatedWorker:
     """One engine. `loading`: adapters in the order in which they will be loaded, the first under way."""
 
     name: str
@@ -60,7 +60,7 @@ class Worker:
     is_up: bool = True
     free_at: float = 0.0
     copies: dict[int, Copy] = field(default_factory=dict)
-    queued: list[Request] = field(default_factory=list)
+    queued: list[PlacementRequest] = field(default_factory=list)
     loads: int = 0
     is_looked_at: bool = False
 
@@ -73,10 +73,10 @@ class Placer(Protocol):
     def wanted(self, adapter: int) -> None:
         """A request waits for an adapter that is ready nowhere."""
 
-    def loaded(self, worker: Worker) -> None:
+    def loaded(self, worker: SimulatedWorker) -> None:
         """A load there has ended."""
 
-    def lost(self, worker: Worker) -> None: ...
+    def lost(self, worker: SimulatedWorker) -> None: ...
 
     def joined(self) -> None: ...
 
@@ -87,17 +87,17 @@ class Placer(Protocol):
 class World:
     """The clock and all on it."""
 
-    def __init__(self, scene: Scene, requests: list[Request], seed: int) -> None:
+    def __init__(self, scene: Scenario, requests: list[PlacementRequest], seed: int) -> None:
         self.scene = scene
         self.requests = requests
         self.rng = Random(seed)
         self.now = 0.0
-        self.workers = {f"w{n}": Worker(f"w{n}", scene.slots) for n in range(scene.workers)}
+        self.workers = {f"w{n}": SimulatedWorker(f"w{n}", scene.slots) for n in range(scene.workers)}
         self.known = dict(self.workers)
         """Those that placement believes to be there."""
-        self.waiting: dict[int, list[Request]] = {}
+        self.waiting: dict[int, list[PlacementRequest]] = {}
         """Of adapters that are ready nowhere."""
-        self.line: dict[int, deque[Request]] = {}
+        self.line: dict[int, deque[PlacementRequest]] = {}
         """Of adapters that are ready where there is no room, each one's oldest first."""
         self.lost: frozenset[int] = frozenset()
         """What the worker held that went."""
@@ -125,7 +125,7 @@ class World:
             self.now, _, what = heapq.heappop(self._events)
             what()
 
-    def _arrived(self, request: Request) -> None:
+    def _arrived(self, request: PlacementRequest) -> None:
         able = [
             worker
             for worker in self.workers.values()
@@ -141,10 +141,10 @@ class World:
         else:
             self._send(request, worker)
 
-    def _has_room(self, worker: Worker) -> bool:
+    def _has_room(self, worker: SimulatedWorker) -> bool:
         return worker.free_at - self.now <= BIND_S
 
-    def _serve_line(self, worker: Worker) -> None:
+    def _serve_line(self, worker: SimulatedWorker) -> None:
         """Send it the oldest that wait, as far as it has room; look again when it has."""
         while worker.is_up and self._has_room(worker):
             ready = [a for a, copy in worker.copies.items() if copy.state == "ready" and a in self.line]
@@ -156,7 +156,7 @@ class World:
                 del self.line[oldest]
             self._send(request, worker)
 
-    def _send(self, request: Request, worker: Worker) -> None:
+    def _send(self, request: PlacementRequest, worker: SimulatedWorker) -> None:
         copy = worker.copies[request.adapter]
         copy.last_used = self.now
         copy.in_flight += 1
@@ -168,7 +168,7 @@ class World:
         self.at(request.first_token + ANSWER_S, lambda: self._answered(worker, copy, request))
         self._look_at(worker)
 
-    def _look_at(self, worker: Worker) -> None:
+    def _look_at(self, worker: SimulatedWorker) -> None:
         """Serve the line when the worker has room, now or later."""
         if self._has_room(worker):
             self._serve_line(worker)
@@ -176,16 +176,16 @@ class World:
             worker.is_looked_at = True
             self.at(worker.free_at - BIND_S, lambda: self._looked_at(worker))
 
-    def _looked_at(self, worker: Worker) -> None:
+    def _looked_at(self, worker: SimulatedWorker) -> None:
         worker.is_looked_at = False
         self._look_at(worker)
 
-    def _answered(self, worker: Worker, copy: Copy, request: Request) -> None:
+    def _answered(self, worker: SimulatedWorker, copy: Copy, request: PlacementRequest) -> None:
         copy.in_flight -= 1
         if worker.is_up and request in worker.queued:
             worker.queued.remove(request)
 
-    def load(self, adapter: int, worker: Worker) -> None:
+    def load(self, adapter: int, worker: SimulatedWorker) -> None:
         """Begin a load; the slot is taken from now on. The caller sees to slots and to how many at once."""
         worker.copies[adapter] = Copy("loading", self.now, self.now)
         worker.loads += 1
@@ -194,10 +194,10 @@ class World:
         self.at(self.now + takes_s - STALL_S, lambda: self._stall(worker))
         self.at(self.now + takes_s, lambda: self._loaded(worker, adapter))
 
-    def _stall(self, worker: Worker) -> None:
+    def _stall(self, worker: SimulatedWorker) -> None:
         worker.free_at = max(worker.free_at, self.now) + STALL_S
 
-    def _loaded(self, worker: Worker, adapter: int) -> None:
+    def _loaded(self, worker: SimulatedWorker, adapter: int) -> None:
         worker.loads -= 1
         if not worker.is_up:
             return
@@ -223,7 +223,7 @@ class World:
             for request in self.line.pop(adapter):
                 self._arrived(request)
 
-    def ready_on(self, adapter: int) -> list[Worker]:
+    def ready_on(self, adapter: int) -> list[SimulatedWorker]:
         """Where it is ready, as far as anybody knows."""
         return [
             worker
@@ -243,13 +243,13 @@ class World:
             self._arrived(request)
         self.strand()
 
-    def _is_sure(self, worker: Worker) -> None:
+    def _is_sure(self, worker: SimulatedWorker) -> None:
         del self.known[worker.name]
         self.placer.lost(worker)
         for adapter in list(self.waiting):
             self.placer.wanted(adapter)
 
     def _join(self) -> None:
-        worker = Worker(f"w{len(self.workers) + 1}", self.scene.slots, free_at=self.now)
+        worker = SimulatedWorker(f"w{len(self.workers) + 1}", self.scene.slots, free_at=self.now)
         self.workers[worker.name] = self.known[worker.name] = worker
         self.placer.joined()

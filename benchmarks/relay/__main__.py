@@ -18,12 +18,12 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.relay.bench import FULL, QUICK, Bench
+from benchmarks.relay.bench import FULL, QUICK, RelayBench
 from benchmarks.relay.client import Failed
 from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender, NotStarted, Stage, environment
 from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
-from benchmarks.relay.rows import GROUPS, Scene
-from benchmarks.report import Row, show
+from benchmarks.relay.rows import GROUPS, RunningContenders
+from benchmarks.report import ReportRow, show
 from lorafleet.local.processes import ProcessGuard, clean_environment
 from lorafleet.local.tiny_model import make_model
 
@@ -49,7 +49,7 @@ def main() -> None:
             options.peers.resolve() if options.peers else None,
             options.profile.resolve() if options.profile else None,
         )
-        bench = Bench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
+        bench = RelayBench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
         noise = Noise()
         rows = uvloop.run(_measured(bench, options))
         print(f"{described()}; router on core {router_core}, engines and clients on core {other_core}")
@@ -71,7 +71,7 @@ class Noise:
     def __init__(self) -> None:
         self._before = time.monotonic(), busy_s() - own_s(), stolen_s()
 
-    def told(self, bench: Bench) -> str:
+    def told(self, bench: RelayBench) -> str:
         began, others_s, stolen = self._before
         cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
         others, lost = (busy_s() - own_s() - others_s) / cores_s, (stolen_s() - stolen) / cores_s
@@ -87,8 +87,8 @@ class Noise:
         return "\n".join(lines)
 
 
-async def _measured(bench: Bench, options: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+async def _measured(bench: RelayBench, options: argparse.Namespace) -> list[ReportRow]:
+    rows: list[ReportRow] = []
     with bench.fleet(2) as stage, contextlib.ExitStack() as running:
         started = []
         for contender in _chosen(options):
@@ -109,7 +109,7 @@ async def _measured(bench: Bench, options: argparse.Namespace) -> list[Row]:
             started.append(one)
         if all(one.kind in ("ours", "direct") for one in started):
             print(HOW_TO_ADD)
-        scene = Scene(bench, stage, tuple(started))
+        scene = RunningContenders(bench, stage, tuple(started))
         for name in options.only or GROUPS:
             print(f"measuring: {name}", file=sys.stderr, flush=True)
             rows += await GROUPS[name](scene)

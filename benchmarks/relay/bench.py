@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.relay.client import Client
+from benchmarks.relay.client import LoadClient
 from benchmarks.relay.contenders import NotStarted, Running, Stage, start_router
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.machine import cpu_ns, pinned, resident_mb
-from benchmarks.relay.prompts import Ask, Requests, Shape, long_seen, shape
+from benchmarks.relay.prompts import ChatKind, CountedPrompt, Requests, long_seen, shape
 from benchmarks.scenes import lora_id
 from lorafleet.tokenizer.chat import ChatTokenizer
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RelaySize:
     """How much is measured. seconds: of each contender's load in each round."""
 
     rounds: int
@@ -43,14 +43,16 @@ class Size:
     settle_s: float
 
 
-FULL = Size(
+FULL = RelaySize(
     rounds=5, seconds=1.5, calls=1500, streams=256, open_streams=2000, open_chunks=100, blocks=100_000, settle_s=2.5
 )
-QUICK = Size(rounds=1, seconds=0.2, calls=50, streams=16, open_streams=50, open_chunks=10, blocks=5_000, settle_s=0.0)
+QUICK = RelaySize(
+    rounds=1, seconds=0.2, calls=50, streams=16, open_streams=50, open_chunks=10, blocks=5_000, settle_s=0.0
+)
 
 
 @dataclass(slots=True)
-class Bench:
+class RelayBench:
     """What the rows are measured with.
 
     spreads    of each figure over its rounds, as a share of the figure
@@ -60,10 +62,10 @@ class Bench:
     stage: Stage
     other_core: int
     model_dir: Path
-    size: Size
+    size: RelaySize
     spreads: list[float] = field(default_factory=list)
     quietest: dict[str, float] = field(default_factory=dict)
-    _shapes: dict[str, Shape] = field(default_factory=dict)
+    _shapes: dict[str, CountedPrompt] = field(default_factory=dict)
     _tokenizer: ChatTokenizer | None = None
 
     @property
@@ -72,7 +74,7 @@ class Bench:
             self._tokenizer = ChatTokenizer.from_dir(self.model_dir)
         return self._tokenizer
 
-    def requests(self, ask: Ask, running: Running) -> Requests:
+    def requests(self, ask: ChatKind, running: Running) -> Requests:
         """Of this kind, for this contender."""
         if ask.name not in self._shapes:
             self._shapes[ask.name] = shape(ask, self.tokenizer)
@@ -143,7 +145,7 @@ class Bench:
 
     # --- measures ---------------------------------------------------------------------------------------------
 
-    async def costs(self, runnings: Sequence[Running], ask: Ask, connections: int) -> dict[str, list[float]]:
+    async def costs(self, runnings: Sequence[Running], ask: ChatKind, connections: int) -> dict[str, list[float]]:
         """CPU microseconds of each contender's router per request, one figure a round; they take turns."""
         found: dict[str, list[float]] = {running.name: [] for running in runnings}
         idle = await self.idle([running for running in runnings if running.kind == "ours"])
@@ -178,7 +180,7 @@ class Bench:
         return time.perf_counter() - began
 
     async def slopes(
-        self, runnings: Sequence[Running], few: Ask, many: Ask, connections: int, total: int
+        self, runnings: Sequence[Running], few: ChatKind, many: ChatKind, connections: int, total: int
     ) -> dict[str, list[float]]:
         """CPU microseconds per streamed chunk: two lengths, so that the request's own cost is not in it.
 
@@ -202,7 +204,7 @@ class Bench:
         return found
 
     async def latencies(
-        self, runnings: Sequence[Running], taken: Callable[[Client, Running], Awaitable[list[float]]]
+        self, runnings: Sequence[Running], taken: Callable[[LoadClient, Running], Awaitable[list[float]]]
     ) -> dict[str, list[list[float]]]:
         """What `taken` awaits to, in seconds and sorted, for each contender and round."""
         found: dict[str, list[list[float]]] = {running.name: [] for running in runnings}
@@ -219,7 +221,7 @@ class Bench:
             most = max(most, resident_mb(running.pid))
         return most
 
-    async def _warmed(self, client: Client, requests: Requests, connections: int) -> int:
+    async def _warmed(self, client: LoadClient, requests: Requests, connections: int) -> int:
         """How many requests take about `size.seconds`."""
         few = connections * 8
         await client.run(requests, total=few, connections=connections)
@@ -232,8 +234,8 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, Client]]:
-    clients = {running.name: Client(running.name, running.port) for running in runnings}
+async def _clients(runnings: Sequence[Running]) -> AsyncIterator[dict[str, LoadClient]]:
+    clients = {running.name: LoadClient(running.name, running.port) for running in runnings}
     try:
         yield clients
     finally:

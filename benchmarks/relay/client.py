@@ -22,7 +22,7 @@ class Failed(Exception):
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """Of one run. latencies_s: from a request to the end of its answer, in the order of the ends."""
 
     requests: int = 0
@@ -32,7 +32,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Run:
+class _LoadRun:
     """What the connections of one run share. `left` requests are still to be sent."""
 
     next: Callable[[], bytes]
@@ -40,7 +40,7 @@ class _Run:
     left: int
     open: int
     over: asyncio.Future[None]
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: LoadOutcome = field(default_factory=LoadOutcome)
 
     def closed(self) -> None:
         self.open -= 1
@@ -56,7 +56,7 @@ class _Lane(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: Any = None
-        self._run: _Run | None = None
+        self._run: _LoadRun | None = None
         self._parser: Any = None
         self._is_answered = True
         self._began = 0.0
@@ -67,7 +67,7 @@ class _Lane(asyncio.Protocol):
         self.transport = transport
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def start(self, run: _Run) -> None:
+    def start(self, run: _LoadRun) -> None:
         self._run = run
         self._ask()
 
@@ -127,7 +127,7 @@ class _Lane(asyncio.Protocol):
             self._run.outcome.failures.append(why)
 
 
-class Client:
+class LoadClient:
     """Keep-alive connections to one contender."""
 
     def __init__(self, name: str, port: int) -> None:
@@ -137,7 +137,7 @@ class Client:
 
     async def run(
         self, requests: Requests, *, total: int, connections: int, over_s: float = 0.0, most_s: float = 120.0
-    ) -> Outcome:
+    ) -> LoadOutcome:
         """Closed loop, `total` requests in all; raises Failed if any was not answered as it should be.
 
         over_s  the connections begin spread over so many seconds
@@ -150,14 +150,14 @@ class Client:
 
     async def attempt(
         self, requests: Requests, *, total: int, connections: int, over_s: float = 0.0, most_s: float = 120.0
-    ) -> Outcome:
+    ) -> LoadOutcome:
         """The same, with failures counted; those that take longer than `most_s` are among them."""
         loop = asyncio.get_running_loop()
         await self._connect(connections)
         ask = requests.ask
         # The first event has the role, the last but one the reason why it ends.
         events = ask.chunks + 3 if ask.chunks else 0
-        run = _Run(requests.next, events, total, connections, loop.create_future())
+        run = _LoadRun(requests.next, events, total, connections, loop.create_future())
         start, began = loop.time(), _clock()
         for number, lane in enumerate(self._lanes[:connections]):
             if over_s:
@@ -179,7 +179,7 @@ class Client:
         request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
         taken: list[float] = []
         while not until.is_set():
-            run = _Run(lambda: request, 0, 1, 1, loop.create_future())
+            run = _LoadRun(lambda: request, 0, 1, 1, loop.create_future())
             lane.start(run)
             await run.over
             taken += run.outcome.latencies_s

@@ -74,7 +74,7 @@ _MESSAGE = (
 )
 
 
-class Engine:
+class StubEngine:
     """One engine's routes."""
 
     def __init__(self, tokenizer: ChatTokenizer, pacer: "Pacer") -> None:
@@ -99,7 +99,7 @@ class Engine:
             return
         chunks = _CHUNKS.search(body)
         first, chunk, last = _stream_answer(model, prompt, cached, b'"include_usage":true' in body)
-        stream = Stream(asked, chunk, int(chunks[1]) if chunks else 1, last)
+        stream = StubStream(asked, chunk, int(chunks[1]) if chunks else 1, last)
         asked.transport.write(first)
         if _PACED.search(body):
             stream.step()
@@ -148,7 +148,7 @@ def _stream_answer(model: bytes, prompt: bytes, cached: bytes, tells: bool) -> t
     return _EVENTS_HEAD + first, chunk, last + piece(b"data: [DONE]\n\n") + piece(b"")
 
 
-class Stream:
+class StubStream:
     """One streamed answer on its way. A client that left gets no more of it."""
 
     def __init__(self, asked: Answering, chunk: bytes, left: int, last: bytes) -> None:
@@ -179,12 +179,12 @@ class Pacer:
     """Paced streams, spread over the slots of a wheel that turns `PACE_PER_S` times a second: no timer a stream."""
 
     def __init__(self) -> None:
-        self._slots: list[list[Stream]] = [[] for _ in range(1000 // PACE_PER_S)]
+        self._slots: list[list[StubStream]] = [[] for _ in range(1000 // PACE_PER_S)]
         self._at = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: StubStream) -> None:
         """The slot that was served last: its next turn is a whole one away."""
         self._slots[(self._at - 1) % len(self._slots)].append(stream)
 
@@ -207,7 +207,7 @@ _BEAT_S = 1.0
 _EPOCH = "stub.1"
 
 
-class Control:
+class StubControlPlane:
     """What a router asks of an orchestrator and of agents. Nothing ever changes, so every answer is made beforehand."""
 
     def __init__(self, spec: Spec, port: int, engines: list[int], files: dict[str, str]) -> None:
@@ -334,7 +334,7 @@ async def _serve(spec: Spec) -> None:
     loop = asyncio.get_running_loop()
     files = read_files(Path(spec.model_dir))
     pacer = Pacer()
-    engine = Engine(ChatTokenizer.from_files(files), pacer)
+    engine = StubEngine(ChatTokenizer.from_files(files), pacer)
 
     async def listen(answer: Callable[[Answering], None], port: int = 0) -> int:
         listening = await loop.create_server(partial(Answering, answer), "127.0.0.1", port, backlog=4096)
@@ -344,7 +344,7 @@ async def _serve(spec: Spec) -> None:
     engines = [await listen(engine) for _ in range(spec.workers)]
     # What it answers has its port in it.
     port = free_port()
-    plane = Control(spec, port, engines, files)
+    plane = StubControlPlane(spec, port, engines, files)
     control = await listen(plane, port)
     print(json.dumps({"control": control, "engines": engines}), flush=True)
     beats = [asyncio.create_task(pacer.run()), asyncio.create_task(plane.run())]

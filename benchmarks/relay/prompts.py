@@ -25,7 +25,7 @@ _numbers = count(10**9)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChatKind:
     """A kind of chat request.
 
     chunks      of a streamed answer; 0: not streamed
@@ -62,29 +62,29 @@ def _turns(chars: int, *, numbered: bool) -> tuple[tuple[str, str], ...]:
     return tuple(zip(roles, texts, strict=False))
 
 
-def short(chunks: int = 0, *, is_paced: bool = False) -> Ask:
+def short(chunks: int = 0, *, is_paced: bool = False) -> ChatKind:
     """About 1 KB: the system prompt that all have, and a new question of 180 characters."""
     messages = (("system", _corpus()[2000:2600]), ("user", f"{_MARK} {_corpus()[3000:3180]}"))
-    return Ask("short", messages, chunks, is_paced)
+    return ChatKind("short", messages, chunks, is_paced)
 
 
-def short_new() -> Ask:
+def short_new() -> ChatKind:
     """About 1 KB, all of it new."""
-    return Ask("short, new", (("user", f"{_MARK} {_corpus()[3000:3780]}"),))
+    return ChatKind("short, new", (("user", f"{_MARK} {_corpus()[3000:3780]}"),))
 
 
-def long_seen() -> Ask:
+def long_seen() -> ChatKind:
     """32 KB: a conversation that the engines have cached, and a new question of 600 bytes."""
-    return Ask("32 KB, seen", (*_turns(31_000, numbered=False), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
+    return ChatKind("32 KB, seen", (*_turns(31_000, numbered=False), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
 
 
-def long_new() -> Ask:
+def long_new() -> ChatKind:
     """32 KB of which nothing was seen before."""
-    return Ask("32 KB, new", (*_turns(31_000, numbered=True), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
+    return ChatKind("32 KB, new", (*_turns(31_000, numbered=True), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CountedPrompt:
     """How an engine counts a prompt: all of its tokens, and those that every request of its kind begins with."""
 
     shared: "array[int]"
@@ -96,17 +96,17 @@ class Shape:
         return len(self.shared) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def shape(ask: Ask, tokenizer: ChatTokenizer) -> Shape:
+def shape(ask: ChatKind, tokenizer: ChatTokenizer) -> CountedPrompt:
     """Of two requests of this kind that share nothing but what all share."""
     one, other = (tokenizer.chat_ids(json.loads(ask.numbered(BASE, number))) for number in (10**9, 7 * 10**9 + 7))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return Shape(array("I", [token for token, _ in shared]), len(one))
+    return CountedPrompt(array("I", [token for token, _ in shared]), len(one))
 
 
 class Requests:
     """Whole HTTP requests of one kind, for a router at `port`; the models take turns."""
 
-    def __init__(self, ask: Ask, models: tuple[str, ...], port: int, of: Shape) -> None:
+    def __init__(self, ask: ChatKind, models: tuple[str, ...], port: int, of: CountedPrompt) -> None:
         self.ask = ask
         usage = f"{of.cached_tokens}/{of.tokens}"
         self._made = [self._parts(ask.body(model, usage), port) for model in models]

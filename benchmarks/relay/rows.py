@@ -11,12 +11,12 @@ from statistics import median
 
 from tokenizers import Tokenizer
 
-from benchmarks.relay.bench import Bench
-from benchmarks.relay.client import Client, first_chunks_s
+from benchmarks.relay.bench import RelayBench
+from benchmarks.relay.client import LoadClient, first_chunks_s
 from benchmarks.relay.contenders import EXACT, RELAY, Running, Stage
 from benchmarks.relay.machine import cpu_ns, resident_mb
-from benchmarks.relay.prompts import PACE_PER_S, Ask, long_new, long_seen, short, short_new
-from benchmarks.report import Row
+from benchmarks.relay.prompts import PACE_PER_S, ChatKind, long_new, long_seen, short, short_new
+from benchmarks.report import ReportRow
 
 # One core of a 2-core AMD EPYC, medians; what the rows fall back to where no peer is installed.
 _RECORDED = {
@@ -34,10 +34,10 @@ _SHORT_CONNECTIONS, _LONG_CONNECTIONS = 32, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RunningContenders:
     """Contenders that run, in front of two engines, and the bench they are measured on."""
 
-    bench: Bench
+    bench: RelayBench
     stage: Stage
     runnings: tuple[Running, ...]
 
@@ -56,7 +56,7 @@ class Scene:
 
     def compared(
         self, what: str, found: Mapping[str, float], unit: str, reach: float, recorded: str, *, ours: str = EXACT
-    ) -> list[Row]:
+    ) -> list[ReportRow]:
         """Our row beside the best peer's, then each other contender's own.
 
         Peers that route blindly are no yardstick for a router that looks into caches, and are for one that does not.
@@ -69,17 +69,19 @@ class Scene:
             baseline: tuple[str | None, float | None] = best, peers[best]
         else:
             baseline = _recorded(recorded) if recorded else (None, None)
-        rows = [Row(what, found[ours], unit, reach, *baseline)] if ours in found else []
+        rows = [ReportRow(what, found[ours], unit, reach, *baseline)] if ours in found else []
         said = re.sub(r" \(stretch .*?\)", "", what)
         return rows + [
-            Row(f"{said}: {name}", value, unit) for name, value in found.items() if kinds[name] in ("by cache", "blind")
+            ReportRow(f"{said}: {name}", value, unit)
+            for name, value in found.items()
+            if kinds[name] in ("by cache", "blind")
         ]
 
 
 # --- CPU of a request -------------------------------------------------------------------------------------------------
 
 
-async def short_rows(scene: Scene) -> list[Row]:
+async def short_rows(scene: RunningContenders) -> list[ReportRow]:
     """Both of ours: with exact routing, and the relay alone."""
     bench = scene.bench
     found = scene.medians(await bench.costs(scene.routers, short(), _SHORT_CONNECTIONS))
@@ -90,24 +92,24 @@ async def short_rows(scene: Scene) -> list[Row]:
         what = "relay alone, round_robin, no tokenization, ~1 KB (stretch 25)"
         rows.append(scene.compared(what, alone, "us", 45, "relay", ours=RELAY)[0])
     new = scene.medians(await bench.costs(scene.named(EXACT), short_new(), _SHORT_CONNECTIONS))
-    rows += [Row("short chat, ~1 KB, all of it new text", value, "us") for value in new.values()]
+    rows += [ReportRow("short chat, ~1 KB, all of it new text", value, "us") for value in new.values()]
     idle = await bench.idle(scene.named(EXACT))
-    return rows + [Row("with nothing to do, 2 replicas", value * 1e3, "ms a second") for value in idle.values()]
+    return rows + [ReportRow("with nothing to do, 2 replicas", value * 1e3, "ms a second") for value in idle.values()]
 
 
-async def long_rows(scene: Scene) -> list[Row]:
+async def long_rows(scene: RunningContenders) -> list[ReportRow]:
     found = scene.medians(await scene.bench.costs(scene.but(RELAY), long_seen(), _LONG_CONNECTIONS))
     return scene.compared("32 KB prompt, prefix seen before (stretch 200)", found, "us", 350, "long")
 
 
-async def new_rows(scene: Scene) -> list[Row]:
+async def new_rows(scene: RunningContenders) -> list[ReportRow]:
     """A new prompt costs its encoding, which is looked at by itself, and little else."""
     bench, ours = scene.bench, scene.named(EXACT)
     if not ours:
         return []
     alone_us, tokenization_us = _tokenization_us(bench)
     rows = [
-        Row(
+        ReportRow(
             "tokenization of a new 32 KB prompt",
             tokenization_us / alone_us,
             "x of encode_batch_fast",
@@ -117,16 +119,18 @@ async def new_rows(scene: Scene) -> list[Row]:
         )
     ]
     [found] = scene.medians(await bench.costs(ours, long_new(), _LONG_CONNECTIONS)).values()
-    rows.append(Row("32 KB prompt, new", found, "us", 1.1 * alone_us + 100, *_recorded("new")))
+    rows.append(ReportRow("32 KB prompt, new", found, "us", 1.1 * alone_us + 100, *_recorded("new")))
     lag = await _health_s(bench, ours[0], long_new())
     rest = await _health_s(bench, ours[0], None)
     rows.append(
-        Row("event-loop lag, p99: /health beside 32 KB prompts", lag * 1e3, "ms", 5, "with nothing to do", rest * 1e3)
+        ReportRow(
+            "event-loop lag, p99: /health beside 32 KB prompts", lag * 1e3, "ms", 5, "with nothing to do", rest * 1e3
+        )
     )
     return rows
 
 
-def _tokenization_us(bench: Bench) -> tuple[float, float]:
+def _tokenization_us(bench: RelayBench) -> tuple[float, float]:
     """CPU microseconds of encode_batch_fast of a whole prompt, and of cutting it and joining its pieces' ids.
 
     Ours knows its words by then, as it does of texts in a language that it was asked in before.
@@ -148,9 +152,9 @@ def _tokenization_us(bench: Bench) -> tuple[float, float]:
     return median(alone) * 1e6, median(ours) * 1e6
 
 
-async def _health_s(bench: Bench, running: Running, beside: Ask | None) -> float:
+async def _health_s(bench: RelayBench, running: Running, beside: ChatKind | None) -> float:
     """p99 of GET /health; beside it two connections that always have a request under way, or nothing."""
-    client, over = Client(running.name, running.port), asyncio.Event()
+    client, over = LoadClient(running.name, running.port), asyncio.Event()
     probing = asyncio.create_task(client.get("/health", every_s=0.005, until=over))
     began = time.perf_counter()
     while time.perf_counter() - began < bench.size.seconds * 2:
@@ -167,7 +171,7 @@ async def _health_s(bench: Bench, running: Running, beside: Ask | None) -> float
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-async def chunk_rows(scene: Scene) -> list[Row]:
+async def chunk_rows(scene: RunningContenders) -> list[ReportRow]:
     bench, size = scene.bench, scene.bench.size
     routers = scene.but(RELAY)
     streams = size.streams // 8
@@ -181,24 +185,24 @@ async def chunk_rows(scene: Scene) -> list[Row]:
     ]
 
 
-async def first_rows(scene: Scene) -> list[Row]:
+async def first_rows(scene: RunningContenders) -> list[ReportRow]:
     """Streams that begin at once, by a client that is none of ours."""
     bench = scene.bench
 
-    async def taken(_client: Client, running: Running) -> list[float]:
+    async def taken(_client: LoadClient, running: Running) -> list[float]:
         return await first_chunks_s(running.port, bench.requests(_paced(8), running), streams=64, turns=4)
 
     found = await bench.latencies([r for r in scene.runnings if r.name != RELAY], taken)
     what = "first chunk p50 over direct, 64 paced streams, aiohttp (stretch 1)"
     rows = scene.compared(what, _over_direct(scene, found, 0.5), "ms", 3, "first")
-    return [*rows, Row("first chunk p50, direct", median(t[len(t) // 2] for t in found["direct"]) * 1e3, "ms")]
+    return [*rows, ReportRow("first chunk p50, direct", median(t[len(t) // 2] for t in found["direct"]) * 1e3, "ms")]
 
 
-async def latency_rows(scene: Scene) -> list[Row]:
+async def latency_rows(scene: RunningContenders) -> list[ReportRow]:
     """One request at a time."""
     bench = scene.bench
 
-    async def taken(client: Client, running: Running) -> list[float]:
+    async def taken(client: LoadClient, running: Running) -> list[float]:
         requests = bench.requests(short(), running)
         return (await client.run(requests, total=bench.size.calls, connections=1)).latencies_s
 
@@ -207,11 +211,11 @@ async def latency_rows(scene: Scene) -> list[Row]:
     return [
         *scene.compared("added latency, 1 connection, p50 (stretch 0.2)", p50, "ms", 0.3, "p50"),
         *scene.compared("added latency, 1 connection, p99 (stretch 1)", p99, "ms", 2, ""),
-        Row("latency, 1 connection, p50, direct", median(t[len(t) // 2] for t in found["direct"]) * 1e3, "ms"),
+        ReportRow("latency, 1 connection, p50, direct", median(t[len(t) // 2] for t in found["direct"]) * 1e3, "ms"),
     ]
 
 
-def _over_direct(scene: Scene, found: Mapping[str, list[list[float]]], share: float) -> dict[str, float]:
+def _over_direct(scene: RunningContenders, found: Mapping[str, list[list[float]]], share: float) -> dict[str, float]:
     """Milliseconds over the engine asked directly, at this quantile, in the same round."""
 
     def at(times: Sequence[float]) -> float:
@@ -225,14 +229,14 @@ def _over_direct(scene: Scene, found: Mapping[str, list[list[float]]], share: fl
     return scene.medians(over)
 
 
-async def open_rows(scene: Scene) -> list[Row]:
+async def open_rows(scene: RunningContenders) -> list[ReportRow]:
     """Thousands of streams at once: whether all are answered in whole, when, and what memory that takes."""
     bench, size = scene.bench, scene.bench.size
     what = f"{size.open_streams:,} open streams, {PACE_PER_S} chunks/s each"
     ideal_s = (size.open_chunks - 1) / PACE_PER_S
     rows = []
     for running in scene.but(RELAY):
-        client = Client(running.name, running.port)
+        client = LoadClient(running.name, running.port)
         before = cpu_ns(running.pid)
         run = asyncio.create_task(
             client.attempt(
@@ -251,39 +255,41 @@ async def open_rows(scene: Scene) -> list[Row]:
         if outcome.failures:
             print(f"{running.name}, {what}: {outcome.failures[0]}")
         rows += [
-            Row(f"{what}, not answered in whole{name}", len(outcome.failures), "streams", 0 if is_ours else None),
-            Row(f"{what}, most resident memory{name}", peak_mb, "MB", 250 if is_ours else None),
-            Row(f"{what}, share of the core{name}", cpu_share * 100, "%"),
+            ReportRow(f"{what}, not answered in whole{name}", len(outcome.failures), "streams", 0 if is_ours else None),
+            ReportRow(f"{what}, most resident memory{name}", peak_mb, "MB", 250 if is_ours else None),
+            ReportRow(f"{what}, share of the core{name}", cpu_share * 100, "%"),
         ]
         if outcome.latencies_s:
             taken_s = median(outcome.latencies_s)
-            rows.append(Row(f"{what}, a stream's time{name}", taken_s, "s", None, "the engine's pace", ideal_s))
+            rows.append(ReportRow(f"{what}, a stream's time{name}", taken_s, "s", None, "the engine's pace", ideal_s))
     return rows
 
 
-def _paced(chunks: int) -> Ask:
+def _paced(chunks: int) -> ChatKind:
     return short(chunks, is_paced=True)
 
 
 # --- memory and growth ------------------------------------------------------------------------------------------------
 
 
-async def memory_rows(scene: Scene) -> list[Row]:
+async def memory_rows(scene: RunningContenders) -> list[ReportRow]:
     """Idle: nothing was asked yet. Loaded: blocks are known and requests were answered."""
     bench, blocks = scene.bench, scene.bench.size.blocks
     rows = []
     with bench.fleet(2) as stage, bench.router(stage, "idle") as running:
-        rows.append(Row("resident memory, idle", resident_mb(running.pid), "MB", 90, *_recorded("rss")))
+        rows.append(ReportRow("resident memory, idle", resident_mb(running.pid), "MB", 90, *_recorded("rss")))
     with bench.fleet(8, blocks=blocks) as stage, bench.router(stage, "loaded") as running:
         for ask in (short(), long_seen()):
             await bench.costs([running], ask, _LONG_CONNECTIONS)
         loaded_mb = resident_mb(running.pid)
-    rows.append(Row(f"resident memory, loaded, {blocks:,} blocks known", loaded_mb, "MB", 130, *_recorded("rss")))
+    rows.append(ReportRow(f"resident memory, loaded, {blocks:,} blocks known", loaded_mb, "MB", 130, *_recorded("rss")))
     peers = [running for running in scene.routers if running.kind != "ours"]
-    return rows + [Row(f"resident memory, as this run left it: {r.name}", resident_mb(r.pid), "MB") for r in peers]
+    return rows + [
+        ReportRow(f"resident memory, as this run left it: {r.name}", resident_mb(r.pid), "MB") for r in peers
+    ]
 
 
-async def growth_rows(scene: Scene) -> list[Row]:
+async def growth_rows(scene: RunningContenders) -> list[ReportRow]:
     """The short chat again, in front of small and large fleets that take turns."""
     bench = scene.bench
     rows = []
@@ -294,7 +300,7 @@ async def growth_rows(scene: Scene) -> list[Row]:
     return rows
 
 
-async def _growth(bench: Bench, what: str, few: tuple[Stage, int], many: tuple[Stage, int]) -> list[Row]:
+async def _growth(bench: RelayBench, what: str, few: tuple[Stage, int], many: tuple[Stage, int]) -> list[ReportRow]:
     with (
         bench.router(few[0], "few", adapters=few[1]) as small,
         bench.router(many[0], "many", adapters=many[1]) as large,
@@ -303,8 +309,8 @@ async def _growth(bench: Bench, what: str, few: tuple[Stage, int], many: tuple[S
         idle = (await bench.idle([large]))["many"]
     ratio = bench.middle([b / a for a, b in zip(found["few"], found["many"], strict=True)])
     return [
-        Row(f"short chat, {what}", ratio, "x", 1.3, "before, us", median(found["few"])),
-        Row(f"with nothing to do, {what}", idle * 1e3, "ms a second"),
+        ReportRow(f"short chat, {what}", ratio, "x", 1.3, "before, us", median(found["few"])),
+        ReportRow(f"with nothing to do, {what}", idle * 1e3, "ms a second"),
     ]
 
 

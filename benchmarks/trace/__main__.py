@@ -12,10 +12,10 @@ from statistics import mean
 
 from benchmarks.trace.engine import Hardware
 from benchmarks.trace.ideals import Ideals
-from benchmarks.trace.measure import GOOD, Case, Figures, names
+from benchmarks.trace.measure import GOOD, TraceCase, TraceFigures, names
 from benchmarks.trace.table import by_case, show
 from benchmarks.trace.tasks import Task, begin, do
-from benchmarks.trace.workload import WHERE_FROM, Line, drawn, read
+from benchmarks.trace.workload import WHERE_FROM, TraceLine, drawn, read
 from router.core.schedule.cost import CostSettings
 
 VARIABLE = "LORAFLEET_TRACE"
@@ -27,13 +27,13 @@ def main() -> None:
     options = _options()
     lines = _lines(options)
     cases = [
-        Case(capacity=c, load=load, routers=r, report_s=s)
+        TraceCase(capacity=c, load=load, routers=r, report_s=s)
         for c, r, s, load in product(options.capacity, options.routers, options.report_age, options.loads)
     ]
     seeds = range(1, options.seeds + 1)
     tasks = [Task("", case, seed) for case in _apart(cases) for seed in seeds]
     tasks += [Task(policy, case, seed) for case in cases for policy in options.policies for seed in seeds]
-    found: dict[Task, Figures | Ideals] = {}
+    found: dict[Task, TraceFigures | Ideals] = {}
     began = time.monotonic()
     with ProcessPoolExecutor(options.processes, initializer=begin, initargs=(lines, options)) as pool:
         running = {pool.submit(do, task): task for task in tasks}
@@ -54,16 +54,16 @@ def main() -> None:
     show(rows, GOOD, _what(options, lines), options.json)
 
 
-def _apart(cases: Iterable[Case]) -> list[Case]:
+def _apart(cases: Iterable[TraceCase]) -> list[TraceCase]:
     """One of the cases that have the same requests in the same order on the same blocks."""
     return list({(case.capacity, case.load): case for case in cases}.values())
 
 
-def _same(one: Case, other: Case) -> bool:
+def _same(one: TraceCase, other: TraceCase) -> bool:
     return (one.capacity, one.load) == (other.capacity, other.load)
 
 
-def _lines(options: argparse.Namespace) -> list[Line]:
+def _lines(options: argparse.Namespace) -> list[TraceLine]:
     file = options.trace or os.environ.get(VARIABLE)
     if options.quick:
         return read(Path(file))[:500] if file else drawn()
@@ -74,7 +74,7 @@ def _lines(options: argparse.Namespace) -> list[Line]:
     return read(Path(file))
 
 
-def _what(options: argparse.Namespace, lines: Sequence[Line]) -> str:
+def _what(options: argparse.Namespace, lines: Sequence[TraceLine]) -> str:
     file = options.trace or os.environ.get(VARIABLE)
     return (
         f"{Path(file).name if file else 'made-up trace'}: {len(lines)} requests, "

@@ -9,8 +9,8 @@ from random import Random
 from statistics import median
 from typing import Protocol
 
-from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
-from benchmarks.trace.workload import ADAPTERS, Request
+from benchmarks.trace.engine import NEVER, EngineJob, Hardware, SimulatedEngine
+from benchmarks.trace.workload import ADAPTERS, TraceRequest
 from lorafleet.engine.rates import EngineCounters as RateReading
 from lorafleet.engine.rates import EngineRates
 from workers.core.slots import AdapterSlots, Location
@@ -39,7 +39,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class EngineReading:
     """What an agent tells of its engine: read at `at`, rates and loads learned, adapters placed by the LRU's rule."""
 
     worker: int
@@ -56,26 +56,26 @@ class Reading:
     waiting_adapters: frozenset[int]
 
 
-class Router(Protocol):
+class TraceRouter(Protocol):
     """One router. What it is told is all that it may know."""
 
-    def offer(self, request: Request, now: float) -> None:
+    def offer(self, request: TraceRequest, now: float) -> None:
         """A request has come: `send` it now or later, or shed it."""
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         """A request of its own has its first token."""
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         """A request of its own has ended, or its client has left."""
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: EngineReading) -> None:
         """A report has come."""
 
     def cached(self, worker: int, changes: Changes) -> None:
         """KV events have come; told before anything else that happens later."""
 
 
-class Agent:
+class SimulatedAgent:
     """What stands beside an engine: learned rates, and where it believes its adapters to be."""
 
     def __init__(self, hardware: Hardware, rng: Random) -> None:
@@ -91,7 +91,7 @@ class Agent:
         """A router has sent a request for it."""
         self._slots = self._slots.used(self._names[adapter])
 
-    def scrape(self, engine: Engine, now: float) -> None:
+    def scrape(self, engine: SimulatedEngine, now: float) -> None:
         """Read the engine's counters and learn from them."""
         counters = engine.read(now)
         self._rates.add(
@@ -111,12 +111,12 @@ class Agent:
             )
         )
 
-    def reading(self, worker: int, engine: Engine, now: float) -> Reading:
+    def reading(self, worker: int, engine: SimulatedEngine, now: float) -> EngineReading:
         """The report at `now`."""
         held = [entry.name for entry in self._slots.held]
         where: dict[str, Location] = dict.fromkeys(held, "host")
         where |= dict.fromkeys(held[-self._slots.max_loras :], "device")
-        return Reading(
+        return EngineReading(
             worker=worker,
             at=now,
             running=len(engine.running),
@@ -132,7 +132,7 @@ class Agent:
         )
 
 
-class Fleet:
+class TraceFleet:
     """The clock. `routers` are made with `send`, `shed` and `at` of this."""
 
     def __init__(self, setting: Setting, seed: int, *, learns_rates: bool = True) -> None:
@@ -141,24 +141,28 @@ class Fleet:
         self._learns_rates = learns_rates
         self.now = 0.0
         rng = Random(seed)
-        self.engines = [Engine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds]
-        self.agents = [Agent(setting.hardware, rng) for _ in setting.speeds]
-        self.routers: list[Router] = []
+        self.engines = [
+            SimulatedEngine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds
+        ]
+        self.agents = [SimulatedAgent(setting.hardware, rng) for _ in setting.speeds]
+        self.routers: list[TraceRouter] = []
         self._due = [NEVER] * len(self.engines)
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._feed: deque[tuple[float, int, Changes]] = deque()
-        self._jobs: dict[int, Request] = {}
-        self._flying: dict[Request, Job] = {}
-        self._unanswered: deque[Request] = deque()
+        self._jobs: dict[int, TraceRequest] = {}
+        self._flying: dict[TraceRequest, EngineJob] = {}
+        self._unanswered: deque[TraceRequest] = deque()
         self._phases = [rng.random() for _ in self.engines]
 
     # --- what routers may do -----------------------------------------------------------------------------------------
 
-    def send(self, request: Request, worker: int) -> None:
+    def send(self, request: TraceRequest, worker: int) -> None:
         """Give a request to an engine, now."""
         request.sent, request.worker = self.now, worker
-        job = Job(request.number, list(request.keys), request.prompt_tokens, request.output_tokens, request.adapter)
+        job = EngineJob(
+            request.number, list(request.keys), request.prompt_tokens, request.output_tokens, request.adapter
+        )
         self._jobs[request.number] = request
         self._flying[request] = job
         self.agents[worker].used(request.adapter)
@@ -166,7 +170,7 @@ class Fleet:
         engine.add(job, self.now)
         self._due[worker] = engine.due
 
-    def shed(self, request: Request) -> None:
+    def shed(self, request: TraceRequest) -> None:
         """Refuse a request: it counts as failed."""
         request.is_shed = True
 
@@ -176,7 +180,7 @@ class Fleet:
 
     # --- the clock ---------------------------------------------------------------------------------------------------
 
-    def run(self, requests: Sequence[Request]) -> None:
+    def run(self, requests: Sequence[TraceRequest]) -> None:
         """Everything that happens until the last request has ended; the requests are written into."""
         for worker, phase in enumerate(self._phases):
             self.at(phase * self.setting.report_s, self._reports(worker))
@@ -224,7 +228,7 @@ class Fleet:
                 del self._flying[request], self._jobs[job.number]
                 router.ended(request)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: TraceRequest) -> None:
         """The client's patience is over, or was never tried."""
         if request.first_token >= 0 or request.is_shed:
             return

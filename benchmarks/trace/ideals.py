@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.trace.workload import BLOCK, Request
+from benchmarks.trace.workload import BLOCK, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Ideals:
     unlimited: float
 
 
-def ideals(requests: Sequence[Request], blocks: int) -> Ideals:
+def ideals(requests: Sequence[TraceRequest], blocks: int) -> Ideals:
     """The bounds for a cache of `blocks` blocks in which nothing is ever in use.
 
     LRU is what one engine with all the memory would do, and no bound: MIN is. A prompt's last token is always computed
@@ -38,7 +38,7 @@ def ideals(requests: Sequence[Request], blocks: int) -> Ideals:
     )
 
 
-def _with_answer(request: Request) -> list[int]:
+def _with_answer(request: TraceRequest) -> list[int]:
     """Its blocks and those that its answer fills or begins; nobody else's, and so below zero."""
     blocks = -(-(request.prompt_tokens + request.output_tokens) // BLOCK)
     return request.keys + [-(request.number << 12) - i - 1 for i in range(blocks - len(request.keys))]

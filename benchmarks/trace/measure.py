@@ -6,10 +6,10 @@ from math import ceil, inf, isinf
 from statistics import mean
 
 from benchmarks.trace.engine import Hardware
-from benchmarks.trace.fleet import Fleet, Router, Setting
-from benchmarks.trace.ours import Ours
+from benchmarks.trace.fleet import Setting, TraceFleet, TraceRouter
+from benchmarks.trace.ours import LorafleetRouter
 from benchmarks.trace.peers import PEERS, Peer
-from benchmarks.trace.workload import Line, Request, requests_of
+from benchmarks.trace.workload import TraceLine, TraceRequest, requests_of
 from router.core.schedule.cost import CostSettings
 from router.core.schedule.policies import POLICIES
 
@@ -23,7 +23,7 @@ GOOD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TraceCase:
     """One fleet under one load."""
 
     capacity: int
@@ -33,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class TraceFigures:
     """What one run gave. Requests that were shed or failed are `inf` in percentiles, and the timeout in the mean."""
 
     requests: int
@@ -59,22 +59,22 @@ def names() -> list[str]:
 
 def run(
     policy: str,
-    lines: list[Line],
-    case: Case,
+    lines: list[TraceLine],
+    case: TraceCase,
     seed: int,
     *,
     hardware: Hardware,
     late_binding_s: float,
     costs: CostSettings,
-) -> tuple[Figures, list[Request], Fleet]:
+) -> tuple[TraceFigures, list[TraceRequest], TraceFleet]:
     """One policy, one seed. The same seed gives every policy the same requests and the same fleet."""
     setting = Setting(hardware=hardware, routers=case.routers, report_s=case.report_s)
     requests = requests_of(lines, seed=seed, load=case.load, routers=case.routers)
-    fleet = Fleet(setting, seed, learns_rates=policy in POLICIES)
+    fleet = TraceFleet(setting, seed, learns_rates=policy in POLICIES)
     for number in range(case.routers):
-        router: Router
+        router: TraceRouter
         if policy in POLICIES:
-            router = Ours(policy, fleet, seed * 100 + number, costs=costs, late_binding_s=late_binding_s)
+            router = LorafleetRouter(policy, fleet, seed * 100 + number, costs=costs, late_binding_s=late_binding_s)
         else:
             router = Peer(PEERS[policy], fleet, seed * 100 + number)
         fleet.routers.append(router)
@@ -82,7 +82,7 @@ def run(
     return figures(requests, fleet), requests, fleet
 
 
-def figures(requests: Sequence[Request], fleet: Fleet) -> Figures:
+def figures(requests: Sequence[TraceRequest], fleet: TraceFleet) -> TraceFigures:
     """The figures of a run that is over."""
     timeout_s = fleet.setting.timeout_s
     ttfts = sorted(r.first_token - r.arrived if r.first_token >= 0 else inf for r in requests)
@@ -91,7 +91,7 @@ def figures(requests: Sequence[Request], fleet: Fleet) -> Figures:
         for gap, times in engine.gaps.items():
             gaps[gap] = gaps.get(gap, 0) + times
     cold = [_or(r.first_token - r.arrived if r.first_token >= 0 else inf, timeout_s) for r in requests if r.load_s]
-    return Figures(
+    return TraceFigures(
         requests=len(requests),
         hit_share=sum(r.cached_tokens for r in requests) / sum(r.prompt_tokens for r in requests),
         ttft_mean_s=mean(_or(ttft, timeout_s) for ttft in ttfts),
@@ -107,7 +107,7 @@ def figures(requests: Sequence[Request], fleet: Fleet) -> Figures:
     )
 
 
-def _is_good(request: Request) -> bool:
+def _is_good(request: TraceRequest) -> bool:
     if request.first_token < 0 or request.last_token < 0:
         return False
     ttft_s = request.first_token - request.arrived

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
 
-from benchmarks.trace.fleet import Changes, Fleet, Reading
-from benchmarks.trace.workload import ADAPTERS, BLOCK, Request
+from benchmarks.trace.fleet import Changes, EngineReading, TraceFleet
+from benchmarks.trace.workload import ADAPTERS, BLOCK, TraceRequest
 from lorafleet.identity import AdapterLocation, BlockHash
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
@@ -31,10 +31,12 @@ _PLACES: tuple[AdapterLocation, ...] = ("device", "host", "disk")
 _RESIDENTS = {place: [ResidentAdapter(name, "", name, place) for name in _NAMES] for place in _PLACES}
 
 
-class Ours:
+class LorafleetRouter:
     """One router of ours with one of its policies."""
 
-    def __init__(self, policy: str, fleet: Fleet, seed: int, *, costs: CostSettings, late_binding_s: float) -> None:
+    def __init__(
+        self, policy: str, fleet: TraceFleet, seed: int, *, costs: CostSettings, late_binding_s: float
+    ) -> None:
         workers = range(len(fleet.engines))
         self._fleet = fleet
         self._ids = [WorkerId(f"w{n}") for n in workers]
@@ -48,12 +50,12 @@ class Ours:
             late_binding_s=late_binding_s,
             rng=Random(seed),
         )
-        self._flights: dict[Request, tuple[LoadEntry, PendingBlocks]] = {}
-        self._tickets: dict[Request, QueuedRequest] = {}
+        self._flights: dict[TraceRequest, tuple[LoadEntry, PendingBlocks]] = {}
+        self._tickets: dict[TraceRequest, QueuedRequest] = {}
         self._is_polling = False
         self._looked = -1.0
 
-    def offer(self, request: Request, now: float) -> None:
+    def offer(self, request: TraceRequest, now: float) -> None:
         """Send it, or let it wait."""
         ask = RoutingRequest(
             base_model=MODEL,
@@ -76,7 +78,7 @@ class Ours:
         self._fleet.at(now + MOST_WAIT_S, lambda _: self._give_up(request))
         self._poll_soon(now)
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         """Its prefill is over."""
         now = self._fleet.now
         flight, hold = self._flights[request]
@@ -84,7 +86,7 @@ class Ours:
         self._fleet.at(now + HOLD_S, lambda _: self._index.release(hold))
         self._ready(now)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         """It is over, or its client has left."""
         now = self._fleet.now
         ticket = self._tickets.pop(request, None)
@@ -97,7 +99,7 @@ class Ours:
                 self._index.release(flying[1])
         self._ready(now)
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: EngineReading) -> None:
         """A new report is a new roster."""
         replicas = list(self._roster.replicas)
         replicas[reading.worker] = self._replica(reading.worker, reading)
@@ -119,7 +121,7 @@ class Ours:
     def _match(self, prompt: HashedRequest) -> PrefixMatch:
         return PrefixMatch(self._index.match(prompt.chains[BLOCK]))
 
-    def _replica(self, worker: int, reading: Reading | None = None) -> Replica:
+    def _replica(self, worker: int, reading: EngineReading | None = None) -> Replica:
         hardware = self._fleet.setting.hardware
         report = EngineReport()
         residents: Mapping[str, ResidentAdapter] = dict(zip(_NAMES, _RESIDENTS["disk"], strict=True))
@@ -151,13 +153,13 @@ class Ours:
             report=report,
         )
 
-    def _send(self, request: Request, decision: Decision, now: float) -> None:
+    def _send(self, request: TraceRequest, decision: Decision, now: float) -> None:
         flight = self._mind.begin(decision, now)
         hold = self._index.hold(decision.replica.id, [BlockHash(key) for key in request.keys])
         self._flights[request] = flight, hold
         self._fleet.send(request, decision.position)
 
-    def _give_up(self, request: Request) -> None:
+    def _give_up(self, request: TraceRequest) -> None:
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
             self._mind.waiting.withdraw(ticket)

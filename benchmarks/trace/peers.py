@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from xxhash import xxh3_64_intdigest
 
-from benchmarks.trace.fleet import Changes, Fleet, Reading
-from benchmarks.trace.workload import BLOCK, Request
+from benchmarks.trace.fleet import Changes, EngineReading, TraceFleet
+from benchmarks.trace.workload import BLOCK, TraceRequest
 from lorafleet.identity import BlockHash
 from router.core.kv.index import KvIndex, WorkerId
 
@@ -30,19 +30,19 @@ class Rule:
         self.rng = rng
         self.now = 0.0
         self.in_flight = [0] * workers
-        self.readings: list[Reading | None] = [None] * workers
+        self.readings: list[EngineReading | None] = [None] * workers
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """The worker for this request."""
         raise NotImplementedError
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """It has been sent there."""
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         """Its prefill is over."""
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         """It is over."""
 
     def cached(self, worker: int, changes: Changes) -> None:
@@ -57,11 +57,11 @@ class Rule:
 class Peer:
     """A router that follows one rule."""
 
-    def __init__(self, rule: type[Rule], fleet: Fleet, seed: int) -> None:
+    def __init__(self, rule: type[Rule], fleet: TraceFleet, seed: int) -> None:
         self._fleet = fleet
         self._rule = rule(len(fleet.engines), fleet.setting.hardware.blocks, Random(seed))
 
-    def offer(self, request: Request, now: float) -> None:
+    def offer(self, request: TraceRequest, now: float) -> None:
         """Send it at once."""
         self._rule.now = now
         worker = self._rule.choose(request)
@@ -69,16 +69,16 @@ class Peer:
         self._fleet.send(request, worker)
         self._rule.sent(request, worker)
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         """Its prefill is over."""
         self._rule.first_token(request)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         """It is over, or its client has left."""
         self._rule.in_flight[request.worker] -= 1
         self._rule.ended(request)
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: EngineReading) -> None:
         """The newest report."""
         self._rule.readings[reading.worker] = reading
 
@@ -96,7 +96,7 @@ class StackRoundRobin(Rule):
 
     _turn = -1
 
-    def choose(self, request: Request) -> int:  # noqa: ARG002 - any request
+    def choose(self, request: TraceRequest) -> int:  # noqa: ARG002 - any request
         """The next."""
         self._turn += 1
         return self._turn % self.workers
@@ -114,7 +114,7 @@ class StackSession(Rule):
         ]
         self._ring = sorted(ring)
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """Where the session's hash falls."""
         place = bisect_right(self._ring, (xxh3_64_intdigest(str(request.session).encode()), -1))
         return self._ring[place % len(self._ring)][1]
@@ -129,7 +129,7 @@ class StackPrefixAware(Rule):
         super().__init__(workers, blocks, rng)
         self._seen: dict[int, set[int]] = {}
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """One of the deepest matches."""
         matched = set(range(self.workers))
         for block in request.ids:
@@ -139,7 +139,7 @@ class StackPrefixAware(Rule):
             matched = deeper
         return self.rng.choice(sorted(matched))
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the trie."""
         for block in request.ids:
             self._seen.setdefault(block, set()).add(worker)
@@ -157,7 +157,7 @@ class StackKvAware(StackSession):
         super().__init__(workers, blocks, rng)
         self._holders: dict[int, dict[int, None]] = {}
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """The first holder, or the session's."""
         matched: dict[int, int] = {}
         for depth, key in enumerate(request.keys, start=1):
@@ -198,7 +198,7 @@ class CacheAware(Rule):
         super().__init__(workers, blocks, rng)
         self._last: dict[int, int] = {}
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """Balance first, then match."""
         most, least = max(self.in_flight), min(self.in_flight)
         if most - least > self.apart and most > least * self.apart_ratio:
@@ -213,7 +213,7 @@ class CacheAware(Rule):
             return worker
         return self.least_busy()
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the tree, which at its default size (2^26 characters a worker) forgets nothing of this trace."""
         for block in request.ids:
             self._last[block] = worker
@@ -236,7 +236,7 @@ class LlmD(Rule):
         super().__init__(workers, blocks, rng)
         self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """The highest sum."""
         queues = [reading.waiting if reading else 0 for reading in self.readings]
         least, most = min(queues), max(queues)
@@ -250,7 +250,7 @@ class LlmD(Rule):
         best = max(scores)
         return self.rng.choice([n for n, score in enumerate(scores) if score == best])
 
-    def depths(self, request: Request) -> Mapping[int, int]:
+    def depths(self, request: TraceRequest) -> Mapping[int, int]:
         """Matching blocks per worker."""
         found = {}
         for n, sent in enumerate(self._sent):
@@ -262,7 +262,7 @@ class LlmD(Rule):
             found[n] = depth
         return found
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the worker's LRU."""
         held = self._sent[worker]
         for key in request.keys:
@@ -271,7 +271,7 @@ class LlmD(Rule):
         while len(held) > self.blocks:
             held.popitem(last=False)
 
-    def _affinity(self, adapter: int, reading: Reading | None) -> float:
+    def _affinity(self, adapter: int, reading: EngineReading | None) -> float:
         if reading is None:
             return 0.8
         if adapter in reading.running_adapters:
@@ -291,7 +291,7 @@ class Exact(Rule):
         self._index = KvIndex(BLOCK)
         self._ids = [WorkerId(str(n)) for n in range(workers)]
 
-    def depths(self, request: Request) -> Mapping[int, int]:
+    def depths(self, request: TraceRequest) -> Mapping[int, int]:
         """Matching blocks per worker."""
         return {int(worker): depth for worker, depth in self._index.match(request.keys).items()}  # type: ignore[arg-type]
 
@@ -318,10 +318,10 @@ class Dynamo(Exact):
     def __init__(self, workers: int, blocks: int, rng: Random) -> None:
         super().__init__(workers, blocks, rng)
         self._prefill_tokens = [0] * workers
-        self._mine: dict[Request, int] = {}
+        self._mine: dict[TraceRequest, int] = {}
         self._in_use: list[dict[int, int]] = [{} for _ in range(workers)]
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """The least cost."""
         depths = self.depths(request)
         costs = []
@@ -335,18 +335,18 @@ class Dynamo(Exact):
         self._mine[request] = max(0, request.prompt_tokens - depths.get(worker, 0) * BLOCK)
         return worker
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the account."""
         self._prefill_tokens[worker] += self._mine[request]
         in_use = self._in_use[worker]
         for key in request.keys:
             in_use[key] = in_use.get(key, 0) + 1
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         """Out of prefill."""
         self._prefill_tokens[request.worker] -= self._mine.pop(request, 0)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         """Out of use."""
         self.first_token(request)
         in_use = self._in_use[request.worker]
@@ -374,7 +374,7 @@ class AiBrix(Rule):
         super().__init__(workers, blocks, rng)
         self._sent = OrderedDict[int, tuple[float, dict[int, None]]]()
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: TraceRequest) -> int:
         """Balance, match, guard."""
         counts = self.in_flight
         open_to = set(range(self.workers))
@@ -388,7 +388,7 @@ class AiBrix(Rule):
         within = [n for n in order if counts[n] <= limit]
         return within[0] if within else self.least_busy()
 
-    def _depths(self, request: Request, open_to: set[int]) -> dict[int, int]:
+    def _depths(self, request: TraceRequest, open_to: set[int]) -> dict[int, int]:
         depths: dict[int, int] = {}
         matched = open_to
         for depth, key in enumerate(request.keys, start=1):
@@ -399,7 +399,7 @@ class AiBrix(Rule):
             depths |= dict.fromkeys(matched, depth)
         return depths
 
-    def sent(self, request: Request, worker: int) -> None:
+    def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the table."""
         for key in request.keys:
             _, holders = self._sent.pop(key, (0.0, {}))

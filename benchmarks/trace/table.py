@@ -10,9 +10,9 @@ from statistics import mean, median
 
 from rich.table import Table
 
-from benchmarks.report import Row, console
+from benchmarks.report import ReportRow, console
 from benchmarks.trace.ideals import Ideals
-from benchmarks.trace.measure import Case, Figures
+from benchmarks.trace.measure import TraceCase, TraceFigures
 
 OURS = "kv_lora"
 REACH_HIT_SHARE, REACH_BEST = 0.95, 1.02
@@ -21,13 +21,13 @@ SATURATED = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PolicyRow:
     """One policy in one case, over all seeds. `of_lru`: its hit ratio as a share of the central LRU's."""
 
-    case: Case
+    case: TraceCase
     policy: str
     bound: Ideals
-    figures: tuple[Figures, ...]
+    figures: tuple[TraceFigures, ...]
 
     @property
     def of_lru(self) -> float:
@@ -44,13 +44,13 @@ class Line:
         return float(mean(getattr(figures, name) for figures in self.figures))
 
 
-def by_case(case: Case, bound: Ideals, figures: Mapping[str, Sequence[Figures]]) -> list[Line]:
+def by_case(case: TraceCase, bound: Ideals, figures: Mapping[str, Sequence[TraceFigures]]) -> list[PolicyRow]:
     """The lines of one case, the best mean TTFT first."""
-    lines = [Line(case, policy, bound, tuple(found)) for policy, found in figures.items()]
+    lines = [PolicyRow(case, policy, bound, tuple(found)) for policy, found in figures.items()]
     return sorted(lines, key=lambda line: line.mean("ttft_mean_s"))
 
 
-def show(lines: Sequence[Line], good: str, what: str, into: Path | None) -> None:
+def show(lines: Sequence[PolicyRow], good: str, what: str, into: Path | None) -> None:
     """Print the table and, with `into`, write its rows in the benchmarks' common format."""
     table = Table(title="trace")
     columns = (
@@ -94,7 +94,7 @@ def show(lines: Sequence[Line], good: str, what: str, into: Path | None) -> None
         into.write_text(json.dumps(_rows(lines), indent=1))
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: PolicyRow) -> tuple[str, ...]:
     means = [figures.ttft_mean_s for figures in line.figures]
     return (
         f"{line.of_lru:.3f}",
@@ -110,7 +110,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def _rows(lines: Sequence[Line]) -> list[dict[str, object]]:
+def _rows(lines: Sequence[PolicyRow]) -> list[dict[str, object]]:
     """What is held to a reach is ours alone; the best other policy is the baseline."""
     rows = []
     for line in lines:
@@ -125,7 +125,7 @@ def _rows(lines: Sequence[Line]) -> list[dict[str, object]]:
         is_held = is_ours and lost_share <= SATURATED
         reach_s = REACH_BEST * rival.mean("ttft_mean_s") if is_held and rival is not None else None
         rows.append(
-            Row(
+            ReportRow(
                 f"{where}: mean TTFT",
                 line.mean("ttft_mean_s"),
                 "s",
@@ -139,16 +139,16 @@ def _rows(lines: Sequence[Line]) -> list[dict[str, object]]:
         case = line.case
         where = f"C={case.capacity} load={case.load:g} routers={case.routers} reports={case.report_s:g}s {line.policy}"
         reach = REACH_HIT_SHARE if line.policy == OURS else None
-        # More is better here, so `Row.ok` does not apply.
-        row = Row(
+        # More is better here, so `ReportRow.ok` does not apply.
+        row = ReportRow(
             f"{where}: hits of central LRU", line.of_lru, "share", reach, "MIN", line.bound.belady / line.bound.lru
         )
         found.append(_plain(row, None if reach is None else line.of_lru >= reach))
         kept = f"{where}: hits of central LRU that keeps answers"
-        found.append(_plain(Row(kept, line.of_lru_answers, "share"), None))
+        found.append(_plain(ReportRow(kept, line.of_lru_answers, "share"), None))
         for name, unit in _OTHER:
             value = line.mean(name)
-            found.append(_plain(Row(f"{where}: {name}", -1.0 if isinf(value) else value, unit), None))
+            found.append(_plain(ReportRow(f"{where}: {name}", -1.0 if isinf(value) else value, unit), None))
     return found
 
 
@@ -158,7 +158,7 @@ _OTHER = (
 )  # fmt: skip
 
 
-def _plain(row: Row, ok: bool | None) -> dict[str, object]:
+def _plain(row: ReportRow, ok: bool | None) -> dict[str, object]:
     return {
         "what": row.what, "value": row.value, "unit": row.unit, "reach": row.reach, "ok": ok,
         "baseline": row.baseline, "baseline_value": row.baseline_value,

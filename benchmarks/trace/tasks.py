@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.trace.engine import Hardware
 from benchmarks.trace.ideals import Ideals, ideals
-from benchmarks.trace.measure import Case, Figures, run
-from benchmarks.trace.workload import Line, requests_of
+from benchmarks.trace.measure import TraceCase, TraceFigures, run
+from benchmarks.trace.workload import TraceLine, requests_of
 from router.core.schedule.cost import CostSettings
 
 
@@ -15,19 +15,19 @@ class Task:
     """One run, or the ideals of one case where `policy` is empty."""
 
     policy: str
-    case: Case
+    case: TraceCase
     seed: int
 
 
-_shared: list[tuple[list[Line], argparse.Namespace]] = []
+_shared: list[tuple[list[TraceLine], argparse.Namespace]] = []
 
 
-def begin(lines: list[Line], options: argparse.Namespace) -> None:
+def begin(lines: list[TraceLine], options: argparse.Namespace) -> None:
     """In each process: what all of its tasks share."""
     _shared.append((lines, options))
 
 
-def do(task: Task) -> Figures | Ideals:
+def do(task: Task) -> TraceFigures | Ideals:
     """After `begin`."""
     lines, options = _shared[0]
     case = task.case

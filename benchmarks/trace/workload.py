@@ -19,7 +19,7 @@ WHERE_FROM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TraceLine:
     """One line of a trace: when, how long, and the ids of its 512-token blocks, the last of which may be partial."""
 
     at_s: float
@@ -29,7 +29,7 @@ class Line:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TraceRequest:
     """One request. `keys` are its full blocks under its adapter; `ids` all its blocks, whatever its adapter.
 
     What came of it is written in by the run: seconds on the run's clock, -1 where it never happened.
@@ -54,14 +54,14 @@ class Request:
     is_shed: bool = False
 
 
-def read(file: Path) -> list[Line]:
+def read(file: Path) -> list[TraceLine]:
     """The lines of a trace in Mooncake's format. Raises ValueError with the line that is not in it."""
     lines = []
     for number, text in enumerate(file.read_text().splitlines(), start=1):
         try:
             raw = json.loads(text)
             ids = tuple(raw["hash_ids"])
-            line = Line(raw["timestamp"] / 1000, raw["input_length"], max(1, raw["output_length"]), ids)
+            line = TraceLine(raw["timestamp"] / 1000, raw["input_length"], max(1, raw["output_length"]), ids)
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{file}, line {number}: {exc!r}; expected {WHERE_FROM}") from exc
         if len(ids) != -(-line.prompt_tokens // BLOCK):
@@ -72,11 +72,11 @@ def read(file: Path) -> list[Line]:
     return lines
 
 
-def drawn(requests: int = 500, seed: int = 1) -> list[Line]:
+def drawn(requests: int = 500, seed: int = 1) -> list[TraceLine]:
     """A small trace of the same shape: one block common to all, sessions that grow turn by turn, a tick of 3 s."""
     rng = Random(seed)
     fresh = iter(range(1, 10_000_000))
-    lines: list[Line] = []
+    lines: list[TraceLine] = []
     sessions: list[tuple[list[int], int]] = []
     gap_s = 0.3
     for number in range(requests):
@@ -89,13 +89,13 @@ def drawn(requests: int = 500, seed: int = 1) -> list[Line]:
         ids = ids + [next(fresh) for _ in range(-(-tokens // BLOCK) - len(ids))]
         output = min(2000, int(rng.lognormvariate(5.3, 1.0)) + 1)
         at_s = number * gap_s // TICK_S * TICK_S
-        lines.append(Line(at_s, tokens, output, tuple(ids)))
+        lines.append(TraceLine(at_s, tokens, output, tuple(ids)))
         if tokens < 60_000:
             sessions.append((ids, tokens))
     return lines
 
 
-def requests_of(lines: list[Line], *, seed: int, load: float, routers: int) -> list[Request]:
+def requests_of(lines: list[TraceLine], *, seed: int, load: float, routers: int) -> list[TraceRequest]:
     """The trace at `load` times its speed, in order of arrival; `seed` draws jitter, adapters and routers."""
     rng = Random(seed)
     adapters = _adapters(lines, rng)
@@ -108,7 +108,7 @@ def requests_of(lines: list[Line], *, seed: int, load: float, routers: int) -> l
         adapter = adapters[session]
         full = line.ids[: line.prompt_tokens // BLOCK]
         found.append(
-            Request(
+            TraceRequest(
                 number=number,
                 arrived=times[i],
                 prompt_tokens=line.prompt_tokens,
@@ -128,12 +128,12 @@ def key(adapter: int, block: int) -> int:
     return ((adapter << 40 | block) * 0x9E3779B97F4A7C15 + adapter) % (1 << 63)
 
 
-def _session(line: Line) -> int:
+def _session(line: TraceLine) -> int:
     """All requests share their first block; the second tells conversations apart."""
     return line.ids[min(1, len(line.ids) - 1)]
 
 
-def _adapters(lines: list[Line], rng: Random) -> dict[int, int]:
+def _adapters(lines: list[TraceLine], rng: Random) -> dict[int, int]:
     weights = list(accumulate((rank + 1) ** -ZIPF for rank in range(ADAPTERS)))
     sessions = dict.fromkeys(map(_session, lines))
     return dict(zip(sessions, rng.choices(range(ADAPTERS), cum_weights=weights, k=len(sessions)), strict=True))

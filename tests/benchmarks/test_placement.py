@@ -9,12 +9,12 @@ import pytest
 import benchmarks.placement.__main__ as command
 from benchmarks.placement.ideal import shared_lru
 from benchmarks.placement.measure import CONTENDERS, run
-from benchmarks.placement.workload import Request, Scene, requests_of
+from benchmarks.placement.workload import PlacementRequest, Scenario, requests_of
 from benchmarks.placement.world import LOAD_S, World, sure_after_s
 from orchestrator.config import OrchestratorSettings
 from tests.benchmarks.smoke import rows_of
 
-SMALL = Scene(name="small", adapters=20, workers=2, slots=4, rate=2.0, lasts_s=300, warm_s=60, work_s=0.3)
+SMALL = Scenario(name="small", adapters=20, workers=2, slots=4, rate=2.0, lasts_s=300, warm_s=60, work_s=0.3)
 
 
 @pytest.mark.thorough
@@ -51,10 +51,10 @@ def test_a_run_can_be_repeated_to_the_bit():
 
 
 def test_one_lru_over_all_slots_misses_what_it_evicted_and_nothing_else():
-    requests = [Request(float(at), adapter, 0.1) for at, adapter in enumerate([1, 2, 1, 3, 2, 1])]
+    requests = [PlacementRequest(float(at), adapter, 0.1) for at, adapter in enumerate([1, 2, 1, 3, 2, 1])]
     assert shared_lru(requests, 2, warm_s=0.0, takes_time=False) == (5, 5)
     assert shared_lru(requests, 3, warm_s=0.0, takes_time=False) == (3, 3)
-    soon = [Request(0.0, 1, 0.1), Request(0.1, 1, 0.1), Request(100.0, 1, 0.1)]
+    soon = [PlacementRequest(0.0, 1, 0.1), PlacementRequest(0.1, 1, 0.1), PlacementRequest(100.0, 1, 0.1)]
     assert shared_lru(soon, 1, warm_s=0.0, takes_time=True) == (2, 1)
 
 
@@ -85,8 +85,8 @@ class LoadWantedPolicy:
 
 
 def test_a_request_waits_for_its_load_and_then_for_those_before_it():
-    requests = [Request(1.0, 0, 0.5), Request(1.1, 0, 0.5), Request(60.0, 0, 0.5)]
-    world = World(Scene(name="one", workers=1, lasts_s=100), requests, seed=1)
+    requests = [PlacementRequest(1.0, 0, 0.5), PlacementRequest(1.1, 0, 0.5), PlacementRequest(60.0, 0, 0.5)]
+    world = World(Scenario(name="one", workers=1, lasts_s=100), requests, seed=1)
     world.run(LoadWantedPolicy(world))
     first, second, third = requests
     assert LOAD_S / 2 < first.first_token - first.at < LOAD_S * 3
@@ -96,8 +96,10 @@ def test_a_request_waits_for_its_load_and_then_for_those_before_it():
 
 
 def test_an_engine_is_given_a_second_of_work_and_the_rest_goes_where_its_adapter_comes_to_be():
-    requests = [Request(20.0 + number / 100, 0, 1.0) for number in range(10)] + [Request(0.0, 0, 0.1)]
-    world = World(Scene(name="two", workers=2, lasts_s=100), sorted(requests, key=lambda request: request.at), seed=1)
+    requests = [PlacementRequest(20.0 + number / 100, 0, 1.0) for number in range(10)] + [PlacementRequest(0.0, 0, 0.1)]
+    world = World(
+        Scenario(name="two", workers=2, lasts_s=100), sorted(requests, key=lambda request: request.at), seed=1
+    )
     placer = LoadWantedPolicy(world)
     world.at(20.5, lambda: placer.world.load(0, world.workers["w1"]))
     world.run(placer)
@@ -109,8 +111,8 @@ def test_an_engine_is_given_a_second_of_work_and_the_rest_goes_where_its_adapter
 
 
 def test_a_lost_worker_s_requests_begin_again_where_their_adapter_is():
-    requests = [Request(1.0, 0, 0.5), Request(50.0, 0, 5.0)]
-    world = World(Scene(name="two", workers=1, lasts_s=200, lost=51.0, back=60.0), requests, seed=1)
+    requests = [PlacementRequest(1.0, 0, 0.5), PlacementRequest(50.0, 0, 5.0)]
+    world = World(Scenario(name="two", workers=1, lasts_s=200, lost=51.0, back=60.0), requests, seed=1)
     placer = LoadWantedPolicy(world)
     placer.lost = lambda worker: None
     placer.wanted = lambda adapter: (

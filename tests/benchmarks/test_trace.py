@@ -11,12 +11,12 @@ from random import Random
 
 import pytest
 
-from benchmarks.trace.engine import NEVER, Engine, Hardware, Job
-from benchmarks.trace.fleet import Changes, Fleet, Reading, Setting
+from benchmarks.trace.engine import NEVER, EngineJob, Hardware, SimulatedEngine
+from benchmarks.trace.fleet import Changes, EngineReading, Setting, TraceFleet
 from benchmarks.trace.ideals import ideals
-from benchmarks.trace.measure import Case, figures, names, run
+from benchmarks.trace.measure import TraceCase, figures, names, run
 from benchmarks.trace.peers import PEERS, CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
-from benchmarks.trace.workload import BLOCK, TICK_S, Request, drawn, key, read, requests_of
+from benchmarks.trace.workload import BLOCK, TICK_S, TraceRequest, drawn, key, read, requests_of
 from router.core.schedule.cost import CostSettings
 from tests.benchmarks.smoke import rows_of
 from tests.patience import patience
@@ -30,7 +30,7 @@ def a_request(number: int = 0, *, blocks: Sequence[int] = (0,), adapter: int = 0
     tokens = len(blocks) * BLOCK + tail
     keys = [key(adapter, block) for block in blocks]
     ids = (*blocks, 1_000_000 + number)
-    return Request(number, arrived, tokens, 3, keys, ids, adapter, session=ids[1], router=0)
+    return TraceRequest(number, arrived, tokens, 3, keys, ids, adapter, session=ids[1], router=0)
 
 
 # --- workload ---------------------------------------------------------------------------------------------------------
@@ -108,15 +108,15 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_block():
 # --- the engine's additions (the rest is in test_trace_engine.py) -----------------------------------------------------
 
 
-def finish_all(engine: Engine) -> None:
+def finish_all(engine: SimulatedEngine) -> None:
     while engine.due < NEVER:
         engine.finish()
 
 
 def test_prefill_grows_with_the_square_and_decode_steps_with_batch_and_context():
     hardware = replace(HARDWARE, to_device_s=0.0, load_s=0.0, max_num_batched_tokens=2048)
-    engine = Engine(hardware, Random(0))
-    job = Job(1, [], 5000, 200, None)
+    engine = SimulatedEngine(hardware, Random(0))
+    job = EngineJob(1, [], 5000, 200, None)
     engine.add(job, 0.0)
     finish_all(engine)
     assert job.first_token == pytest.approx(5000 * hardware.prefill_s + hardware.attention_s * 5000**2 / 2)
@@ -128,8 +128,8 @@ def test_prefill_grows_with_the_square_and_decode_steps_with_batch_and_context()
 
 def test_an_arrival_cuts_a_stretch_at_the_end_of_the_step_it_falls_into():
     hardware = replace(HARDWARE, attention_s=0.0, decode_seq_s=0.0, decode_context_s=0.0, to_device_s=0.0)
-    engine = Engine(hardware, Random(0))
-    first, second = Job(1, [], 100, 1000, None), Job(2, [], 100, 1, None)
+    engine = SimulatedEngine(hardware, Random(0))
+    first, second = EngineJob(1, [], 100, 1000, None), EngineJob(2, [], 100, 1, None)
     engine.add(first, 0.0)
     engine.finish()
     began = first.first_token
@@ -143,8 +143,8 @@ def test_an_arrival_cuts_a_stretch_at_the_end_of_the_step_it_falls_into():
 
 
 def test_whoever_leaves_gives_back_its_blocks_wherever_it_is():
-    engine = Engine(replace(HARDWARE, max_num_seqs=2), Random(0))
-    jobs = [Job(n, [], 20_000, 50, n) for n in range(4)]
+    engine = SimulatedEngine(replace(HARDWARE, max_num_seqs=2), Random(0))
+    jobs = [EngineJob(n, [], 20_000, 50, n) for n in range(4)]
     for job in jobs:
         engine.add(job, 0.0)
     engine.finish()
@@ -158,9 +158,9 @@ def test_whoever_leaves_gives_back_its_blocks_wherever_it_is():
 
 
 def test_an_adapter_is_read_from_disk_once_while_the_host_has_room_for_it():
-    engine = Engine(replace(HARDWARE, load_s=2.0, load_sigma=0.0, max_loras=1, max_cpu_loras=2), Random(0))
+    engine = SimulatedEngine(replace(HARDWARE, load_s=2.0, load_sigma=0.0, max_loras=1, max_cpu_loras=2), Random(0))
     for number, adapter in enumerate((1, 2, 1, 3, 2)):
-        engine.add(Job(number, [], 10, 1, adapter), engine.due if engine.due < NEVER else 100.0 * number)
+        engine.add(EngineJob(number, [], 10, 1, adapter), engine.due if engine.due < NEVER else 100.0 * number)
         finish_all(engine)
     assert engine.counters.loads == 4  # 1, 2, then 3 puts out 2
     assert engine.counters.load_seconds == pytest.approx(8.0)
@@ -172,7 +172,7 @@ def test_an_adapter_is_read_from_disk_once_while_the_host_has_room_for_it():
 class Recorder:
     """A router that sends everything to worker 0 and remembers what it was told."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: TraceFleet) -> None:
         self.fleet = fleet
         self.offered: list[int] = []
         self.answered: list[int] = []
@@ -180,17 +180,17 @@ class Recorder:
         self.read_at: dict[int, list[float]] = {}
         self.heard: list[tuple[float, int]] = []
 
-    def offer(self, request: Request, now: float) -> None:
+    def offer(self, request: TraceRequest, now: float) -> None:
         self.offered.append(request.number)
         self.fleet.send(request, 0)
 
-    def first_token(self, request: Request) -> None:
+    def first_token(self, request: TraceRequest) -> None:
         self.answered.append(request.number)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: TraceRequest) -> None:
         self.over.append(request.number)
 
-    def read(self, reading: Reading) -> None:
+    def read(self, reading: EngineReading) -> None:
         assert reading.at == self.fleet.now
         self.read_at.setdefault(reading.worker, []).append(reading.at)
 
@@ -198,8 +198,8 @@ class Recorder:
         self.heard += [(self.fleet.now, found) for found, is_new in changes if is_new and worker == 0]
 
 
-def recorded(requests: list[Request], **changes: object) -> tuple[Fleet, list[Recorder]]:
-    fleet = Fleet(replace(Setting(hardware=HARDWARE), **changes), seed=0)  # type: ignore[arg-type]
+def recorded(requests: list[TraceRequest], **changes: object) -> tuple[TraceFleet, list[Recorder]]:
+    fleet = TraceFleet(replace(Setting(hardware=HARDWARE), **changes), seed=0)  # type: ignore[arg-type]
     routers = [Recorder(fleet) for _ in range(fleet.setting.routers)]
     fleet.routers += routers
     fleet.run(requests)
@@ -244,7 +244,7 @@ def test_a_client_that_waits_too_long_leaves_and_counts_as_failed():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", names())
 def test_every_policy_answers_everything_at_light_load_and_twice_the_same(policy):
-    case = Case(capacity=150, load=0.3, routers=2, report_s=1.0)
+    case = TraceCase(capacity=150, load=0.3, routers=2, report_s=1.0)
     outcomes = []
     for _ in range(2):
         found, requests, _ = run(policy, SMALL, case, 1, hardware=HARDWARE, late_binding_s=1.0, costs=CostSettings())
@@ -297,7 +297,7 @@ def test_llm_d_weighs_queue_cache_and_prefix():
     request = a_request(blocks=(0, 1, 2, 3))
     send(rule, request, 1)
     assert rule.choose(request) == 1
-    reading = Reading(1, 0.0, 5, 9, 0.9, 0.0, 0.0, 0.0, 0.0, (), frozenset(), frozenset())
+    reading = EngineReading(1, 0.0, 5, 9, 0.9, 0.0, 0.0, 0.0, 0.0, (), frozenset(), frozenset())
     rule.readings[:] = [
         replace(reading, worker=n, waiting=9 if n == 1 else 0, kv_usage=0.9 * (n == 1)) for n in range(3)
     ]

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.trace.engine import NEVER, Engine, Hardware
+from benchmarks.trace.engine import NEVER, Hardware, SimulatedEngine
 from benchmarks.trace.engine import EngineJob as FastJob
 from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, FinishReason
@@ -63,7 +63,7 @@ def by_batch(drawn, hardware):
 
 def by_engine(drawn, hardware):
     """What the fast engine does, in stretches."""
-    engine = Engine(hardware, Random(0))
+    engine = SimulatedEngine(hardware, Random(0))
     jobs = []
     names: dict[tuple[object, ...], int] = {}
     for number, (_, adapter, prompt, output) in enumerate(drawn):
