@@ -1,7 +1,6 @@
 """The real `place`, `diff` and `DemandBook`, acting on the simulated fleet as the reconciler acts on a real one."""
 
-from benchmarks.placement.world import Copy, World
-from benchmarks.placement.world import ObservedWorker as Engine
+from benchmarks.placement.world import Copy, SimulatedWorker, World
 from orchestrator.core.demand import AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff
@@ -57,11 +56,11 @@ class LorafleetOrchestrator:
         ):
             self._poke()
 
-    def loaded(self, worker: Engine) -> None:
+    def loaded(self, worker: SimulatedWorker) -> None:
         del worker
         self._poke()
 
-    def lost(self, worker: Engine) -> None:
+    def lost(self, worker: SimulatedWorker) -> None:
         for adapter in worker.copies:
             name = lora_id(adapter)
             is_hot = self.book.rate(name, self.world.now) > 0
@@ -135,7 +134,7 @@ class LorafleetOrchestrator:
             memory=self.desired.memory,
         )
 
-    def _worker(self, engine: Engine) -> ObservedWorker:
+    def _worker(self, engine: SimulatedWorker) -> ObservedWorker:
         held = {
             lora_id(adapter): ReportedAdapter(
                 lora_id=lora_id(adapter),

@@ -62,7 +62,7 @@ class Hardware:
 
 
 @dataclass(slots=True, eq=False)
-class EngineJob:
+class TraceJob:
     """One request at an engine. `keys` are its prompt's full blocks; blocks of its answer are nobody else's."""
 
     number: int
@@ -80,7 +80,7 @@ class EngineJob:
     order: int = 0
     """Grows with each admission: the running jobs in this order."""
     ahead: int | None = None
-    """While decoding: what `SimulatedEngine.steps` lacks to this job's computed tokens."""
+    """While decoding: what `TraceEngine.steps` lacks to this job's computed tokens."""
     scheduled: float = -1.0
     first_token: float = -1.0
     last_token: float = -1.0
@@ -102,25 +102,25 @@ class Waiting:
     """Jobs in line, in order, and in order among those whose adapter may run."""
 
     def __init__(self) -> None:
-        self.lines: dict[int | None, deque[tuple[int, EngineJob]]] = {}
+        self.lines: dict[int | None, deque[tuple[int, TraceJob]]] = {}
         self.count = 0
         self._front = self._back = 0
 
     def __len__(self) -> int:
         return self.count
 
-    def append(self, job: EngineJob) -> None:
+    def append(self, job: TraceJob) -> None:
         self._back += 1
         self.lines.setdefault(job.adapter, deque()).append((self._back, job))
         self.count += 1
 
-    def put_back(self, job: EngineJob) -> None:
+    def put_back(self, job: TraceJob) -> None:
         """In front of everybody."""
         self._front -= 1
         self.lines.setdefault(job.adapter, deque()).appendleft((self._front, job))
         self.count += 1
 
-    def head(self, slots: set[int | None] | None) -> EngineJob | None:
+    def head(self, slots: set[int | None] | None) -> TraceJob | None:
         """The first whose adapter is in `slots`; None for slots: the first of all."""
         if slots is None:
             lines = list(self.lines.values())
@@ -128,7 +128,7 @@ class Waiting:
             lines = [line for adapter in (*slots, None) if (line := self.lines.get(adapter))]
         return min(lines, key=lambda line: line[0][0])[0][1] if lines else None
 
-    def pop(self, job: EngineJob) -> None:
+    def pop(self, job: TraceJob) -> None:
         """Take out the head of an adapter's line."""
         line = self.lines[job.adapter]
         line.popleft()
@@ -136,7 +136,7 @@ class Waiting:
         if not line:
             del self.lines[job.adapter]
 
-    def remove(self, job: EngineJob) -> None:
+    def remove(self, job: TraceJob) -> None:
         """Take out any job."""
         line = self.lines[job.adapter]
         for i, (_, waiting) in enumerate(line):
@@ -172,14 +172,14 @@ class Counters:
     preemptions: int = 0
 
 
-class SimulatedEngine:
+class TraceEngine:
     """Call `add` when a request comes; whenever `due` has come, `finish` says who got a first token or ended."""
 
     def __init__(self, hardware: Hardware, rng: Random) -> None:
         self.hardware = hardware
         self.rng = rng
         self.blocks = Blocks(hardware.blocks)
-        self.running: dict[EngineJob, None] = {}
+        self.running: dict[TraceJob, None] = {}
         self.waiting = Waiting()
         self.host = OrderedDict[int, None]()
         self.device = OrderedDict[int, None]()
@@ -195,16 +195,16 @@ class SimulatedEngine:
         self.keeps_durations = False
         self._began = 0.0
         self._stretch = 0
-        self._chunks: list[tuple[EngineJob, int]] = []
+        self._chunks: list[tuple[TraceJob, int]] = []
         self._decoding = 0
         self._context = 0
         self._each_s = self._growth_s = 0.0
-        self._ends: list[tuple[int, int, EngineJob]] = []
-        self._grows: list[tuple[int, int, EngineJob]] = []
+        self._ends: list[tuple[int, int, TraceJob]] = []
+        self._grows: list[tuple[int, int, TraceJob]] = []
         self._admissions = 0
         self._slots: dict[int | None, int] = {}
 
-    def add(self, job: EngineJob, now: float) -> None:
+    def add(self, job: TraceJob, now: float) -> None:
         """Queue `job`; a stretch of decode steps under way is cut after the step that `now` falls into.
 
         raises  ValueError when it can never fit
@@ -218,7 +218,7 @@ class SimulatedEngine:
         elif self._stretch > 1:
             self._cut(now)
 
-    def abort(self, job: EngineJob, now: float) -> None:
+    def abort(self, job: TraceJob, now: float) -> None:
         """Its client has left; its full blocks stay cached. Harmless when it is over."""
         if job.is_over:
             return
@@ -233,7 +233,7 @@ class SimulatedEngine:
         else:
             self.waiting.remove(job)
 
-    def finish(self) -> list[EngineJob]:
+    def finish(self) -> list[TraceJob]:
         """The step under way is done at `due`: the jobs with a first token or that ended, and the next step begins."""
         now = self.due
         steps = self._stretch
@@ -303,7 +303,7 @@ class SimulatedEngine:
         hardware = self.hardware
         extra_s = 0.0
         decodes_are_whole = self._grow_decodes()
-        chunks: list[tuple[EngineJob, int]] = []
+        chunks: list[tuple[TraceJob, int]] = []
         self._chunks = chunks
         budget = hardware.max_num_batched_tokens - self._decoding
         partial = next(reversed(self.running)) if len(self.running) > self._decoding else None
@@ -394,14 +394,14 @@ class SimulatedEngine:
                 heapq.heappush(grows, (self.steps + self.hardware.block_size, order, job))
         return whole
 
-    def _grow_last(self, job: EngineJob, tokens: int) -> bool:
+    def _grow_last(self, job: TraceJob, tokens: int) -> bool:
         """Room for `tokens` more of the one prompt under way; False when it had to be preempted itself."""
         if self._grow(job, tokens):
             return True
         self._preempt_last()
         return False
 
-    def _grow(self, job: EngineJob, tokens: int) -> bool:
+    def _grow(self, job: TraceJob, tokens: int) -> bool:
         after = job.computed + tokens
         size = self.hardware.block_size
         missing = -(-after // size) - len(job.table)
@@ -412,7 +412,7 @@ class SimulatedEngine:
         self._store(job, after // size)
         return True
 
-    def _store(self, job: EngineJob, full: int) -> None:
+    def _store(self, job: TraceJob, full: int) -> None:
         if full > job.stored:
             if full > len(job.keys):
                 job.name_blocks(full)
@@ -445,7 +445,7 @@ class SimulatedEngine:
             budget -= tokens
         return extra_s
 
-    def _start(self, job: EngineJob, budget: int) -> int:
+    def _start(self, job: TraceJob, budget: int) -> int:
         """Tokens of `job` that go into this step, its cached prefix left out; 0 when the pool has no room for all."""
         size = self.hardware.block_size
         hits = self.blocks.match(job.keys, (job.tokens - 1) // size)
@@ -463,7 +463,7 @@ class SimulatedEngine:
         assert grown, "room_for has promised it"
         return tokens
 
-    def _touch(self, adapter: int, job: EngineJob) -> float:
+    def _touch(self, adapter: int, job: TraceJob) -> float:
         """Seconds until `adapter` is on the device; now it is the most recently used."""
         hardware = self.hardware
         took_s = 0.0
@@ -489,7 +489,7 @@ class SimulatedEngine:
 
     # --- a job's changes of state ------------------------------------------------------------------------------------
 
-    def _token(self, job: EngineJob, now: float) -> None:
+    def _token(self, job: TraceJob, now: float) -> None:
         """The token that a prompt's last chunk gives; after a preemption it is one more of the answer."""
         if job.first_token < 0:
             job.first_token = now
@@ -501,7 +501,7 @@ class SimulatedEngine:
         job.last_token = now
         job.produced += 1
 
-    def _decodes(self, job: EngineJob) -> None:
+    def _decodes(self, job: TraceJob) -> None:
         """From the next step on it gets one token each."""
         job.ahead = job.computed - self.steps
         self._decoding += 1
@@ -511,7 +511,7 @@ class SimulatedEngine:
         to_go = len(job.table) * size - job.computed
         heapq.heappush(self._grows, (self.steps + to_go, job.order, job))
 
-    def _settle(self, job: EngineJob) -> None:
+    def _settle(self, job: TraceJob) -> None:
         """Write down how far a decoding job has come."""
         if job.ahead is not None:
             computed = self.steps + job.ahead
@@ -519,7 +519,7 @@ class SimulatedEngine:
             job.computed = computed
             self._store(job, computed // self.hardware.block_size)
 
-    def _leave(self, job: EngineJob) -> None:
+    def _leave(self, job: TraceJob) -> None:
         """Off the running ones, settled before; its blocks may be used again."""
         del self.running[job]
         left = self._slots[job.adapter] - 1
@@ -535,7 +535,7 @@ class SimulatedEngine:
         job.table = []
         job.stored = 0
 
-    def _preempt_last(self) -> EngineJob:
+    def _preempt_last(self) -> TraceJob:
         job = next(reversed(self.running))
         self._settle(job)
         if job.ahead is not None:
@@ -548,7 +548,7 @@ class SimulatedEngine:
         self.waiting.put_back(job)
         return job
 
-    def _count(self, job: EngineJob) -> None:
+    def _count(self, job: TraceJob) -> None:
         counters = self.counters
         counters.ended += 1
         counters.ended_prefill_tokens += job.prompt_tokens - job.cached_tokens

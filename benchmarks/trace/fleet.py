@@ -9,7 +9,7 @@ from random import Random
 from statistics import median
 from typing import Protocol
 
-from benchmarks.trace.engine import NEVER, EngineJob, Hardware, SimulatedEngine
+from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from benchmarks.trace.workload import ADAPTERS, TraceRequest
 from lorafleet.engine.rates import EngineCounters as RateReading
 from lorafleet.engine.rates import EngineRates
@@ -91,7 +91,7 @@ class SimulatedAgent:
         """A router has sent a request for it."""
         self._slots = self._slots.used(self._names[adapter])
 
-    def scrape(self, engine: SimulatedEngine, now: float) -> None:
+    def scrape(self, engine: TraceEngine, now: float) -> None:
         """Read the engine's counters and learn from them."""
         counters = engine.read(now)
         self._rates.add(
@@ -111,7 +111,7 @@ class SimulatedAgent:
             )
         )
 
-    def reading(self, worker: int, engine: SimulatedEngine, now: float) -> EngineReading:
+    def reading(self, worker: int, engine: TraceEngine, now: float) -> EngineReading:
         """The report at `now`."""
         held = [entry.name for entry in self._slots.held]
         where: dict[str, Location] = dict.fromkeys(held, "host")
@@ -141,9 +141,7 @@ class TraceFleet:
         self._learns_rates = learns_rates
         self.now = 0.0
         rng = Random(seed)
-        self.engines = [
-            SimulatedEngine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds
-        ]
+        self.engines = [TraceEngine(setting.hardware.at_speed(speed), Random(rng.random())) for speed in setting.speeds]
         self.agents = [SimulatedAgent(setting.hardware, rng) for _ in setting.speeds]
         self.routers: list[TraceRouter] = []
         self._due = [NEVER] * len(self.engines)
@@ -151,7 +149,7 @@ class TraceFleet:
         self._numbers = count()
         self._feed: deque[tuple[float, int, Changes]] = deque()
         self._jobs: dict[int, TraceRequest] = {}
-        self._flying: dict[TraceRequest, EngineJob] = {}
+        self._flying: dict[TraceRequest, TraceJob] = {}
         self._unanswered: deque[TraceRequest] = deque()
         self._phases = [rng.random() for _ in self.engines]
 
@@ -160,7 +158,7 @@ class TraceFleet:
     def send(self, request: TraceRequest, worker: int) -> None:
         """Give a request to an engine, now."""
         request.sent, request.worker = self.now, worker
-        job = EngineJob(
+        job = TraceJob(
             request.number, list(request.keys), request.prompt_tokens, request.output_tokens, request.adapter
         )
         self._jobs[request.number] = request

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.trace.engine import NEVER, EngineJob, Hardware, SimulatedEngine
+from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from benchmarks.trace.fleet import Changes, EngineReading, Setting, TraceFleet
 from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import TraceCase, figures, names, run
@@ -108,15 +108,15 @@ def test_a_prompt_that_is_all_cached_still_computes_its_last_block():
 # --- the engine's additions (the rest is in test_trace_engine.py) -----------------------------------------------------
 
 
-def finish_all(engine: SimulatedEngine) -> None:
+def finish_all(engine: TraceEngine) -> None:
     while engine.due < NEVER:
         engine.finish()
 
 
 def test_prefill_grows_with_the_square_and_decode_steps_with_batch_and_context():
     hardware = replace(HARDWARE, to_device_s=0.0, load_s=0.0, max_num_batched_tokens=2048)
-    engine = SimulatedEngine(hardware, Random(0))
-    job = EngineJob(1, [], 5000, 200, None)
+    engine = TraceEngine(hardware, Random(0))
+    job = TraceJob(1, [], 5000, 200, None)
     engine.add(job, 0.0)
     finish_all(engine)
     assert job.first_token == pytest.approx(5000 * hardware.prefill_s + hardware.attention_s * 5000**2 / 2)
@@ -128,8 +128,8 @@ def test_prefill_grows_with_the_square_and_decode_steps_with_batch_and_context()
 
 def test_an_arrival_cuts_a_stretch_at_the_end_of_the_step_it_falls_into():
     hardware = replace(HARDWARE, attention_s=0.0, decode_seq_s=0.0, decode_context_s=0.0, to_device_s=0.0)
-    engine = SimulatedEngine(hardware, Random(0))
-    first, second = EngineJob(1, [], 100, 1000, None), EngineJob(2, [], 100, 1, None)
+    engine = TraceEngine(hardware, Random(0))
+    first, second = TraceJob(1, [], 100, 1000, None), TraceJob(2, [], 100, 1, None)
     engine.add(first, 0.0)
     engine.finish()
     began = first.first_token
@@ -143,8 +143,8 @@ def test_an_arrival_cuts_a_stretch_at_the_end_of_the_step_it_falls_into():
 
 
 def test_whoever_leaves_gives_back_its_blocks_wherever_it_is():
-    engine = SimulatedEngine(replace(HARDWARE, max_num_seqs=2), Random(0))
-    jobs = [EngineJob(n, [], 20_000, 50, n) for n in range(4)]
+    engine = TraceEngine(replace(HARDWARE, max_num_seqs=2), Random(0))
+    jobs = [TraceJob(n, [], 20_000, 50, n) for n in range(4)]
     for job in jobs:
         engine.add(job, 0.0)
     engine.finish()
@@ -158,9 +158,9 @@ def test_whoever_leaves_gives_back_its_blocks_wherever_it_is():
 
 
 def test_an_adapter_is_read_from_disk_once_while_the_host_has_room_for_it():
-    engine = SimulatedEngine(replace(HARDWARE, load_s=2.0, load_sigma=0.0, max_loras=1, max_cpu_loras=2), Random(0))
+    engine = TraceEngine(replace(HARDWARE, load_s=2.0, load_sigma=0.0, max_loras=1, max_cpu_loras=2), Random(0))
     for number, adapter in enumerate((1, 2, 1, 3, 2)):
-        engine.add(EngineJob(number, [], 10, 1, adapter), engine.due if engine.due < NEVER else 100.0 * number)
+        engine.add(TraceJob(number, [], 10, 1, adapter), engine.due if engine.due < NEVER else 100.0 * number)
         finish_all(engine)
     assert engine.counters.loads == 4  # 1, 2, then 3 puts out 2
     assert engine.counters.load_seconds == pytest.approx(8.0)

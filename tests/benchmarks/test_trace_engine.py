@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.trace.engine import NEVER, Hardware, SimulatedEngine
-from benchmarks.trace.engine import EngineJob as FastJob
+from benchmarks.trace.engine import NEVER, Hardware, TraceEngine, TraceJob
 from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, FinishReason
 
@@ -63,13 +62,13 @@ def by_batch(drawn, hardware):
 
 def by_engine(drawn, hardware):
     """What the fast engine does, in stretches."""
-    engine = SimulatedEngine(hardware, Random(0))
+    engine = TraceEngine(hardware, Random(0))
     jobs = []
     names: dict[tuple[object, ...], int] = {}
     for number, (_, adapter, prompt, output) in enumerate(drawn):
         full = range(BLOCK, len(prompt) + 1, BLOCK)
         keys = [names.setdefault((adapter, *prompt[:end]), len(names)) for end in full]
-        jobs.append(FastJob(number, keys, len(prompt), output, adapter or None))
+        jobs.append(TraceJob(number, keys, len(prompt), output, adapter or None))
     held = set()
     line = [(arrived, job) for (arrived, *_), job in zip(drawn, jobs, strict=True)]
     while line or engine.due < NEVER:
