@@ -12,7 +12,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -20,7 +19,7 @@ import msgspec
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from lorafleet.http_server.batches import Batches, Steps
+from lorafleet.http_server.batches import Batches, Stepper
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.auth import OPEN, Caller
@@ -42,6 +41,7 @@ _CLOSE = b"connection: close\r\n"
 _JSON = b"content-type: application/json\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_NOT_BEGUN = "this server stopped before this request was begun; send it again"
 _HOLDS = "this server holds as many bytes"
 
 # What is being read of a client: nothing yet of the next message, its head, its body.
@@ -49,9 +49,9 @@ _IDLE, _HEAD, _BODY = range(3)
 
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
-# Answers a request by plain calls, now or later (`HttpExchange.on_gone` is then set); or in steps, beside the requests
-# of the same tick; or returns a coroutine, which runs in a task and is cancelled when the client leaves.
-Handler = Callable[["HttpExchange"], Coroutine[Any, Any, None] | Steps | None]
+# Answers a request: a coroutine that is stepped in batches until it calls `leave_batch`. It is closed, or its task is
+# cancelled, when the client leaves or the server stops.
+Handler = Callable[["HttpExchange"], Coroutine[Any, Any, None]]
 Route = Callable[[str, str], Handler | None]
 Sender = Callable[[Mapping[bytes, bytes]], Caller | None]
 Told = Callable[[bytes], bytes]
@@ -123,7 +123,7 @@ class Front:
                  to another router when this one hangs up, instead of sending into that moment
     has_stopped  nothing is begun any more
     outbox       what is to be sent at the end of the loop's turn
-    turn         the requests that have come in it
+    batches      the requests that are being worked on
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Front:
         self.is_draining = False
         self.has_stopped = False
         self.outbox = outbox
-        self.turn = Batches(outbox)
+        self.batches = Batches(outbox)
         shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
         self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
         self._timer: asyncio.TimerHandle | None = None
@@ -190,9 +190,7 @@ class Front:
             self._sweep_later(connection.loop)
 
     def stop(self) -> None:
-        """The time to finish is over: whatever is being answered by plain calls ends here, as tasks end that are
-        cancelled.
-        """
+        """End the work on every request: the time to finish is over."""
         self.has_stopped = True
         for connection in list(self.connections):
             connection.stop()
@@ -223,8 +221,7 @@ class HttpExchange(msgspec.Struct, eq=False):
     status   the answer's, once its head is on its way
 
     `on_pause` and `on_resume` are called when the client reads too slowly, and again; set them before the first `send`.
-    `on_gone` is called when the client leaves before its answer is whole, and to answer now or never when the router
-    stops. After the client has gone everything here does nothing.
+    After the client has gone everything here does nothing.
     """
 
     method: str
@@ -241,11 +238,9 @@ class HttpExchange(msgspec.Struct, eq=False):
     status: int | None = None
     on_pause: Callable[[], None] | None = None
     on_resume: Callable[[], None] | None = None
-    on_gone: Callable[[], None] | None = None
     _told: bytes = b""
     _head: bytes = b""
-    _task: asyncio.Task[None] | None = None
-    _work: Coroutine[Any, Any, None] | None = None
+    _stepper: Stepper | None = None
 
     @property
     def is_over(self) -> bool:
@@ -313,40 +308,6 @@ class HttpExchange(msgspec.Struct, eq=False):
             last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
         connection.write(self._head + last)
         connection.answered(self)
-
-    def begin_answer(self) -> Steps | None:
-        """Start its handler, unless the client has gone meanwhile; the steps that are left of it."""
-        connection = self._connection
-        return None if connection is None else connection.answer(self)
-
-    def failed(self, exc: Exception) -> None:
-        """Its handler failed in a way that it did not expect."""
-        _fail_unexpectedly(self, exc)
-
-    def step_on(self, steps: Steps) -> None:
-        """Have it answered in steps, in this turn of the loop, beside what else its engines have answered in it."""
-        connection = self._connection
-        if connection is not None:
-            connection._front.turn.go_on(self, steps, connection.loop)
-
-    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have it answered in a task from now on."""
-        connection = self._connection
-        if connection is None:
-            work.close()
-        else:
-            connection.work(self, work)
-
-    def leave(self) -> None:
-        """Tell whoever answers by plain calls, or would in a task that has not begun, to end it."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.close()
-        if self.on_gone is not None:
-            try:
-                self.on_gone()
-            except Exception as exc:  # noqa: BLE001  (whatever it is: this is called for many clients in a row)
-                _fail_unexpectedly(self, exc)
 
     def abort(self) -> None:
         """Close the client's connection in the middle, so that it cannot take what it has for a whole answer."""
@@ -614,46 +575,35 @@ class _Connection(HttpToolsProtocol):
 
     def _start(self, exchange: HttpExchange) -> None:
         self._current = exchange
-        self._front.turn.begin(exchange, self.loop)
+        batches, loop = self._front.batches, self.loop
+        exchange._stepper = stepper = Stepper(self._answer(exchange), batches, loop, self.tasks, len(exchange.body))
+        batches.begin(stepper, loop)
 
-    def answer(self, exchange: HttpExchange) -> Steps | None:
-        """Its turn has come."""
+    async def _answer(self, exchange: HttpExchange) -> None:
+        """Run the request's handler; answer with an error where it does not answer."""
         if self._front.has_stopped:
-            _fail(exchange, 503, "stopping", "this server stopped before this request was begun; send it again")
-            return None
+            _fail(exchange, 503, "stopping", _NOT_BEGUN)
+            return
         try:
-            work = exchange._handler(exchange)
-        except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
-            _fail_unexpectedly(exchange, exc)
-            return None
-        # Nearly all give back a generator, and asking an abstract class takes long.
-        if not isinstance(work, GeneratorType) and isinstance(work, Coroutine):
-            self.work(exchange, work)
-            return None
-        return work
-
-    def work(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
-        """A task for what must be waited for."""
-        exchange._work = work
-        exchange._task = task = self.loop.create_task(self._answer(exchange, work))
-        self.tasks.add(task)
-
-    async def _answer(self, exchange: HttpExchange, work: Coroutine[Any, Any, None]) -> None:
-        exchange._work = exchange.on_gone = None
-        try:
-            await work
+            await exchange._handler(exchange)
             if exchange._connection is not None:
                 log.error("a handler ended without an answer", path=exchange.path, status=exchange.status)
                 _fail(exchange, 500, "internal_error", "internal error: the request was not answered")
-        except asyncio.CancelledError:
-            if exchange._connection is not None:  # not by the client: the time to finish is over
+        except (asyncio.CancelledError, GeneratorExit):
+            if exchange._connection is not None:  # the client is still there: the time to finish is over
                 _fail(exchange, 503, "stopping", "this server stopped before this request was done; send it again")
             raise
-        except Exception as exc:  # noqa: BLE001  (whatever it is: its client is told, and the log)
+        except Exception as exc:  # noqa: BLE001  (answered with a 500, and logged)
             _fail_unexpectedly(exchange, exc)
-        finally:
-            if exchange._task is not None:
-                self.tasks.discard(exchange._task)
+
+    def _end_work(self, exchange: HttpExchange) -> None:
+        """End the handler of a request whose client has left, or that is out of time because the server stops."""
+        stepper, exchange._stepper = exchange._stepper, None
+        if stepper is None:
+            return
+        stepper.close()
+        if not stepper.is_begun:
+            _fail(exchange, 503, "stopping", _NOT_BEGUN)
 
     def stays_open(self) -> bool:
         """Whether another request may follow the one being answered."""
@@ -736,10 +686,7 @@ class _Connection(HttpToolsProtocol):
         exchange = self._current
         if exchange is not None:
             self.let_go(exchange)
-            # What cancels a task stays in it, with every frame that it went through: they must not lead back to it.
-            task, exchange._task = exchange._task, None
-            self._cancel(task)
-            exchange.leave()
+            self._end_work(exchange)
         self._drop_queue()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
@@ -913,17 +860,8 @@ class _Connection(HttpToolsProtocol):
         """The router goes now: what waits behind the request being answered was never begun, and may be sent again."""
         exchange = self._current
         self._drop_queue()
-        if exchange is None:
-            return
-        task = exchange._task if exchange._work is not None else None  # one that has not begun
-        exchange.leave()
-        self._cancel(task)
-
-    def _cancel(self, task: asyncio.Task[None] | None) -> None:
-        if task is not None:
-            # Cancelled before its first step it never comes to its own `finally`.
-            task.add_done_callback(self.tasks.discard)
-            task.cancel()
+        if exchange is not None:
+            self._end_work(exchange)
 
 
 class _EnoughError(Exception):

@@ -1,14 +1,13 @@
 """open -> relay: one attempt at one replica, and its bytes to the client."""
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
 from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
+from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.connection import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.core.failover.circuit_breaker import is_fault
@@ -151,15 +150,11 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 raise ReplicaUnreachable(what, reason=reason)
             self.first = enveloped(self.status, self.first)
 
-    def relay(
-        self, exchange: HttpExchange, echo: Renamed, tell: Callable[[], None], *, hidden: UsageFilter | None = None
+    def start_relay(
+        self, exchange: HttpExchange, echo: Renamed, on_over: Callable[[], None], *, hidden: UsageFilter | None = None
     ) -> None:
-        """Send a stream's bytes on as they come; then `tell`, perhaps at once: a StreamBroken is its `failure` when
-        the engine left.
-
-        hidden  takes out the event with the usage, where we asked for it and the client did not
-        """
-        self._echo, self._hidden, self.tell = echo, hidden, tell
+        """As `relay`, and call `on_over` when the stream is over, perhaps at once."""
+        self._echo, self._hidden, self.tell = echo, hidden, on_over
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
@@ -170,10 +165,13 @@ class EngineAttempt(msgspec.Struct, eq=False):
         if self._connection is None:
             self._over()
 
-    async def relayed(self, exchange: HttpExchange, echo: Renamed, *, hidden: UsageFilter | None = None) -> None:
-        """`relay`, until it is over."""
-        over = asyncio.get_running_loop().create_future()
-        self.relay(exchange, echo, partial(_set, over), hidden=hidden)
+    async def relay(self, exchange: HttpExchange, echo: Renamed, *, hidden: UsageFilter | None = None) -> None:
+        """Send a stream's bytes on as they come, until it is over; `failure` says how, where it did not end well.
+
+        hidden  takes out the event with the usage, where we asked for it and the client did not
+        """
+        over = Signal()
+        self.start_relay(exchange, echo, over.set, hidden=hidden)
         await over
 
     @property
@@ -389,39 +387,38 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._connection.resume()
 
 
-async def open_attempt(
-    pool: EnginePool, call: EngineRequest, limits: AttemptLimits, *, anew: bool = False
-) -> EngineAttempt:
+async def open_attempt(pool: EnginePool, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
     """Send one request and wait until it is decided.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
 
-    anew    on a new connection only
-    raises  ReplicaUnreachable, see Attempt.check
+    raises  ReplicaUnreachable, see EngineAttempt.check
     """
     lost: EngineLost | None = None
-    connection = None if anew else pool.idle(call.origin)
+    connection = pool.idle(call.origin)
     if connection is not None:
-        attempt = await _decided(connection, call, limits)
+        attempt = await _sent(connection, call, limits)
         if not attempt.is_stale:
             attempt.check()
             return attempt
         assert isinstance(attempt.failure, EngineLost)
         lost = attempt.failure
+    await leave_batch()
     try:
         connection = await pool.connect(call.origin)
     except EngineLost as exc:
         # Where an engine that has just broken off does not listen any more, it died.
         why = lost if lost is not None and exc.reason == "connection" else exc
         raise _unreachable(call, why) from why
-    attempt = await _decided(connection, call, limits)
+    attempt = await _sent(connection, call, limits)
     attempt.check()
     return attempt
 
 
-async def _decided(connection: EngineConnection, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
-    decided = connection.loop.create_future()
-    attempt = EngineAttempt(call, limits, partial(_set, decided), call.streamed)
+async def _sent(connection: EngineConnection, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+    """The attempt, once it is decided."""
+    decided = Signal()
+    attempt = EngineAttempt(call, limits, decided.set, call.streamed)
     attempt.begin(connection)
     try:
         await decided
@@ -429,11 +426,6 @@ async def _decided(connection: EngineConnection, call: EngineRequest, limits: At
         attempt.close()
         raise
     return attempt
-
-
-def _set(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _unreachable(call: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:

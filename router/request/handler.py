@@ -1,15 +1,14 @@
 """The inference routes: from a client's request to its answer, relayed or an error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 import structlog
 
-from lorafleet.http_server.batches import Steps
+from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.connection import Handler, HttpExchange
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.lenient import trimmed
@@ -111,50 +110,58 @@ class InferenceHandler:
         found = {method: find(method, path) for method in ("GET", "POST")}
         return {method: route.path for method, route in found.items() if route is not None}
 
-    def _handle(self, route: Route, exchange: HttpExchange) -> Steps:
-        """One request, a stage at a step, up to its engine, or to its error; in a task where something must be waited
-        for.
-        """
-        headers, tracer = exchange.headers, self._parts.tracer
+    async def _handle(self, route: Route, exchange: HttpExchange) -> None:
+        """Answer one request, or say why not."""
         trace = None
-        if tracer is not None:
-            trace = tracer.begin(route.path, exchange.received_at, headers.get(b"traceparent"), method=route.method)
-        named = request_id(_text(headers, b"x-request-id"))
+        if self._parts.tracer is not None:
+            traceparent = exchange.headers.get(b"traceparent")
+            trace = self._parts.tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
+        named = request_id(_text(exchange.headers, b"x-request-id"))
         answer = _Answer(self._parts, exchange, route, named, trace)
-        work: Work | None
         try:
-            if trace is not None:
-                trace.stage("authenticate")
-            if b"origin" in headers or b"sec-fetch-site" in headers:
-                self._check_site(exchange.method, headers)
-            caller = exchange.caller or self._refused(headers)
-            # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
-            # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.
-            if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
-                self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
+            caller = self._authenticate(route, exchange, trace)
             if route.state == "needs":
-                work = partial(self._serve_stored, caller, answer)
-                exchange.on_gone = answer.gone
+                await leave_batch()
+                await self._serve_stored(caller, answer)
             elif route is _GENERATE:
-                work = partial(self._serve_batch, caller, answer)
-                exchange.on_gone = answer.gone
+                await leave_batch()
+                await self._serve_batch(caller, answer)
             else:
-                if trace is not None:
-                    trace.stage("read")
-                journey = RequestRun(self._parts, self._limits, caller, self._question(answer, exchange.body), trace)
-                if self._keep_alive_s and journey.question.streamed:
-                    answer.keep_alive(self._keep_alive_s)
-                yield
-                answer.journey = journey
-                exchange.on_gone = answer.gone
-                is_on_its_way = journey.question.deadline_at is None and (yield from journey.at_once(answer.decided))
-                work = None if is_on_its_way else answer.travelled
+                await self._serve(caller, answer)
+        except (asyncio.CancelledError, GeneratorExit):
+            if not exchange.is_over:  # the client is still there: the router stops
+                answer.fail(_stopping())
+            raise
         except Exception as exc:  # noqa: BLE001  (its client's, as an error)
             answer.refuse(exc)
+        finally:
             answer.close()
-            return
-        if work is not None:
-            exchange.go_on(answer.in_task(work))
+
+    def _authenticate(self, route: Route, exchange: HttpExchange, trace: Trace | None) -> Caller:
+        """Who sends this. Raises HttpError for who may not, and RateLimited for a key that has had all that it may."""
+        headers = exchange.headers
+        if trace is not None:
+            trace.stage("authenticate")
+        if b"origin" in headers or b"sec-fetch-site" in headers:
+            self._check_site(exchange.method, headers)
+        caller = exchange.caller or self._refused(headers)
+        # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
+        # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.
+        if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
+            self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
+        return caller
+
+    async def _serve(self, caller: Caller, answer: "_Answer") -> None:
+        """One request to its engine, and its answer to the client."""
+        trace = answer.trace
+        if trace is not None:
+            trace.stage("read")
+        question = self._question(answer, answer.exchange.body)
+        answer.journey = RequestRun(self._parts, self._limits, caller, question, trace)
+        if self._keep_alive_s and question.streamed:
+            answer.keep_alive(self._keep_alive_s)
+        await next_stage()
+        await answer.travelled()
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> NoReturn:
         """Raises HttpError that says why this has no caller."""
@@ -163,7 +170,7 @@ class InferenceHandler:
         check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
-    def _wrong_method(self, exchange: HttpExchange) -> None:
+    async def _wrong_method(self, exchange: HttpExchange) -> None:
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
         route = Route(path=min(offered.values()), summary="")
@@ -215,8 +222,8 @@ class InferenceHandler:
         question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
         door = door_of(replica, parts.config.engine_key)
         call = EngineRequest(route, door.origin, door.request(question, b""), "", "", worker, False)
-        async with _in_time(parts, question):
-            await self._relay_stored(call, answer, Undated(replica.model_name, replica.base_model))
+        relay = partial(self._relay_stored, call, answer, Undated(replica.model_name, replica.base_model))
+        await _in_time(parts, question, relay)
 
     async def _relay_stored(self, call: EngineRequest, answer: "_Answer", echo: Renamed) -> None:
         background, response_id = self._parts.background, response_id_of(answer.exchange.path)
@@ -228,7 +235,7 @@ class InferenceHandler:
             about = _content(attempt) + f"x-lorafleet-worker: {call.replica}\r\n"
             if attempt.streamed:
                 answer.begin(attempt.status, about)
-                await attempt.relayed(answer.exchange, echo)
+                await attempt.relay(answer.exchange, echo)
                 answer.finish(attempt)
             else:
                 answer.whole(attempt.status, about, echo.whole(attempt.first))
@@ -259,8 +266,8 @@ class InferenceHandler:
             answer.journey = journey
             await answer.travelled()
         else:
-            async with _in_time(parts, journeys[0].question):
-                await self._serve_granted(batch, journeys, caller, answer)
+            serve = partial(self._serve_granted, batch, journeys, caller, answer)
+            await _in_time(parts, journeys[0].question, serve)
 
     async def _serve_granted(
         self, batch: sglang_generate.GenerateBatch, journeys: Sequence[RequestRun], caller: Caller, answer: "_Answer"
@@ -297,7 +304,7 @@ class InferenceHandler:
         answer.whole(200, "content-type: application/json\r\n", sglang_generate.join(batch, bodies))
 
 
-def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None] | Steps | None:
+def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
     """As if it had been sent to that path."""
     exchange.path = path
     return handler(exchange)
@@ -307,7 +314,7 @@ async def _item(journey: RequestRun, turns: asyncio.Semaphore) -> bytes:
     """One item's whole answer; raises _ItemRefused with the engine's own error."""
     async with turns:
         try:
-            await journey.begun()
+            await journey.reach_engine()
             attempt, flight = journey.attempt, journey.flight
             assert attempt is not None
             assert flight is not None
@@ -351,74 +358,23 @@ class _Answer(msgspec.Struct, eq=False):
     said_next: asyncio.TimerHandle | None = None
 
     async def travelled(self) -> None:
-        """Answer, whatever must be waited for."""
+        """Answer, within the time that the client waits."""
         journey = self.journey
         assert journey is not None
-        async with _in_time(self.parts, journey.question):
-            await journey.begun()
-            attempt = journey.attempt
-            assert attempt is not None
-            echo, hidden = self._begun(journey, attempt)
-            if attempt.streamed:
-                await attempt.relayed(self.exchange, echo, hidden=hidden)
-                self._streamed()
-            else:
-                journey.learn()
+        await _in_time(self.parts, journey.question, partial(self._travelled, journey))
 
-    async def in_task(self, work: Work) -> None:
-        """Work for this answer, and whatever comes of it is answered."""
-        exchange = self.exchange
-        try:
-            await work()
-        except asyncio.CancelledError:
-            if exchange.status is not None and not exchange.is_over:
-                # Not by the client, who is still there. One whose answer had not begun is told by the front.
-                self.fail(_stopping())
-            raise
-        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
-            self.refuse(exc)
-        finally:
-            self.close()
-
-    # What is called when its journey is at an engine.
-
-    def decided(self) -> None:
-        """The try that was sent is decided."""
-        self.exchange.step_on(self._answered())
-
-    def _answered(self) -> Steps:
-        journey = self.journey
-        if journey is None:
-            return  # its client left in this very turn
-        try:
-            if not journey.is_taken():
-                self.exchange.go_on(self.in_task(self.travelled))
-                return
-            yield
-            attempt = journey.attempt
-            assert attempt is not None
-            echo, hidden = self._begun(journey, attempt)
-            if attempt.streamed:
-                attempt.relay(self.exchange, echo, self._over, hidden=hidden)
-                return
-            yield
-            journey.learn()
-        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
-            self.refuse(exc)
-        self.close()
-
-    def _over(self) -> None:
-        try:
-            self._streamed()
-        except Exception as exc:  # noqa: BLE001  (its client's, as an error)
-            self.refuse(exc)
-        self.close()
-
-    def gone(self) -> None:
-        """The client has left, or the router stops."""
-        if not self.exchange.is_over:
-            self.fail(_stopping())
-        self.close()
+    async def _travelled(self, journey: RequestRun) -> None:
+        await journey.reach_engine()
+        attempt = journey.attempt
+        assert attempt is not None
+        await next_stage()
+        echo, hidden = self._begun(journey, attempt)
+        if attempt.streamed:
+            await attempt.relay(self.exchange, echo, hidden=hidden)
+            self.finish(attempt)
+        else:
+            await next_stage()
+        journey.learn()
 
     def _begun(self, journey: RequestRun, attempt: EngineAttempt) -> tuple[Renamed, UsageFilter | None]:
         """There is an answer: all of it goes out, or the head of a stream, and how the rest of it is to be shown."""
@@ -451,14 +407,6 @@ class _Answer(msgspec.Struct, eq=False):
             echo = GrowingEcho(journey.grows.events)
         self.begin(attempt.status, about)
         return echo, UsageFilter(parts.signatures, flight.replica.id) if question.hides_usage else None
-
-    def _streamed(self) -> None:
-        """A stream has ended, well or not."""
-        journey = self.journey
-        assert journey is not None
-        assert journey.attempt is not None
-        self.finish(journey.attempt)
-        journey.learn()
 
     # What goes to the client.
 
@@ -524,7 +472,6 @@ class _Answer(msgspec.Struct, eq=False):
     def close(self) -> None:
         """It is over, however it ended."""
         exchange, journey = self.exchange, self.journey
-        exchange.on_gone = None
         if self.said_next is not None:
             self.said_next.cancel()
         if journey is not None:
@@ -543,13 +490,15 @@ def _stopping() -> HttpError:
     return HttpError(503, "stopping", "the router stopped before this answer was whole; ask again", retry_after_s=1.0)
 
 
-@asynccontextmanager
-async def _in_time(parts: Services, question: ParsedRequest) -> AsyncIterator[None]:
-    """For as long as its client waits; raises DeadlineExceeded then, where no wait with a deadline of its own has."""
-    left_s = None if question.deadline_at is None else question.deadline_at - parts.clock() + _LAST_S
+async def _in_time(parts: Services, question: ParsedRequest, work: Work) -> None:
+    """Do it while its client waits; raises DeadlineExceeded then, where no wait with a deadline of its own has."""
+    if question.deadline_at is None:
+        await work()
+        return
+    await leave_batch()
     try:
-        async with asyncio.timeout(left_s):
-            yield
+        async with asyncio.timeout(question.deadline_at - parts.clock() + _LAST_S):
+            await work()
     except TimeoutError as exc:
         raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
 

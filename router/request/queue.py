@@ -7,10 +7,11 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
+from lorafleet.http_server.batches import leave_batch
 from lorafleet.service.loops import forever
 from router.core.errors import DeadlineExceeded, NoReplica, RouterError, Saturated
 from router.core.queue.admission import QueueLimits, QueueUsage
-from router.core.queue.fair_queue import HashedRequest, QueuedRequest
+from router.core.queue.fair_queue import QueuedRequest
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
 from router.fleet.usage_report import HeldRequests
@@ -97,18 +98,8 @@ class RequestQueue:
         self._somebody = asyncio.Event()
         mind.waiting.room = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
-    def at_once(self, prompt: HashedRequest) -> Decision | None:
-        """The decision on this request if there is room for it now, which is for most of them; None: see `admitted`.
-
-        raises  NoReplica
-        """
-        now = self._clock()
-        decision = self._mind.at_once(prompt, now)
-        self._metrics.decide.observe(self._clock() - now)
-        return decision
-
-    async def admitted(self, ticket: QueuedRequest, begin: Callable[[Decision], S]) -> S:
-        """What `begin` made of the decision, as soon as there is room for this request.
+    async def admit(self, ticket: QueuedRequest, begin: Callable[[Decision], S]) -> S:
+        """What `begin` made of the decision, as soon as there is room for this request: for most of them at once.
 
         raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
                 it may, at once; Displaced, Saturated and DeadlineExceeded later
@@ -131,6 +122,7 @@ class RequestQueue:
         try:
             self._metrics.waiting.set(len(waiting))
             self._somebody.set()
+            await leave_batch()
             async with asyncio.timeout(ticket.most_wait_s):
                 return await wait.sent
         except TimeoutError as exc:

@@ -1,6 +1,6 @@
 """One request from what it names to an answer that has begun: decide -> open, again elsewhere while that may help."""
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from secrets import token_hex
@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from lorafleet.engine.agentless import tells_start
+from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.service.auth import Caller
 from router.core.errors import (
     AdapterFailed,
@@ -41,18 +42,16 @@ from router.request.stages import (
     ParsedRequest,
     answered,
     asked,
-    decided,
-    decided_at_once,
     digest_of,
+    dispatch,
     is_one_of_many,
     resolve_target,
     sized,
-    tokenize_at_once,
+    tokenize,
     warm,
-    warm_at_once,
 )
 from router.telemetry.tracing import AttributeValue, Trace
-from router.tokenizing.tokenizers import Slowly, Tokens
+from router.tokenizing.tokenizers import Tokens
 
 log = structlog.get_logger()
 
@@ -102,83 +101,29 @@ class RequestRun(msgspec.Struct, eq=False):
     attempt: EngineAttempt | None = None
     usage: EngineUsage | None = None
     background_id: str = ""
-    _slowly: Slowly | None = None
-    _is_resolving: bool = False
     _is_refused: bool = False
     _is_computed: bool = False
-    _is_stale: bool = False
     _is_trial: bool = False
     _is_in_background: bool = False
     _last_failure: str = ""
 
-    def at_once(self, tell: Callable[[], None]) -> Generator[None, None, bool]:
-        """Send it, a stage at a step, where nothing need be waited for but the engine's answer: `tell` is called when
-        that is decided, and `is_taken` is next. False: something must be waited for, and `begun` goes on from there.
-        Raises RouterError.
-        """
-        discovery = self.parts.discovery
-        if discovery.is_early:
-            return False
-        try:
-            self._prepare()
-        except (ModelNotFound, AdapterFailed):
-            if discovery.may_look_again:
-                return False
-            raise
-        tokens, target, trace = self.tokens, self.target, self.trace
-        if tokens is None or self.only is not None or self.deaths:
-            return False
-        assert target is not None
-        if trace is not None:
-            trace.stage("warm")
-        target = warm_at_once(self.parts, target)
-        if target is None:
-            return False
-        self.target = target
-        if trace is not None:
-            trace.stage("decide")
-        self.prompt = prompt = asked(self.parts, target, self.question, tokens, self.excluded)
-        yield
-        flight = self.flight = decided_at_once(self.parts, target, self.question, prompt, tokens.source)
-        if flight is None:
-            return False
-        yield
-        self.tries = 1
-        if trace is not None:
-            trace.stage("open", **{"lorafleet.worker": flight.replica.id})
-        try:
-            self.call = call = self._call(flight, tokens)
-        except ReplicaUnreachable as exc:
-            self._failed(exc)
-            return False
-        yield
-        connection = self.parts.pool.idle(call.origin)
-        if connection is None:
-            return False
-        self.attempt = attempt = EngineAttempt(call, self._limits_of(flight), tell, call.streamed)
-        attempt.begin(connection)
-        return True
+    async def reach_engine(self) -> None:
+        """Run the stages up to the answer of an engine, which is then `attempt`; nothing of it has gone to the client.
 
-    async def begun(self) -> None:
-        """The answer of whichever replica gives one, as `attempt`; nothing of it has gone to the client.
+        resolve -> authorise -> tokenize -> match -> decide -> open; the last three again, elsewhere, while that helps.
 
         raises  RouterError
         """
-        if self.target is None:
-            await self._prepare_by_news()
-        assert self.target is not None
-        if self.tokens is None:
-            assert self._slowly is not None
-            self._tokenized(await self._slowly())
+        await self._resolve()
+        await self._tokenize()
         while True:
             try:
-                if self.flight is None:
-                    await self._get_warm()
-                    if self.deaths:
-                        await self._open_alone()
-                        return
+                await self._wait_for_adapter()
+                if self.deaths:
+                    await self._open_alone()
+                else:
                     await self._decide()
-                await self._open()
+                    await self._open()
             except ReplicaUnreachable as exc:
                 self._failed(exc)
             except NoReplica as exc:
@@ -188,23 +133,6 @@ class RequestRun(msgspec.Struct, eq=False):
                 raise NoReplica(message, retry_after_s=exc.retry_after_s or 1.0) from exc
             else:
                 return
-
-    def is_taken(self) -> bool:
-        """The try that was sent at once is decided: whether its answer is the client's; else `begun` goes on.
-
-        raises  NoReplica when another try would not help, or may not be made
-        """
-        assert self.attempt is not None
-        if self.attempt.is_stale:
-            # Its connection was closed under it: to the same replica, on a new one.
-            self.attempt, self._is_stale = None, True
-            return False
-        try:
-            self._take()
-        except ReplicaUnreachable as exc:
-            self._failed(exc)
-            return False
-        return True
 
     def learn(self) -> None:
         """Take what a whole answer says of itself."""
@@ -291,16 +219,9 @@ class RequestRun(msgspec.Struct, eq=False):
         )
         return True
 
-    def _take(self) -> None:
-        """The try is decided: its answer is the client's.
-
-        raises  ReplicaUnreachable when another replica may give a better one: see `_failed`
-        """
-        attempt, flight, mind = self.attempt, self.flight, self.parts.mind
-        assert attempt is not None
-        assert flight is not None
-        attempt.check()
-        status, sent_at = attempt.status, flight.load.began_at
+    def _take(self, attempt: EngineAttempt, flight: DispatchedRequest) -> None:
+        """Tell the circuit breaker what an answer that is the client's says of its engine."""
+        mind, status, sent_at = self.parts.mind, attempt.status, flight.load.began_at
         if status < 400:
             mind.succeeded(flight.replica, self.parts.clock(), sent_at)
         elif is_fault(status):
@@ -359,55 +280,50 @@ class RequestRun(msgspec.Struct, eq=False):
         if flight.prompt.ask.engine_name:
             yield self.parts.deadly_adapters, flight.prompt.ask.engine_name
 
-    async def _prepare_by_news(self) -> None:
-        """As `_prepare`, of a fleet that this router has met; what its catalog refuses the orchestrator is asked about.
+    async def _resolve(self) -> None:
+        """resolve -> authorise, within the limits of the caller's key, in a fleet that this router has met.
 
-        raises  as `_prepare`
+        What the catalog refuses the orchestrator is asked about.
+
+        raises  HeldBack, and what `resolve_target` raises
         """
-        discovery = self.parts.discovery
-        await discovery.until_met()
-        try:
-            self._prepare()
-        except (ModelNotFound, AdapterFailed):
-            if not await discovery.look_again():
-                raise
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """resolve -> authorise -> tokenize, within the limits of the caller's key.
-
-        raises  PoisonRequestHeld, and what those raise
-        """
-        trace, parts, limits = self.trace, self.parts, self.caller.limits
+        trace, parts, limits, question = self.trace, self.parts, self.caller.limits, self.question
+        discovery = parts.discovery
+        if discovery.is_early:
+            await leave_batch()
+            await discovery.until_met()
         if limits is not None and self.granted is None:
             self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
-        if trace is not None and not self._is_resolving:
-            # One stage, also where the orchestrator is asked in between.
-            self._is_resolving = True
+        if trace is not None:
             trace.stage("resolve")
-        self.target = target = resolve_target(parts, self.caller, self.question)
-        if parts.deadly.suspects and parts.deadly.check(digest_of(self.question), parts.clock()):
+        try:
+            target = resolve_target(parts, self.caller, question)
+        except (ModelNotFound, AdapterFailed):
+            if not discovery.may_look_again:
+                raise
+            await leave_batch()
+            if not await discovery.look_again():
+                raise
+            target = resolve_target(parts, self.caller, question)
+        self.target = target
+        if parts.deadly.suspects and parts.deadly.check(digest_of(question), parts.clock()):
             self.deaths = 1
         if parts.deadly_adapters.suspects and target.adapter is not None:
             self.deaths |= parts.deadly_adapters.check(target.adapter.engine_name, parts.clock())
-        if self.question.route.state == "makes":
-            if self.question.decoded.get("background"):
+        if question.route.state == "makes":
+            if question.decoded.get("background"):
                 parts.background.enter(self.caller.tenant or "")
                 self._is_in_background = True
             self.only = self._holder(target)
             self._is_refused = self.only is not None
-        if trace is not None:
-            trace.stage("tokenize")
-        tokens = tokenize_at_once(parts, target, self.question)
-        if isinstance(tokens, Tokens):
-            self._tokenized(tokens)
-        else:
-            self._slowly = tokens
 
-    def _tokenized(self, tokens: Tokens) -> None:
-        self.tokens = tokens
+    async def _tokenize(self) -> None:
+        """tokenize, and charge the caller's key for the prompt."""
+        if self.trace is not None:
+            self.trace.stage("tokenize")
+        assert self.target is not None
+        self.tokens = tokens = await tokenize(self.parts, self.target, self.question)
         if self.granted is not None:
-            assert self.target is not None
             needed = sized(self.parts.discovery.fleet.roster(self.target.base_model), self.question, tokens)
             self.parts.quotas.charge(self.granted, needed, self.parts.clock())
 
@@ -426,7 +342,8 @@ class RequestRun(msgspec.Struct, eq=False):
                 return replica.incarnation
         raise gone(str(earlier), worker, param="previous_response_id")
 
-    async def _get_warm(self) -> None:
+    async def _wait_for_adapter(self) -> None:
+        """Begin another try: wait until some replica holds the adapter, and may be given this request."""
         self.tries += 1
         if not self._is_refused:
             if self.trace is not None:
@@ -445,9 +362,10 @@ class RequestRun(msgspec.Struct, eq=False):
             if prompt is None:
                 prompt = self.prompt = self._asked(self.only)
             assert self.target is not None
+            await next_stage()
             try:
                 is_again = self.tries > 1
-                self.flight = await decided(
+                self.flight = await dispatch(
                     parts, self.caller, self.target, question, prompt, tokens.source, is_again=is_again
                 )
             except Displaced as exc:
@@ -463,6 +381,7 @@ class RequestRun(msgspec.Struct, eq=False):
         for nothing there.
         """
         parts, most = self.parts, self.parts.config.max_tries
+        await leave_batch()
         for _ in range(most):
             there = self.only or parts.mind.decide(self._asked(), parts.clock()).replica.incarnation
             async with parts.alone(there):
@@ -506,15 +425,13 @@ class RequestRun(msgspec.Struct, eq=False):
         flight, tokens, trace = self.flight, self.tokens, self.trace
         assert flight is not None
         assert tokens is not None
-        call = self.call
-        if call is None:
-            if trace is not None:
-                trace.stage("open", **{"lorafleet.worker": flight.replica.id})
-            call = self.call = self._call(flight, tokens)
-        limits, pool = self._limits_of(flight), self.parts.pool
-        is_stale, self._is_stale = self._is_stale, False
-        self.attempt = await open_attempt(pool, call, limits, anew=is_stale)
-        self._take()
+        await next_stage()
+        if trace is not None:
+            trace.stage("open", **{"lorafleet.worker": flight.replica.id})
+        call = self.call = self._call(flight, tokens)
+        await next_stage()
+        self.attempt = await open_attempt(self.parts.pool, call, self._limits_of(flight))
+        self._take(self.attempt, flight)
 
     def _limits_of(self, flight: DispatchedRequest) -> AttemptLimits:
         limits, config, question = self.limits, self.parts.config, self.question

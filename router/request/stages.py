@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from lorafleet.http_server.batches import leave_batch
 from lorafleet.identity import BlockHash, adapter_salt, root_hash
 from lorafleet.service.auth import Caller
 from router.core.errors import BadBody, ModelNotFound
@@ -26,7 +27,7 @@ from router.request.dispatched import DispatchedRequest
 from router.request.engine_body import Body, asks_for_usage, refuse_steering
 from router.request.services import Services
 from router.tokenizing.approximate import approximate_root, approximation
-from router.tokenizing.tokenizers import NO_TOKENS, Slowly, Source, Tokens
+from router.tokenizing.tokenizers import NO_TOKENS, Source, Tokens
 
 # How long its client will wait for the whole answer, in seconds.
 TIMEOUT_HEADER = "x-lorafleet-timeout-s"
@@ -175,12 +176,6 @@ def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> 
 
 async def tokenize(parts: Services, target: RequestTarget, question: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
-    found = tokenize_at_once(parts, target, question)
-    return found if isinstance(found, Tokens) else await found()
-
-
-def tokenize_at_once(parts: Services, target: RequestTarget, question: ParsedRequest) -> Tokens | Slowly:
-    """As `tokenize`; or what makes them, where they must be waited for."""
     kind = question.route.prompt
     began_at = parts.clock()
     replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
@@ -194,12 +189,9 @@ def tokenize_at_once(parts: Services, target: RequestTarget, question: ParsedReq
         max_model_len=parts.discovery.fleet.roster(target.base_model).max_model_len,
     )
     if not isinstance(found, Tokens):
-        return partial(_tokenized, parts, question, found, began_at)
+        await leave_batch()
+        found = await found()
     return _tokens(parts, question, found, began_at)
-
-
-async def _tokenized(parts: Services, question: ParsedRequest, slowly: Slowly, began_at: float) -> Tokens:
-    return _tokens(parts, question, await slowly(), began_at)
 
 
 def _tokens(parts: Services, question: ParsedRequest, found: Tokens, began_at: float) -> Tokens:
@@ -212,14 +204,6 @@ def _tokens(parts: Services, question: ParsedRequest, found: Tokens, began_at: f
     if found is not NO_TOKENS or route.prompt != "none":
         parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
     return found
-
-
-def warm_at_once(parts: Services, target: RequestTarget) -> RequestTarget | None:
-    """The target with an adapter that some replica holds; None: see `warm`."""
-    if target.adapter is None:
-        return target
-    adapter = parts.cold.resident(target.adapter.lora_id)
-    return None if adapter is None else _held(target, adapter)
 
 
 async def warm(
@@ -243,9 +227,14 @@ async def warm(
         return excluded() | _too_short(parts, target, question, tokens)
 
     if target.adapter is None:
-        if excluded() or is_displaced:
+        if is_displaced or excluded():
+            await leave_batch()
             await _until_back(parts, target.base_model, unfit)
         return target
+    adapter = parts.cold.resident(target.adapter.lora_id, unfit())
+    if adapter is not None:
+        return _held(target, adapter)
+    await leave_batch()
     adapter = await parts.cold.until_resident(
         target.adapter.lora_id,
         unfit,
@@ -421,25 +410,7 @@ def _of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch
     )
 
 
-def decided_at_once(
-    parts: Services, target: RequestTarget, question: ParsedRequest, prompt: HashedRequest, tokens_from: Source
-) -> DispatchedRequest | None:
-    """match and decide: the request is then on its way. None when there is no room for it now: see `decided`.
-
-    raises  NoReplica
-    """
-    began_at = parts.clock()
-    # What takes no room waits for none.
-    computes = question.route.computes
-    decision = parts.waiting.at_once(prompt) if computes else parts.mind.decide(prompt, began_at)
-    if decision is None:
-        return None
-    return DispatchedRequest(
-        parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed, decision
-    )
-
-
-async def decided(
+async def dispatch(
     parts: Services,
     caller: Caller,
     target: RequestTarget,
@@ -452,7 +423,7 @@ async def decided(
     """match and decide, when there is room: the request is then on its way.
 
     is_again  it was sent before, and failed there
-    raises  NoReplica, Saturated and Displaced, see WaitingRoom.admitted
+    raises  NoReplica, Saturated and Displaced, see RequestQueue.admit
     """
     began_at = parts.clock()
     begin = partial(
@@ -471,7 +442,7 @@ async def decided(
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
     )
-    return await parts.waiting.admitted(ticket, begin)
+    return await parts.waiting.admit(ticket, begin)
 
 
 def answered(parts: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:

@@ -444,8 +444,13 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
     named = {} if lora_id is None else {"lora_id": lora_id}
     wait_s = patience(20) if is_heard else 0.5
     async with house(1, control=control, failover_wait_s=wait_s, cold_start_timeout_s=wait_s) as router:
-        # Nor does it wait in the line a second time.
-        monkeypatch.setattr(router.parts.waiting, "admitted", None)
+        admit, admitted = router.parts.waiting.admit, []
+
+        async def noted_admit(queued, begin):
+            admitted.append(queued)
+            return await admit(queued, begin)
+
+        monkeypatch.setattr(router.parts.waiting, "admit", noted_admit)
         await router.connect()
         answer = await router.ask("once", *[saying(b"", "reset")] * 2, **named)
         if not is_heard:
@@ -458,6 +463,8 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
             answer = await router.ask("always", *[saying(b"", "reset")] * 4, **named)
             assert error_of(answer) == (503, "no_replica")
             assert router.play.asked["always"] == 3
+        # No request waits in the queue a second time.
+        assert len(admitted) == (2 if is_heard else 1)
 
 
 async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_it_lists_it_again():

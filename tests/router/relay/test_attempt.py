@@ -82,7 +82,7 @@ async def usage_of(answer, *, streamed):
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
         if streamed:
-            await attempt.relayed(exchange, Echo("m", "m"))
+            await attempt.relay(exchange, Echo("m", "m"))
         else:
             exchange.send(attempt.first)
         attempt.close()
@@ -216,7 +216,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
         (connection,) = pool._all
         assert 50 < connection.deadline - loop.time() <= 60
-        attempt.relay(RecordingClient(), Echo("m", "m"), over.set)
+        attempt.start_relay(RecordingClient(), Echo("m", "m"), over.set)
         assert 500 < connection.deadline - loop.time() <= 600
         go_on.set()
         await asyncio.wait_for(over.wait(), patience(5))
@@ -238,7 +238,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
-        attempt.relay(exchange, Echo("m", "m"), over.set)
+        attempt.start_relay(exchange, Echo("m", "m"), over.set)
         (connection,) = pool._all
         assert connection._paused_at is not None
         go_on.set()
@@ -339,7 +339,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
             more.set()
             await until(lambda: attempt._connection is None)
             assert told == [200]
-            attempt.relay(exchange, Echo("m", "m"), over.set)
+            attempt.start_relay(exchange, Echo("m", "m"), over.set)
             await asyncio.wait_for(over.wait(), patience(5))
             assert (b"".join(exchange.sent), attempt.events) == (TOKEN + DONE, 2)
             assert attempt.is_broken == (ends == "broken")
@@ -374,7 +374,7 @@ async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes()
     exchange, pool = RecordingClient(), EnginePool(connect_s=patience(2))
     async with RawEngine(script) as engine:
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), LIMITS)
-        attempt.relay(exchange, echo, over.set)
+        attempt.start_relay(exchange, echo, over.set)
         for reads in range(1, 3 + len(end)):
             await until(lambda reads=reads: echo.reads == reads)
             go_on.release()

@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from lorafleet.http_server.batches import leave_batch
 from tests.patience import until
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
 
@@ -253,6 +254,7 @@ async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_
         exchange.respond(200, b"", b"0")
 
     async def slow(exchange):
+        await leave_batch()
         await asyncio.sleep(0.01)
         quick(exchange)
 

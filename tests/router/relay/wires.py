@@ -155,9 +155,11 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
     """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
-    def noted(exchange: HttpExchange):
+    async def noted(exchange: HttpExchange) -> None:
         seen.append((exchange.path, exchange.body))
-        return handler(exchange)
+        answering = handler(exchange)
+        if answering is not None:
+            await answering
 
     made = front(
         lambda method, path: noted if path in (HOT, MESSAGES) and method in ("POST", "GET", "HEAD") else None,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.connection import FrontLimits
 from tests.patience import until
 from tests.router.relay.wires import HOT, fronted, length, post
@@ -26,6 +27,7 @@ class Work:
         self.begun += 1
         self.exchanges.append(exchange)
         try:
+            await leave_batch()
             await self.go_on.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
@@ -34,33 +36,40 @@ class Work:
 
 
 class Calls:
-    """A handler that answers by plain calls, and notes who left."""
+    """A handler that waits, without a task, until the test calls `answer`; `gone`: requests that were ended."""
 
     def __init__(self):
         self.exchanges = []
         self.gone = 0
+        self._signals = []
 
-    def __call__(self, exchange):
+    async def __call__(self, exchange):
         self.exchanges.append(exchange)
-        exchange.on_gone = self.leave
-
-    def leave(self):
-        self.gone += 1
-        for exchange in self.exchanges:
+        answered = Signal()
+        self._signals.append(answered)
+        try:
+            await answered
+        except GeneratorExit:
+            self.gone += 1
             exchange.respond(503, b"", b"stopping")
+            raise
+
+    def answer(self, number, body=b""):
+        """Answer one of the requests, by its place in `exchanges`."""
+        self.exchanges[number].respond(200, b"", body)
+        self._signals[number].set()
 
 
 async def say_last(exchange) -> None:
     exchange.finish(b"last")
 
 
-def failing(exchange) -> None:
-    """A handler that cannot be told that its client left."""
-
-    def fail():
+async def failing(_exchange) -> None:
+    """A handler that waits, and fails when it is ended."""
+    try:
+        await Signal()
+    finally:
         raise RuntimeError("a defect")
-
-    exchange.on_gone = fail
 
 
 def large_of(served):
@@ -88,7 +97,7 @@ async def queued_behind_a_large_answer():
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        calls.answer(0, b"x" * LARGE)
         (connection,) = served.front.connections
         assert (connection._current, len(connection._queue)) == (None, 1)
         yield served, client, connection, calls
@@ -97,5 +106,5 @@ async def queued_behind_a_large_answer():
 async def assert_both_are_answered(client, calls):
     assert len((await client.answer())[2]) == LARGE
     await until(lambda: len(calls.exchanges) == 2)
-    calls.exchanges[1].respond(200, b"", b"next")
+    calls.answer(1, b"next")
     assert (await client.answer())[2] == b"next"

@@ -6,6 +6,7 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
+from lorafleet.http_server.batches import leave_batch
 from tests.patience import until
 from tests.router.relay.front.handlers import Calls, Work
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, parsed_head, post
@@ -42,6 +43,7 @@ async def test_bodies_of_any_size_arrive_whole_in_reads_of_any_size(size):
 
 async def test_an_answer_in_pieces_is_chunked_and_the_connection_stays_open():
     async def pieces(exchange):
+        await leave_batch()
         exchange.begin(200, b"content-type: text/event-stream\r\n")
         for piece in (b"one", b"", b"t" * 5000):
             exchange.send(piece)
@@ -147,13 +149,19 @@ async def test_an_unexpected_error_is_a_500_and_closes_its_connection():
 
 async def test_a_handler_without_a_task_may_answer_later_or_start_one():
     calls, work = Calls(), Work()
-    async with fronted(calls) as served, await served.client() as client:
+
+    async def handler(exchange):
+        if not calls.exchanges:
+            await calls(exchange)
+        else:
+            await work(exchange)
+
+    async with fronted(handler) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         await until(lambda: calls.exchanges)
-        calls.exchanges[0].respond(200, b"", b"one")
+        calls.answer(0, b"one")
         assert (await client.answer())[2] == b"one"
-        await until(lambda: len(calls.exchanges) == 2)
-        calls.exchanges[1].go_on(work(calls.exchanges[1]))
+        await until(lambda: work.begun)
         work.go_on.set()
         assert (await client.answer())[2] == b"3"
     assert not calls.gone

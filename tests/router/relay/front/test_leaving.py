@@ -7,22 +7,21 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from lorafleet.http_server.batches import Batches
+from lorafleet.http_server.batches import Batches, leave_batch, next_stage
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, failing
-from tests.router.relay.wires import HOT, fronted, length, post, reset
+from tests.router.relay.wires import HOT, fronted, post, reset
 
 
 async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch):
     work, late = Work(), []
     async with fronted(work) as served:
-        monkeypatch.setattr(Batches, "begin", lambda _self, exchange, _loop: late.append(exchange))
+        monkeypatch.setattr(Batches, "begin", lambda _self, stepper, _loop: late.append(stepper))
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: late)
         await until(lambda: not served.front.connections)
-        assert late[0].begin_answer() is None
-        assert late[0].is_over
+        assert not late[0].step()
         assert not work.begun
 
 
@@ -47,7 +46,6 @@ async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
     exchange.begin(200, b"")
     exchange.send(b"late")
     exchange.finish(b"late")
-    exchange.go_on(length(exchange))
     exchange.abort()
     assert not exchange.is_paused
 
@@ -56,22 +54,25 @@ async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
 async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
     told, done = [], asyncio.Event()
 
-    def cut_off(exchange):
-        exchange.on_gone = lambda: told.append(exchange)
-        exchange.begin(200, b"")
-        exchange.send(b"some")
-        exchange.abort()
+    async def cut_off(exchange):
+        try:
+            if in_task:
+                await leave_batch()
+            exchange.begin(200, b"")
+            exchange.send(b"some")
+            exchange.abort()
+            await next_stage()
+            if in_task:
+                await asyncio.sleep(0)
+            done.set()
+        except (asyncio.CancelledError, GeneratorExit):
+            told.append(exchange)
+            raise
 
-    async def work(exchange):
-        cut_off(exchange)
-        await asyncio.sleep(0)
-        done.set()
-
-    async with fronted(work if in_task else cut_off) as served, await served.client() as client:
+    async with fronted(cut_off) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         assert not (await client.rest()).endswith(b"0\r\n\r\n")
-        if in_task:
-            await asyncio.wait_for(done.wait(), patience(5))
+        await asyncio.wait_for(done.wait(), patience(5))
         await until(lambda: not served.front.connections)
         assert len(served.seen) == 1
     assert not told
@@ -92,16 +93,24 @@ async def test_a_failing_on_gone_is_logged_and_leaves_no_bytes_held(leave):
 
 
 async def test_on_gone_is_called_for_a_task_that_has_not_begun(recwarn):
-    calls, work = Calls(), Work()
-    async with fronted(calls) as served:
+    gone, work = [], Work()
+
+    async def handler(exchange):
+        (connection,) = served.front.connections
+        connection.loop.call_soon(connection.hang_up)  # before the task's first step
+        try:
+            await leave_batch()
+            await work(exchange)
+        except asyncio.CancelledError:
+            gone.append(exchange)
+            raise
+
+    async with fronted(handler) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
-            await until(lambda: calls.exchanges)
-            (exchange,) = calls.exchanges
-            exchange.go_on(work(exchange))
-            exchange._connection.hang_up()
+            await until(lambda: gone)
         await until(lambda: not served.front.connections)
-    assert (calls.gone, work.begun) == (1, 0)
+    assert (len(gone), work.begun) == (1, 0)
     assert not [each for each in recwarn if "never awaited" in str(each.message)]
 
 
@@ -165,6 +174,7 @@ async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
 
     async def afterwards(exchange):
         exchange.respond(200, b"", b"")
+        await leave_batch()
         await go_on.wait()
         done.set()
 
@@ -189,7 +199,7 @@ async def test_a_client_without_a_key_holds_no_bytes():
 async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
     class KeptHandler:
         def answer(self, exchange):
-            exchange.on_gone = exchange.on_pause = exchange.on_resume = self.leave
+            exchange.on_pause = exchange.on_resume = self.leave
             exchange.respond(200, b"", b"")
 
         def leave(self): ...
@@ -216,6 +226,7 @@ async def test_a_request_whose_client_left_is_freed_without_the_garbage_collecto
         async def answer(self, exchange):
             kept.append(weakref.ref(self))
             self.exchange = exchange
+            await leave_batch()
             await asyncio.Event().wait()
 
     gc.disable()

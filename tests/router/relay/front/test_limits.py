@@ -185,13 +185,12 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
         other.send(asking(b"b", 1000))
         await until(lambda: len(calls.exchanges) == 3)
         assert error_of(await served.said(asking(b"a", 1))) == (429, "saturated")
-        (answered,) = [each for each in calls.exchanges if len(each.body) == 400]
-        answered.respond(200, b"", b"")
+        calls.answer([len(each.body) for each in calls.exchanges].index(400))
         await second.answer()
         assert error_of(await served.said(asking(b"a", 401))) == (429, "saturated")
         third.send(asking(b"a", 400))
         await until(lambda: len(calls.exchanges) == 4)
-        for exchange in calls.exchanges:
-            exchange.respond(200, b"", b"")
+        for number in range(4):
+            calls.answer(number)
         assert [(await each.answer())[0] for each in (first, third, other)] == [200] * 3
         assert not served.front._held_of  # nor what there once was of a tenant

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from lorafleet.http_server.batches import leave_batch
 from tests.patience import until
 from tests.router.relay.front.handlers import (
     LARGE,
@@ -23,6 +24,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         running += 1
         most = max(most, running)
         if exchange.body == b"0":
+            await leave_batch()
             await until(lambda: served.front.held_bytes == sent)
         running -= 1
         exchange.respond(200, b"", exchange.body)

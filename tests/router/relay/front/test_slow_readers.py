@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from lorafleet.http_server.batches import leave_batch
 from lorafleet.http_server.connection import FrontLimits
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, large_of, look_later, say_last
@@ -29,6 +30,7 @@ async def test_a_slow_reader_pauses_the_work_and_little_is_held_for_it():
             events.append("resume")
             may_send.set()
 
+        await leave_batch()
         exchange.on_pause, exchange.on_resume = on_pause, on_resume
         exchange.begin(200, b"")
         (connection,) = served.front.connections
@@ -105,7 +107,7 @@ async def test_a_request_behind_a_large_unread_answer_begins_paused():
         client.send(post(HOT, b"large"))
         await until(lambda: calls.exchanges)
         (connection,) = served.front.connections
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        calls.answer(0, b"x" * LARGE)
         connection.data_received(post(HOT, b"next"))
         await until(lambda: len(calls.exchanges) == 2 and calls.exchanges[1].is_paused)
 
@@ -152,6 +154,7 @@ async def test_a_client_that_reads_its_last_answer_again_is_not_closed(version):
         exchange.on_pause, exchange.on_resume = paused.set, resumed.set
         exchange.begin(200, b"")
         exchange.send(b"x" * LARGE)
+        await leave_batch()
         await resumed.wait()
         await work(exchange)
 
@@ -314,6 +317,7 @@ async def test_an_answer_comes_whole_though_its_handler_ignores_pauses():
         exchanges.append(exchange)
         exchange.begin(200, b"")
         exchange.send(b"x" * LARGE)
+        await leave_batch()
         await go_on.wait()
         exchange.finish(b"y")
 

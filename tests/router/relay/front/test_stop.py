@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.http_server import serve
+from lorafleet.http_server.batches import leave_batch
 from lorafleet.http_server.connection import FrontLimits, front
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import (
@@ -24,8 +25,8 @@ from tests.router.relay.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, er
 
 
 async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
-    def handler(exchange):
-        failing(exchange) if exchange.body == b"fail" else calls(exchange)
+    async def handler(exchange):
+        await (failing(exchange) if exchange.body == b"fail" else calls(exchange))
 
     calls = Calls()
     async with fronted(handler) as served, contextlib.AsyncExitStack() as stack:
@@ -95,22 +96,22 @@ async def test_a_stop_answers_503_to_a_request_not_yet_begun(path, word):
 async def test_a_stop_keeps_a_task_from_beginning():
     begun = []
 
-    async def work(exchange):
-        begun.append(exchange)
-
-    def handler(exchange):
-        exchange.on_gone = lambda: exchange.respond(503, b"", b"stopping")
-        return work(exchange)
+    async def handler(exchange):
+        asyncio.get_running_loop().call_soon(served.front.stop)  # before the task's first step
+        try:
+            await leave_batch()
+            begun.append(exchange)
+        except asyncio.CancelledError:
+            exchange.respond(503, b"", b"stopping")
+            raise
 
     with capture_logs() as logs:
         async with fronted(handler) as served, await served.client() as client:
             await until(lambda: served.front.connections)
             (connection,) = served.front.connections
-            connection.data_received(post(HOT, b"abc"))
-            served.front.turn._work(connection.loop)
-            served.front.stop()
+            client.send(post(HOT, b"abc"))
             assert (await client.answer())[0::2] == (503, b"stopping")
-            assert not connection.tasks
+            await until(lambda: not connection.tasks)
     assert not begun
     assert not logs
 
@@ -296,7 +297,7 @@ async def test_a_shutdown_does_not_wait_for_a_half_sent_request():
         await until(lambda: calls.exchanges and served.front.held_bytes == 6)
         (connection,) = served.front.connections
         connection.shutdown()
-        calls.exchanges[0].respond(200, b"", b"x" * LARGE)
+        calls.answer(0, b"x" * LARGE)
         assert connection.transport.is_closing()
         connection.check(connection.loop.time() + 11)
         assert not served.front.refused
