@@ -75,12 +75,6 @@ class Scheduler:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
         return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
 
-    def at_once(self, prompt: HashedRequest, now: float) -> Decision | None:
-        """The decision if it may be sent now, else None: `offer` it, so that it waits. Raises NoReplica."""
-        waiting = self.waiting
-        decision = self._decided(prompt, self.match(prompt), waiting.backlog, now)
-        return decision if waiting.is_free(decision) else None
-
     def offer(self, ticket: QueuedRequest, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
         return self.waiting.offer(ticket, now)
