@@ -15,7 +15,7 @@ PROG = "python -m workers"
 
 
 def run() -> None:
-    """Exit status 2 and one line on stderr when it cannot start."""
+    """Run the agent; exits with status 2 and one line on stderr if it cannot start."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     settings = load_or_exit(WorkerSettings, arguments[:cut], prog=PROG)
@@ -25,7 +25,7 @@ def run() -> None:
         agreed = adopted(settings, own_command, os.environ)
         serve.run(lambda: main(agreed, own_command))
     except (CommandError, KeyFileError, SettingsError, OSError) as exc:
-        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the process could not start)
         raise SystemExit(2) from exc
 
 

@@ -1,4 +1,4 @@
-"""The agent over HTTP."""
+"""The agent's REST routes."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -33,12 +33,13 @@ from workers.wire import (
 _MSGPACK = "application/vnd.msgpack"
 EPOCH_HEADER = "x-lorafleet-epoch"
 _MOST_LISTED = 10_000
-_EPOCH_DIGITS = 15  # fits every JSON reader's and database's integers
+_EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
 def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
-    """Every route. Reading and loading need `load`, taking away needs `admin`; health is open, and so are metrics that
-    need no key.
+    """All routes. Reading and loading need scope `load`, unloading needs `admin`. Health is open.
+
+    `metrics_need_key` says whether /metrics needs a key.
     """
     api = APIRouter()
     probed = _probe_routes(agent, of_metrics(keys, need_key=metrics_need_key))
@@ -55,20 +56,20 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/metadata/loras")
     async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
-        items = [item for item in agent.inventory.catalog() if item.lora_id > cursor]
+        items = [item for item in agent.report.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
-        found = next((item for item in agent.inventory.catalog() if item.lora_id == lora_id), None)
+        found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
         return found
 
     @api.get("/v1/admin/loras")
     async def loaded() -> LoadedLoras:
-        return LoadedLoras(data=agent.inventory.loaded())
+        return LoadedLoras(data=agent.report.loaded())
 
     @api.post("/v1/usage")
     async def count_usage(body: UsageReport) -> JSONResponse:
@@ -98,17 +99,17 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """What routers follow: which blocks this engine has cached."""
+    """The KV ledger's routes for routers: a snapshot of the engine's cached blocks, and a stream of changes."""
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/kv/snapshot")
     async def kv_snapshot() -> Response:
-        """A KvSnapshot, as msgpack."""
+        """A KvSnapshot as msgpack."""
         return Response(await agent.kv_ledgers().snapshot(), media_type=_MSGPACK)
 
     @api.get("/v1/kv/stream")
     async def kv_stream(epoch: str, since: Annotated[int, Query(ge=0)]) -> StreamingResponse:
-        """KvFrames, each behind its length."""
+        """KvFrames, each preceded by its length."""
         ledgers = agent.kv_ledgers()
         stream = ledgers.stream(ledgers.check(epoch, since))
         return StreamingResponse(stream, media_type=_MSGPACK, headers={"cache-control": "no-store"})
@@ -125,7 +126,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def load_lora(
         body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
     ) -> LoadedLora:
-        # An epoch too: it is remembered, and every lower one is refused from then on.
+        # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
@@ -133,10 +134,10 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/unload_lora", dependencies=operator)
     async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> LoadedLoras:
-        """What is loaded afterwards."""
+        """Unload an adapter; answers with the adapters that are still loaded."""
         agent.check_epoch(epoch, is_destructive=True)
         await agent.unload(body)
-        return LoadedLoras(data=agent.inventory.loaded())
+        return LoadedLoras(data=agent.report.loaded())
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
@@ -145,19 +146,19 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
     async def source(source: str) -> Response:
-        """204 where this worker may fetch adapters from there; fetches nothing."""
+        """204 if this worker may fetch adapters from the source; fetches nothing."""
         await agent.check_source(source)
         return Response(status_code=204)
 
     @api.post("/v1/admin/claim", dependencies=operator)
     async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
-        """A new leader's first word: whoever led before is refused from now on."""
+        """A new leader's first command: older epochs are refused from now on."""
         agent.check_epoch(epoch, is_destructive=True)
         return agent.metadata()
 
     @api.post("/v1/admin/undrain", dependencies=operator)
     async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
-        """Take back a drain: the worker serves again at once."""
+        """End a drain: the worker serves again at once."""
         agent.check_epoch(epoch, is_destructive=False)
         agent.undrain()
         return agent.metadata()
@@ -186,7 +187,7 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
     @api.get("/ready")
     async def ready() -> dict[str, str]:
         if agent.state != "ready":
-            # The first line only: the engine's last words follow it, and this route is open to everybody.
+            # The first line only: the engine's output follows it, and this route needs no key.
             reason = f": {agent.state_reason.splitlines()[0]}" if agent.state_reason else ""
             raise EngineError("not_ready", f"{agent.state}{reason}", retry_after_s=5)
         return {"status": "ready"}

@@ -1,4 +1,4 @@
-"""Builds the agent and joins its parts; the only place that does."""
+"""Builds the agent's app from its settings."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ from workers.storage.verify import known_base_model
 
 log = structlog.get_logger()
 
-# Of a body: what an agent is told fits into a hundred; reading so many takes a twentieth of a second.
+# JSON values in a request body: real ones have under a hundred; parsing this many takes 0.05 s.
 _MOST_VALUES = 100_000
 _ATTACHED_ENGINE_LEASE_S = 7 * 86400.0
 _LIST_TIMEOUT_S = 2.0
@@ -63,25 +63,25 @@ _LIST_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerService:
-    """The app, and the agent it serves."""
+    """The agent's app, and the agent behind it."""
 
     app: FastAPI
     agent: WorkerAgent
 
     def stop(self) -> None:
-        """Said at once to whoever routes here; streams end now, so that the server can."""
+        """Report "draining" and end the streams, so that the server can stop."""
         self.agent.stop()
 
 
 def build(
     settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: AgentTimers = TIMERS
 ) -> WorkerService:
-    """Everything, joined; the engine starts when the app is served. Raises KeyFileError, OSError, CommandError."""
+    """Build the agent's service; its engine starts with the app. Raises KeyFileError, OSError, CommandError."""
     keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
     connector = _connector_of(settings, own_command)
-    locked = lock_state_folder(settings.state)
+    state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
     manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
@@ -131,7 +131,7 @@ def build(
                 yield
             finally:
                 if heartbeats is not None:
-                    await heartbeats.send_last()  # before the engine is told to stop
+                    await heartbeats.send_last()  # before the engine stops
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,7 +139,7 @@ def build(
                 agent.usage.save()
                 await agent.engine.close_ledgers()
                 await supervisor.stop()
-                os.close(locked)  # all is saved, and nothing runs any more: the folder may be another agent's
+                os.close(state_lock)  # last: another agent may now use the state folder
 
     app = FastAPI(
         title="lorafleet worker",
@@ -155,16 +155,16 @@ def build(
 
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
-    """What the engine's command says of its KV connector; None: nothing. Raises CommandError."""
+    """The KV connector that the engine's command names; None if it names none. Raises CommandError."""
     if settings.engine_url or settings.engine == "sglang":
         return None
     return named_connector((*own_command, *settings.engine_args))
 
 
 def _require_model(settings: WorkerSettings) -> None:
-    """Raises OSError for a path that leads nowhere: an engine would fail at it, with a traceback, again and again.
+    """Raises OSError if `model` is a path that does not exist: the engine would crash on it again and again.
 
-    What only may be a path (`org/name`) is the engine's to find, and so is all of an engine that we do not start.
+    A name that may be a hub repository (`org/name`) is not checked, nor is the model of an engine at `engine_url`.
     """
     model = settings.model
     if not settings.engine_url and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
@@ -172,11 +172,11 @@ def _require_model(settings: WorkerSettings) -> None:
 
 
 def lock_state_folder(state: Path) -> int:
-    """Make the state folder ours; raises OSError when it is another's.
+    """Lock the state folder for this process; raises OSError if another agent uses it.
 
-    returns  a descriptor: the folder is free when it is closed, or this process ends, however it does
+    returns  the lock's file descriptor; closing it, or the end of the process, releases the lock
 
-    Two agents with one record, and engines with one pair of sockets, would each undo what the other did.
+    Two agents with one state folder would overwrite each other's files and share their engines' sockets.
     """
     make_folder(state, "state_dir")
     handle = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -190,10 +190,10 @@ def lock_state_folder(state: Path) -> int:
 
 
 def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
-    """The cache folder under a name that no other agent has, also after a restart. Raises OSError."""
+    """The cache folder, used under this agent's unique name, which survives restarts. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
-        write_whole(file, uuid.uuid4().hex[:12].encode())  # half of it would be a name that others have, too
+        write_whole(file, uuid.uuid4().hex[:12].encode())  # atomic: a truncated name might not be unique
     make_folder(settings.cache_dir, "cache_dir")
     return CacheFolder(
         settings.cache_dir,
@@ -201,14 +201,14 @@ def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
         max_bytes=settings.max_disk_bytes or shutil.disk_usage(settings.cache_dir).total // 2,
         grace_s=settings.cache_grace_s,
         lease_s=settings.cache_lease_s,
-        # An engine of somebody else's goes on, and reads its adapters, long after we have fallen silent.
+        # An attached engine may run, and read its adapters, long after this agent has stopped.
         outlives_s=_ATTACHED_ENGINE_LEASE_S if settings.engine_url else 0.0,
         listed=_served_digests,
     )
 
 
 def _served_digests(engine_url: str) -> frozenset[str]:
-    """Digests that somebody else's engine serves; blocks. None where it does not answer: then it runs no more."""
+    """Digests that the engine at a URL lists; empty if it does not answer. Blocking."""
     try:
         models = httpx.get(f"{engine_url}/v1/models", timeout=_LIST_TIMEOUT_S, trust_env=False).json()["data"]
         return frozenset(Path(str(item.get("root"))).name for item in models if item.get("parent"))
@@ -217,7 +217,7 @@ def _served_digests(engine_url: str) -> frozenset[str]:
 
 
 def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Random) -> dict[str, Source]:
-    """A source for each scheme: our own, the plugin's, and those of installed packages. Raises SettingsError."""
+    """Sources by scheme: built in, from the plugin, and from installed packages. Raises SettingsError."""
     limits = Limits(
         max_bytes=settings.max_adapter_bytes,
         timeout_s=settings.source_timeout_s,
@@ -244,7 +244,7 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
 
 
 def rules_of(settings: WorkerSettings) -> AdapterRules:
-    """What this worker accepts; the base model's modules where its folder is at hand."""
+    """The rules that adapters of this worker must keep, with the base model's shapes if its folder is here."""
     folder, names = Path(settings.model), {settings.base_name, settings.model_name, settings.model} - {""}
     has_folder = settings.check_shapes and settings.model and folder.is_dir()
     return AdapterRules(
@@ -258,7 +258,7 @@ def rules_of(settings: WorkerSettings) -> AdapterRules:
 
 
 async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM. Raises KeyFileError, OSError when it cannot start."""
+    """Serve until SIGTERM. Raises KeyFileError or OSError if the service cannot start."""
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
     worker = build(settings, port=port, own_command=own_command)
@@ -267,14 +267,14 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
 
 
 async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
-    async def tolerant() -> None:
+    async def step_once() -> None:
         try:
             await step()
         except WorkerError as exc:
-            # The engine is away: the supervisor says so, once.
+            # The engine is down: the supervisor logs that once.
             log.debug("loop step failed", loop=name, error=str(exc))
 
-    await forever(tolerant, name=name, every_s=every_s, on_failure=metrics.loop_failures.labels(name).inc)
+    await forever(step_once, name=name, every_s=every_s, on_failure=metrics.loop_failures.labels(name).inc)
 
 
 def _url(host: str, port: int) -> str:

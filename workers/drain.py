@@ -1,7 +1,7 @@
-"""`python -m workers.drain --deadline-s 300`: the agent of this machine drains, and this ends when its engine is idle.
+"""`python -m workers.drain --deadline-s 300`: drain the agent on this machine, and exit when its engine is idle.
 
-A pod's preStop hook: Kubernetes sends SIGTERM when it is over. Status 0 in any case but a wrong flag: the worker
-stops either way. What was left running is said on standard error.
+A pod's preStop hook: Kubernetes sends SIGTERM when it ends. The exit status is 0 except for a wrong flag, because the
+worker stops either way. Requests that still run are reported on standard error.
 """
 
 import argparse
@@ -15,31 +15,32 @@ from typing import Any
 
 from lorafleet.service.urls import plain_key
 
-# Routers hear of it at once, and look by themselves every second: what one of them was sending arrives within this.
-_HEARD_S = 2.0
+# Routers learn of a drain within a second; requests that they had already sent arrive within this.
+_ROUTERS_REACT_S = 2.0
 
 
 def main(argv: list[str]) -> int:
-    """Reads the port and the key that the agent itself has, from its environment."""
+    """Drain the agent whose port and key are in the environment; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m workers.drain", description=__doc__)
     parser.add_argument("--deadline-s", type=float, default=300.0, help="how long requests in flight may still take")
     deadline_s = parser.parse_args(argv).deadline_s
-    began = time.monotonic()
+    began_at = time.monotonic()
     try:
         answer = _drain(deadline_s)
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"not drained: {exc}\n")
         return 0
-    left = "drained" if answer["is_drained"] else f"not drained: {answer['running']} run, {answer['waiting']} wait"
-    sys.stderr.write(f"{left}\n")
-    time.sleep(max(0.0, _HEARD_S - (time.monotonic() - began)))
+    result = "drained" if answer["is_drained"] else f"not drained: {answer['running']} run, {answer['waiting']} wait"
+    sys.stderr.write(f"{result}\n")
+    time.sleep(max(0.0, _ROUTERS_REACT_S - (time.monotonic() - began_at)))
     return 0
 
 
 def _drain(deadline_s: float) -> Any:
+    """POST /v1/admin/drain and return its answer. Raises OSError, ValueError."""
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
-    own = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
-    token = plain_key(Path(own).read_text() if own else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
+    token_file = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
+    token = plain_key(Path(token_file).read_text() if token_file else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
     host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (not bound, asked)
     request = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""For downloaders of your own: subclass `LoraManager` and name the class with `--lora-downloader-plugin`."""
+"""Interface of downloader plugins: subclass `LoraManager` and name the class with `--lora-downloader-plugin`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LoraStatus(StrEnum):
-    """As the agent's adapter states (docs/protocol.md)."""
+    """State of an adapter on a worker, as in docs/protocol.md."""
 
     REMOTE = "remote"
     DOWNLOADING = "downloading"
@@ -29,7 +29,7 @@ class CacheLocation(StrEnum):
 
 
 class LoraEventType(StrEnum):
-    """What a manager is told of; the agent's other events are its own business."""
+    """The agent's events that a manager receives."""
 
     DOWNLOADING = "DOWNLOADING"
     DOWNLOADED_TO_DISK = "DOWNLOADED_TO_DISK"
@@ -42,7 +42,10 @@ class LoraEventType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraModel:
-    """A downloaded adapter: `path` is a folder with `adapter_config.json` and `*.safetensors`; the rest is for you."""
+    """A downloaded adapter. `path` is a folder with `adapter_config.json` and `*.safetensors`.
+
+    The agent reads `path` only; the other fields are for the plugin's own use.
+    """
 
     name: str
     path: Path
@@ -54,11 +57,11 @@ class LoraModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraEvent:
-    """Something that happened to an adapter of this worker, whatever its source; `at` is ISO 8601 in UTC.
+    """An event of any adapter of this worker; `at` is ISO 8601 in UTC.
 
-    digest                   "" where it is not known yet
-    done_bytes, total_bytes  of DOWNLOADING, about once a second; None where the source has not said it
-    error                    of what failed: a code and a sentence
+    digest                   "" while it is not known
+    done_bytes, total_bytes  of DOWNLOADING, about once a second; None if the source does not report it
+    error                    of the failure events: an error code and a sentence
     """
 
     type: LoraEventType
@@ -71,23 +74,23 @@ class LoraEvent:
 
 
 class LoraManager(ABC):
-    """Fetches adapters by name. Made once, without arguments, when the agent starts.
+    """Fetches adapters by name. The agent creates one instance, without arguments, when it starts.
 
-    Both methods may be coroutines; plain ones run in a thread of their own. Several names may be fetched at a time.
+    Both methods may be coroutines; plain methods run in a thread. Several names may be fetched at a time.
     """
 
     @abstractmethod
     def download_lora_to_disk(self, name: str) -> LoraModel | Awaitable[LoraModel]:
-        """The adapter, in a folder that is complete. The agent copies, verifies and keeps its own copy.
+        """Return the adapter in a complete folder. The agent copies and verifies the files.
 
-        Raise FileNotFoundError for a name that does not exist; anything else is tried again later. Only the error's
-        class is told to others, so a message may say what it likes.
+        Raise FileNotFoundError for an unknown name; after any other error the agent tries again later. Only the
+        error's class is reported, so its message may contain secrets.
         """
 
     @abstractmethod
     def delete_lora_from_disk(self, name: str) -> Awaitable[None] | None:
-        """The agent needs that folder no more: it has its copy, or the fetch failed. Keep it if that is cheaper."""
+        """Called when the agent no longer needs the folder: it has its copy, or the fetch failed. May keep it."""
 
     def on_event(self, event: LoraEvent) -> None:
-        """Called in the agent's event loop; must return at once."""
+        """Receive an event. Called in the agent's event loop, so it must return at once."""
         del event

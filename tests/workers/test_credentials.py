@@ -135,8 +135,6 @@ async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after
     def installer(installed):
         inventory = Inventory(
             settings=settings,
-            cache=cache,
-            local_adapters=local_adapters,
             installed=installed,
             events=events,
             metrics=metrics,

@@ -247,8 +247,6 @@ def inventory(folder) -> Inventory:
     settings = WorkerSettings(model="m")
     return Inventory(
         settings=settings,
-        cache=AdapterCache(disk(folder / "cache"), sources={}, rules=AdapterRules(64, frozenset()), fetch_deadline_s=1),
-        local_adapters=LocalAdapters(None, AdapterRules(64, frozenset())),
         installed=InstalledAdapters(folder),
         events=AgentEventLog(boot_id="b", size=1000, now=timestamp),
         metrics=WorkerMetrics(),
@@ -372,8 +370,6 @@ async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tr
     events = AgentEventLog(boot_id="b", size=10, now=timestamp)
     inventory = Inventory(
         settings=settings,
-        cache=cache,
-        local_adapters=local_adapters,
         installed=installed,
         events=events,
         metrics=metrics,

@@ -1,7 +1,7 @@
-"""The adapters of one worker: resolve -> fetch -> verify -> install -> load -> announce, and the way back.
+"""The agent of one engine: resolve -> fetch -> verify -> install -> load -> announce, and unload.
 
-The record says what this worker should hold, the engine's list what it does; both are compared after every start and
-every few seconds. An agent never evicts by itself: the caller names the victim.
+The installed adapters say what the engine should have loaded, the engine's own list says what it has. Both are compared
+after every start and every few seconds. An agent never evicts by itself: the caller names the victim.
 
 The Installer puts files on disk, the Loader loads them into the engine, the Inventory knows which adapter is where.
 """
@@ -22,6 +22,7 @@ from workers.agent.event_log import AgentEventLog
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
+from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
 from workers.config import TIMERS, AgentTimers, WorkerSettings
@@ -48,7 +49,7 @@ log = structlog.get_logger()
 
 
 class WorkerAgent:
-    """One worker's adapters and what is known of its engine. The event loop is the only writer."""
+    """One worker's adapters and engine, as the REST routes use them. The event loop is the only writer."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class WorkerAgent:
         timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """connector: what the engine's command says of its KV connector; None: nothing, and the engine is asked."""
+        """`connector`: the KV connector that the engine's command names; None: ask the engine."""
         self._connector = connector
         self.settings = settings
         self.cache = cache
@@ -79,14 +80,9 @@ class WorkerAgent:
         self._state: AgentState = "starting"
         self._state_reason = ""
         self.engine = CurrentEngine(settings, metrics, clock=clock)
-        self.inventory = Inventory(
-            settings=settings,
-            cache=cache,
-            local_adapters=local_adapters,
-            installed=installed,
-            events=events,
-            metrics=metrics,
-            clock=clock,
+        self.inventory = Inventory(settings=settings, installed=installed, events=events, metrics=metrics)
+        self.report = InventoryReport(
+            self.inventory, settings=settings, cache=cache, local_adapters=local_adapters, clock=clock
         )
         self.usage = AdapterUsage(
             settings.state / "usage.json", installed, worker_id=settings.instance_id, now=timestamp
@@ -105,6 +101,7 @@ class WorkerAgent:
             engine=self.engine,
             installer=self._installer,
             inventory=self.inventory,
+            report=self.report,
             metrics=metrics,
             clock=clock,
         )
@@ -116,33 +113,34 @@ class WorkerAgent:
 
     @property
     def is_warming(self) -> bool:
-        """Whether the engine is up and takes what the orchestrator wants loaded before this worker is ready."""
+        """Whether the worker waits for the orchestrator to load adapters before it becomes ready."""
         return self._warming is not None
 
     @property
     def state(self) -> AgentState:
-        """What /metadata says: a worker that drains and could serve is draining, not ready."""
+        """The worker's state in /metadata: "draining" instead of "ready" during a drain."""
         return "draining" if self._is_draining and self._state == "ready" else self._state
 
     @property
     def state_reason(self) -> str:
+        """Why the worker is not ready, or why its engine is suspect; "" without a reason."""
         return self._state_reason or self.engine.suspicion
 
     # --- the engine comes and goes -------------------------------------------------------------------------------
 
     def set_state(self, state: AgentState, reason: str = "") -> None:
-        """What becomes of the engine."""
+        """Set the worker's state and send a heartbeat."""
         self._state, self._state_reason = state, reason
         self.inventory.mark_changed()
 
     async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
-        """Take a healthy engine into use: load what should be there, then say ready. Raises EngineError."""
+        """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError."""
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.disk.engine_url = transport.engine_url
         self.inventory.mark_changed()
         await self._read_base_model_shapes()
-        found = await client.connector() if self._connector is None else self._connector
-        connector = self.inventory.connector = decided(self.settings.engine_salt, found)
+        reported = await client.connector() if self._connector is None else self._connector
+        connector = self.inventory.connector = decided(self.settings.engine_salt, reported)
         if connector.reason:
             log.info("KV connector", separation=connector.separation, reason=connector.reason)
         if connector.refusal:
@@ -162,6 +160,7 @@ class WorkerAgent:
         log.info("ready", engine=client.url, engine_boot_id=engine_boot_id, adapters=adapters)
 
     async def _load_wanted_adapters(self) -> None:
+        """Load the adapters from before a restart and `preload_loras`; a new worker then waits until it is warm."""
         await self._loader.adopt_engine_list()
         await self._loader.restore()
         is_new = not self.inventory.slots.registered
@@ -170,7 +169,7 @@ class WorkerAgent:
             await self._wait_until_warm()
 
     async def _read_base_model_shapes(self) -> None:
-        """Those of a base model that its engine fetches from a hub: before it is up there may be half of them."""
+        """Read the base model's shapes from the hub cache, which is incomplete before the engine has started."""
         if self.settings.check_shapes and self.cache.rules.base is None:
             folder = await asyncio.to_thread(model_folder, self.settings.model)
             if folder is not None:
@@ -178,7 +177,7 @@ class WorkerAgent:
                 self.cache.rules = self.local_adapters.rules = replace(self.cache.rules, base=base)
 
     async def _wait_until_warm(self) -> None:
-        """Wait for the orchestrator to bring what a worker that had nothing should have."""
+        """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`."""
         settings = self.settings
         if not settings.orchestrator_url or not settings.warm_deadline_s:
             return
@@ -194,19 +193,20 @@ class WorkerAgent:
             self.set_state("starting")
 
     def end_warming(self) -> None:
-        """Nothing more has to be there before this worker is ready, or nobody is there to say what."""
+        """Let a warming worker become ready: its adapters are loaded, or no orchestrator is reachable."""
         if self._warming is not None:
             self._warming.set()
 
     async def check_trust(self, client: EngineClient) -> bool:
-        """Whether the engine is well. Of one that hangs, in a load or else, the health route sees nothing: it has to
-        compute, or to give a token.
+        """Whether the engine works. Marks a stalled engine as suspect and trusts it again when it computes.
+
+        The health route of a hanging engine still answers, so a stalled engine must compute or return a token.
         """
         engine, timeout_s = self.engine, self.settings.health_timeout_s
         was_suspect, stalled_s = bool(engine.suspicion), engine.stalled_s()
         if not was_suspect and not engine.has_stalled:
             return await client.is_healthy(timeout_s=timeout_s)
-        # One that is full computes, and gives us no token.
+        # A full engine computes without answering our own request.
         is_well = was_suspect and engine.has_computed_since_suspect
         if is_well or await client.gives_tokens(engine.model_card().name, timeout_s=timeout_s):
             if was_suspect:
@@ -218,9 +218,9 @@ class WorkerAgent:
         return False
 
     async def detach_engine(self, reason: str) -> None:
-        """The engine is gone, and with it all that it held; the record keeps what should be there."""
+        """Record that the engine is down, with all its loaded adapters; they stay wanted for the restart."""
         was_up = self.engine.client is not None
-        self._state, self._state_reason = "engine_down", reason  # before anybody waits: nobody shall be told "ready"
+        self._state, self._state_reason = "engine_down", reason  # before the first await: nobody may read "ready"
         await self.engine.detach(reason)
         self.inventory.reset_slots()
         self.metrics.engine_up.set(0)
@@ -230,11 +230,11 @@ class WorkerAgent:
         self.set_state("engine_down", reason)
 
     def kv_ledgers(self) -> KvLedgers:
-        """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
+        """The ledgers of the engine's KV blocks; raises EngineError `not_ready` while there are none."""
         return self.engine.kv_ledgers()
 
     def stop(self) -> None:
-        """This process ends: that is told, for good, and every stream ends, so that the server can."""
+        """Drain for good, cancel loads and end all streams, because the process stops."""
         self._is_stopping = True
         self.cache.is_stopping = True
         self._begin_drain()
@@ -243,12 +243,13 @@ class WorkerAgent:
         self.events.end_streams()
         self.engine.end_kv_streams()
 
-    # --- what callers ask for ------------------------------------------------------------------------------------
+    # --- REST commands -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: int | None, *, is_destructive: bool) -> None:
-        """Refuse a leader that has been replaced, and harm done by nobody in particular.
+        """Accept a command of this leader epoch, and remember it.
 
-        raises RequestError `stale_epoch`, `epoch_required`
+        raises  AgentRequestError `stale_epoch` for a replaced leader, `epoch_required` for a destructive command
+                without an epoch where there is an orchestrator
         """
         if epoch is None:
             if is_destructive and self.settings.orchestrator_url:
@@ -266,7 +267,7 @@ class WorkerAgent:
         self.installed.raise_epoch(epoch)
 
     async def load(self, request: LoadRequest) -> LoadedLora:
-        """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
+        """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError."""
         if self._is_draining:
             raise EngineError("draining", "this worker is draining; load on another one", retry_after_s=30)
         if self.state != "ready" and not self.is_warming:
@@ -280,19 +281,22 @@ class WorkerAgent:
         return await self._loader.load(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
-        """Engine names that were unloaded; requests in flight on them go on. Raises WorkerError `not_loaded`."""
+        """Unload an adapter; returns the unloaded engine names. Requests that use it finish. Raises WorkerError."""
         return await self._loader.unload(request)
 
     async def check_source(self, source: str) -> None:
-        """Raises SourceError where this worker may not fetch it."""
+        """Raises SourceError if this worker may not fetch from the source."""
         await self.cache.check_source(source)
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
-        """Fetch, verify, install; load nothing. Raises WorkerError."""
+        """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
         return await self._loader.inspect(request)
 
     async def drain(self, deadline_s: float) -> DrainAnswer:
-        """Say draining, refuse loads, and wait until the engine has nothing left or the deadline has passed."""
+        """Refuse loads, and wait until the engine has been idle for `quiet_s` or the deadline has passed.
+
+        raises  EngineError `engine_timeout` if the engine's metrics cannot be read until the deadline
+        """
         self._begin_drain()
         deadline = self._clock() + deadline_s
         quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.engine.full_step_s()), self._clock()
@@ -303,7 +307,7 @@ class WorkerAgent:
             try:
                 async with asyncio.timeout(max(1.0, left_s)):
                     scrape = await client.scrape() if client is not None else EngineMetrics()
-            except (EngineError, TimeoutError) as exc:  # unheard is not drained: asked again while there is time
+            except (EngineError, TimeoutError) as exc:  # no metrics is not idle: try again until the deadline
                 if self._clock() >= deadline:
                     message = "draining, but the engine does not say what still runs; ask again"
                     raise EngineError("engine_timeout", message, retry_after_s=2) from exc
@@ -327,7 +331,7 @@ class WorkerAgent:
             self.inventory.mark_changed()
 
     def undrain(self) -> None:
-        """Serve again. Raises EngineError `draining` when this process ends."""
+        """End a drain: serve again. Raises EngineError `draining` if the process stops."""
         if self._is_stopping:
             raise EngineError("draining", "this agent is stopping; there is no way back", retry_after_s=30)
         if self._is_draining:
@@ -336,24 +340,24 @@ class WorkerAgent:
             self.inventory.mark_changed()
 
     def count_usage(self, report: UsageReport) -> bool:
-        """Take a router's counts; false for one that was taken before. Uses move adapters up in the estimated LRU."""
+        """Add a router's request counts and move the used adapters up in the LRU; False if counted before."""
         used = self.usage.count_uses(report)
         self.inventory.mark_used(used or ())
         return used is not None
 
-    # --- what is done every so often -----------------------------------------------------------------------------
+    # --- background loops ----------------------------------------------------------------------------------------
 
     async def reconcile(self) -> None:
-        """Look at the folders and at the engine's own list, and put the record right where they differ."""
+        """Scan lora_path, and correct the inventory from the engine's own list. Raises EngineError."""
         await self.cache.update_free_bytes()
         if await self.local_adapters.scan():
             self.inventory.mark_changed()
-        # What an engine holds that takes none is nobody's: no request for it comes here.
+        # An engine that takes no adapters gets no requests for them: ignore its list.
         if not self.inventory.connector.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
 
     async def sweep(self) -> None:
-        """Save what is not yet, renew leases on what is wanted, keep the cache's limit, and forget what is gone."""
+        """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters."""
         known = frozenset(adapter.digest for adapter in self.installed.all())
         self.installed.retry_writes()
         self.usage.save()
@@ -362,7 +366,7 @@ class WorkerAgent:
         await self._loader.refetch_lost_files(lost)
 
     def update_gauges(self) -> None:
-        """Bring the gauges up to date."""
+        """Update all metrics that are not counted as they happen."""
         self.engine.update_gauges()
         self.inventory.update_gauges()
         self.metrics.cache_used_bytes.set(self.cache.used_bytes)
@@ -371,10 +375,10 @@ class WorkerAgent:
         self.metrics.cache_adapters.set(self.cache.adapters)
         self.metrics.disk_free_bytes.set(self.cache.free_bytes)
 
-    # --- what is told --------------------------------------------------------------------------------------------
+    # --- reports -------------------------------------------------------------------------------------------------
 
     def metadata(self) -> Metadata:
-        """Everything that a router or an orchestrator may know of this worker."""
+        """`GET /metadata`, which heartbeats carry too."""
         settings = self.settings
         return Metadata(
             instance_id=settings.instance_id,
@@ -389,8 +393,8 @@ class WorkerAgent:
             node=settings.node,
             model=self.engine.model_card(),
             transport=self.engine.transport,
-            lora=self.inventory.info(),
-            load=self.engine.load_figures(load_seconds=self.inventory.load_seconds()),
+            lora=self.report.info(),
+            load=self.engine.load_figures(load_seconds=self.report.load_seconds()),
             agent_boot_id=self.boot_id,
             engine_boot_id=self.engine.boot_id,
             epoch=self.installed.epoch,

@@ -1,4 +1,4 @@
-"""The engine in use: who it is, what it says of itself, and its ledger. Nothing here outlives that engine."""
+"""The engine in use: its client, identity, measured load and KV ledger. All of it ends with that engine."""
 
 import asyncio
 import time
@@ -22,16 +22,15 @@ from workers.wire import Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
 
-_IN_FLIGHT_VALID_S = 10.0  # what the orchestrator said of our requests is of no use later
+_IN_FLIGHT_VALID_S = 10.0  # an older number of requests in flight is ignored
 
 
 class CurrentEngine:
-    """One engine at a time. `lock` is held by whoever changes what it holds: each load stalls it for everybody.
+    """One engine at a time; `client` is None while there is none.
 
-    `shared_lock` is the same lock, held together by all who ask for it so.
-
-    suspicion   why no load may begin: the engine hangs, in the last one or else; empty while the engine is trusted
-    patience_s  how long it may go on doing so
+    lock        held while adapters are loaded or unloaded: each load stalls the whole engine
+    suspicion   why the engine is suspected to hang, so that no load may begin; "" while it is trusted
+    patience_s  seconds a suspect engine gets before it is restarted
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class CurrentEngine:
 
     @asynccontextmanager
     async def shared_lock(self) -> AsyncIterator[None]:
-        """`lock`, together with others who take it so: the first waits for it, the last gives it back."""
+        """Hold `lock` together with other users of `shared_lock`: the first acquires it, the last releases it."""
         async with self._sharers_lock:
             if not self._sharers:
                 await self.lock.acquire()
@@ -72,7 +71,7 @@ class CurrentEngine:
                 self.lock.release()
 
     async def attach(self, client: EngineClient, *, boot_id: str, transport: Transport) -> None:
-        """Take a healthy engine into use. Raises EngineError."""
+        """Use this healthy engine: read its shape and start its KV ledgers. Raises EngineError."""
         self._shape = await client.shape()
         self._boot_mark = self._shape.mark or await client.boot_mark()
         self._load.rates = EngineRates()
@@ -80,11 +79,11 @@ class CurrentEngine:
         self.transport = await self._start_ledgers(transport)
 
     async def is_same_start(self) -> bool:
-        """Whether the engine that answers is still the one taken into use. Raises EngineError."""
+        """Whether the engine has not restarted since `attach`. Raises EngineError."""
         return self.client is not None and await self.client.boot_mark() == self._boot_mark
 
     async def detach(self, reason: str) -> None:
-        """The engine is gone, and what was known of it."""
+        """Forget the engine, its load and its KV ledgers."""
         self.client, self.boot_id, self._down_reason = None, "", reason
         self.clear_suspicion()
         await self.close_ledgers()
@@ -92,32 +91,34 @@ class CurrentEngine:
         self._metrics.rates(EngineRates())
 
     def require_client(self) -> EngineClient:
-        """The engine; raises EngineError `engine_down` while there is none."""
+        """The engine's client; raises EngineError `engine_down` while there is none."""
         if self.client is None:
             raise EngineError("engine_down", f"the engine is down: {self._down_reason}", retry_after_s=5)
         return self.client
 
     def mark_suspect(self, reason: str, *, patience_s: float) -> None:
-        """It hangs, whatever its health route says."""
+        """Record that the engine seems to hang, even if its health route answers."""
         if not self.suspicion:
             self._suspect_since = self._clock()
         self.suspicion, self.patience_s = reason, patience_s
 
     def clear_suspicion(self) -> None:
+        """Trust the engine again."""
         self.suspicion = ""
 
     def set_requests_in_flight(self, in_flight: int) -> None:
-        """So many requests routers have there now."""
+        """Record how many requests routers have at this engine now."""
         self._in_flight = in_flight, self._clock()
 
     @property
     def has_computed_since_suspect(self) -> bool:
-        """Whether it has computed something since it is suspect."""
+        """Whether a counter of the engine has moved since it became suspect."""
         return (self._load.moved_at or -inf) > self._suspect_since
 
     def stalled_s(self) -> float:
-        """For how long it had had requests and computed nothing when it was last read; 0 while it has none, as far as
-        it or routers know.
+        """Seconds in which the engine had requests and computed nothing, at the last metrics reading.
+
+        0 while it has no requests, by its own metrics and by the routers' reports.
         """
         read_at, moved_at = self._load.read_at, self._load.moved_at
         if self._busy_since is None or read_at is None or moved_at is None:
@@ -126,7 +127,7 @@ class CurrentEngine:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether it has computed nothing for so long that it may hang: longer than a step may take."""
+        """Whether the engine has computed nothing for longer than a step may take, so that it may hang."""
         return self.stalled_s() > self._settings.suspect_after_s + 2 * self.full_step_s()
 
     def _update_busy_since(self) -> None:
@@ -147,7 +148,7 @@ class CurrentEngine:
         return client is not None and await client.is_healthy(timeout_s=self._settings.health_timeout_s)
 
     async def digests_in_use(self) -> frozenset[str]:
-        """Digests whose files the engine may read at any moment, by its own list. Raises EngineError."""
+        """Digests in the engine's own list of adapters: it may read those files at any moment. Raises EngineError."""
         client = self.client
         if client is None:
             return frozenset()
@@ -156,7 +157,7 @@ class CurrentEngine:
     # --- its blocks ----------------------------------------------------------------------------------------------
 
     async def _start_ledgers(self, transport: Transport) -> Transport:
-        """Begin the ledger of an engine that publishes KV events, and say so where routers look."""
+        """Start the KV ledgers if the engine publishes KV events; returns the transport that routers are to see."""
         await self.close_ledgers()
         model_card = self.model_card()
         block_size = model_card.runtime_config.block_size
@@ -172,29 +173,30 @@ class CurrentEngine:
                 total_blocks=model_card.runtime_config.total_kv_blocks,
             )
         except (ZMQError, ValueError) as exc:
-            # The engine serves well without; routers find the sockets in the metadata and may do better.
+            # The engine works without a ledger; routers find the event sockets in the metadata and may read them.
             log.warning("no KV ledger", endpoints=transport.kv_events, error=str(exc))
             return transport
         return transport.model_copy(update={"kv_ledger": KV_HASHING})
 
     def kv_ledgers(self) -> KvLedgers:
-        """The ledger of the engine's blocks; raises EngineError `not_ready` while there is none."""
+        """The ledgers of the engine's KV blocks; raises EngineError `not_ready` while there are none."""
         if self._kv is None:
             message = "no KV ledger: the engine is not up, or publishes no KV events"
             raise EngineError("not_ready", message, retry_after_s=5)
         return self._kv
 
     def forget_adapter_blocks(self, engine_name: str) -> None:
-        """The ledger's blocks of an adapter that was loaded anew."""
+        """Drop the ledger's blocks of an adapter that was just loaded again."""
         if self._kv is not None:
             self._kv.forget_adapter(engine_name)
 
     def end_kv_streams(self) -> None:
+        """End the KV streams to routers, so that the server can stop."""
         if self._kv is not None:
             self._kv.end_streams()
 
     async def close_ledgers(self) -> None:
-        """Nothing of the engine's blocks is known any more."""
+        """Close the KV ledgers and set their gauges to 0."""
         ledgers, self._kv = self._kv, None
         self.transport = self.transport.model_copy(update={"kv_ledger": 0})
         if ledgers is not None:
@@ -205,7 +207,7 @@ class CurrentEngine:
     # --- its counters --------------------------------------------------------------------------------------------
 
     async def scrape(self) -> None:
-        """Read the engine's own counters. Raises EngineError."""
+        """Read the engine's metrics and update the measured rates. Raises EngineError."""
         if self.client is None:
             return
         self._update_busy_since()
@@ -213,17 +215,17 @@ class CurrentEngine:
         self._metrics.rates(self._load.rates)
 
     def full_step_s(self) -> float:
-        """How long a step full of prompts takes there; 0 while it is not known how fast they are read."""
+        """Seconds of an engine step full of prefill tokens; 0 until the prefill rate is measured."""
         prefill_tokens_per_s = self._load.rates.prefill_tokens_per_s
         return self._settings.max_num_batched_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
 
     def update_gauges(self) -> None:
-        """Bring the ledger's gauges up to date."""
+        """Update the KV ledgers' metrics."""
         if self._kv is not None:
             self._kv.update_gauges()
 
     def model_card(self) -> ModelCard:
-        """The base model: by the engine's own name and shape where it says them, and by the fleet's name for it."""
+        """The base model's names, and the engine's shape: as the engine reports it, else as the settings say."""
         settings, shape = self._settings, self._shape
         name = shape.model_name or settings.model_name
         return ModelCard(
@@ -239,5 +241,5 @@ class CurrentEngine:
         )
 
     def load_figures(self, *, load_seconds: float) -> Load:
-        """The last reading, and what all of them taught."""
+        """The engine's load at the last reading and its measured rates, as /metadata has them."""
         return self._load.figures(self._clock(), load_seconds=load_seconds)

@@ -1,4 +1,4 @@
-"""resolve -> fetch -> verify -> install: from a name to files on this disk, with every byte right."""
+"""resolve -> fetch -> verify -> install: from a lora_id to verified files in the cache folder."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,7 +22,7 @@ from workers.wire import InspectRequest, LoadRequest
 
 
 class Installer:
-    """Brings adapters in. Callers hold the adapter's own lock."""
+    """Installs adapters. Callers hold the lock of the lora_id."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Installer:
         base_model_name: Callable[[], str],
     ) -> None:
         """
-        listed     digests that the engine lists; raises EngineError when it cannot be asked
-        base_name  this worker's base model by its name in the fleet; empty while it is not known
+        engine_digests   digests in the engine's own list; raises EngineError if the engine does not answer
+        base_model_name  the base model's name in the fleet; "" while it is not known
         """
         self._cache = cache
         self._local_adapters = local_adapters
@@ -49,22 +49,22 @@ class Installer:
         self._base_model_name = base_model_name
 
     async def digests_in_use(self) -> frozenset[str]:
-        """Digests whose files must stay: wanted here, or listed by the engine. Raises EngineError."""
+        """Digests whose files must stay: wanted by this worker, or in the engine's list. Raises EngineError."""
         return self._inventory.wanted_digests() | await self._engine_digests()
 
     async def install(self, request: LoadRequest) -> InstalledAdapter:
-        """The record of files that are on this disk with every byte right. Raises WorkerError."""
+        """The requested adapter with verified files on this disk, fetched if needed. Raises WorkerError."""
         self._check_base_model(request.base_model)
         slots = self._inventory.slots
         known = self._known_adapter(request)
         if known is not None and (slots.has(known.engine_name) or await self._cache.has(known.digest)):
             if not slots.has(known.engine_name):
-                check_rank(known.rank, self._cache.rules)  # which its inspection did not
+                check_rank(known.rank, self._cache.rules)  # an inspection accepts any rank
             self._metrics.cache.labels("hit").inc()
             return known
         is_held = any(slots.has(adapter.engine_name) for adapter in self._installed.versions(request.lora_id))
         if not is_held and not self._inventory.has_room(request.evict):
-            # Before a fetch for nothing; what is held may be the very version asked for.
+            # Fail before a useless fetch. A loaded version may be the requested one, so it is fetched and compared.
             raise self._inventory.no_free_slot_error()
         self._metrics.cache.labels("miss").inc()
         source = self._resolve_source(request)
@@ -73,8 +73,9 @@ class Installer:
         return await self._fetch(request.lora_id, source, request.digest, secret=secret, base_model=request.base_model)
 
     async def inspect(self, request: InspectRequest) -> InstalledAdapter:
-        """Fetched, verified and installed, whatever is known of it already; of any rank, which the caller is told and
-        finds a worker for. Raises WorkerError.
+        """Fetch, verify and install an adapter from its source, even if it is installed already.
+
+        Any rank is accepted: the caller gets it in the answer and chooses a worker for it. Raises WorkerError.
         """
         self._check_base_model(request.base_model)
         return await self._fetch(
@@ -87,12 +88,17 @@ class Installer:
         )
 
     async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
-        """Where the record's files are; fetched once more if they are gone or damaged. Raises SourceError."""
+        """The folder of an adapter's files; fetches them again if they are missing or damaged. Raises SourceError."""
         if not await self._cache.has(adapter.digest):
             pinned = adapter.pinned_source or adapter.source
-            said = adapter.base_model if self._is_our_base(adapter.base_model) else None
+            base_model = adapter.base_model if self._is_our_base(adapter.base_model) else None
             await self._fetch(
-                adapter.lora_id, adapter.source, adapter.digest, pinned=pinned, secret=adapter.secret, base_model=said
+                adapter.lora_id,
+                adapter.source,
+                adapter.digest,
+                pinned=pinned,
+                secret=adapter.secret,
+                base_model=base_model,
             )
         return self._cache.path(adapter.digest)
 
@@ -107,7 +113,10 @@ class Installer:
         base_model: str | None,
         is_any_rank: bool = False,
     ) -> InstalledAdapter:
-        """`base_model`: what the caller says that it is for, in place of what its own config says."""
+        """Fetch and install; if the disk is full, free half of the idle adapters and try once more.
+
+        base_model  the adapter's base model by the caller; None: by its own config
+        """
         fetch = partial(
             self._fetch_once, lora_id, source, digest, pinned or source, secret, base_model, is_any_rank=is_any_rank
         )
@@ -146,7 +155,7 @@ class Installer:
                 with self._timed("verify"):
                     is_vouched_for = base_model is not None
                     found = await self._cache.verify(folder, is_vouched_for=is_vouched_for, is_any_rank=is_any_rank)
-                    # What may run here is of this base model, by whatever name or path its trainer knew that.
+                    # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
                     manifest = replace(found, base_model=self._base_model_name() or base_model or found.base_model)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
@@ -157,9 +166,9 @@ class Installer:
         return self._inventory.store_installed(replace(adapter, secret=secret))
 
     def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
-        """A record that answers this request without a look at its source: same digest, and no other source named.
+        """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
 
-        A digest alone grants nothing: the record exists because this lora_id's own source was verified here.
+        The digest alone is not a permission: this lora_id's own source was verified here before.
         """
         requested_source = request.source or request.lora_path
         for adapter in reversed(self._installed.versions(request.lora_id)):
@@ -187,6 +196,7 @@ class Installer:
         return str(path)
 
     def _check_base_model(self, base_model: str | None) -> None:
+        """Raises SourceError `base_model_mismatch` if the request names a base model that is not this worker's."""
         if base_model is not None and not self._is_our_base(base_model):
             names = ", ".join(sorted(self._cache.rules.base_names))
             raise SourceError("base_model_mismatch", f"base_model {base_model!r}: this worker serves {names}")
@@ -202,7 +212,7 @@ class Installer:
 
 
 def check_lora_id(lora_id: str) -> None:
-    """Raises RequestError `invalid_lora_id`."""
+    """Raises AgentRequestError `invalid_lora_id`."""
     try:
         checked_lora_id(lora_id)
     except ValueError as exc:

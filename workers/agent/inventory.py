@@ -1,14 +1,10 @@
-"""What this worker holds and tells: records, the engine's slots, loads under way, the latest failures."""
+"""What this worker has: installed adapters, the engine's adapter slots, loads in progress, the latest failures."""
 
-import hashlib
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import islice
-from statistics import median
 
 import structlog
 
@@ -22,15 +18,11 @@ from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
 from workers.metrics import WorkerMetrics
 from workers.sources.base import FetchProgress
-from workers.storage.cache import AdapterCache
-from workers.storage.local_adapters import LocalAdapters
-from workers.wire import AgentEventType, AvailableLora, LoadedLora, LoadRequest, LoraCapacity, LoraInfo
+from workers.wire import AgentEventType, LoadedLora, LoadRequest
 
 log = structlog.get_logger()
 
 _FAILURES_KEPT = 64
-_LOADS_KEPT = 32
-_AVAILABLE_TOLD = 100
 
 
 def timestamp() -> str:
@@ -39,18 +31,19 @@ def timestamp() -> str:
 
 
 class Inventory:
-    """The event loop is the only writer. `changes` wakes whoever tells others; `version` grows with each change."""
+    """The adapters of one worker. The event loop is the only writer.
+
+    changes    wakes the senders of heartbeats; `version` grows with each change
+    connector  what the engine's KV connector allows adapters
+    """
 
     def __init__(
         self,
         *,
         settings: WorkerSettings,
-        cache: AdapterCache,
-        local_adapters: LocalAdapters,
         installed: InstalledAdapters,
         events: AgentEventLog,
         metrics: WorkerMetrics,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.installed = installed
         self.events = events
@@ -58,41 +51,47 @@ class Inventory:
         self.version = 0
         self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
         self.connector: ConnectorVerdict = NO_CONNECTOR
-        """What the engine's KV connector allows."""
         self._settings = settings
-        self._cache = cache
-        self._local_adapters = local_adapters
         self._metrics = metrics
-        self._clock = clock
-        self._listed_at: float | None = None
+        self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
-        self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
+
+    @property
+    def loads_in_progress(self) -> Collection[LoadedLora]:
+        """Adapters that are being downloaded or loaded."""
+        return self._progress.values()
+
+    @property
+    def failed_loads(self) -> Collection[LoadedLora]:
+        """The latest failed load of each adapter, at most 64."""
+        return self._failures.values()
 
     def mark_changed(self) -> None:
+        """Count a change and wake the senders of heartbeats."""
         self.version += 1
         self.changes.notify()
 
-    # --- what happened -------------------------------------------------------------------------------------------
+    # --- changes -------------------------------------------------------------------------------------------------
 
     def reset_slots(self, *, keeps_ghosts: bool = True) -> None:
-        """An engine that holds nothing. `keeps_ghosts`: as its traits have it."""
+        """Start with an engine that has no adapters. `keeps_ghosts`: see EngineTraits."""
         self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
-        self._listed_at = None
+        self.listed_at = None
 
     def confirm_list(self, at_s: float) -> None:
-        """The engine's own list, asked for at this time by our clock, had what we say that it holds."""
-        self._listed_at = at_s
+        """Record that the engine's own list, requested at this time, agrees with this inventory."""
+        self.listed_at = at_s
 
     def adopt(self, name: str) -> None:
-        """The engine lists this name already: one that an agent loaded and died before it could note it, perhaps."""
+        """Record an adapter that the engine has already; an agent may have died after loading it."""
         self.slots = self.slots.loaded(name)
         adapter = self.installed.get(name)
         if adapter is not None and not adapter.is_loaded:
             self.installed.store(replace(adapter, is_loaded=True))
 
     def store_installed(self, adapter: InstalledAdapter) -> InstalledAdapter:
-        """Files that are installed and verified; what an older record of them knows is kept."""
+        """Record an adapter whose files have just been installed; an older entry keeps its counts and times."""
         self.events.add(
             "DOWNLOADED_TO_DISK",
             lora_id=adapter.lora_id,
@@ -112,19 +111,19 @@ class Inventory:
         return self.installed.store(adapter)
 
     def report_download(self, lora_id: str, progress: FetchProgress) -> None:
-        """How far a fetch is."""
+        """Publish the progress of a fetch as an event."""
         self.events.add(
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
     def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
-        """The engine has taken it."""
+        """Record that the engine has loaded the adapter, with the time that it took."""
         order = self.installed.next_load_order()
         adapter = replace(adapter, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._add_loaded(self.installed.store(adapter))
 
     def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
-        """The engine, started again, has taken back what the record had: nothing has to be written for that."""
+        """Record that a restarted engine has loaded the adapter again. Writes nothing unless its path changed."""
         known = self.installed.get(adapter.engine_name)
         adapter = replace(adapter, loaded_at=timestamp(), load_seconds=load_seconds)
         if known is None or known.path != adapter.path:
@@ -144,7 +143,7 @@ class Inventory:
         return adapter
 
     def mark_unloaded(self, adapter: InstalledAdapter) -> None:
-        """The engine has given it up; the record may still want it."""
+        """Record that the engine has unloaded the adapter; a restart may still load it again."""
         self.slots = self.slots.unloaded(adapter.engine_name)
         self.events.add(
             "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
@@ -152,11 +151,11 @@ class Inventory:
         self.mark_changed()
 
     def mark_unwanted(self, adapter: InstalledAdapter) -> None:
-        """No restart shall load it again."""
+        """Record that a restarted engine must not load the adapter again."""
         self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_loaded=False))
 
     def forget_deleted(self, digests: Collection[str]) -> None:
-        """Their files are gone from the cache, and with them what nobody wants to load."""
+        """Forget adapters whose files were deleted from the cache, unless they are wanted."""
         if not digests:
             return
         self._metrics.cache_deleted.inc(len(digests))
@@ -170,7 +169,7 @@ class Inventory:
         self.mark_changed()
 
     def wanted_digests(self) -> frozenset[str]:
-        """Digests whose files must stay: in the engine, to be there after a restart, or on the way."""
+        """Digests whose files must stay: loaded, to be loaded after a restart, or being loaded."""
         held = [
             adapter.digest
             for adapter in self.installed.all()
@@ -179,7 +178,7 @@ class Inventory:
         return frozenset((*held, *(item.digest for item in self._progress.values() if item.digest)))
 
     def correct_from_list(self, listed: set[str]) -> None:
-        """Put the record right where the engine's own list differs."""
+        """Adjust slots and installed adapters to the engine's own list of names."""
         for name in self.slots.registered - listed:
             self.slots = self.slots.unloaded(name)
         for name in listed - self.slots.registered:
@@ -194,7 +193,7 @@ class Inventory:
         self.mark_changed()
 
     def show_progress(self, lora_id: str, digest: str, state: str) -> None:
-        """A load's stage, for whoever looks; the engine's own word stands where it has the adapter."""
+        """Show the stage of a load ("downloading", "loading") unless the engine has the adapter already."""
         name = engine_name(lora_id, digest) if digest else ""
         if self.slots.has(name):
             return
@@ -211,7 +210,7 @@ class Inventory:
 
     @contextmanager
     def recording_failure(self, request: LoadRequest) -> Iterator[None]:
-        """A load whose failure is kept for those who ask later."""
+        """Record a WorkerError raised in the block as a failed load; end the load's progress in any case."""
         try:
             yield
         except WorkerError as exc:
@@ -221,12 +220,12 @@ class Inventory:
             self._progress.pop(request.lora_id, None)
 
     def record_failure(self, lora_id: str, digest: str, exc: WorkerError) -> None:
-        """A load that failed: logged, counted, told."""
+        """Log, count and publish a failed load, and keep it for `failed_loads`."""
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
-        # A full worker says nothing about the adapter, and neither does a caller who wants it no more.
+        # Neither a full worker nor a cancelled load says anything about the adapter.
         if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):
             self._failures[lora_id] = LoadedLora(
                 lora_id=lora_id, digest=digest, engine_name=name, state="failed", location="disk", error=str(exc)
@@ -236,23 +235,25 @@ class Inventory:
         self.mark_changed()
 
     def mark_used(self, names: Collection[str]) -> None:
-        """Requests ran on these: they move up in the engine's LRU."""
+        """Move adapters that requests used to the front of the engine's (estimated) LRU."""
         for name in names:
             self.slots = self.slots.used(name)
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def has_room(self, evict: str | None) -> bool:
+        """Whether a load finds a free slot, or the named victim is loaded."""
         return self.slots.free > 0 or self.named_victim(evict) is not None
 
     def named_victim(self, evict: str | None) -> InstalledAdapter | None:
-        """The loaded adapter that the caller named, by lora_id or engine name."""
+        """The loaded adapter with this lora_id or engine name; None if it is not loaded."""
         return next(
             (adapter for adapter in self.loaded_adapters() if evict in {adapter.engine_name, adapter.lora_id}), None
         )
 
     def no_free_slot_error(self) -> EngineError:
-        # A router that asked for a tenant tells it this, so it names no adapter: they may be others' own.
+        """The error of a load without a free slot."""
+        # Routers pass it on to tenants, so it names no adapter: they may belong to other tenants.
         return EngineError(
             "no_free_slot",
             f"all {self._settings.max_cpu_loras} adapter slots are taken; unload one of GET /v1/admin/loras,"
@@ -260,149 +261,12 @@ class Inventory:
         )
 
     def loaded_adapters(self) -> list[InstalledAdapter]:
-        """Records of what the engine holds."""
+        """The installed adapters that the engine has loaded."""
         return [adapter for adapter in self.installed.all() if self.slots.has(adapter.engine_name)]
 
     def update_gauges(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the adapters' metrics."""
         resident = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
         self._metrics.resident((each.lora_id, each.size_bytes, each.request_count) for each in resident)
-
-    # --- what is told --------------------------------------------------------------------------------------------
-
-    def info(self) -> LoraInfo:
-        """The adapters' part of the metadata."""
-        settings, slots, refusal = self._settings, self.slots, self.connector.refusal
-        count, digest = self._available_summary()
-        return LoraInfo(
-            enabled=not refusal,
-            max_loras=settings.max_loras,
-            max_cpu_loras=settings.max_cpu_loras,
-            max_lora_rank=settings.max_lora_rank,
-            available_loras=tuple(islice(self.available(), _AVAILABLE_TOLD)),
-            available_count=count,
-            available_digest=digest,
-            loaded_loras=self.loaded(),
-            list_age_s=None if self._listed_at is None else self._clock() - self._listed_at,
-            refusal=refusal,
-            is_salted=self.connector.separation == "salted",
-            capacity=LoraCapacity(
-                loaded_count=len(slots.registered),
-                available_slots=0 if refusal else slots.free,
-                device_slots=settings.max_loras,
-                host_slots=settings.max_cpu_loras,
-                ghosts=slots.ghosts,
-                disk_free_bytes=self._cache.free_bytes,
-            ),
-        )
-
-    def loaded(self) -> tuple[LoadedLora, ...]:
-        """In the engine, on the way there, or failed; unknown names that the engine lists come without a digest."""
-        resident = self.loaded_adapters()
-        known = {adapter.engine_name for adapter in resident}
-        strangers = [
-            LoadedLora(lora_id=name, digest="", engine_name=name, state="ready", location=self.slots.location(name))
-            for name in sorted(self.slots.registered - known)
-        ]
-        return (*map(self.loaded_of, resident), *strangers, *self._progress.values(), *self._failures.values())
-
-    def available(self) -> Iterator[AvailableLora]:
-        """Adapters whose verified files are on this disk, latest load first, then those of the folder alone."""
-        cached = set()
-        for adapter in reversed(self.installed.all()):
-            cached.add((adapter.lora_id, adapter.digest))
-            yield self.available_of(adapter)
-        for item in self._local_adapters.adapters:
-            if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
-                yield AvailableLora(
-                    lora_id=item.lora_id,
-                    path=str(item.path),
-                    base_model=item.manifest.base_model,
-                    rank=item.manifest.rank,
-                    digest=item.manifest.digest,
-                    size_bytes=item.manifest.size_bytes,
-                )
-
-    def _available_summary(self) -> tuple[int, str]:
-        """How many are on this disk, and a digest of which. Made anew only when one comes or goes: it costs 15 ms
-        at 5,000, and a heartbeat follows each step of a load."""
-        known = (self.installed.revision, self._local_adapters.revision)
-        if self._summary_cache[0] != known:
-            names = {f"{adapter.lora_id}@{adapter.digest}" for adapter in self.installed.all()}
-            names |= {
-                f"{item.lora_id}@{item.manifest.digest}" for item in self._local_adapters.adapters if item.manifest
-            }
-            digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
-            self._summary_cache = (known, (len(names), digest))
-        return self._summary_cache[1]
-
-    def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
-        """One item a lora_id: in the engine before on disk before failed."""
-        items: dict[str, AvailableLora | LoadedLora] = {
-            local_adapter.lora_id: LoadedLora(
-                lora_id=local_adapter.lora_id,
-                digest="",
-                engine_name="",
-                state="failed",
-                location="disk",
-                path=str(local_adapter.path),
-                error=local_adapter.error,
-            )
-            for local_adapter in self._local_adapters.adapters
-            if local_adapter.manifest is None
-        }
-        items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
-        items |= {item.lora_id: item for item in reversed(tuple(self.available()))}
-        items |= {item.lora_id: item for item in self.loaded() if item.state != "failed"}
-        return tuple(items[lora_id] for lora_id in sorted(items))
-
-    def load_seconds(self) -> float:
-        """The middle of the latest loads, one an adapter, as the records have kept them over restarts; 0.0 for none."""
-        measured = [adapter.load_seconds for adapter in self.installed.all() if adapter.load_seconds is not None]
-        return median(measured[-_LOADS_KEPT:]) if measured else 0.0
-
-    def loaded_of(self, adapter: InstalledAdapter) -> LoadedLora:
-        return LoadedLora(
-            lora_id=adapter.lora_id,
-            digest=adapter.digest,
-            engine_name=adapter.engine_name,
-            state="ready",
-            location=self.slots.location(adapter.engine_name),
-            rank=adapter.rank,
-            base_model=adapter.base_model,
-            path=adapter.path,
-            source=adapter.source,
-            size_bytes=adapter.size_bytes,
-            loaded_at=adapter.loaded_at,
-            last_used=adapter.last_used,
-            memory_mb=round(adapter.size_bytes / 1e6, 3),
-            request_count=adapter.request_count,
-            load_seconds=adapter.load_seconds,
-            error=self._source_changed_error(adapter),
-        )
-
-    def _source_changed_error(self, adapter: InstalledAdapter) -> str | None:
-        """Why this is not what its source holds any more: somebody put new bytes under an old name."""
-        local_adapter = self._local_adapters.find(adapter.lora_id)
-        if local_adapter is None or local_adapter.manifest is None or local_adapter.manifest.digest == adapter.digest:
-            return None
-        if adapter.source not in {str(local_adapter.path), local_adapter.path.as_uri()}:
-            return None
-        return (
-            f"digest_mismatch: {local_adapter.path} now has digest {local_adapter.manifest.digest}, what is served is"
-            f" {adapter.digest}; new bytes need a new lora_id"
-        )
-
-    def available_of(self, adapter: InstalledAdapter) -> AvailableLora:
-        return AvailableLora(
-            lora_id=adapter.lora_id,
-            path=adapter.path,
-            base_model=adapter.base_model,
-            rank=adapter.rank,
-            digest=adapter.digest,
-            size_bytes=adapter.size_bytes,
-            state="ready" if self.slots.has(adapter.engine_name) else "on_disk",
-            source=adapter.pinned_source or adapter.source,
-        )

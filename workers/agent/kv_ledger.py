@@ -1,7 +1,7 @@
 """The ledger of this engine's KV blocks, served to any number of routers: one snapshot, then a stream of changes.
 
-The agent sits on loopback beside the engine and is there before the first request, so it misses nothing; a router that
-starts late, restarts or falls behind is exact again after one snapshot. Block hashes leave this machine, tokens do not.
+The agent listens beside the engine from before the first request, so it misses no event. A router that starts late or
+falls behind is exact again after one snapshot. Block hashes leave this machine, tokens do not.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, Transport, pack_
 
 log = structlog.get_logger()
 
-# Changes are gathered this long: a frame an engine step would cost every router more than it tells.
+# Changes are collected this long: one frame per engine step would cost routers more than it is worth.
 _COALESCE_S = 0.02
 _HEARTBEAT_S = 1.0
-# What a router may be behind before it has to take a snapshot: about half a million changed blocks.
+# Frames kept for routers that are behind, about half a million changed blocks; beyond it they need a snapshot.
 _RING_BYTES = 4 << 20
-# Frames sent in one piece; a reader that takes none for long finds its place gone, and nothing was kept for it.
+# Most bytes of frames sent in one write, so that a slow reader does not fill our memory.
 _MOST_SENT_BYTES = 1 << 20
 
 
 class KvLedgers:
-    """The ledgers of one engine boot, one a data-parallel rank, and the frames that tell of their changes."""
+    """The ledgers of one engine boot, one per data-parallel rank, and the frames with their changes."""
 
     def __init__(
         self,
@@ -74,6 +74,11 @@ class KvLedgers:
             for rank, events, replay in zip(self.ranks, transport.kv_events, replays, strict=True)
         ]
 
+    @property
+    def kept_bytes(self) -> int:
+        """Size of the frames kept for readers that are behind."""
+        return sum(map(len, self._ring))
+
     async def close(self) -> None:
         """End every stream and free the sockets."""
         self.end_streams()
@@ -82,17 +87,18 @@ class KvLedgers:
         await self._hub.close()
 
     def end_streams(self) -> None:
+        """End the streams to routers."""
         self._is_closed = True
         self._changes.notify()
 
     def forget_adapter(self, engine_name: str) -> None:
-        """An adapter was loaded afresh; matters for engines whose loads start with an empty cache."""
+        """Drop the blocks of an adapter that was just loaded; for engines whose loads start with an empty cache."""
         for rank in self.ranks:
             rank.ledger.forget_adapter(engine_name)
             rank.drained()
 
     async def snapshot(self) -> bytes:
-        """A KvSnapshot. Until the engine's past has been read there is none; raises EngineError `not_ready`."""
+        """All blocks as an encoded KvSnapshot; raises EngineError `not_ready` until past KV events have been read."""
         if not await self._changes.until(lambda: self.is_open or self._is_closed, timeout_s=5.0) or self._is_closed:
             raise EngineError("not_ready", "the engine's KV events are still being read; ask again", retry_after_s=1)
         self.flush()
@@ -100,12 +106,12 @@ class KvLedgers:
             KvRank(rank.number, **{tier: pack_hashes(rank.ledger.blocks(tier)) for tier in TIERS})
             for rank in self.ranks
         )
-        taken = KvSnapshot(self.epoch, self.seq, self.base_model, self.block_size, ranks, self.is_whole)
+        snapshot = KvSnapshot(self.epoch, self.seq, self.base_model, self.block_size, ranks, self.is_whole)
         self._metrics.kv_snapshots.inc()
-        return self._encode(taken)
+        return self._encode(snapshot)
 
     def check(self, epoch: str, since: int) -> int:
-        """`since`, if the stream can go on after that frame; raises RequestError `events_gone`."""
+        """`since`, if the stream can continue after that frame; else raises AgentRequestError `events_gone`."""
         if epoch != self.epoch or not self.seq - len(self._ring) <= since <= self.seq:
             raise AgentRequestError(
                 "events_gone",
@@ -116,7 +122,7 @@ class KvLedgers:
         return since
 
     async def stream(self, since: int) -> AsyncIterator[bytes]:
-        """Frames after that one, for ever; a reader that fell behind the ring is cut off, and must start over."""
+        """Encoded frames after frame `since`, without end; the stream of a reader that falls behind the ring ends."""
         self._metrics.kv_readers.inc()
         try:
             while not self._is_closed:
@@ -133,14 +139,14 @@ class KvLedgers:
                     piece.append(frame)
                     size += len(frame)
                 since += len(piece)
-                # The heartbeat comes first on a new stream: the reader knows at once that it is followed.
+                # A new stream begins with a heartbeat, so the reader knows at once that the stream works.
                 yield b"".join(piece) or self._frame_bytes(KvFrame(self.seq, self._clock(), is_whole=self.is_whole))
                 await self._changes.until(partial(self._has_frames_after, since), timeout_s=_HEARTBEAT_S)
         finally:
             self._metrics.kv_readers.dec()
 
     def flush(self) -> None:
-        """Put what changed since the last frame into the ring."""
+        """Append a frame with the changes since the last one to the ring."""
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
@@ -153,33 +159,34 @@ class KvLedgers:
         frame = self._frame_bytes(KvFrame(self.seq, self._newest_at, cleared, changes, self.is_whole))
         self._ring.append(frame)
         self._ring_left -= len(frame)
-        # At least the newest stays: who has all before it needs it.
+        # The newest frame always stays: readers that are up to date need it.
         while self._ring_left < 0 and len(self._ring) > 1:
             self._ring_left += len(self._ring.popleft())
         self._changes.notify()
 
-    def changed(self) -> None:
-        """Something is to be told within `_COALESCE_S`."""
+    def schedule_frame(self) -> None:
+        """Flush within `_COALESCE_S`."""
         if self._flush_at is None:
             self._flush_at = asyncio.get_running_loop().call_later(_COALESCE_S, self.flush)
 
-    def heard(self, at: float) -> None:
-        """The engine's own time of the newest event."""
+    def note_event_time(self, at: float) -> None:
+        """Record the engine's timestamp of the newest event."""
         self._newest_at = at
 
-    def opened(self) -> None:
+    def update_open(self) -> None:
+        """Allow snapshots once the past events of every rank have been read."""
         self.is_open = all(rank.is_open for rank in self.ranks)
         self._changes.notify()
 
-    def lost(self) -> None:
-        """Something is missing now. Routers may ask for repetitions then, which must not count as copies."""
+    def mark_incomplete(self) -> None:
+        """Record that events are missing. Routers may now ask the engine to repeat events, which are no new copies."""
         self.is_whole = False
         for rank in self.ranks:
             rank.ledger.expect_repeats(True)
-        self.changed()
+        self.schedule_frame()
 
     def update_gauges(self) -> None:
-        """Bring the gauges up to date."""
+        """Update the KV ledgers' metrics."""
         self._metrics.kv_blocks.set(sum(len(rank.ledger) for rank in self.ranks))
         self._metrics.kv_bytes.set(sum(rank.ledger.size_bytes() for rank in self.ranks))
         self._metrics.kv_whole.set(self.is_whole)
@@ -195,7 +202,7 @@ class KvLedgers:
 
 
 class _RankLedger:
-    """One rank: hears the engine's batches (a Listener), and keeps what its ledger changed (a Sink)."""
+    """One rank's ledger: receives the engine's event batches (a Listener) and its ledger's changes (a Sink)."""
 
     def __init__(self, ledgers: KvLedgers, number: int, dialect: str) -> None:
         self.number = number
@@ -205,82 +212,92 @@ class _RankLedger:
         self.ledger = BlockLedger(
             ledgers.base_model, ledgers.block_size, self, traits, most_blocks=KEPT_TIMES * ledgers.total_blocks
         )
-        # Came (True) or went since the last frame; what did both is in neither.
+        # Blocks added (True) or dropped (False) since the last frame; a block that did both is not in it.
         self._pending: dict[Tier, dict[BlockHash, bool]] = {tier: {} for tier in TIERS}
         self._is_cleared = False
 
-    # --- what the engine says ------------------------------------------------------------------------------------
+    # --- Listener: called with the engine's events ----------------------------------------------------------------
 
     def batch(self, payload: bytes) -> None:
+        """Apply one batch of KV events to the ledger."""
         at, missed = self.ledger.read(payload)
         if missed:
             self._on_unreadable(missed)
         if at:
-            self._ledgers.heard(at)
+            self._ledgers.note_event_time(at)
 
     def drained(self) -> None:
+        """Schedule a frame once all received batches are applied."""
         if self._is_cleared or any(self._pending.values()):
-            self._ledgers.changed()
+            self._ledgers.schedule_frame()
 
     def opened(self) -> None:
+        """Record that all past events of this rank have been read."""
         self.is_open = True
-        self._ledgers.opened()
+        self._ledgers.update_open()
 
     def bridged(self) -> None:
-        self._ledgers.heard(time.time())
+        """Record that missed batches have been read by a replay."""
+        self._ledgers.note_event_time(time.time())
 
     def lost(self, first: int, last: int) -> None:
+        """Record that the batches with these sequence numbers are lost."""
         log.warning("the KV ledger is not whole any more", rank=self.number, first=first, last=last)
-        self._ledgers.lost()
+        self._ledgers.mark_incomplete()
 
     def _on_unreadable(self, what: str) -> None:
-        # Once is enough: an engine whose events we cannot read sends one a step.
+        # Logged once: an engine with unreadable events sends one per step.
         if self._ledgers.is_whole:
             log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
-        self._ledgers.lost()
+        self._ledgers.mark_incomplete()
 
     def malformed(self) -> None:
+        """Count a message that is no batch."""
         self.ledger.rejected["frames"] += 1
 
-    # --- what that changes ---------------------------------------------------------------------------------------
+    # --- Sink: called with the ledger's changes -------------------------------------------------------------------
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        self._add_pending(tier, hashes, came=True)
+        """Note blocks that are cached now, for the next frame."""
+        self._add_pending(tier, hashes, is_added=True)
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        self._add_pending(tier, hashes, came=False)
+        """Note blocks that are no longer cached, for the next frame."""
+        self._add_pending(tier, hashes, is_added=False)
 
     def clear(self) -> None:
+        """Note that nothing is cached any longer, for the next frame."""
         self._pending = {tier: {} for tier in TIERS}
         self._is_cleared = True
 
     def take_changes(self) -> list[KvChange]:
-        """What changed since the last call."""
+        """The changes since the last call."""
         changes = []
         for tier, pending in self._pending.items():
             if pending:
-                came = pack_hashes(block for block, is_there in pending.items() if is_there)
-                went = pack_hashes(block for block, is_there in pending.items() if not is_there)
-                changes.append(KvChange(self.number, tier, came, went))
+                added = pack_hashes(block for block, is_added in pending.items() if is_added)
+                dropped = pack_hashes(block for block, is_added in pending.items() if not is_added)
+                changes.append(KvChange(self.number, tier, added, dropped))
                 self._pending[tier] = {}
         return changes
 
     def take_cleared(self) -> bool:
-        was, self._is_cleared = self._is_cleared, False
-        return was
+        """Whether the cache was cleared since the last call."""
+        was_cleared, self._is_cleared = self._is_cleared, False
+        return was_cleared
 
     def add_counts(self, metrics: WorkerMetrics) -> None:
-        """Add to the counters what the ledger counted since the last call."""
+        """Add the ledger's event counts since the last call to the metrics."""
         for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
                 labels.labels(name).inc(count)
 
-    def _add_pending(self, tier: Tier, hashes: Sequence[BlockHash], *, came: bool) -> None:
+    def _add_pending(self, tier: Tier, hashes: Sequence[BlockHash], *, is_added: bool) -> None:
         pending = self._pending[tier]
         if pending.keys().isdisjoint(hashes):
-            pending.update(dict.fromkeys(hashes, came))
+            pending.update(dict.fromkeys(hashes, is_added))
             return
         for block in hashes:
-            # The ledger tells of each block by turns that it came and that it went: twice is nothing.
+            # For one block the ledger reports add and drop alternately: two pending changes cancel out.
             if pending.pop(block, None) is None:
-                pending[block] = came
+                pending[block] = is_added

@@ -1,4 +1,4 @@
-"""load -> announce, and the way back: what the engine holds, changed one adapter at a time."""
+"""load -> announce, and unload: changes to the engine's adapters, one at a time."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from workers.agent.current_engine import CurrentEngine
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
+from workers.agent.inventory_report import InventoryReport
 from workers.agent.operations import OperationsInProgress
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError
@@ -24,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Loader:
-    """One operation an adapter at a time; one load or unload an engine at a time."""
+    """One operation per adapter at a time; one load or unload in the engine at a time."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Loader:
         engine: CurrentEngine,
         installer: Installer,
         inventory: Inventory,
+        report: InventoryReport,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,14 +42,15 @@ class Loader:
         self._engine = engine
         self._installer = installer
         self._inventory = inventory
+        self._report = report
         self._metrics = metrics
         self._clock = clock
         self._operations = OperationsInProgress()
-        # Weak: there are as many as are held or waited for, not as many as names were ever asked for.
+        # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, request: LoadRequest) -> LoadedLora:
-        """The adapter, ready in the engine; at once when it was there already. Raises WorkerError."""
+        """Install and load an adapter; returns at once if it is loaded already. Raises WorkerError."""
         check_lora_id(request.lora_id)
         try:
             return await self._operations.run(request.lora_id, request.digest, self._install_and_load(request))
@@ -61,26 +64,26 @@ class Loader:
             with self._inventory.recording_failure(request):
                 adapter = await self._installer.install(request)
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
-                return self._inventory.loaded_of(await self._load_into_engine(adapter, evict=request.evict))
+                return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict))
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
-        """Fetch, verify, install; load nothing. Raises WorkerError."""
+        """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
         check_lora_id(request.lora_id)
         adapter = await self._operations.run(request.lora_id, None, self._inspect(request))
         self._inventory.mark_changed()
-        return self._inventory.available_of(adapter)
+        return self._report.available_lora(adapter)
 
     async def _inspect(self, request: InspectRequest) -> InstalledAdapter:
         async with self._lock(request.lora_id):
             return await self._installer.inspect(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
-        """Engine names that were unloaded; requests in flight on them go on. Loads under way are called off.
+        """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.
 
-        raises  WorkerError, `not_loaded` when there was neither
+        Requests that use it finish. Raises WorkerError, `not_loaded` if it was neither loaded nor being loaded.
         """
         check_lora_id(request.lora_id)
-        was_under_way = await self._operations.cancel(request.lora_id, request.digest)
+        was_loading = await self._operations.cancel(request.lora_id, request.digest)
         async with self._lock(request.lora_id), self._engine.lock:
             client = self._engine.require_client()
             adapters = [
@@ -88,7 +91,7 @@ class Loader:
                 for adapter in self._inventory.installed.versions(request.lora_id)
                 if self._inventory.slots.has(adapter.engine_name) and request.digest in {None, adapter.digest}
             ]
-            if not adapters and not was_under_way:
+            if not adapters and not was_loading:
                 version = f" with digest {request.digest}" if request.digest else ""
                 raise AgentRequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for adapter in adapters:
@@ -97,7 +100,7 @@ class Loader:
             return tuple(adapter.engine_name for adapter in adapters)
 
     def cancel_all(self) -> None:
-        """This process ends: what the engine has not been asked for yet is called off."""
+        """Cancel all loads that the engine has not been called for, because the process stops."""
         self._operations.cancel_all()
 
     def _lock(self, lora_id: str) -> asyncio.Lock:
@@ -106,7 +109,7 @@ class Loader:
     # --- after a start -------------------------------------------------------------------------------------------
 
     async def adopt_engine_list(self) -> None:
-        """Take note of what the engine holds already, also in the record. Raises EngineError."""
+        """Record the adapters that a newly attached engine has already. Raises EngineError."""
         async with self._engine.lock:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
@@ -116,7 +119,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def restore(self) -> None:
-        """Load what the record says the engine should hold. Raises EngineError when it is the engine that fails."""
+        """Load the adapters that were loaded before the engine's restart. Raises EngineError if the engine fails."""
         slots = self._inventory.slots
         wanted = [
             each for each in self._inventory.installed.all() if each.is_loaded and not slots.has(each.engine_name)
@@ -128,23 +131,23 @@ class Loader:
         loads_at_once = self._engine.require_client().traits.loads_at_once
         load_slots = asyncio.Semaphore(loads_at_once)
 
-        async def restore_in_turn() -> None:
+        async def restore_next() -> None:
             for adapter in adapters_in_order:
                 await self._restore_one(adapter, load_slots)
 
-        # One more than it takes at once: that one looks for the next one's files meanwhile.
-        lanes = [asyncio.create_task(restore_in_turn()) for _ in range(loads_at_once + 1)]
+        # One task more than loads at once: it prepares the next adapter's files meanwhile.
+        tasks = [asyncio.create_task(restore_next()) for _ in range(loads_at_once + 1)]
         try:
-            await asyncio.gather(*lanes)
+            await asyncio.gather(*tasks)
         finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if restored := [adapter for adapter in wanted if self._inventory.slots.has(adapter.engine_name)]:
             await self._forget_unlisted(restored)
 
     async def _restore_one(self, adapter: InstalledAdapter, load_slots: asyncio.Semaphore) -> None:
-        """Its files found and loaded; where the adapter itself is what fails, that is noted. Raises EngineError."""
+        """Load one adapter again. A fault of the adapter is recorded; a fault of the engine raises EngineError."""
         try:
             adapter = replace(adapter, path=str(await self._installed_files(adapter)))
             async with load_slots:
@@ -156,11 +159,11 @@ class Loader:
             self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
     async def _installed_files(self, adapter: InstalledAdapter) -> Path:
-        async with self._lock(adapter.lora_id):  # files that are gone are fetched by one alone
+        async with self._lock(adapter.lora_id):  # missing files are fetched once
             return await self._installer.reinstall_if_missing(adapter)
 
     async def _reload(self, adapter: InstalledAdapter) -> None:
-        """As `_load_into_engine`, though what the engine then lists is looked at once, when all are back."""
+        """Load an adapter without reading the engine's list afterwards: `restore` does that once, at its end."""
         async with self._engine.shared_lock():
             began_at = self._clock()
             await self._call_load(self._engine.require_client(), adapter)
@@ -168,6 +171,7 @@ class Loader:
             self._inventory.mark_reloaded(adapter, load_seconds=round(self._clock() - began_at, 4))
 
     async def _forget_unlisted(self, adapters: Collection[InstalledAdapter]) -> None:
+        """Record reloaded adapters that the engine does not list as failed."""
         async with self._engine.lock:
             listed_at = self._clock()
             listed = await self._engine.require_client().adapters()
@@ -179,7 +183,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def refetch_lost_files(self, digests: Collection[str]) -> None:
-        """Fetch files again that somebody took from under an engine: its next look at them would kill it."""
+        """Fetch deleted files of loaded adapters again: the engine dies when it next reads them."""
         for adapter in self._inventory.installed.all():
             if adapter.digest in digests and adapter.is_loaded:
                 log.error("an adapter in use has lost its files", lora_id=adapter.lora_id, digest=adapter.digest)
@@ -189,7 +193,7 @@ class Loader:
                     self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
     async def preload(self) -> None:
-        """Load what the settings name. Raises EngineError when it is the engine that fails."""
+        """Load the adapters of the setting `preload_loras`. Raises EngineError if the engine fails."""
         for lora_id in self._settings.preload_loras:
             try:
                 await self.load(LoadRequest(lora_id=lora_id))
@@ -201,10 +205,9 @@ class Loader:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
 
     async def _is_adapters_fault(self, exc: EngineError) -> bool:
-        """A refusal is this adapter's fault, and so is a load too slow for an engine that is well otherwise.
+        """Whether a failed load is the adapter's fault: a refusal, or a timeout of an otherwise healthy engine.
 
-        Anything else is the engine's, and then it is all of them. Told apart, or one adapter on slow storage would
-        have the engine started again for ever.
+        Otherwise one adapter on slow storage would restart the engine again and again.
         """
         if exc.code != "engine_timeout":
             return exc.code in {"adapter_refused", "no_free_slot"}
@@ -213,27 +216,33 @@ class Loader:
     # --- the engine ----------------------------------------------------------------------------------------------
 
     async def reconcile_with_engine_list(self, is_settled: Callable[[], bool]) -> None:
-        """Compare the engine's own list with the record, unless a start is under way. Raises EngineError."""
+        """Compare the engine's own list with the inventory and correct it; no-op while `is_settled` is False.
+
+        raises  EngineError
+        """
         async with self._engine.lock:
             client = self._engine.client
-            # Asked behind the lock: what a starting engine does not list yet is still wanted.
+            # Checked under the lock: what a starting engine does not list yet is still wanted.
             if client is None or not is_settled():
                 return
             listed_at = self._clock()
             listed = set(await client.adapters())
             known = self._inventory.slots.registered
             if known - listed and not await self._engine.is_same_start():
-                return  # another engine's list is empty, and its adapters are still wanted: the supervisor will see
+                return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
             if self._engine.client is not client:
                 return
             self._inventory.confirm_list(listed_at)
             if listed != known:
                 for name in listed - known:
-                    self._engine.forget_adapter_blocks(name)  # loaded by somebody else, or brought back by a request
+                    self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)
                 self._inventory.correct_from_list(listed)
 
     async def _load_into_engine(self, adapter: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
-        """The load stage: one at a time, because each one stalls the engine for everybody."""
+        """The load stage: evict the named victim if the slots are full, load, check the engine's list.
+
+        One load at a time, because each one stalls the whole engine.
+        """
         async with self._engine.lock:
             self._operations.commit(adapter.lora_id)
             client = self._engine.require_client()
@@ -254,12 +263,12 @@ class Loader:
             if displaced := self._inventory.slots.displaced():
                 log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
             if victim is not None:
-                # Only now: an agent killed between the two halves comes back with the victim, not with a gap.
+                # Last: an agent killed before this line restores the victim.
                 self._inventory.mark_unwanted(victim)
             return announced
 
     def mark_suspect(self, reason: str, *, patience_s: float) -> None:
-        """The engine hangs: that is told, and nothing more is loaded there until it is trusted again."""
+        """Record and publish that the engine seems to hang; nothing is loaded until it is trusted again."""
         log.warning("the engine is suspect", reason=reason)
         self._engine.mark_suspect(reason, patience_s=patience_s)
         self._metrics.engine_suspect.set(1)
@@ -267,7 +276,7 @@ class Loader:
         self._inventory.mark_changed()
 
     def clear_suspicion(self) -> None:
-        """It has given a token again, or computed something."""
+        """Record and publish that the engine works again."""
         self._engine.clear_suspicion()
         self._metrics.engine_suspect.set(0)
         self._inventory.events.add("TRUSTED")
@@ -292,23 +301,24 @@ class Loader:
             raise
 
     async def _evict_if_full(self, client: EngineClient, evict: str | None) -> InstalledAdapter | None:
-        """Unload the named victim if the slots are full; a free slot spares it. Raises EngineError `no_free_slot`."""
+        """Unload the named victim if no slot is free; returns it. Raises EngineError `no_free_slot`."""
         if self._inventory.slots.free > 0:
             return None
         victim = self._inventory.named_victim(evict)
         if victim is None:
             raise self._inventory.no_free_slot_error()
-        await self._call_unload(client, victim)  # its record waits until the newcomer is there
+        await self._call_unload(client, victim)  # it stays wanted until the new adapter is loaded
         return victim
 
     async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter) -> None:
+        """Load an evicted adapter again, because the load that evicted it failed."""
         try:
             await client.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
             log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
             if exc.code == "adapter_refused":
                 self._inventory.mark_unwanted(victim)
-            return  # else the engine is dying or gone: its restart loads what the record still says
+            return  # else the engine is down: after its restart the victim is loaded, as it is still wanted
         if self._engine.client is client:
             self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds)
 

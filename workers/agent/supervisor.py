@@ -1,6 +1,6 @@
-"""Keeps an engine running: starts it, waits for its health, watches it, starts it again; or watches one of others.
+"""Starts the engine, waits for its health, watches it and restarts it; or watches an engine that it did not start.
 
-Every exit is a failure, because vLLM exits 0 when it crashes (0.32, seen running).
+Every exit counts as a failure, because vLLM 0.32 exits with status 0 when it crashes.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ log = structlog.get_logger()
 
 _POLL_S = 0.03
 _PROBE_S = 0.01
-_STOP_SPARE_S = 10.0  # between the engine's own end of draining and SIGKILL
-_STARTING_STOP_S = 3.0  # the same for one that never was in use: vLLM 0.32 heeds no SIGTERM while it starts
+_STOP_SPARE_S = 10.0  # between the end of the engine's own drain and SIGKILL
+_STARTING_STOP_S = 3.0  # the same for an engine that is starting: vLLM 0.32 ignores SIGTERM then
 
 
 class Supervisor:
@@ -49,7 +49,7 @@ class Supervisor:
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`echo` is given what the engine prints."""
+        """`echo` receives the engine's output."""
         self._settings = settings
         self._agent = agent
         self._own_command = tuple(own_command)
@@ -57,12 +57,12 @@ class Supervisor:
         self._rng = rng
         self._clock = clock
         self._port = _port_of((*own_command, *settings.engine_args)) or settings.engine_port
-        self._reserved: socket.socket | None = None  # its port is the engine's, if no setting names one
+        self._reserved: socket.socket | None = None  # reserves the engine's port if no setting names one
         self._process: EngineProcess | None = None
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
     async def run(self) -> None:
-        """Until cancelled. Then the engine still runs: `stop` ends it."""
+        """Supervise the engine until cancelled. The engine keeps running then: call `stop`."""
         while True:
             ready_at: float | None = None
             try:
@@ -78,11 +78,11 @@ class Supervisor:
             try:
                 await self._handle_failure(reason, up_s=0.0 if ready_at is None else self._clock() - ready_at)
             except Exception:
-                log.exception("clearing up after the engine failed")  # an agent without supervisor would never recover
+                log.exception("clearing up after the engine failed")  # without a supervisor the agent never recovers
                 await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
-        """Drain and end the engine; nothing of it is left afterwards. One that still starts has nothing to drain."""
+        """Drain and end the engine's processes and remove its sockets. A starting engine is not drained."""
         if self._process is not None:
             grace_s = (
                 _STARTING_STOP_S
@@ -95,12 +95,13 @@ class Supervisor:
             self._settings.socket_path(kind).unlink(missing_ok=True)
 
     def _release_port(self) -> None:
-        """Let go of the port that we picked; the next start picks another. One that a setting names stays."""
+        """Release a port that we picked, so that the next start picks another. A port from the settings stays."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved, self._port = None, 0
 
     async def _handle_failure(self, reason: str, *, up_s: float) -> None:
+        """Log and count the failure, end the engine and wait before the restart. `up_s`: seconds it was ready."""
         self._restarts = self._restarts.failed(up_s)
         delay_s = self._restarts.delay_s(self._rng)
         if self._restarts.is_loop:
@@ -114,7 +115,7 @@ class Supervisor:
         await asyncio.sleep(delay_s)
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> EngineClient:
-        """A healthy engine that holds what it should. Raises EngineError with the end of its log."""
+        """Start the engine, wait until it is healthy and load its adapters. Raises EngineError with its last output."""
         if self._settings.engine_url:
             return await self._attach(stack)
         boot_id = uuid.uuid4().hex
@@ -124,7 +125,7 @@ class Supervisor:
             self._reserved = bound(host, 0)
             self._port = self._reserved.getsockname()[1]
         if is_port_taken(host, self._port):
-            # Before the engine is up, whoever has the port would answer for it and be given its adapters.
+            # The other process would answer in the engine's place and receive its adapters.
             message = f"port {self._port} of {host} is taken by another process; see engine_port (0 picks a free one)"
             self._release_port()
             raise EngineError("engine_start_failed", message)
@@ -142,15 +143,16 @@ class Supervisor:
             kv_replay=(str(kv["replay_endpoint"]),),
             kv_topic=topic,
         )
-        # While adapters are loaded again the process may die under us: that is told at once, not by a timeout.
+        # If the process dies while adapters are loaded, fail at once, not after a timeout.
         await self._run_unless_exited(self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport))
         return client
 
     async def _attach(self, stack: contextlib.AsyncExitStack) -> EngineClient:
+        """Use the engine at `engine_url`, which somebody else starts. Raises EngineError."""
         client = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
-        # An engine that somebody else starts has no boot id of ours; its own mark is the next best.
+        # We gave this engine no boot id, so its own start mark serves as one.
         boot_id = await client.boot_mark()
         kv = await client.kv_sources()
         transport = Transport(
@@ -164,9 +166,10 @@ class Supervisor:
         return client
 
     async def _wait_until_healthy(self, client: EngineClient) -> None:
+        """Return once the engine is healthy. Raises EngineError if it exits or the start deadline passes."""
         deadline = self._clock() + self._settings.start_deadline_s
         while True:
-            # An engine of our own is asked nothing before it listens: a refused connection costs next to nothing.
+            # Probe the port first: a refused connection costs much less than an HTTP request.
             is_not_listening = self._process is not None and not is_listening(self._host(), self._port)
             if not is_not_listening and await client.is_healthy(timeout_s=self._settings.health_timeout_s):
                 return
@@ -179,13 +182,13 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S if is_not_listening else _POLL_S)
 
     async def _watch(self, client: EngineClient) -> str:
-        """Why the engine has to be started again: it exited, hangs, or (attached) is another one now."""
+        """Watch the engine; returns the reason for a restart: it exited, hangs, or (attached) was restarted."""
         healthy_at = self._clock()
         while True:
             if await self._exited_within(self._agent.timers.watch_s):
                 return await self._exit_reason("the engine exited")
             is_trusted = await self._agent.check_trust(client)
-            # One of somebody else's that is suspect cannot be started again from here: it stays so while it listens.
+            # We cannot restart an attached engine: while its health route answers, it only stays suspect.
             if is_trusted or (self._process is None and await self._agent.engine.is_healthy()):
                 healthy_at = self._clock()
                 if self._process is None and await self._was_restarted(client):
@@ -195,17 +198,18 @@ class Supervisor:
                 return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
     async def _was_restarted(self, client: EngineClient) -> bool:
-        with contextlib.suppress(EngineError):  # not heard is not another one
+        with contextlib.suppress(EngineError):  # no answer is no restart
             return await client.boot_mark() != self._agent.engine.boot_id
         return False
 
     def _patience_s(self) -> float:
-        """How long it may be silent. One of somebody else's is only taken for gone, which costs little."""
+        """Seconds without health before a restart; short for an attached engine, which is only detached."""
         if self._process is None:
             return self._agent.timers.attached_s
         return self._agent.engine.patience_s if self._agent.engine.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:
+        """Wait so long or until the engine's process exits; whether it exited. Attached: always False."""
         if self._process is None:
             await asyncio.sleep(seconds)
             return False
@@ -216,6 +220,7 @@ class Supervisor:
         return self._process.has_exited
 
     async def _run_unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await the coroutine; raise EngineError as soon as the engine's process exits."""
         assert self._process is not None
         process = self._process
         task = asyncio.create_task(work)
@@ -234,11 +239,11 @@ class Supervisor:
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()
-        # The first line stands alone where everybody may read it: see `/ready`.
+        # `/ready` is open to everybody and shows the first line only.
         return f"{what} (status {code})\nits output ends:\n{self._process.tail}"
 
     def _host(self) -> str:
-        """Where the engine is reached from here."""
+        """The address under which the agent reaches the engine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
 
     def _url(self) -> str:
@@ -247,7 +252,7 @@ class Supervisor:
 
 
 def _make_private_folder(folder: Path) -> None:
-    """The sockets' folder. Prompts pass through it, and in /tmp anybody could have made it before us."""
+    """Create the sockets' folder for this user only. Raises EngineError if another user owns it (possible in /tmp)."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.lstat().st_uid
     if owner not in {os.getuid(), 0}:
@@ -255,6 +260,6 @@ def _make_private_folder(folder: Path) -> None:
 
 
 def _port_of(command: Sequence[str]) -> int | None:
-    """The port that a command of the user's own names."""
-    said = value_of(command, "--port") or ""
-    return int(said) if said.isdigit() else None
+    """The `--port` of an engine command; None without one."""
+    port = value_of(command, "--port") or ""
+    return int(port) if port.isdigit() else None

@@ -1,0 +1,185 @@
+"""The inventory as REST routes, heartbeats and events show it."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from statistics import median
+
+from workers.agent.installed_adapters import InstalledAdapter
+from workers.agent.inventory import Inventory
+from workers.config import WorkerSettings
+from workers.storage.cache import AdapterCache
+from workers.storage.local_adapters import LocalAdapters
+from workers.wire import AvailableLora, LoadedLora, LoraCapacity, LoraInfo
+
+_LOADS_KEPT = 32
+_AVAILABLE_LISTED = 100
+
+
+class InventoryReport:
+    """Read-only views of an inventory, its cache and the adapters in lora_path."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        *,
+        settings: WorkerSettings,
+        cache: AdapterCache,
+        local_adapters: LocalAdapters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inventory = inventory
+        self._installed = inventory.installed
+        self._settings = settings
+        self._cache = cache
+        self._local_adapters = local_adapters
+        self._clock = clock
+        self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
+
+    def info(self) -> LoraInfo:
+        """The adapters' part of /metadata."""
+        settings, slots, refusal = self._settings, self._inventory.slots, self._inventory.connector.refusal
+        count, digest = self._available_summary()
+        listed_at = self._inventory.listed_at
+        return LoraInfo(
+            enabled=not refusal,
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+            max_lora_rank=settings.max_lora_rank,
+            available_loras=tuple(islice(self.available(), _AVAILABLE_LISTED)),
+            available_count=count,
+            available_digest=digest,
+            loaded_loras=self.loaded(),
+            list_age_s=None if listed_at is None else self._clock() - listed_at,
+            refusal=refusal,
+            is_salted=self._inventory.connector.separation == "salted",
+            capacity=LoraCapacity(
+                loaded_count=len(slots.registered),
+                available_slots=0 if refusal else slots.free,
+                device_slots=settings.max_loras,
+                host_slots=settings.max_cpu_loras,
+                ghosts=slots.ghosts,
+                disk_free_bytes=self._cache.free_bytes,
+            ),
+        )
+
+    def loaded(self) -> tuple[LoadedLora, ...]:
+        """Adapters that are loaded, being loaded, or failed; names that only the engine knows have no digest."""
+        loaded = self._inventory.loaded_adapters()
+        known = {adapter.engine_name for adapter in loaded}
+        unknown = [
+            LoadedLora(
+                lora_id=name, digest="", engine_name=name, state="ready", location=self._inventory.slots.location(name)
+            )
+            for name in sorted(self._inventory.slots.registered - known)
+        ]
+        return (
+            *map(self.loaded_lora, loaded),
+            *unknown,
+            *self._inventory.loads_in_progress,
+            *self._inventory.failed_loads,
+        )
+
+    def available(self) -> Iterator[AvailableLora]:
+        """Adapters with verified files on this disk: installed ones by latest load, then those only in lora_path."""
+        cached = set()
+        for adapter in reversed(self._installed.all()):
+            cached.add((adapter.lora_id, adapter.digest))
+            yield self.available_lora(adapter)
+        for item in self._local_adapters.adapters:
+            if item.manifest is not None and (item.lora_id, item.manifest.digest) not in cached:
+                yield AvailableLora(
+                    lora_id=item.lora_id,
+                    path=str(item.path),
+                    base_model=item.manifest.base_model,
+                    rank=item.manifest.rank,
+                    digest=item.manifest.digest,
+                    size_bytes=item.manifest.size_bytes,
+                )
+
+    def _available_summary(self) -> tuple[int, str]:
+        """How many adapters are on this disk, and a digest of their names.
+
+        Cached until one is added or removed: 5,000 adapters take 15 ms, and every heartbeat has it.
+        """
+        known = (self._installed.revision, self._local_adapters.revision)
+        if self._summary_cache[0] != known:
+            names = {f"{adapter.lora_id}@{adapter.digest}" for adapter in self._installed.all()}
+            names |= {
+                f"{item.lora_id}@{item.manifest.digest}" for item in self._local_adapters.adapters if item.manifest
+            }
+            digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
+            self._summary_cache = (known, (len(names), digest))
+        return self._summary_cache[1]
+
+    def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
+        """One item per lora_id, sorted: a loaded adapter before one on disk before a failed one."""
+        items: dict[str, AvailableLora | LoadedLora] = {
+            local_adapter.lora_id: LoadedLora(
+                lora_id=local_adapter.lora_id,
+                digest="",
+                engine_name="",
+                state="failed",
+                location="disk",
+                path=str(local_adapter.path),
+                error=local_adapter.error,
+            )
+            for local_adapter in self._local_adapters.adapters
+            if local_adapter.manifest is None
+        }
+        items |= {item.lora_id: item for item in self.loaded() if item.state == "failed"}
+        items |= {item.lora_id: item for item in reversed(tuple(self.available()))}
+        items |= {item.lora_id: item for item in self.loaded() if item.state != "failed"}
+        return tuple(items[lora_id] for lora_id in sorted(items))
+
+    def load_seconds(self) -> float:
+        """Median load time of the 32 adapters loaded last, also over restarts; 0.0 without any."""
+        measured = [adapter.load_seconds for adapter in self._installed.all() if adapter.load_seconds is not None]
+        return median(measured[-_LOADS_KEPT:]) if measured else 0.0
+
+    def loaded_lora(self, adapter: InstalledAdapter) -> LoadedLora:
+        """A loaded adapter as the REST routes show it."""
+        return LoadedLora(
+            lora_id=adapter.lora_id,
+            digest=adapter.digest,
+            engine_name=adapter.engine_name,
+            state="ready",
+            location=self._inventory.slots.location(adapter.engine_name),
+            rank=adapter.rank,
+            base_model=adapter.base_model,
+            path=adapter.path,
+            source=adapter.source,
+            size_bytes=adapter.size_bytes,
+            loaded_at=adapter.loaded_at,
+            last_used=adapter.last_used,
+            memory_mb=round(adapter.size_bytes / 1e6, 3),
+            request_count=adapter.request_count,
+            load_seconds=adapter.load_seconds,
+            error=self._source_changed_error(adapter),
+        )
+
+    def _source_changed_error(self, adapter: InstalledAdapter) -> str | None:
+        """An error text if the adapter's folder in lora_path now holds other bytes; else None."""
+        local_adapter = self._local_adapters.find(adapter.lora_id)
+        if local_adapter is None or local_adapter.manifest is None or local_adapter.manifest.digest == adapter.digest:
+            return None
+        if adapter.source not in {str(local_adapter.path), local_adapter.path.as_uri()}:
+            return None
+        return (
+            f"digest_mismatch: {local_adapter.path} now has digest {local_adapter.manifest.digest}, what is served is"
+            f" {adapter.digest}; new bytes need a new lora_id"
+        )
+
+    def available_lora(self, adapter: InstalledAdapter) -> AvailableLora:
+        """An installed adapter as the REST routes show it."""
+        return AvailableLora(
+            lora_id=adapter.lora_id,
+            path=adapter.path,
+            base_model=adapter.base_model,
+            rank=adapter.rank,
+            digest=adapter.digest,
+            size_bytes=adapter.size_bytes,
+            state="ready" if self._inventory.slots.has(adapter.engine_name) else "on_disk",
+            source=adapter.pinned_source or adapter.source,
+        )
