@@ -1,4 +1,4 @@
-"""Builds the router and joins its parts."""
+"""Builds the router and joins its services."""
 
 import asyncio
 import gc
@@ -93,7 +93,7 @@ _SWEEP_BLOCKS = 5_000
 
 @dataclass(slots=True, kw_only=True)
 class _WorkerListener:
-    """Hears of every worker and tells the parts that care."""
+    """Hears of every worker and tells the services that care."""
 
     feeds: KvFeeds
     load: LoadBook
@@ -145,7 +145,7 @@ def _as_told(replica: Replica) -> Incarnation | None:
 
 
 def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
-    """The router's app and its parts; `app.state.http` makes the protocols that it must be served with, and
+    """The router's app and its services; `app.state.http` makes the protocols that it must be served with, and
     `app.state.siblings` is its way to the other processes.
 
     me      this process among several on one port
@@ -224,36 +224,36 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         counted=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
     )
 
-    parts = Services(
+    services = Services(
         config=config,
         keys=keys,
         discovery=discovery,
         tokenizers=tokenizers,
         feeds=feeds,
-        mind=mind,
-        waiting=waiting,
-        trust=trust,
-        cold=cold,
+        scheduler=mind,
+        queue=waiting,
+        accuracy=trust,
+        cold_starts=cold,
         usage=usage,
         metrics=metrics,
         pool=EnginePool(connect_s=config.connect_timeout_s, outbox=outbox),
         background=_background(config, keys, discovery, agents),
-        deadly=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
-        deadly_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
+        poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
+        poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
         tracer=traces,
     )
-    inference = InferenceHandler(parts)
+    inference = InferenceHandler(services)
     limits, origins = _front_limits(config, keys), told(config.allowed_origins)
     clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
-    own_metrics = partial(exposed, parts, clients)
+    own_metrics = partial(exposed, services, clients)
     siblings = None
     if me is not None:
-        siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(parts))
+        siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(services))
     app = FastAPI(
-        title="lorafleet router", lifespan=lambda _app: _running(parts, control, agents, looks, clients, siblings)
+        title="lorafleet router", lifespan=lambda _app: _running(services, control, agents, looks, clients, siblings)
     )
-    add_routes(app, control_routes(parts, siblings), health_routes(parts, own_metrics, siblings))
+    add_routes(app, control_routes(services, siblings), health_routes(services, own_metrics, siblings))
     install_error_handlers(app, RouterError)
     describe_inference(app)
     may_ask = site_check(config.allowed_origins, trusts_asked=True)
@@ -262,7 +262,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         app.add_middleware(CORSMiddleware, **of_middleware(config.allowed_origins))
     app.state.http = clients
     app.state.siblings = siblings
-    return app, parts
+    return app, services
 
 
 def _mind(
@@ -291,7 +291,7 @@ def _mind(
 
 @asynccontextmanager
 async def _running(
-    parts: Services,
+    services: Services,
     control: httpx.AsyncClient,
     agents: EnginePool,
     looks: HealthProbes,
@@ -299,18 +299,18 @@ async def _running(
     siblings: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
-    discovery, metrics = parts.discovery, parts.metrics
+    discovery, metrics = services.discovery, services.metrics
     async with control:
         running = [
             asyncio.create_task(discovery.run()),
-            asyncio.create_task(parts.waiting.run()),
-            asyncio.create_task(_sweep(parts.feeds, metrics)),
-            asyncio.create_task(_watch(parts, discovery, metrics)),
+            asyncio.create_task(services.queue.run()),
+            asyncio.create_task(_sweep(services.feeds, metrics)),
+            asyncio.create_task(_watch(services, discovery, metrics)),
         ]
-        if url := parts.config.orchestrator_url.rstrip("/"):
-            running.append(asyncio.create_task(_report_usage(control, url, parts.usage, discovery, metrics)))
+        if url := services.config.orchestrator_url.rstrip("/"):
+            running.append(asyncio.create_task(_report_usage(control, url, services.usage, discovery, metrics)))
         for task in running:
-            task.add_done_callback(lambda task: _ended(parts, task))
+            task.add_done_callback(lambda task: _ended(services, task))
         if siblings is not None:
             await siblings.start()
         _rest_the_collector()
@@ -319,27 +319,27 @@ async def _running(
             yield
         finally:
             clients.stop()
-            await parts.background.close()
+            await services.background.close()
             await looks.close()
             if siblings is not None:
                 await siblings.close()
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            await parts.feeds.close()
-            await parts.pool.close()
+            await services.feeds.close()
+            await services.pool.close()
             await agents.close()
-            parts.tokenizers.close()
-            if parts.tracer is not None:
-                await parts.tracer.close()
+            services.tokenizers.close()
+            if services.tracer is not None:
+                await services.tracer.close()
 
 
-def _ended(parts: Services, task: asyncio.Task[None]) -> None:
+def _ended(services: Services, task: asyncio.Task[None]) -> None:
     """Nothing that runs beside the requests ends before the app does. What is left without it would serve on with
     yesterday's fleet: whoever started us had better start us anew."""
     if task.cancelled():
         return
-    parts.has_failed = True
+    services.has_failed = True
     log.critical("a background task ended; the router stops", task=repr(task.get_coro()), exc_info=task.exception())
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -488,8 +488,8 @@ async def _sweep(feeds: KvFeeds, metrics: RouterMetrics) -> None:
     await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
 
 
-async def _watch(parts: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
-    mind, pool = parts.mind, parts.pool
+async def _watch(services: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
+    mind, pool = services.scheduler, services.pool
 
     async def step() -> None:
         replicas = list(discovery.fleet.replicas.values())
@@ -498,8 +498,8 @@ async def _watch(parts: Services, discovery: Discovery, metrics: RouterMetrics) 
             mind.load.heard(replica.id, heard_at.get(replica.engine_url, -inf))
         now = time.monotonic()
         mind.watch(replicas, now)
-        parts.deadly.forget(now)
-        parts.deadly_adapters.forget(now)
+        services.poison_requests.forget(now)
+        services.poison_adapters.forget(now)
         for replica in replicas:
             if replica.is_suspect:
                 _leave(replica, mind, pool, now)
@@ -567,17 +567,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                     stop_s=config.drain_s + config.grace_s,
                 )
             )
-        app, parts = build(config, me)
+        app, services = build(config, me)
         sock = me.bind() if me else serve.bind(config.host, config.port)
     except (KeyFileError, TracingUnavailable, KubeConfigError, OSError) as exc:
         raise _cannot_start(exc) from exc
 
     def stopping() -> None:
-        parts.stopping = True
+        services.stopping = True
         app.state.http.is_draining = True
 
     async def synced(within_s: float) -> None:
-        await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=within_s)
+        await services.discovery.changes.until(services.discovery.is_synced, timeout_s=within_s)
 
     if me is None:
         log.info("serving", host=config.host, port=sock.getsockname()[1], orchestrator=config.orchestrator_url)
@@ -595,5 +595,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except serve.PortNotTold as exc:
         raise _cannot_start(exc) from exc
-    if parts.has_failed:
+    if services.has_failed:
         sys.exit(1)

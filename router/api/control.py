@@ -44,36 +44,36 @@ _decode_wanted = msgspec.json.Decoder(_DecisionFilter).decode
 _decode_items = msgspec.json.Decoder(_Items).decode
 
 
-def answers(parts: Services) -> Mapping[str, Answer]:
+def answers(services: Services) -> Mapping[str, Answer]:
     """What the other processes of this router may ask this one."""
 
     async def decisions(question: bytes) -> bytes:
-        return msgspec.json.encode(await _decisions(parts, _decode_wanted(question)))
+        return msgspec.json.encode(await _decisions(services, _decode_wanted(question)))
 
     return {_DECISIONS: decisions}
 
 
-async def _decisions(parts: Services, wanted: _DecisionFilter) -> _Items:
+async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     """The newest of this process first: (when, the item as JSON)."""
-    found = [d for d in reversed(parts.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
+    found = [d for d in reversed(services.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
     items: _Items = []
     for record in found[: wanted.limit]:
-        items.append((record.at, msgspec.Raw(explained(record, parts.trust.state).model_dump_json().encode())))
+        items.append((record.at, msgspec.Raw(explained(record, services.accuracy.state).model_dump_json().encode())))
         # About 3 ms each with 64 replicas: what is being relayed gets its turn in between.
         await asyncio.sleep(0)
     return items
 
 
-def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> APIRouter:
+def control_routes(services: Services, siblings: WorkerProcesses | None = None) -> APIRouter:
     """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
     api = APIRouter(route_class=AuthFirstRoute)
-    infers = Annotated[Caller, Depends(requires(parts.keys, "infer"))]
-    admin = [Depends(requires(parts.keys, "admin"))]
+    infers = Annotated[Caller, Depends(requires(services.keys, "infer"))]
+    admin = [Depends(requires(services.keys, "admin"))]
 
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use."""
-        cards = list(_cards(await _fleet(parts), caller).values())
+        cards = list(_cards(await _fleet(services), caller).values())
         # Of ten thousand, Python's own encoder takes twice as long as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})
         return Response(whole, media_type="application/json")
@@ -81,21 +81,21 @@ def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> 
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
         """One of them."""
-        return JSONResponse(await _card(parts, caller, model))
+        return JSONResponse(await _card(services, caller, model))
 
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
         """Where this completion would go and why; sends nothing and loads nothing."""
         headers = request.headers
-        session = headers.get(parts.config.session_header)
+        session = headers.get(services.config.session_header)
         body = await request.body()
-        question = read(parts, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
-        await _fleet(parts)
-        target = resolve_target(parts, parts.keys.caller(headers.get("authorization")), question)
-        tokens = await tokenize(parts, target, question)
-        prompt = asked(parts, target, question, tokens)
+        question = read(services, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
+        await _fleet(services)
+        target = resolve_target(services, services.keys.caller(headers.get("authorization")), question)
+        tokens = await tokenize(services, target, question)
+        prompt = asked(services, target, question, tokens)
         try:
-            decision = parts.mind.decide(prompt, parts.clock())
+            decision = services.scheduler.decide(prompt, services.clock())
         except NoReplica as exc:
             adapter = target.adapter.lora_id if target.adapter else "base"
             note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
@@ -105,16 +105,16 @@ def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> 
                 at=time.time(),
                 adapter=adapter,
                 tokens_from=tokens.source,
-                roster=parts.discovery.fleet.roster(target.base_model),
+                roster=services.discovery.fleet.roster(target.base_model),
                 note=note,
             )
-        trust = parts.trust.state(decision.replica.id)
-        notes = [] if parts.mind.has_room(decision) else ["a request would wait in the router for room there"]
-        if tried := _half_open(parts, target.base_model):
+        trust = services.accuracy.state(decision.replica.id)
+        notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
+        if tried := _half_open(services, target.base_model):
             notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
         return explained(
             RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
-            parts.trust.state,
+            services.accuracy.state,
             note="; ".join(notes) or None,
         )
 
@@ -127,7 +127,7 @@ def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> 
     ) -> Any:
         """The newest decisions first. `adapter` is a lora_id, an engine name, or `base`; `request` a request's id."""
         wanted = _DecisionFilter(adapter, worker, request, limit)
-        items = await _decisions(parts, wanted)
+        items = await _decisions(services, wanted)
         missing = []
         if siblings is not None:
             found = await siblings.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
@@ -150,42 +150,42 @@ def control_routes(parts: Services, siblings: WorkerProcesses | None = None) -> 
     return api
 
 
-def exposed(parts: Services, clients: Front) -> bytes:
+def exposed(services: Services, clients: Front) -> bytes:
     """This process's metrics, in Prometheus' text."""
-    metrics, room = parts.metrics, parts.mind.waiting.room
-    if parts.config.orchestrator_url:
-        age_s = parts.discovery.catalog_age_s()
+    metrics, room = services.metrics, services.scheduler.waiting.room
+    if services.config.orchestrator_url:
+        age_s = services.discovery.catalog_age_s()
         metrics.catalog_age.set(float("inf") if age_s is None else age_s)
-    if parts.config.kube_selector:
-        age_s = parts.discovery.slices_age_s()
+    if services.config.kube_selector:
+        age_s = services.discovery.slices_age_s()
         metrics.slices_age.set(float("inf") if age_s is None else age_s)
-    metrics.catalog_revision.set(parts.discovery.fleet.revision)
-    for worker, share in parts.trust.error_shares():
-        if worker in parts.discovery.fleet.replicas:
+    metrics.catalog_revision.set(services.discovery.fleet.revision)
+    for worker, share in services.accuracy.error_shares():
+        if worker in services.discovery.fleet.replicas:
             metrics.kv_error.labels(worker).set(share)
-    metrics.in_flight.set(parts.mind.load.all_in_flight)
-    metrics.token_cache_bytes.set(parts.tokenizers.cache_bytes)
+    metrics.in_flight.set(services.scheduler.load.all_in_flight)
+    metrics.token_cache_bytes.set(services.tokenizers.cache_bytes)
     metrics.waiting_bytes.set(room.size_bytes)
-    metrics.held_bytes.set(parts.cold.held_bytes)
+    metrics.held_bytes.set(services.cold_starts.held_bytes)
     metrics.connections.set(len(clients.connections))
-    metrics.engine_connections.set(parts.pool.connections)
-    metrics.circuit_ignored.labels().set(parts.mind.breaker.panics)
-    metrics.retries_refused.labels().set(parts.mind.retries_refused)
+    metrics.engine_connections.set(services.pool.connections)
+    metrics.circuit_ignored.labels().set(services.scheduler.breaker.panics)
+    metrics.retries_refused.labels().set(services.scheduler.retries_refused)
     for code, count in clients.refused.items():
         metrics.refused.labels(code).set(count)
-    states = Counter(replica.state for replica in parts.discovery.fleet.replicas.values())
+    states = Counter(replica.state for replica in services.discovery.fleet.replicas.values())
     for state in get_args(ReplicaState):
         metrics.replicas.labels(state).set(states[state])
     return generate_latest(metrics.registry)
 
 
-def health_routes(parts: Services, own: Callable[[], bytes], siblings: WorkerProcesses | None = None) -> APIRouter:
+def health_routes(services: Services, own: Callable[[], bytes], siblings: WorkerProcesses | None = None) -> APIRouter:
     """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
 
     own  this process's metrics; with `siblings`, those of all processes are shown
     """
     api = APIRouter()
-    guarded = of_metrics(parts.keys, need_key=parts.config.metrics_need_key)
+    guarded = of_metrics(services.keys, need_key=services.config.metrics_need_key)
 
     @api.get("/health")
     async def health() -> dict[str, str]:
@@ -195,10 +195,10 @@ def health_routes(parts: Services, own: Callable[[], bytes], siblings: WorkerPro
     @api.get("/ready")
     async def ready() -> dict[str, str]:
         """Discovery and catalog synced once, and not stopping; an empty fleet is ready too."""
-        if parts.stopping:
+        if services.stopping:
             raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
-        if not parts.discovery.is_synced():
-            message = f"waiting for {parts.discovery.waits_for()}"
+        if not services.discovery.is_synced():
+            message = f"waiting for {services.discovery.waits_for()}"
             raise HttpError(503, "not_synced", message, retry_after_s=1.0)
         return {"status": "ready"}
 
@@ -224,17 +224,17 @@ def describe_inference(app: FastAPI) -> None:
     app.openapi = with_inference  # type: ignore[method-assign]
 
 
-async def _fleet(parts: Services) -> RouterFleet:
-    await parts.discovery.until_met()
-    if not parts.discovery.has_catalog:
-        raise parts.discovery.no_catalog()
-    return parts.discovery.fleet
+async def _fleet(services: Services) -> RouterFleet:
+    await services.discovery.until_met()
+    if not services.discovery.has_catalog:
+        raise services.discovery.no_catalog()
+    return services.discovery.fleet
 
 
-def _half_open(parts: Services, base_model: str) -> list[str]:
+def _half_open(services: Services, base_model: str) -> list[str]:
     """Workers whose circuit is open no longer and not closed yet: they are candidates like any other."""
-    now, replicas = parts.clock(), parts.discovery.fleet.roster(base_model).replicas
-    return [replica.id for replica in replicas if parts.mind.breaker.state(replica, now) == "half_open"]
+    now, replicas = services.clock(), services.discovery.fleet.roster(base_model).replicas
+    return [replica.id for replica in replicas if services.scheduler.breaker.state(replica, now) == "half_open"]
 
 
 def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, request: str | None) -> bool:
@@ -246,12 +246,12 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
     )
 
 
-async def _card(parts: Services, caller: Caller, model: str) -> dict[str, Any]:
-    card = _cards(await _fleet(parts), caller).get(model)
-    if card is None and await parts.discovery.look_again():
-        card = _cards(parts.discovery.fleet, caller).get(model)
+async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
+    card = _cards(await _fleet(services), caller).get(model)
+    if card is None and await services.discovery.look_again():
+        card = _cards(services.discovery.fleet, caller).get(model)
     if card is None:
-        parts.discovery.check_heard()
+        services.discovery.check_heard()
         raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
     return card
 

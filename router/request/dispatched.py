@@ -29,7 +29,7 @@ class DispatchedRequest:
         "_guess",
         "_hold",
         "_index",
-        "_parts",
+        "_services",
         "_use",
         "decision",
         "hashes",
@@ -43,7 +43,7 @@ class DispatchedRequest:
 
     def __init__(  # noqa: PLR0917  (for each request, and names take time)
         self,
-        parts: Services,
+        services: Services,
         request_id: str,
         target: RequestTarget,
         prompt: HashedRequest,
@@ -57,31 +57,31 @@ class DispatchedRequest:
         replica, score, ask = decision.replica, decision.score, prompt.ask
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
-        self.load = parts.mind.begin(decision, now)
+        self.load = services.scheduler.begin(decision, now)
         self.load.is_streamed = is_streamed
-        self._parts = parts
+        self._services = services
         self.target = target
         self.prompt = prompt
         self.decision = decision
         self.replica = replica
         is_approximate = ask.is_approximate
-        trust = "estimate" if is_approximate else parts.trust.state(worker)
+        trust = "estimate" if is_approximate else services.accuracy.state(worker)
         self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
-        parts.decisions.note(self.record, now)
+        services.decisions.note(self.record, now)
         self.hashes = prompt.chain(worker, replica.block_size)
         self._hold: PendingBlocks | None = None
         if self.hashes:
-            self._index = parts.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
+            self._index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
             ranks = decision.scene.ranks
-            member = parts.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
+            member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
             self._hold = self._index.hold(member, self.hashes)
         is_known = bool(prompt.chains) and not is_approximate
         prompt_tokens = ask.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
         # What the engine calls the thing to run.
-        self._use = parts.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
+        self._use = services.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
         self._guess: PredictedCache | None = None
-        metrics = parts.metrics
+        metrics = services.metrics
         metrics.waited.observe(waited_s)
         metrics.live_cost.value += score.cost_s
         metrics.predicted_tokens.value += self.predicted_tokens
@@ -89,26 +89,26 @@ class DispatchedRequest:
 
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
-        parts, now = self._parts, self._parts.clock()
-        parts.mind.load.first_token(self.load, now)
-        parts.waiting.poke()
+        services, now = self._services, self._services.clock()
+        services.scheduler.load.first_token(self.load, now)
+        services.queue.poke()
         self._prefilled(now)
 
     def whole(self) -> None:
         """All of the answer is there, and `end` is called next, which takes it out of prefill, too."""
-        self._prefilled(self._parts.clock())
+        self._prefilled(self._services.clock())
 
     def _prefilled(self, now: float) -> None:
-        parts, record, began_at = self._parts, self.record, self.load.began_at
+        services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
         is_approximate = self.prompt.ask.is_approximate
         if record.trust == "estimate" and not is_approximate:
-            self._guess = parts.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
+            self._guess = services.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
             if is_approximate:
                 name = self._hold.worker
-                parts.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
-            parts.speculations.add(self._index.release, self._hold)
+                services.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
+            services.speculations.add(self._index.release, self._hold)
             self._hold = None
 
     def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
@@ -123,17 +123,17 @@ class DispatchedRequest:
             # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
             self.record.cached_tokens = None if is_one_of_many else cached
             return
-        parts, score = self._parts, self.decision.score
-        parts.metrics.cached_tokens.value += cached
+        services, score = self._services, self.decision.score
+        services.metrics.cached_tokens.value += cached
         if is_one_of_many:
             return
         self.record.cached_tokens = cached
         predicted = score.cached_tokens
         # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
         if predicted <= cached or score.queue_s <= _PROMPT_START_S:
-            parts.trust.compared(self.replica.id, predicted, cached, usage.prompt_tokens, parts.clock())
+            services.accuracy.compared(self.replica.id, predicted, cached, usage.prompt_tokens, services.clock())
         if self._guess is not None:
-            parts.feeds.answered(self._guess, cached // self.replica.block_size)
+            services.feeds.answered(self._guess, cached // self.replica.block_size)
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
         """Over, however it ended; repeats change nothing. Returns its share of the engine's seconds of decoding, 0.0
@@ -145,8 +145,8 @@ class DispatchedRequest:
         """
         if self.load.ended:
             return 0.0
-        parts, first_data_s = self._parts, self.record.first_data_s
-        now, decode_s = parts.clock(), 0.0
+        services, first_data_s = self._services, self.record.first_data_s
+        now, decode_s = services.clock(), 0.0
         if first_data_s is None:
             self._use.ended(0.0, 0, None, now, is_error)
         else:
@@ -156,8 +156,8 @@ class DispatchedRequest:
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
             self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
-        parts.mind.load.end(self.load, now, is_answered=first_data_s is not None)
-        parts.waiting.poke()
+        services.scheduler.load.end(self.load, now, is_answered=first_data_s is not None)
+        services.queue.poke()
         if self._hold is not None:
             self._index.release(self._hold)
             self._hold = None

@@ -65,13 +65,13 @@ _LAST_S = 0.02
 class InferenceHandler:
     """What answers each inference route."""
 
-    def __init__(self, parts: Services) -> None:
-        self._parts = parts
-        config = parts.config
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        config = services.config
         self._limits = AttemptLimits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
         self._keep_alive_s = config.stream_keep_alive_s
         self._session_header = config.session_header.lower().encode()
-        self._check_host = host_check(parts.keys, allow_open=config.allow_open)
+        self._check_host = host_check(services.keys, allow_open=config.allow_open)
         self._check_site = site_check(config.allowed_origins, trusts_asked=True)
         self._handlers: dict[tuple[str, str], Handler] = {
             key: partial(self._handle, route) for key, route in ROUTES.items()
@@ -83,7 +83,7 @@ class InferenceHandler:
         try:
             if self._check_host is not None:
                 self._check_host(headers.get(b"host", b""))
-            caller = self._parts.keys.caller(_authorization(headers))
+            caller = self._services.keys.caller(_authorization(headers))
         except HttpError:
             return None
         return caller if caller.may("infer") else None
@@ -113,11 +113,11 @@ class InferenceHandler:
     async def _handle(self, route: Route, exchange: HttpExchange) -> None:
         """Answer one request, or say why not."""
         trace = None
-        if self._parts.tracer is not None:
+        if self._services.tracer is not None:
             traceparent = exchange.headers.get(b"traceparent")
-            trace = self._parts.tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
+            trace = self._services.tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
         named = request_id(_text(exchange.headers, b"x-request-id"))
-        answer = _Answer(self._parts, exchange, route, named, trace)
+        answer = _Answer(self._services, exchange, route, named, trace)
         try:
             caller = self._authenticate(route, exchange, trace)
             if route.state == "needs":
@@ -148,7 +148,7 @@ class InferenceHandler:
         # Before its body is read: a large one takes a fifth of a second, and a key's limits are to bound that. A
         # batch is told when there is enough for all its items, which are in its body: one that is quickly read is.
         if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
-            self._parts.quotas.check(caller.key_id, caller.limits, self._parts.clock())
+            self._services.quotas.check(caller.key_id, caller.limits, self._services.clock())
         return caller
 
     async def _serve(self, caller: Caller, answer: "_Answer") -> None:
@@ -157,7 +157,7 @@ class InferenceHandler:
         if trace is not None:
             trace.stage("read")
         question = self._question(answer, answer.exchange.body)
-        answer.journey = RequestRun(self._parts, self._limits, caller, question, trace)
+        answer.journey = RequestRun(self._services, self._limits, caller, question, trace)
         if self._keep_alive_s and question.streamed:
             answer.keep_alive(self._keep_alive_s)
         await next_stage()
@@ -167,14 +167,14 @@ class InferenceHandler:
         """Raises HttpError that says why this has no caller."""
         if self._check_host is not None:
             self._check_host(headers.get(b"host", b""))
-        check_scope(self._parts.keys.caller(_authorization(headers)), "infer")
+        check_scope(self._services.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
     async def _wrong_method(self, exchange: HttpExchange) -> None:
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
         route = Route(path=min(offered.values()), summary="")
-        answer = _Answer(self._parts, exchange, route, request_id(None), more=f"allow: {methods}\r\n")
+        answer = _Answer(self._services, exchange, route, request_id(None), more=f"allow: {methods}\r\n")
         answer.refuse(HttpError(405, "method_not_allowed", f"{route.path} takes {methods}, found {exchange.method}"))
         answer.close()
 
@@ -190,7 +190,7 @@ class InferenceHandler:
             found = sorted(FORWARDED_HEADERS.intersection(headers))
             forwarded = b"".join([header + b": " + headers[header] + b"\r\n" for header in found])
         question = read(
-            self._parts,
+            self._services,
             name or answer.request_id,
             route or answer.route,
             body,
@@ -208,27 +208,27 @@ class InferenceHandler:
 
     async def _serve_stored(self, caller: Caller, answer: "_Answer") -> None:
         """Ask the engine that keeps a response for it."""
-        parts, exchange, route = self._parts, answer.exchange, answer.route
+        services, exchange, route = self._services, answer.exchange, answer.route
         response_id = response_id_of(exchange.path)
         worker = worker_of(response_id, tenant=caller.tenant, param="id")
-        await parts.discovery.until_met()
-        replica = parts.discovery.fleet.replicas.get(WorkerId(worker))
+        await services.discovery.until_met()
+        replica = services.discovery.fleet.replicas.get(WorkerId(worker))
         if replica is None:
             raise gone(response_id, worker, param="id")
         if not replica.engine_url:
             raise NoReplica(f"worker {worker!r}, which keeps this response, is starting", retry_after_s=1.0)
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
         timeout = _text(exchange.headers, _TIMEOUT)
-        question = read(parts, answer.request_id, route, b"", target=target, timeout=timeout)
-        door = door_of(replica, parts.config.engine_key)
+        question = read(services, answer.request_id, route, b"", target=target, timeout=timeout)
+        door = door_of(replica, services.config.engine_key)
         call = EngineRequest(route, door.origin, door.request(question, b""), "", "", worker, False)
         relay = partial(self._relay_stored, call, answer, Undated(replica.model_name, replica.base_model))
-        await _in_time(parts, question, relay)
+        await _in_time(services, question, relay)
 
     async def _relay_stored(self, call: EngineRequest, answer: "_Answer", echo: Renamed) -> None:
-        background, response_id = self._parts.background, response_id_of(answer.exchange.path)
+        background, response_id = self._services.background, response_id_of(answer.exchange.path)
         try:
-            attempt = await open_attempt(self._parts.pool, call, self._limits)
+            attempt = await open_attempt(self._services.pool, call, self._limits)
         except ReplicaUnreachable as exc:
             raise late(exc) if exc.reason == "no_answer_in_time" else NoReplica(str(exc)) from exc
         try:
@@ -246,8 +246,8 @@ class InferenceHandler:
 
     async def _serve_batch(self, caller: Caller, answer: "_Answer") -> None:
         """`/generate`: each of its items is a completion of its own."""
-        parts, limits = self._parts, caller.limits
-        check_items(answer.exchange.body, parts.config.max_body_items)
+        services, limits = self._services, caller.limits
+        check_items(answer.exchange.body, services.config.max_body_items)
         batch = sglang_generate.split(answer.exchange.body)
         if len(batch.items) > _MOST_ITEMS:
             raise BadBody(f"{len(batch.items)} items are more than {_MOST_ITEMS}: send several calls", param="text")
@@ -257,7 +257,7 @@ class InferenceHandler:
         journeys = []
         for i, item in enumerate(batch.items):
             question = self._question(answer, item, route=_ITEM, name=f"{answer.request_id}-{i}")
-            journeys.append(RequestRun(parts, self._limits, caller, question))
+            journeys.append(RequestRun(services, self._limits, caller, question))
         if batch.is_streamed:
             (journey,) = journeys
             journey.grows = sglang_generate.CumulativeStream(batch.names[0])
@@ -267,25 +267,25 @@ class InferenceHandler:
             await answer.travelled()
         else:
             serve = partial(self._serve_granted, batch, journeys, caller, answer)
-            await _in_time(parts, journeys[0].question, serve)
+            await _in_time(services, journeys[0].question, serve)
 
     async def _serve_granted(
         self, batch: sglang_generate.GenerateBatch, journeys: Sequence[RequestRun], caller: Caller, answer: "_Answer"
     ) -> None:
         """As one before the limits of its key: refused half-way, what it had come to would be computed for nothing."""
-        parts = self._parts
+        services = self._services
         if caller.limits is None:
             await self._serve_items(batch, journeys, answer, _ITEMS_AT_ONCE)
             return
-        granted = parts.quotas.take_batch(
-            caller.key_id, caller.limits, parts.clock(), len(journeys), at_once=_ITEMS_AT_ONCE
+        granted = services.quotas.take_batch(
+            caller.key_id, caller.limits, services.clock(), len(journeys), at_once=_ITEMS_AT_ONCE
         )
         try:
             for journey, item in zip(journeys, granted.items, strict=True):
                 journey.granted = item
             await self._serve_items(batch, journeys, answer, granted.at_once)
         finally:
-            parts.quotas.end_batch(granted, parts.clock())
+            services.quotas.end_batch(granted, services.clock())
 
     async def _serve_items(
         self, batch: sglang_generate.GenerateBatch, journeys: Sequence[RequestRun], answer: "_Answer", at_once: int
@@ -347,7 +347,7 @@ class _Answer(msgspec.Struct, eq=False):
     said_next  when it is next said that a stream's first event is waited for
     """
 
-    parts: Services
+    services: Services
     exchange: HttpExchange
     route: Route
     request_id: str
@@ -361,7 +361,7 @@ class _Answer(msgspec.Struct, eq=False):
         """Answer, within the time that the client waits."""
         journey = self.journey
         assert journey is not None
-        await _in_time(self.parts, journey.question, partial(self._travelled, journey))
+        await _in_time(self.services, journey.question, partial(self._travelled, journey))
 
     async def _travelled(self, journey: RequestRun) -> None:
         await journey.reach_engine()
@@ -378,7 +378,7 @@ class _Answer(msgspec.Struct, eq=False):
 
     def _begun(self, journey: RequestRun, attempt: EngineAttempt) -> tuple[Renamed, UsageFilter | None]:
         """There is an answer: all of it goes out, or the head of a stream, and how the rest of it is to be shown."""
-        parts, flight, question, call = self.parts, journey.flight, journey.question, journey.call
+        services, flight, question, call = self.services, journey.flight, journey.question, journey.call
         assert flight is not None
         assert call is not None
         if self.trace is not None:
@@ -392,9 +392,9 @@ class _Answer(msgspec.Struct, eq=False):
         if self.said_next is not None:
             self.said_next.cancel()
         target = flight.target
-        parts.metrics.first_data.labels(target.base_model).observe(parts.clock() - question.read_at)
+        services.metrics.first_data.labels(target.base_model).observe(services.clock() - question.read_at)
         # Asked again, a prompt that its tenant never had in the cache would tell whether a neighbour has.
-        cached_tokens = shown_cached_tokens(parts, journey.caller, flight) if is_prefilled else 0
+        cached_tokens = shown_cached_tokens(services, journey.caller, flight) if is_prefilled else 0
         about = _about(attempt, flight, cached_tokens) + journey.limit_headers()
         model = call.engine_model
         echo: Renamed = Echo(model, target.asked if question.route.echoes_model else model)
@@ -406,7 +406,7 @@ class _Answer(msgspec.Struct, eq=False):
         if journey.grows is not None:
             echo = GrowingEcho(journey.grows.events)
         self.begin(attempt.status, about)
-        return echo, UsageFilter(parts.signatures, flight.replica.id) if question.hides_usage else None
+        return echo, UsageFilter(services.signatures, flight.replica.id) if question.hides_usage else None
 
     # What goes to the client.
 
@@ -446,7 +446,7 @@ class _Answer(msgspec.Struct, eq=False):
         """Answer with whatever went wrong."""
         if isinstance(exc, RouterError | HttpError):
             if isinstance(exc, RateLimited):
-                self.parts.metrics.rate_limited.labels(exc.limit).inc()
+                self.services.metrics.rate_limited.labels(exc.limit).inc()
             self.fail(exc)
             return
         log.error("unexpected error", path=self.route.path, request_id=self.request_id, exc_info=exc)
@@ -478,7 +478,7 @@ class _Answer(msgspec.Struct, eq=False):
             self.journey = None
             journey.end()
         status = exchange.status or 499
-        self.parts.metrics.requests.labels(self.route.path, status, self.code).inc()
+        self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
         if self.trace is not None:
             self.trace.end(status, self.code)
 
@@ -490,14 +490,14 @@ def _stopping() -> HttpError:
     return HttpError(503, "stopping", "the router stopped before this answer was whole; ask again", retry_after_s=1.0)
 
 
-async def _in_time(parts: Services, question: ParsedRequest, work: Work) -> None:
+async def _in_time(services: Services, question: ParsedRequest, work: Work) -> None:
     """Do it while its client waits; raises DeadlineExceeded then, where no wait with a deadline of its own has."""
     if question.deadline_at is None:
         await work()
         return
     await leave_batch()
     try:
-        async with asyncio.timeout(question.deadline_at - parts.clock() + _LAST_S):
+        async with asyncio.timeout(question.deadline_at - services.clock() + _LAST_S):
             await work()
     except TimeoutError as exc:
         raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc

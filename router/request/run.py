@@ -81,7 +81,7 @@ class RequestRun(msgspec.Struct, eq=False):
     background_id           of a response that its engine goes on with when we have answered, or its client has left
     """
 
-    parts: Services
+    services: Services
     limits: AttemptLimits
     caller: Caller
     question: ParsedRequest
@@ -146,19 +146,19 @@ class RequestRun(msgspec.Struct, eq=False):
 
     def limit_headers(self) -> str:
         """Header lines: where the caller's key stands; empty for a key without limits."""
-        return header_lines(self.parts.quotas.headers(self.granted, self.parts.clock())) if self.granted else ""
+        return header_lines(self.services.quotas.headers(self.granted, self.services.clock())) if self.granted else ""
 
     def end(self) -> None:
         """It is over, however it ended: what it counts for and its connection are free, an answer that is not whole is
         aborted, and the key is charged for what the engine counted; where it did not say, for the prompt and for each
         event that was sent on.
         """
-        attempt, flight, usage, parts = self.attempt, self.flight, self.usage, self.parts
+        attempt, flight, usage, services = self.attempt, self.flight, self.usage, self.services
         if self.background_id and self._runs_on():
             return
         if self._is_in_background:
             self._is_in_background = False
-            parts.background.leave(self.caller.tenant or "")
+            services.background.leave(self.caller.tenant or "")
         # One whose client left before its answer began was worked on all the same.
         is_served, output_tokens = flight is not None or self._is_computed, 0
         is_error = False
@@ -167,7 +167,7 @@ class RequestRun(msgspec.Struct, eq=False):
             is_error = status >= 500 or is_broken
             is_served = status < 400 and (status > 0 or attempt.failure is None)
             output_tokens = attempt.events
-            has_suspects = parts.deadly.suspects or parts.deadly_adapters.suspects
+            has_suspects = services.poison_requests.suspects or services.poison_adapters.suspects
             if flight is not None and (has_suspects or is_broken):
                 self._tell_deadly(attempt, flight)
             attempt.close()
@@ -178,18 +178,18 @@ class RequestRun(msgspec.Struct, eq=False):
                 flight.end()
             else:
                 decode_s = flight.end(is_error=is_error, is_streamed=attempt.streamed, output_tokens=output_tokens)
-                answered(parts, self.caller, flight.target, decode_s)
+                answered(services, self.caller, flight.target, decode_s)
         if self.granted is not None:
-            parts.quotas.settle(
+            services.quotas.settle(
                 self.granted,
-                parts.clock(),
+                services.clock(),
                 completion_tokens=output_tokens,
                 prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
             )
 
     def _runs_on(self) -> bool:
         """Whether its engine goes on with it: then it is over when that says so, or is gone."""
-        attempt, flight, granted, parts, caller = self.attempt, self.flight, self.granted, self.parts, self.caller
+        attempt, flight, granted, services, caller = self.attempt, self.flight, self.granted, self.services, self.caller
         if flight is None or self.usage is not None or (attempt is not None and attempt.status >= 400):
             return False
         if attempt is not None:
@@ -203,14 +203,14 @@ class RequestRun(msgspec.Struct, eq=False):
                 if flight.record.first_data_s is None:
                     flight.whole()
                 flight.compare(usage)
-            answered(parts, caller, flight.target, flight.end(output_tokens=output_tokens))
+            answered(services, caller, flight.target, flight.end(output_tokens=output_tokens))
             if granted is not None:
                 prompt_tokens = usage.prompt_tokens if usage else None
-                parts.quotas.settle(
-                    granted, parts.clock(), completion_tokens=output_tokens, prompt_tokens=prompt_tokens
+                services.quotas.settle(
+                    granted, services.clock(), completion_tokens=output_tokens, prompt_tokens=prompt_tokens
                 )
 
-        parts.background.follow(
+        services.background.follow(
             self.background_id,
             flight.replica.incarnation,
             caller.tenant or "",
@@ -221,12 +221,12 @@ class RequestRun(msgspec.Struct, eq=False):
 
     def _take(self, attempt: EngineAttempt, flight: DispatchedRequest) -> None:
         """Tell the circuit breaker what an answer that is the client's says of its engine."""
-        mind, status, sent_at = self.parts.mind, attempt.status, flight.load.began_at
+        mind, status, sent_at = self.services.scheduler, attempt.status, flight.load.began_at
         if status < 400:
-            mind.succeeded(flight.replica, self.parts.clock(), sent_at)
+            mind.succeeded(flight.replica, self.services.clock(), sent_at)
         elif is_fault(status):
             # The client's to have, and a word against the engine all the same.
-            mind.failed(flight.replica, "engine_error", self.parts.clock(), sent_at=sent_at)
+            mind.failed(flight.replica, "engine_error", self.services.clock(), sent_at=sent_at)
 
     def _failed(self, exc: ReplicaUnreachable) -> None:
         """Note that the try failed; `begun` goes on with another.
@@ -241,7 +241,7 @@ class RequestRun(msgspec.Struct, eq=False):
             self._died(flight)
         self.flight = self.call = self.attempt = self.prompt = None
         there = flight.replica.incarnation
-        failure = FailedAttempt(exc.reason, self.parts.clock(), tells_start(flight.replica.engine_boot_id))
+        failure = FailedAttempt(exc.reason, self.services.clock(), tells_start(flight.replica.engine_boot_id))
         self.excluded, self.failures = self.excluded | {there}, {**self.failures, there: failure}
         self._last_failure = str(exc)
         # An engine that is up and says no will not be another one soon; one that died may be.
@@ -259,14 +259,14 @@ class RequestRun(msgspec.Struct, eq=False):
                 deadly.survived(which)
 
     def _died(self, flight: DispatchedRequest) -> None:
-        parts, there, sent_at = self.parts, flight.replica.incarnation, flight.load.began_at
+        services, there, sent_at = self.services, flight.replica.incarnation, flight.load.began_at
         for deadly, which in self._suspected(flight):
-            held_s = deadly.died(which, there, parts.clock(), sent_at=sent_at)
+            held_s = deadly.died(which, there, services.clock(), sent_at=sent_at)
             if held_s:
                 self.deaths = _MAX_DEATHS
                 log.warning(
                     "engines died while this was in them; it is held back",
-                    what="adapter" if deadly is parts.deadly_adapters else "request",
+                    what="adapter" if deadly is services.poison_adapters else "request",
                     request_id=self.question.request_id,
                     adapter=flight.prompt.ask.engine_name or "base",
                     worker=there[0],
@@ -276,9 +276,9 @@ class RequestRun(msgspec.Struct, eq=False):
 
     def _suspected(self, flight: DispatchedRequest) -> Iterator[tuple[PoisonRequests, Hashable]]:
         """What an engine may have died of, in which book."""
-        yield self.parts.deadly, digest_of(self.question)
+        yield self.services.poison_requests, digest_of(self.question)
         if flight.prompt.ask.engine_name:
-            yield self.parts.deadly_adapters, flight.prompt.ask.engine_name
+            yield self.services.poison_adapters, flight.prompt.ask.engine_name
 
     async def _resolve(self) -> None:
         """resolve -> authorise, within the limits of the caller's key, in a fleet that this router has met.
@@ -287,32 +287,32 @@ class RequestRun(msgspec.Struct, eq=False):
 
         raises  HeldBack, and what `resolve_target` raises
         """
-        trace, parts, limits, question = self.trace, self.parts, self.caller.limits, self.question
-        discovery = parts.discovery
+        trace, services, limits, question = self.trace, self.services, self.caller.limits, self.question
+        discovery = services.discovery
         if discovery.is_early:
             await leave_batch()
             await discovery.until_met()
         if limits is not None and self.granted is None:
-            self.granted = parts.quotas.take(self.caller.key_id, limits, parts.clock())
+            self.granted = services.quotas.take(self.caller.key_id, limits, services.clock())
         if trace is not None:
             trace.stage("resolve")
         try:
-            target = resolve_target(parts, self.caller, question)
+            target = resolve_target(services, self.caller, question)
         except (ModelNotFound, AdapterFailed):
             if not discovery.may_look_again:
                 raise
             await leave_batch()
             if not await discovery.look_again():
                 raise
-            target = resolve_target(parts, self.caller, question)
+            target = resolve_target(services, self.caller, question)
         self.target = target
-        if parts.deadly.suspects and parts.deadly.check(digest_of(question), parts.clock()):
+        if services.poison_requests.suspects and services.poison_requests.check(digest_of(question), services.clock()):
             self.deaths = 1
-        if parts.deadly_adapters.suspects and target.adapter is not None:
-            self.deaths |= parts.deadly_adapters.check(target.adapter.engine_name, parts.clock())
+        if services.poison_adapters.suspects and target.adapter is not None:
+            self.deaths |= services.poison_adapters.check(target.adapter.engine_name, services.clock())
         if question.route.state == "makes":
             if question.decoded.get("background"):
-                parts.background.enter(self.caller.tenant or "")
+                services.background.enter(self.caller.tenant or "")
                 self._is_in_background = True
             self.only = self._holder(target)
             self._is_refused = self.only is not None
@@ -322,10 +322,10 @@ class RequestRun(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace.stage("tokenize")
         assert self.target is not None
-        self.tokens = tokens = await tokenize(self.parts, self.target, self.question)
+        self.tokens = tokens = await tokenize(self.services, self.target, self.question)
         if self.granted is not None:
-            needed = sized(self.parts.discovery.fleet.roster(self.target.base_model), self.question, tokens)
-            self.parts.quotas.charge(self.granted, needed, self.parts.clock())
+            needed = sized(self.services.discovery.fleet.roster(self.target.base_model), self.question, tokens)
+            self.services.quotas.charge(self.granted, needed, self.services.clock())
 
     def _holder(self, target: RequestTarget) -> Incarnation | None:
         """The engine that keeps an earlier response that is to be continued."""
@@ -333,7 +333,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if not isinstance(earlier, str):
             return None  # none, or one that its engine refuses
         worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
-        for replica in self.parts.discovery.fleet.roster(target.base_model).replicas:
+        for replica in self.services.discovery.fleet.roster(target.base_model).replicas:
             if replica.id == worker:
                 adapter = target.adapter
                 if adapter is not None and adapter.engine_name and adapter.engine_name not in replica.residents:
@@ -354,9 +354,9 @@ class RequestRun(msgspec.Struct, eq=False):
 
     async def _decide(self) -> None:
         """match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
-        parts, question, tokens = self.parts, self.question, self.tokens
+        services, question, tokens = self.services, self.question, self.tokens
         assert tokens is not None
-        most = parts.config.max_tries
+        most = services.config.max_tries
         for _ in range(most):
             prompt = self.prompt
             if prompt is None:
@@ -366,7 +366,7 @@ class RequestRun(msgspec.Struct, eq=False):
             try:
                 is_again = self.tries > 1
                 self.flight = await dispatch(
-                    parts, self.caller, self.target, question, prompt, tokens.source, is_again=is_again
+                    services, self.caller, self.target, question, prompt, tokens.source, is_again=is_again
                 )
             except Displaced as exc:
                 log.info("displaced while waiting", request_id=question.request_id, why=str(exc))
@@ -380,11 +380,11 @@ class RequestRun(msgspec.Struct, eq=False):
         that they do not take the next one down together, and the one that did it is known. Until its turn it counts
         for nothing there.
         """
-        parts, most = self.parts, self.parts.config.max_tries
+        services, most = self.services, self.services.config.max_tries
         await leave_batch()
         for _ in range(most):
-            there = self.only or parts.mind.decide(self._asked(), parts.clock()).replica.incarnation
-            async with parts.alone(there):
+            there = self.only or services.scheduler.decide(self._asked(), services.clock()).replica.incarnation
+            async with services.alone(there):
                 self.prompt = self._asked(there)
                 try:
                     await self._decide()
@@ -398,7 +398,7 @@ class RequestRun(msgspec.Struct, eq=False):
         target = self.target
         assert target is not None
         warmed = await warm(
-            self.parts,
+            self.services,
             self.caller,
             target,
             self.question,
@@ -414,12 +414,14 @@ class RequestRun(msgspec.Struct, eq=False):
         """The replicas that failed it, for a reason that is not over: there may be nobody else to ask."""
         if not self.failures:
             return self.excluded
-        return excluded(self.failures, self.parts.discovery.fleet.replicas, self.parts.mind.breaker.served_at)
+        return excluded(
+            self.failures, self.services.discovery.fleet.replicas, self.services.scheduler.breaker.served_at
+        )
 
     def _asked(self, only: Incarnation | None = None) -> HashedRequest:
         assert self.target is not None
         assert self.tokens is not None
-        return asked(self.parts, self.target, self.question, self.tokens, self.excluded, only)
+        return asked(self.services, self.target, self.question, self.tokens, self.excluded, only)
 
     async def _open(self) -> None:
         flight, tokens, trace = self.flight, self.tokens, self.trace
@@ -430,12 +432,12 @@ class RequestRun(msgspec.Struct, eq=False):
             trace.stage("open", **{"lorafleet.worker": flight.replica.id})
         call = self.call = self._call(flight, tokens)
         await next_stage()
-        self.attempt = await open_attempt(self.parts.pool, call, self._limits_of(flight))
+        self.attempt = await open_attempt(self.services.pool, call, self._limits_of(flight))
         self._take(self.attempt, flight)
 
     def _limits_of(self, flight: DispatchedRequest) -> AttemptLimits:
-        limits, config, question = self.limits, self.parts.config, self.question
-        self._is_trial = self.parts.mind.breaker.is_trial(flight.replica, flight.load)
+        limits, config, question = self.limits, self.services.config, self.question
+        self._is_trial = self.services.scheduler.breaker.is_trial(flight.replica, flight.load)
         # Of one that is not streamed nothing is heard until all of it is there, which may take long where all is well.
         if not question.streamed:
             return replace(limits, first_data_s=self._first_data_s(), longer=partial(self._works_until, flight))
@@ -448,43 +450,45 @@ class RequestRun(msgspec.Struct, eq=False):
         usual_s, deadline_at = self.limits.first_data_s, self.question.deadline_at
         if deadline_at is None:
             return usual_s
-        return max(usual_s, min(self.parts.config.max_answer_s, deadline_at - self.parts.clock()))
+        return max(usual_s, min(self.services.config.max_answer_s, deadline_at - self.services.clock()))
 
     def _works_until(self, flight: DispatchedRequest, now: float) -> float:
         """Until when to wait for a whole answer on which its engine is known to work."""
-        config, replica = self.parts.config, self.parts.discovery.fleet.replicas.get(flight.replica.id)
+        config, replica = self.services.config, self.services.discovery.fleet.replicas.get(flight.replica.id)
         if replica is None or replica.incarnation != flight.replica.incarnation:
             return now
         is_at_work = replica.is_at_work(now, fresh_s=config.unreachable_after_s, still_s=config.breaker_silent_s)
         return min(now + _LOOKED_AGAIN_S, flight.load.began_at + config.max_answer_s) if is_at_work else now
 
     def _call(self, flight: DispatchedRequest, tokens: Tokens) -> EngineRequest:
-        parts, question, ask = self.parts, self.question, flight.prompt.ask
+        services, question, ask = self.services, self.question, flight.prompt.ask
         route, replica = question.route, flight.replica
         dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
         model = dialect.model(replica.model_name, ask.engine_name)
         sends_ids = (
             tokens.source == "local"
             and ask.prompt_tokens > _FEW_TOKENS
-            and parts.config.send_prompt_ids != "off"
-            and (route.prompt == "completion" or parts.config.send_prompt_ids == "all")
+            and services.config.send_prompt_ids != "off"
+            and (route.prompt == "completion" or services.config.send_prompt_ids == "all")
             and may_send_ids(
                 route.prompt,
                 question.fields,
                 prompt_tokens=ask.prompt_tokens,
                 max_model_len=replica.max_model_len,
             )
-            and parts.tokenizers.agrees(replica.incarnation, tokens)
+            and services.tokenizers.agrees(replica.incarnation, tokens)
         )
         wishes = EngineOptions(
             question.hides_usage,
-            route.generates and parts.trust.state(replica.id) == "degraded" and parts.feeds.may_repeat(replica.id),
+            route.generates
+            and services.accuracy.state(replica.id) == "degraded"
+            and services.feeds.may_repeat(replica.id),
             self._response_id(replica) if route.state == "makes" else "",
             route.prompt,
             tokens.ids if sends_ids else None,
             salt_for(route, ask.engine_name, question.decoded.get("cache_salt")) if replica.is_salted else "",
         )
-        door = door_of(replica, parts.config.engine_key)
+        door = door_of(replica, services.config.engine_key)
         body = dialect.dress(question.fields, model, wishes)
         return EngineRequest(
             route,
@@ -510,7 +514,7 @@ class RequestRun(msgspec.Struct, eq=False):
         return response_id
 
     def _note(self, exc: ReplicaUnreachable, flight: DispatchedRequest) -> None:
-        parts, now = self.parts, self.parts.clock()
+        services, now = self.services, self.services.clock()
         replica, sent_at = flight.replica, flight.load.began_at
         log.warning(
             "attempt failed",
@@ -523,9 +527,9 @@ class RequestRun(msgspec.Struct, eq=False):
         )
         if self.trace is not None:
             self.trace.stage_failed(exc.reason)
-        parts.metrics.retries.labels(exc.reason).inc()
-        parts.mind.failed(replica, exc.reason, now, sent_at=sent_at)
-        parts.discovery.look_now(replica.id)
+        services.metrics.retries.labels(exc.reason).inc()
+        services.scheduler.failed(replica, exc.reason, now, sent_at=sent_at)
+        services.discovery.look_now(replica.id)
         self.deaths += exc.reason in _DEATHS
         if exc.reason == "answer_too_large":
             self._is_computed = True
@@ -533,9 +537,9 @@ class RequestRun(msgspec.Struct, eq=False):
         if exc.reason == "no_answer_in_time" and not self._is_trial:
             raise late(exc) from exc
         # A second engine that dies of it says more about the request than about the engine.
-        is_hopeless = self.deaths >= _MAX_DEATHS or self.tries >= parts.config.max_tries
+        is_hopeless = self.deaths >= _MAX_DEATHS or self.tries >= services.config.max_tries
         # An engine that lacks the adapter has computed nothing: asking again doubles no load.
-        may_retry = exc.reason == _COMPUTED_NOTHING or parts.mind.may_retry(replica, now, sent_at=sent_at)
+        may_retry = exc.reason == _COMPUTED_NOTHING or services.scheduler.may_retry(replica, now, sent_at=sent_at)
         if is_hopeless or not may_retry:
             raise NoReplica(f"{self.tries} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 

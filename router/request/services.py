@@ -85,20 +85,20 @@ class Services:
     discovery: Discovery
     tokenizers: Tokenizers
     feeds: KvFeeds
-    mind: Scheduler
-    waiting: RequestQueue
-    trust: PredictionAccuracy
-    cold: ColdStarts
+    scheduler: Scheduler
+    queue: RequestQueue
+    accuracy: PredictionAccuracy
+    cold_starts: ColdStarts
     usage: UsageCounts
     metrics: RouterMetrics
     pool: EnginePool
     background: Background
-    deadly: PoisonRequests
-    deadly_adapters: PoisonRequests
+    poison_requests: PoisonRequests
+    poison_adapters: PoisonRequests
     quotas: Quotas = field(default_factory=Quotas)
     tracer: Tracer | None = None
-    credit: CacheDisclosure = field(default_factory=CacheDisclosure)
-    chains: BlockHashCache = field(default_factory=BlockHashCache)
+    cache_disclosure: CacheDisclosure = field(default_factory=CacheDisclosure)
+    chain_cache: BlockHashCache = field(default_factory=BlockHashCache)
     clock: Callable[[], float] = time.monotonic
     decisions: Decisions = field(default_factory=Decisions)
     # What each engine signs its streams with.

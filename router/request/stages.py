@@ -74,7 +74,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def read(
-    parts: Services,
+    services: Services,
     request_id: str,
     route: Route,
     raw: bytes,
@@ -91,11 +91,11 @@ def read(
     timeout  how long its client will wait, in seconds, as a header had it
     raises   BadBody
     """
-    read_at = parts.clock()
+    read_at = services.clock()
     fields: Body = {}
     decoded: dict[str, Any] = {}
     if route.has_body:
-        check_items(raw, parts.config.max_body_items)
+        check_items(raw, services.config.max_body_items)
         try:
             fields = _decode_body(raw.removeprefix(BOM))
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
@@ -105,10 +105,10 @@ def read(
     sequences = 1
     if route.lists or "n" in decoded:
         sequences = sequences_of(route, decoded)
-        if route.generates and sequences > parts.config.max_sequences:
+        if route.generates and sequences > services.config.max_sequences:
             raise BadBody(
                 f"this asks for {sequences} answers at once (n, for each of its prompts), and at most"
-                f" {parts.config.max_sequences} may be asked for: send several requests",
+                f" {services.config.max_sequences} may be asked for: send several requests",
                 param="n" if "n" in decoded else route.lists[0],
             )
         if decoded.get("use_beam_search"):
@@ -154,60 +154,60 @@ def _timeout_s(named: str) -> float:
     return timeout_s
 
 
-def resolve_target(parts: Services, caller: Caller, question: ParsedRequest) -> RequestTarget:
+def resolve_target(services: Services, caller: Caller, question: ParsedRequest) -> RequestTarget:
     """resolve and authorise: what the caller may not use does not exist for it."""
-    if not parts.discovery.has_catalog:
-        raise parts.discovery.no_catalog()
+    if not services.discovery.has_catalog:
+        raise services.discovery.no_catalog()
     try:
         target = resolve(
-            parts.discovery.fleet,
+            services.discovery.fleet,
             model=question.decoded.get("model"),
             lora_id=question.decoded.get("lora_id"),
             visible=lambda adapter: caller.may_use(adapter.tenants),
-            rng=parts.mind.rng,
+            rng=services.scheduler.rng,
             session=question.session,
         )
     except ModelNotFound:
-        parts.discovery.check_heard()
+        services.discovery.check_heard()
         raise
     # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
     return target if question.route.adapter == "runs" else RequestTarget(target.base_model, None, target.asked)
 
 
-async def tokenize(parts: Services, target: RequestTarget, question: ParsedRequest) -> Tokens:
+async def tokenize(services: Services, target: RequestTarget, question: ParsedRequest) -> Tokens:
     """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
     kind = question.route.prompt
-    began_at = parts.clock()
-    replica = parts.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
+    began_at = services.clock()
+    replica = services.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
-        return _tokens(parts, question, NO_TOKENS, began_at)
-    found = parts.tokenizers.at_once(
+        return _tokens(services, question, NO_TOKENS, began_at)
+    found = services.tokenizers.at_once(
         question.decoded,
         base_model=target.base_model,
         engine_url=replica.engine_url,
         kind=kind,
-        max_model_len=parts.discovery.fleet.roster(target.base_model).max_model_len,
+        max_model_len=services.discovery.fleet.roster(target.base_model).max_model_len,
     )
     if not isinstance(found, Tokens):
         await leave_batch()
         found = await found()
-    return _tokens(parts, question, found, began_at)
+    return _tokens(services, question, found, began_at)
 
 
-def _tokens(parts: Services, question: ParsedRequest, found: Tokens, began_at: float) -> Tokens:
+def _tokens(services: Services, question: ParsedRequest, found: Tokens, began_at: float) -> Tokens:
     """What was found, or in the place of no ids an approximation of the prompt."""
     route = question.route
-    if found.ids is None and route.computes and parts.config.tokenizer != "off":
+    if found.ids is None and route.computes and services.config.tokenizer != "off":
         made = approximation(question.fields, question.decoded, question.size_bytes)
         if made is not None:
             found = Tokens(None, "approximate", approximation=made)
     if found is not NO_TOKENS or route.prompt != "none":
-        parts.metrics.tokenize.labels(found.source).observe(parts.clock() - began_at)
+        services.metrics.tokenize.labels(found.source).observe(services.clock() - began_at)
     return found
 
 
 async def warm(
-    parts: Services,
+    services: Services,
     caller: Caller,
     target: RequestTarget,
     question: ParsedRequest,
@@ -224,18 +224,18 @@ async def warm(
     """
 
     def unfit() -> Excluded:
-        return excluded() | _too_short(parts, target, question, tokens)
+        return excluded() | _too_short(services, target, question, tokens)
 
     if target.adapter is None:
         if is_displaced or excluded():
             await leave_batch()
-            await _until_back(parts, target.base_model, unfit)
+            await _until_back(services, target.base_model, unfit)
         return target
-    adapter = parts.cold.resident(target.adapter.lora_id, unfit())
+    adapter = services.cold_starts.resident(target.adapter.lora_id, unfit())
     if adapter is not None:
         return _held(target, adapter)
     await leave_batch()
-    adapter = await parts.cold.until_resident(
+    adapter = await services.cold_starts.until_resident(
         target.adapter.lora_id,
         unfit,
         tenant=caller.tenant or "",
@@ -252,9 +252,9 @@ def _held(target: RequestTarget, adapter: RoutableAdapter) -> RequestTarget:
     return RequestTarget(adapter.base_model or target.base_model, adapter, target.asked)
 
 
-def _too_short(parts: Services, target: RequestTarget, question: ParsedRequest, tokens: Tokens | None) -> Excluded:
+def _too_short(services: Services, target: RequestTarget, question: ParsedRequest, tokens: Tokens | None) -> Excluded:
     """What takes less than this request may come to, where something else takes it."""
-    roster, adapter = parts.discovery.fleet.roster(target.base_model), target.adapter
+    roster, adapter = services.discovery.fleet.roster(target.base_model), target.adapter
     if tokens is None or tokens.ids is None or not roster.is_uneven:
         return frozenset()
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
@@ -262,18 +262,18 @@ def _too_short(parts: Services, target: RequestTarget, question: ParsedRequest, 
     return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if too_short(roster, i, ask)])
 
 
-async def _until_back(parts: Services, base_model: str, unfit: Callable[[], Excluded]) -> None:
+async def _until_back(services: Services, base_model: str, unfit: Callable[[], Excluded]) -> None:
     """Wait for a replica that may serve this request, or for one that failed it to have started again."""
 
     def is_back() -> bool:
-        replicas, barred = parts.discovery.fleet.roster(base_model).replicas, unfit()
+        replicas, barred = services.discovery.fleet.roster(base_model).replicas, unfit()
         return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
 
-    await parts.discovery.changes.until(is_back, timeout_s=parts.config.failover_wait_s)
+    await services.discovery.changes.until(is_back, timeout_s=services.config.failover_wait_s)
 
 
 def asked(
-    parts: Services,
+    services: Services,
     target: RequestTarget,
     question: ParsedRequest,
     tokens: Tokens,
@@ -282,7 +282,7 @@ def asked(
 ) -> HashedRequest:
     """hash: what the choice of a replica depends on, with the prompt's blocks at every block size of its fleet."""
     adapter, approximated = target.adapter, tokens.approximation
-    roster = parts.discovery.fleet.roster(target.base_model)
+    roster = services.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
     chains: HashChains = NOTHING
     salted: HashChains = NOTHING
@@ -296,10 +296,10 @@ def asked(
             conversation = approximated.conversation(root)
             chains = {block_size: approximated.chain(block_size, root) for block_size in roster.block_sizes}
         elif tokens.ids is not None:
-            chains = _chains(parts, tokens, root, roster.block_sizes)
+            chains = _chains(services, tokens, root, roster.block_sizes)
             if roster.salted and (engine_name or salt):
                 root = root_hash(target.base_model, engine_name, adapter_salt(engine_name, salt))
-                salted = _chains(parts, tokens, root, roster.salted_block_sizes)
+                salted = _chains(services, tokens, root, roster.salted_block_sizes)
     prompt_tokens = sized(roster, question, tokens)
     total_tokens = _total(question, len(tokens.ids), roster) if tokens.ids is not None and roster.is_uneven else 0
     ask = RoutingRequest(
@@ -317,10 +317,12 @@ def asked(
     return HashedRequest(ask, chains, salted, roster.salted) if salted else HashedRequest(ask, chains)
 
 
-def _chains(parts: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
+def _chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
     assert tokens.ids is not None
     return {
-        block_size: parts.chains.chain(tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept)
+        block_size: services.chain_cache.chain(
+            tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept
+        )
         for block_size in block_sizes
     }
 
@@ -411,7 +413,7 @@ def _of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch
 
 
 async def dispatch(
-    parts: Services,
+    services: Services,
     caller: Caller,
     target: RequestTarget,
     question: ParsedRequest,
@@ -425,13 +427,13 @@ async def dispatch(
     is_again  it was sent before, and failed there
     raises  NoReplica, Saturated and Displaced, see RequestQueue.admit
     """
-    began_at = parts.clock()
+    began_at = services.clock()
     begin = partial(
-        DispatchedRequest, parts, question.request_id, target, prompt, tokens_from, began_at, question.streamed
+        DispatchedRequest, services, question.request_id, target, prompt, tokens_from, began_at, question.streamed
     )
     if is_again or not question.route.computes:
         # One that failed somewhere has waited its turn already: what failed it must not cost it another.
-        return begin(parts.mind.decide(prompt, began_at))
+        return begin(services.scheduler.decide(prompt, began_at))
     adapter = target.adapter
     ticket = QueuedRequest(
         prompt=prompt,
@@ -442,12 +444,12 @@ async def dispatch(
         size_bytes=question.size_bytes,
         deadline_at=question.deadline_at,
     )
-    return await parts.waiting.admit(ticket, begin)
+    return await services.queue.admit(ticket, begin)
 
 
-def answered(parts: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:
+def answered(services: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
-    waiting, adapter = parts.mind.waiting, target.adapter
+    waiting, adapter = services.scheduler.waiting, target.adapter
     if decode_s and waiting:
         waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
 
@@ -460,13 +462,13 @@ def _session(named: str) -> str:
     return named if len(named) <= _LONGEST_SESSION else xxh3_128_hexdigest(named.encode())
 
 
-def shown_cached_tokens(parts: Services, caller: Caller, flight: DispatchedRequest) -> int:
+def shown_cached_tokens(services: Services, caller: Caller, flight: DispatchedRequest) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
     cached_tokens = flight.predicted_tokens
     if caller.tenant is None or flight.prompt.ask.is_approximate:
         return cached_tokens
-    own_blocks = parts.credit.depth(caller.tenant, flight.hashes)
-    parts.credit.sent(caller.tenant, flight.hashes)
+    own_blocks = services.cache_disclosure.depth(caller.tenant, flight.hashes)
+    services.cache_disclosure.sent(caller.tenant, flight.hashes)
     return min(cached_tokens, own_blocks * flight.replica.block_size)
 
 

@@ -539,7 +539,7 @@ async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held
         for path in NOT_SERVED:
             answer = await client.post(path, json=example(path) | {"model": BASE})
             assert answer.status_code in {400, 404, 501}, answer.text
-        assert not parts.mind.breaker._circuits
+        assert not parts.scheduler.breaker._circuits
 
 
 async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_it_says_so(
@@ -551,7 +551,7 @@ async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_i
         for more in ({}, {"stream": True}):
             answer = await client.post("/v1/messages", json=body | more)
             assert answer.status_code == 400, answer.text
-        assert not parts.mind.breaker._circuits
+        assert not parts.scheduler.breaker._circuits
 
 
 async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_found_well(
@@ -563,7 +563,7 @@ async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_f
             answer = await client.post("/v1/completions", json=wrong)
             assert answer.status_code == 500, "no longer an error of the engine's own"
         await until(lambda: parts.metrics.circuit_looks.labels("well").value)
-        assert not parts.mind.breaker._shut
+        assert not parts.scheduler.breaker._shut
 
 
 async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
@@ -597,7 +597,7 @@ async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_c
         answer = await client.post(RESPONSES, json=ask | {"stream": True})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         assert [reason for (reason,) in parts.metrics.retries._children] == ["begun_only"]
-        assert not parts.mind.breaker._shut
+        assert not parts.scheduler.breaker._shut
 
 
 async def test_a_response_is_followed_up_by_whoever_made_it(direct: DirectEngine, model_dir: Path) -> None:
@@ -644,9 +644,9 @@ async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_t
             (use,) = parts.usage._uses.values()
             before = use.output_tokens
             await until(lambda: len(parts.background) == 1)
-            assert [name for _, name, _ in parts.mind.load.in_flight()] == [ENGINE_NAME]
+            assert [name for _, name, _ in parts.scheduler.load.in_flight()] == [ENGINE_NAME]
             await until(lambda: not len(parts.background), within_s=60)
-            assert not list(parts.mind.load.in_flight())
+            assert not list(parts.scheduler.load.in_flight())
             assert use.output_tokens == before + 100
 
 
@@ -736,4 +736,4 @@ async def test_a_client_that_leaves_ends_the_work_in_the_engine(
             else:
                 pytest.fail(f"never {count} at work")
             await comes_to(direct, 0)
-        assert not list(parts.mind.load.in_flight())
+        assert not list(parts.scheduler.load.in_flight())

@@ -63,7 +63,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert (own.status_code, base.status_code) == (200, 200)
         assert own.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
         async with within(20):
-            while parts.trust.state("e0") != "exact" or not parts.feeds.index(BASE, 32).workers().get("e0"):
+            while parts.accuracy.state("e0") != "exact" or not parts.feeds.index(BASE, 32).workers().get("e0"):
                 await asyncio.sleep(0.02)
         again = await ask(client, "own")
         told = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -91,7 +91,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
         await until(parts, parts.discovery.is_synced)
         assert parts.discovery.fleet.replicas["e0"].is_salted
         async with within(20):
-            while parts.trust.state("e0") != "exact":
+            while parts.accuracy.state("e0") != "exact":
                 await asyncio.sleep(0.02)
         index = parts.feeds.index(BASE, 32)
         text = "Salted by somebody, and by us. " * 20

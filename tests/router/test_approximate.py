@@ -332,23 +332,23 @@ async def test_two_routers_that_know_nothing_of_each_other_keep_a_conversation_t
     engines = [EveryRoute(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (one, _, parts), fleet(*engines) as (other, _, _):
         # What one of them has sent besides is news to the other: to it that replica is a little dearer.
-        busy = parts.mind.load.begin("w0", "", 0.0, parts.clock(), 0, 0, BASE, 0.0, 1)
+        busy = parts.scheduler.load.begin("w0", "", 0.0, parts.clock(), 0, 0, BASE, 0.0, 1)
         homes = []
         for c in range(8):
             workers = [await ask([one, other][turn % 2], CHATS, chat(c, turn)) for turn in range(TURNS_OF_EACH)]
             assert len(set(workers)) == 1, workers
             homes.append(workers[0])
         assert len(set(homes)) > 2
-        parts.mind.load.end(busy, parts.clock(), is_answered=True)
+        parts.scheduler.load.end(busy, parts.clock(), is_answered=True)
 
 
 async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do():
     async with fleet(EveryRoute("w0"), EveryRoute("w1")) as (client, _, parts):
         home = await ask(client, CHATS, chat(1, 5))
         now = parts.clock()
-        load = parts.mind.load.begin(home, "", 60.0, now, 600_000, 0, BASE, 0.0, 1)
+        load = parts.scheduler.load.begin(home, "", 60.0, now, 600_000, 0, BASE, 0.0, 1)
         assert await ask(client, CHATS, chat(1, 6)) != home
-        parts.mind.load.end(load, now, is_answered=True)
+        parts.scheduler.load.end(load, now, is_answered=True)
 
 
 async def test_a_conversation_stays_at_its_data_parallel_rank():
@@ -412,7 +412,7 @@ async def test_an_approximate_decision_says_so_and_predicts_nothing():
     async with fleet(EngineDouble("w0", with_usage), EngineDouble("w1", with_usage)) as (client, _, parts):
         for turn in (8, 9):
             await ask(client, CHATS, chat(1, turn))
-        await until(lambda: not list(parts.mind.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.in_flight()))
         last, first = (await client.get("/v1/decisions")).json()["data"]
         assert (last["tokens_from"], last["trust"]) == ("approximate", "estimate")
         assert (first["cached_tokens"], first["engine_cached_tokens"], last["engine_cached_tokens"]) == (0, 512, 512)
@@ -425,7 +425,7 @@ async def test_an_approximate_decision_says_so_and_predicts_nothing():
         for name in ("predicted_cached_tokens_total", "engine_cached_tokens_total", "prompt_tokens_total"):
             assert sample_value(told, f"lorafleet_router_{name}") == 0, name
         assert sample_value(told, "lorafleet_router_tokenize_seconds_count", by="approximate") == 2
-        assert parts.trust.error_share("w0") == parts.trust.error_share("w1") == 0.0
+        assert parts.accuracy.error_share("w0") == parts.accuracy.error_share("w1") == 0.0
 
 
 async def test_without_kv_matching_nothing_is_approximated():

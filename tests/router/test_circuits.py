@@ -57,7 +57,7 @@ class HangingEngine(EngineDouble):
 async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_well():
     sick, sound = MoodyEngine("w0"), EngineDouble("w1")
     async with fleet(sick, sound) as (client, _, parts):
-        breaker = parts.mind.breaker
+        breaker = parts.scheduler.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         for _ in range(60):
             assert (await ask(client)).status_code == 200
@@ -83,11 +83,11 @@ async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_wel
 async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_soon_as_it_can():
     sick = MoodyEngine("w0")
     async with fleet(sick, failover_wait_s=0.05) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(failures=2, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        parts.scheduler.breaker.rules = BreakerRules(failures=2, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         for _ in range(3):
             assert error_of(await ask(client)) == (503, "no_replica")
         assert len(sick.bodies) == 3
-        assert parts.mind.breaker.panics == 1
+        assert parts.scheduler.breaker.panics == 1
         sick.is_well = True
         assert (await ask(client)).status_code == 200
 
@@ -99,7 +99,7 @@ async def fail(_engine, _body):
 async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_no_more_though_each_was_answered():
     sick, sound = EngineDouble("w0", fail), EngineDouble("w1")
     async with fleet(sick, sound) as (client, _, parts):
-        breaker = parts.mind.breaker
+        breaker = parts.scheduler.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         statuses = []
         while not breaker.shut(parts.clock()):
@@ -139,11 +139,11 @@ async def test_requests_that_engines_answer_with_errors_though_they_are_well_shu
             assert answer.status_code == status
         looks = parts.metrics.circuit_looks.labels
         await until(lambda: looks("well").value == sum(engine.bodies.count(OURS) for engine in engines) > 0)
-        assert not parts.mind.breaker.shut(parts.clock())
+        assert not parts.scheduler.breaker.shut(parts.clock())
         assert not parts.metrics.circuit_openings._children
         asked = {(await ask(client)).headers["x-lorafleet-worker"] for _ in range(60)}
         assert asked == {"w0", "w1", "w2"}
-        assert not parts.deadly.suspects
+        assert not parts.poison_requests.suspects
         # Found well, each is left alone for a while.
         assert all(engine.bodies.count(OURS) <= 1 for engine in engines)
 
@@ -157,22 +157,24 @@ async def test_a_request_that_is_the_clients_fault_opens_nothing(status):
 
     engine = EngineDouble("w0", refuse)
     async with fleet(engine) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(failures=2)
+        parts.scheduler.breaker.rules = BreakerRules(failures=2)
         for _ in range(10):
             assert (await ask(client)).status_code == status
-        assert not parts.mind.breaker._circuits
+        assert not parts.scheduler.breaker._circuits
 
 
 async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_when_it_answers():
     hanging, sound = HangingEngine("w0"), EngineDouble("w1")
     async with fleet(hanging, sound) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        parts.scheduler.breaker.rules = BreakerRules(
+            silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0}
+        )
         asking = [asyncio.create_task(ask(client, stream=True)) for _ in range(30)]
         await until(lambda: hanging.bodies)
 
         def is_shut():
-            parts.mind.watch(list(parts.discovery.fleet.replicas.values()), parts.clock())
-            return parts.mind.breaker.shut(parts.clock())
+            parts.scheduler.watch(list(parts.discovery.fleet.replicas.values()), parts.clock())
+            return parts.scheduler.breaker.shut(parts.clock())
 
         await until(is_shut)
         drawn = len(hanging.bodies)
@@ -181,7 +183,7 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
         assert len(hanging.bodies) == drawn
         hanging.awake.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
-        assert not parts.mind.breaker.shut(parts.clock())
+        assert not parts.scheduler.breaker.shut(parts.clock())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -197,7 +199,7 @@ async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at
         assert [(answer.status_code, answer.headers["x-lorafleet-worker"]) for answer in answers] == [(200, "w1")] * 12
         assert (len(hanging.bodies), len(sound.bodies)) == (waiting, 12)
         assert parts.metrics.retries.labels("hung").value == waiting
-        assert not parts.mind.load.all_in_flight
+        assert not parts.scheduler.load.all_in_flight
 
 
 @pytest.mark.parametrize("other", ["lacks the adapter", "drains it", "starts", "takes less", "fails"])
@@ -213,12 +215,12 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
         control.max_model_lens = {"w1": 100}
     async with fleet(hanging, EngineDouble("w1"), control=control) as (client, _, parts):
         if other == "fails":
-            parts.mind.breaker.rules = BreakerRules(failures=1, open_s=60.0, most_open_s=60.0)
-            parts.mind.failed(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
+            parts.scheduler.breaker.rules = BreakerRules(failures=1, open_s=60.0, most_open_s=60.0)
+            parts.scheduler.failed(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
         waits = asyncio.create_task(ask(client, model=model, max_tokens=100))
         await until(lambda: hanging.bodies)
         control.suspects = frozenset({"w0"})
-        await until(lambda: "w0" in {name for name, _ in parts.mind.breaker.shut(parts.clock())})
+        await until(lambda: "w0" in {name for name, _ in parts.scheduler.breaker.shut(parts.clock())})
         hanging.awake.set()
         assert (await waits).headers["x-lorafleet-worker"] == "w0"
         assert not parts.metrics.retries._children
@@ -233,18 +235,20 @@ async def test_a_request_that_two_engines_hung_with_is_not_given_to_a_third():
             control.suspects = frozenset(engine.name for engine in engines if engine.bodies)
         assert error_of(await asking) == (503, "no_replica")
         assert [len(engine.bodies) for engine in engines].count(1) == 2
-        (suspect,) = parts.deadly.suspects.values()
+        (suspect,) = parts.poison_requests.suspects.values()
         assert len(suspect.engines) == 2
 
 
 async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody_there_waits_for_a_first_token():
     hanging, sound, control = HangingEngine("w0"), EngineDouble("w1"), AgentDouble(figures=Load(running=1, still_s=0.0))
     async with fleet(hanging, sound, control=control) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0})
+        parts.scheduler.breaker.rules = BreakerRules(
+            silent_s=patience(0.2), **FAST | {"open_s": 60.0, "most_open_s": 60.0}
+        )
         asking = [asyncio.create_task(ask(client)) for _ in range(12)]
         await until(lambda: hanging.bodies)
         control.figures = Load(running=1, still_s=1000.0)
-        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        await until(lambda: parts.scheduler.breaker.shut(parts.clock()))
         drawn = len(hanging.bodies)
         for _ in range(20):
             assert (await ask(client)).headers["x-lorafleet-worker"] == "w1"
@@ -259,9 +263,9 @@ async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
         engine.go_on.clear()
     async with fleet(*engines) as (client, control, parts):
         streams = [asyncio.create_task(ask(client, stream=True)) for _ in range(8)]
-        await until(lambda: sum(parts.mind.load.own(engine.name).in_decode for engine in engines) == 8)
+        await until(lambda: sum(parts.scheduler.load.own(engine.name).in_decode for engine in engines) == 8)
         control.suspects = frozenset({"w0"})
-        await until(lambda: parts.mind.breaker.shut(parts.clock()))
+        await until(lambda: parts.scheduler.breaker.shut(parts.clock()))
         for engine in engines:
             engine.go_on.set()
         answers = await asyncio.gather(*streams)
@@ -273,11 +277,11 @@ async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
 async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_does_not_begin_may_not():
     slow = HangingEngine("w0")
     async with fleet(slow) as (client, _, parts):
-        breaker = parts.mind.breaker
+        breaker = parts.scheduler.breaker
 
         def shut_in_an_hour():
             now = parts.clock() + 3600.0
-            parts.mind.watch(list(parts.discovery.fleet.replicas.values()), now)
+            parts.scheduler.watch(list(parts.discovery.fleet.replicas.values()), now)
             return breaker.shut(now)
 
         whole = asyncio.create_task(ask(client))
@@ -293,9 +297,9 @@ async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_do
 async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
     engines = [HangingEngine("w0"), HangingEngine("w1")]
     async with fleet(*engines, max_tries=1, trial_timeout_s=0.05) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
+        parts.scheduler.breaker.rules = BreakerRules(failures=1, **FAST)
         for replica in parts.discovery.fleet.replicas.values():
-            parts.mind.failed(replica, "no_answer", parts.clock() - 10.0)
+            parts.scheduler.failed(replica, "no_answer", parts.clock() - 10.0)
         whole = asyncio.create_task(ask(client))
         await until(lambda: any(engine.bodies for engine in engines))
         assert error_of(await ask(client, stream=True)) == (503, "no_replica")
@@ -303,15 +307,15 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
         for engine in engines:
             engine.awake.set()
         assert (await whole).status_code == 200
-        assert not parts.mind.breaker.shut(parts.clock() + 10.0)
+        assert not parts.scheduler.breaker.shut(parts.clock() + 10.0)
 
 
 async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewhere():
     hanging, sound = HangingEngine("w0"), EngineDouble("w1")
     async with fleet(hanging, sound, trial_timeout_s=0.05) as (client, _, parts):
-        parts.mind.breaker.rules = BreakerRules(failures=1, **FAST)
+        parts.scheduler.breaker.rules = BreakerRules(failures=1, **FAST)
         (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")
-        parts.mind.failed(replica, "no_answer", parts.clock() - 10.0)
+        parts.scheduler.failed(replica, "no_answer", parts.clock() - 10.0)
         for _ in range(40):
             assert (await ask(client, stream=True)).status_code == 200
         assert hanging.bodies

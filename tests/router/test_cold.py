@@ -69,30 +69,30 @@ async def test_hot_requests_flow_while_the_hold_is_full():
             return client.post("/v1/chat/completions", json={**CHAT, "lora_id": lora_id})
 
         held = [asyncio.create_task(ask(f"cold-{number}/v1")) for number in range(40)]
-        await until(lambda: len(parts.cold._held) == 40)
+        await until(lambda: len(parts.cold_starts._held) == 40)
         refused = await ask("cold-0/v1")
         assert refused.status_code == 429
         assert "40 requests wait already" in refused.json()["error"]["message"]
         (hold,) = parts.usage.report(1, 0.0).holds
         assert (hold.lora_id, hold.sheds) == ("cold-0/v1", 1)
         # One that a request may go to after all is not waited for.
-        assert (await parts.cold.until_resident("hot/v1")).lora_id == "hot/v1"
+        assert (await parts.cold_starts.until_resident("hot/v1")).lora_id == "hot/v1"
         shown = (await client.get("/metrics")).text
         assert "lorafleet_router_held_requests 40.0" in shown
-        assert f"lorafleet_router_held_bytes {parts.cold._held.size_bytes:.1f}" in shown
-        assert parts.cold._held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
+        assert f"lorafleet_router_held_bytes {parts.cold_starts._held.size_bytes:.1f}" in shown
+        assert parts.cold_starts._held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
         answers = await asyncio.gather(*[ask("hot/v1") for _ in range(20)])
         assert [answer.status_code for answer in answers] == [200] * 20
-        assert len(parts.cold._held) == 40  # nobody's hold is over yet
+        assert len(parts.cold_starts._held) == 40  # nobody's hold is over yet
         # One that was let in, and whose replica went while it waited in the line.
-        displaced = asyncio.create_task(parts.cold.until_resident("cold-0/v1", is_displaced=True))
-        await until(lambda: len(parts.cold._held) == 41)
+        displaced = asyncio.create_task(parts.cold_starts.until_resident("cold-0/v1", is_displaced=True))
+        await until(lambda: len(parts.cold_starts._held) == 41)
         await stop([displaced])
-        assert len(parts.cold._held) == 40
+        assert len(parts.cold_starts._held) == 40
         await stop(held)
-        await until(lambda: not len(parts.cold._held))
+        await until(lambda: not len(parts.cold_starts._held))
         assert "lorafleet_router_held_requests 0.0" in (await client.get("/metrics")).text
-        assert parts.cold._flights == parts.cold._wanted == parts.cold._held._tenants == {}
+        assert parts.cold_starts._flights == parts.cold_starts._wanted == parts.cold_starts._held._tenants == {}
 
 
 async def nobody_leads(control, lora_id):
@@ -125,7 +125,7 @@ async def test_what_fits_on_no_worker_is_refused_at_once_and_holds_nobody_up():
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert outcomes(parts) == {"no_capacity": 1}
         (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.sheds, len(parts.cold._held), parts.cold._flights) == (1, 0, {})
+        assert (hold.sheds, len(parts.cold_starts._held), parts.cold_starts._flights) == (1, 0, {})
     assert error_of(answer) == (503, "no_capacity")
     assert answer.json()["error"]["message"] == "adapter 'sql/v1' fits on no worker: rank 128 at <address>"
     assert answer.headers["retry-after"] == "60"
@@ -506,7 +506,7 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
     control = many_adapters(30)
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         cold.tenant_adapters = 5
         cold._held = QueueUsage(QueueLimits(requests=16, tenant_share=0.5))
         greedy = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in range(5)]
@@ -535,7 +535,7 @@ async def test_the_orchestrator_is_told_whose_requests_wait():
     control = many_adapters(2)
     control.ensure = at_once
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         waiting = {name: asyncio.create_task(cold.until_resident("cold-0/v1", tenant=name)) for name in ("b", "a")}
         other = asyncio.create_task(cold.until_resident("cold-1/v1"))
         await until(lambda: ["a", "b"] in control.asked_for and [""] in control.asked_for)
@@ -548,7 +548,7 @@ async def test_held_requests_are_bounded_in_bytes():
     control = many_adapters(3)
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         cold._held = QueueUsage(QueueLimits(size_bytes=100))
         held = asyncio.create_task(cold.until_resident("cold-0/v1", size_bytes=80))
         await until(lambda: len(cold._held))
@@ -561,27 +561,27 @@ async def test_a_deadline_ends_the_wait_and_says_so():
     control = with_sql()
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        began_at = parts.cold.clock()
+        began_at = parts.cold_starts.clock()
         with pytest.raises(DeadlineExceeded, match="sql/v1"):
-            await parts.cold.until_resident("sql/v1", deadline_at=began_at + 0.2)
-        assert 0.15 < parts.cold.clock() - began_at < 3
+            await parts.cold_starts.until_resident("sql/v1", deadline_at=began_at + 0.2)
+        assert 0.15 < parts.cold_starts.clock() - began_at < 3
         with pytest.raises(DeadlineExceeded):
-            await parts.cold.until_resident("sql/v1", deadline_at=began_at)
-        parts.cold.timeout_s = 0.1
+            await parts.cold_starts.until_resident("sql/v1", deadline_at=began_at)
+        parts.cold_starts.timeout_s = 0.1
         with pytest.raises(ColdStartTimeout):
-            await parts.cold.until_resident("sql/v1", deadline_at=parts.cold.clock() + 60)
+            await parts.cold_starts.until_resident("sql/v1", deadline_at=parts.cold_starts.clock() + 60)
 
 
 async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_them():
     control = with_sql()
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
+        waiting = asyncio.create_task(parts.cold_starts.until_resident("sql/v1"))
         await until(lambda: control.ensured)
-        parts.cold._flights["sql/v1"].task.cancel()
+        parts.cold_starts._flights["sql/v1"].task.cancel()
         with pytest.raises(ColdStartTimeout):
             await waiting
-        assert not parts.cold._flights
+        assert not parts.cold_starts._flights
 
 
 async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_took_then_a_guess():
@@ -597,12 +597,12 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
 
         async def told_s(lora_id, error=ColdStartTimeout):
             with pytest.raises(error) as refused:
-                await parts.cold.until_resident(lora_id)
+                await parts.cold_starts.until_resident(lora_id)
             return refused.value.retry_after_s
 
         assert await told_s("cold-0/v1") == 3.0
         assert await told_s("cold-1/v1") == 5.0
-        parts.cold._loads_s.extend([7.0, 9.0, 70.0])
+        parts.cold_starts._loads_s.extend([7.0, 9.0, 70.0])
         assert await told_s("cold-1/v1") == 9.0
         assert await told_s("cold-0/v1") == 3.0
 
@@ -611,7 +611,7 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
 
         control.ensure = full
         assert await told_s("cold-2/v1", NoCapacity) == 9.0
-        parts.cold.tenant_adapters = 0
+        parts.cold_starts.tenant_adapters = 0
         assert await told_s("cold-2/v1", Saturated) == 9.0
 
 
@@ -627,20 +627,20 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
 
     control.ensure = load
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        assert parts.cold.resident("sql/v1") is None
-        waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(10)]
-        await until(lambda: len(parts.cold._held) == 10)
+        assert parts.cold_starts.resident("sql/v1") is None
+        waiting = [asyncio.create_task(parts.cold_starts.until_resident("sql/v1")) for _ in range(10)]
+        await until(lambda: len(parts.cold_starts._held) == 10)
         go_on.set()
         adapters = await asyncio.gather(*waiting)
         assert {adapter.lora_id for adapter in adapters} == {"sql/v1"}
-        assert len(parts.cold._loads_s) == 1
-        assert 0 < parts.cold._loads_s[0] < 5
+        assert len(parts.cold_starts._loads_s) == 1
+        assert 0 < parts.cold_starts._loads_s[0] < 5
         await until(lambda: not bringing())
-        assert parts.cold.resident("sql/v1") == adapters[0]
+        assert parts.cold_starts.resident("sql/v1") == adapters[0]
         (replica,) = parts.discovery.fleet.replicas.values()
-        assert parts.cold.resident("sql/v1", frozenset({replica.incarnation})) is None
-        assert parts.cold.resident("sql/v1", frozenset({("w0", "another boot")})) == adapters[0]
-        assert parts.cold.resident("no/v1") is None
+        assert parts.cold_starts.resident("sql/v1", frozenset({replica.incarnation})) is None
+        assert parts.cold_starts.resident("sql/v1", frozenset({("w0", "another boot")})) == adapters[0]
+        assert parts.cold_starts.resident("no/v1") is None
 
 
 @pytest.mark.parametrize(
@@ -663,7 +663,7 @@ async def test_what_is_passed_on_names_no_address_of_ours(answer, error):
     control.ensure = refuse
     async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (_, _, parts):
         with pytest.raises((AdapterFailed, NoCapacity)[error]) as refused:
-            await parts.cold.until_resident("sql/v1")
+            await parts.cold_starts.until_resident("sql/v1")
     assert "<address>" in str(refused.value)
     assert "//" not in str(refused.value)
     assert not any(char.isdigit() for char in str(refused.value).replace("sql/v1", ""))
@@ -685,7 +685,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
 
     control = many_adapters(5)
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         cold.tenant_adapters, cold.clock = 2, AdjustableClock()
 
         async def comes_and_goes(*numbers):
@@ -715,7 +715,7 @@ async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_reque
     control = many_adapters(2)
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         cold.tenant_adapters, cold.clock = 1, AdjustableClock()
         leaving, staying = (asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(2))
         await until(lambda: len(cold._held) == 2)
@@ -737,14 +737,14 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
     control.ensure = refuse
     quiet = {"metadata_poll_s": 6000.0, "catalog_poll_s": 6000.0, "cold_start_timeout_s": 6000.0}
     async with fleet(EngineDouble("w0"), control=control, **quiet) as (_, _, parts):
-        waiting = [asyncio.create_task(parts.cold.until_resident("sql/v1")) for _ in range(3)]
+        waiting = [asyncio.create_task(parts.cold_starts.until_resident("sql/v1")) for _ in range(3)]
         await until(lambda: control.ensured)
         go_on.set()
         async with within(5):
             told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [AdapterFailed] * 3
         assert outcomes(parts) == {"adapter_failed": 1}
-        assert not parts.cold._flights
+        assert not parts.cold_starts._flights
 
 
 async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anything():
@@ -764,7 +764,7 @@ async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anythi
     async with fleet(EngineDouble("w0"), control=control, metadata_poll_s=60.0) as (_, _, parts):
         await until(parts.discovery.is_synced)
         before = control.asked
-        waiting = [asyncio.create_task(parts.cold.until_resident(f"cold-{n}/v1")) for n in range(5)]
+        waiting = [asyncio.create_task(parts.cold_starts.until_resident(f"cold-{n}/v1")) for n in range(5)]
         await until(lambda: len(control.ensured) == 10)  # each of them twice: what came of the first is over
         assert control.asked == before
         assert outcomes(parts)["asked"] >= 5
@@ -780,7 +780,7 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
 
     control = many_adapters(3)
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         cold.clock = AdjustableClock()
 
         async def arrives(lora_id, *, after_s, stuck=None, asked=1):
@@ -806,7 +806,7 @@ async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
     control = many_adapters(1)
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        cold = parts.cold
+        cold = parts.cold_starts
         staying = asyncio.create_task(cold.until_resident("cold-0/v1"))
         await until(lambda: len(cold._held) == 1)
         flight = cold._flights["cold-0/v1"]
@@ -840,7 +840,7 @@ async def test_a_refusal_in_words_that_nobody_knows_is_told_in_ours(said, told):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == (404, "model_not_found")
         assert answer.json()["error"]["message"] == told
-        assert not parts.cold._flights
+        assert not parts.cold_starts._flights
 
 
 @pytest.mark.parametrize("gone", ["the adapter", "every worker"])
@@ -851,7 +851,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
         else:
             control.starting = frozenset({"w0"})
         control.tell()
-        await until(lambda: not (parts.discovery.fleet.adapters and parts.cold._homes(adapter)))
+        await until(lambda: not (parts.discovery.fleet.adapters and parts.cold_starts._homes(adapter)))
         return Response(status_code=500)
 
     control = with_sql()
@@ -863,7 +863,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
         assert answer.json()["error"]["param"] == ("lora_id" if gone == "the adapter" else None)
         assert outcomes(parts) == {error_of(answer)[1]: 1}
         assert not control.loads
-        assert not parts.cold._flights
+        assert not parts.cold_starts._flights
 
 
 async def test_an_adapter_whose_base_model_nobody_has_said_is_brought_once_and_runs_where_it_is():

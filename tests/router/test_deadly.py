@@ -176,7 +176,7 @@ async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_tw
         assert killed(engines) == 2
         assert (await chat(client)).status_code == 200
         # Its time is over: it is tried once more, and ends one.
-        (suspect,) = parts.deadly.suspects.values()
+        (suspect,) = parts.poison_requests.suspects.values()
         suspect.held_until = parts.clock()
         assert error_of(await chat(client, KILLER)) == (503, "no_replica")
         assert error_of(await chat(client, KILLER)) == (503, "deadly_request")
@@ -192,7 +192,7 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
             assert b"stream_broken" in answer.content
             ended.add(answer.headers["x-lorafleet-worker"])
             replica = parts.discovery.fleet.replicas[answer.headers["x-lorafleet-worker"]]
-            parts.mind.failed(replica, "hung", parts.clock())  # as whoever has died gets no more
+            parts.scheduler.failed(replica, "hung", parts.clock())  # as whoever has died gets no more
         assert error_of(await chat(client, stream)) == (503, "deadly_request")
 
 
@@ -203,10 +203,10 @@ async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_ar
         assert error_of(await chat(client)) == (503, "deadly_request")
         for engine in engines:
             engine.dies_of = is_killer
-        (suspect,) = parts.deadly.suspects.values()
+        (suspect,) = parts.poison_requests.suspects.values()
         suspect.held_until = parts.clock()
         assert (await chat(client)).status_code == 200
-        assert not parts.deadly.suspects
+        assert not parts.poison_requests.suspects
         assert (await chat(client, {**CHAT, "stream": True})).status_code == 200
 
 
@@ -225,7 +225,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
         (here,) = (replica.incarnation for replica in parts.discovery.fleet.replicas.values())
-        deadly = parts.deadly if suspect == "request" else parts.deadly_adapters
+        deadly = parts.poison_requests if suspect == "request" else parts.poison_adapters
         which = digest_of(question_of(parts, "/v1/completions", IDS))
         which = which if suspect == "request" else engine_name("sql/v1", DIGEST)
         for elsewhere in (A, B, C):
@@ -249,18 +249,20 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
         engine.go_on.clear()
     async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
         replicas = parts.discovery.fleet.replicas
-        parts.mind.failed(replicas["w2"], "hung", parts.clock())  # so that nothing goes there
+        parts.scheduler.failed(replicas["w2"], "hung", parts.clock())  # so that nothing goes there
         asking = [asyncio.create_task(chat(client, KILLER)) for _ in range(12)]
         await until(lambda: all(engine.bodies for engine in dying) and killed(dying) == 12)
-        parts.mind.breaker.trusted(replicas["w2"], parts.clock())
+        parts.scheduler.breaker.trusted(replicas["w2"], parts.clock())
         for engine in dying:
-            parts.mind.failed(replicas[engine.name], "hung", parts.clock())  # nor what the other one died with, there
+            parts.scheduler.failed(
+                replicas[engine.name], "hung", parts.clock()
+            )  # nor what the other one died with, there
             engine.go_on.set()
         await until(lambda: sum(parts._suspects.values()) == 12 and sound.bodies)
-        assert [len(suspect.engines) for suspect in parts.deadly.suspects.values()] == [1]
+        assert [len(suspect.engines) for suspect in parts.poison_requests.suspects.values()] == [1]
         sound.go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
-        assert not parts.deadly.suspects
+        assert not parts.poison_requests.suspects
 
 
 @pytest.mark.parametrize("end", ["its client leaves", "the engine falls silent"])
@@ -269,14 +271,14 @@ async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
         now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
-        parts.deadly.died(digest, A, now, sent_at=now)
+        parts.poison_requests.died(digest, A, now, sent_at=now)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             pieces = answer.aiter_bytes()
             await anext(pieces)
             if "silent" in end:
                 assert b"stream_broken" in b"".join([piece async for piece in pieces])
-        await until(lambda: not parts.mind.load.all_in_flight)
-        assert digest in parts.deadly.suspects
+        await until(lambda: not parts.scheduler.load.all_in_flight)
+        assert digest in parts.poison_requests.suspects
 
 
 async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it():
@@ -290,8 +292,8 @@ async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it
 
     async with fleet(EngineDouble("w0", said_all)) as (client, _, parts):
         assert (await chat(client, {**CHAT, "stream": True})).content.endswith(b"data: [DONE]\n\n")
-        await until(lambda: not parts.mind.load.all_in_flight)
-        assert not parts.deadly.suspects
+        await until(lambda: not parts.scheduler.load.all_in_flight)
+        assert not parts.poison_requests.suspects
 
 
 async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adapter_where_there_is_none():
@@ -302,14 +304,14 @@ async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adap
     async with fleet(EngineDouble("w0", dead), EngineDouble("w1", dead)) as (client, _, parts):
         assert error_of(await chat(client)) == (503, "no_replica")
         assert error_of(await chat(client)) == (503, "deadly_request")
-        assert not parts.deadly_adapters.suspects
+        assert not parts.poison_adapters.suspects
 
 
 async def test_a_router_forgets_of_itself():
     async with fleet(EngineDouble("w0")) as (_, _, parts):
-        for deadly in (parts.deadly, parts.deadly_adapters):
+        for deadly in (parts.poison_requests, parts.poison_adapters):
             deadly.died("x", A, parts.clock() - 601, sent_at=0.0)
-        await until(lambda: not parts.deadly.suspects and not parts.deadly_adapters.suspects)
+        await until(lambda: not parts.poison_requests.suspects and not parts.poison_adapters.suspects)
 
 
 async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say():
@@ -337,7 +339,7 @@ async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are
         assert error_of(await say("one")) == (503, "no_replica")
         for engine in engines:
             if engine.bodies:  # as who has died gets nothing
-                parts.mind.failed(parts.discovery.fleet.replicas[engine.name], "hung", parts.clock())
+                parts.scheduler.failed(parts.discovery.fleet.replicas[engine.name], "hung", parts.clock())
         assert error_of(await say("two")) == (503, "no_replica")
         refused = await say("three")
         assert error_of(refused) == (503, "deadly_request")
@@ -349,10 +351,10 @@ async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are
         control.residents = {"w4": ["sql/v1"]}
         control.tell()
         await until(lambda: parts.discovery.fleet.replicas["w4"].residents)
-        (suspect,) = parts.deadly_adapters.suspects.values()
+        (suspect,) = parts.poison_adapters.suspects.values()
         suspect.held_until = parts.clock()
         assert (await say("four")).status_code == 200
-        assert not parts.deadly_adapters.suspects
+        assert not parts.poison_adapters.suspects
 
 
 @pytest.mark.parametrize("status", [400, 500])
@@ -361,9 +363,9 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
     async with fleet(EngineDouble("w0", refuse)) as (client, _, parts):
-        parts.deadly.died(digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0)
+        parts.poison_requests.died(digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0)
         assert (await chat(client)).status_code == status
-        assert not parts.deadly.suspects
+        assert not parts.poison_requests.suspects
 
 
 async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_all_the_same():
@@ -376,6 +378,6 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
         digest = digest_of(question_of(parts, "/v1/responses", ask))
         for _ in range(8):
             for engine in (A, B):
-                parts.deadly.died(digest, engine, 0.0, sent_at=0.0)
-            parts.deadly.suspects[digest].held_until = parts.clock()
+                parts.poison_requests.died(digest, engine, 0.0, sent_at=0.0)
+            parts.poison_requests.suspects[digest].held_until = parts.clock()
             assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w1"

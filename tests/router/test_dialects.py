@@ -79,7 +79,7 @@ async def test_where_sglang_answers_for_an_adapter_from_the_base_model_it_is_not
         assert refused.status_code == 400, refused.text
         assert f"sglang, which runs no adapter at {path}" in refused.json()["error"]["message"]
         assert (await client.post("/v1/chat/completions", json={**CHAT, "model": "sql/v1"})).status_code == 200
-        assert parts.mind.load.in_flight_tokens(BASE) == 0
+        assert parts.scheduler.load.in_flight_tokens(BASE) == 0
     assert [body["model"] for body in engine.bodies] == [f"{BASE}:{engine_name('sql/v1', DIGEST)}"]
 
 

@@ -79,7 +79,7 @@ async def test_any_priority_is_taken_or_ignored_and_nobody_waits_for_ever(priori
         asks = [{"model": BASE, "prompt": [1] * 64, "priority": p} for p in (priority, 0, priority, 3)]
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asks))
         assert [answer.status_code for answer in answers] == [200] * 4
-        assert not len(parts.mind.waiting)
+        assert not len(parts.scheduler.waiting)
 
 
 async def test_a_prompt_that_the_engine_refused_is_not_taken_for_cached_there():
@@ -101,10 +101,10 @@ async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_count
             raise RuntimeError("broken")
 
     async with fleet(EngineDouble("w0")) as (client, _, parts):
-        parts.mind.shadows = [Broken()]
+        parts.scheduler.shadows = [Broken()]
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
         assert answer.status_code == 200
-        assert not list(parts.mind.load.in_flight())
+        assert not list(parts.scheduler.load.in_flight())
         counted = 'lorafleet_router_shadow_decisions_total{agrees="failed",policy="broken"} 1.0'
         assert counted in (await client.get("/metrics")).text
 
@@ -256,7 +256,7 @@ async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs()
             await anext(answer.aiter_bytes())
             assert len(parts.usage.report(1, parts.clock() + 10_000).uses) == 1
             engine.go_on.set()
-        await until(lambda: not list(parts.mind.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.in_flight()))
         assert len(parts.usage.report(1, parts.clock()).uses) == 1
         assert parts.usage.report(1, parts.clock() + 10_000).uses == ()
 
@@ -271,9 +271,9 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
     control = with_sql()
     control.ensure = refuse
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
-        waiting = asyncio.create_task(parts.cold.until_resident("sql/v1"))
+        waiting = asyncio.create_task(parts.cold_starts.until_resident("sql/v1"))
         await asyncio.sleep(0)
-        task = parts.cold._flights["sql/v1"].task
+        task = parts.cold_starts._flights["sql/v1"].task
         task.add_done_callback(lambda _: waiting.cancel())
         await asyncio.wait({waiting})
         assert waiting.cancelled()

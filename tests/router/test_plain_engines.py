@@ -126,7 +126,7 @@ async def test_adapters_come_and_go_with_the_engines_own_list(engines, folders) 
 async def test_an_engines_kv_events_are_found_and_followed_without_being_named(engines) -> None:
     first, _ = engines
     async with routing(f"a={first.url}") as (client, parts):
-        await until(lambda: parts.trust.state("a") == "exact")
+        await until(lambda: parts.accuracy.state("a") == "exact")
         await ask(client, "sql", LONG)
         index = parts.feeds.index(BASE, 32)
         await until(lambda: index.workers().get("a", 0) > 8)
@@ -141,7 +141,7 @@ async def test_without_events_what_is_cached_is_an_estimate(engines) -> None:
     _, second = engines
     async with routing(f"b={second.url}") as (client, parts):
         await ask(client, BASE, LONG)
-        assert parts.trust.state("b") == "estimate"
+        assert parts.accuracy.state("b") == "estimate"
         again = await ask(client, BASE, LONG)
         assert int(again.headers["x-lorafleet-cached-tokens"]) > 256
 

@@ -156,7 +156,7 @@ async def cached(client: httpx.AsyncClient, **body) -> tuple[int, int]:
 
 async def test_predictions_stay_exact_at_an_engine_that_is_salted(folders):
     async with one_sim(folders, engine_salt="always") as (client, parts, engine):
-        await until(lambda: parts.trust.state("e0") == "exact")
+        await until(lambda: parts.accuracy.state("e0") == "exact")
         assert parts.discovery.fleet.replicas["e0"].is_salted
         index = parts.feeds.index(BASE, 32)
         # Of the same prompt, sent past the router without a salt, no request through it finds anything.

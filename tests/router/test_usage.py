@@ -169,7 +169,7 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
     async with fleet(engine, control=with_sql("w0"), max_in_flight_tokens=1) as (client, control, parts):
         engine.go_on.clear()
         asks = [asyncio.create_task(client.post("/v1/chat/completions", json=SQL | {"stream": True})) for _ in range(3)]
-        await until(lambda: len(parts.mind.waiting))
+        await until(lambda: len(parts.scheduler.waiting))
         assert parts.usage.report(1, time.monotonic()).waits_s.keys() == {"w0"}
         await until(lambda: control.usage and control.usage[-1]["waits_s"])
         engine.go_on.set()

@@ -143,18 +143,22 @@ class FaultyFleet:
 
     def left(self) -> dict[str, object]:
         """What is still held, by name; empty when all was given back."""
-        parts, room = self.parts, self.parts.mind.waiting.room
+        parts, room = self.parts, self.parts.scheduler.waiting.room
         metrics = parts.metrics
         found = {
             "clients' connections": len(self.front.connections),
             "bytes of bodies": self.front.held_bytes,
             "busy connections to engines": parts.pool.connections - sum(map(len, parts.pool._idle.values())),
-            "requests in flight": len(list(parts.mind.load.in_flight())),
-            "in flight, by the metric": parts.mind.load.all_in_flight,
-            "requests waiting for room": (len(parts.mind.waiting), room.requests, room.size_bytes, room._tenants),
+            "requests in flight": len(list(parts.scheduler.load.in_flight())),
+            "in flight, by the metric": parts.scheduler.load.all_in_flight,
+            "requests waiting for room": (len(parts.scheduler.waiting), room.requests, room.size_bytes, room._tenants),
             "waiting, by the metric": metrics.waiting.labels().value,
-            "requests held for adapters": (parts.cold._held.requests, parts.cold.held_bytes, parts.cold._held._tenants),
-            "loads": (parts.cold._flights, parts.cold._wanted),
+            "requests held for adapters": (
+                parts.cold_starts._held.requests,
+                parts.cold_starts.held_bytes,
+                parts.cold_starts._held._tenants,
+            ),
+            "loads": (parts.cold_starts._flights, parts.cold_starts._wanted),
             "held, by the metric": metrics.held.labels().value,
             "slots of keys": sum(account.running for account in parts.quotas._accounts.values()),
             "places in the background": parts.background._tenants,

@@ -66,7 +66,7 @@ async def test_that_the_router_has_no_descriptors_left_is_not_held_against_an_en
         with no_more_files():
             refused = await router.ask("x")
         assert error_of(refused) == (503, "no_replica")
-        assert not router.parts.mind.breaker._shut
+        assert not router.parts.scheduler.breaker._shut
         assert list(router.parts.metrics.retries._children) == [("no_descriptors",)]
         assert (await router.ask("x")).status_code == 200
 
@@ -391,7 +391,7 @@ async def test_that_an_engine_does_not_take_the_routers_key_is_not_said_of_the_c
         for n in range(3):
             await router.ask(f"{n}", stream=stream)
         replicas = router.parts.discovery.fleet.replicas.values()
-        assert {router.parts.mind.breaker.state(replica, router.parts.clock()) for replica in replicas} == {"open"}
+        assert {router.parts.scheduler.breaker.state(replica, router.parts.clock()) for replica in replicas} == {"open"}
 
 
 async def test_the_end_of_a_choice_that_waits_for_its_signature_goes_out_when_its_stream_breaks_off():
@@ -431,7 +431,7 @@ async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(
             assert "begun and nothing more" in answer.json()["error"]["message"]
             assert router.play.asked[f"p{n}"] == 2
         replicas = parts.discovery.fleet.replicas.values()
-        assert {parts.mind.breaker.state(replica, parts.clock()) for replica in replicas} == {"closed"}
+        assert {parts.scheduler.breaker.state(replica, parts.clock()) for replica in replicas} == {"closed"}
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
@@ -444,13 +444,13 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
     named = {} if lora_id is None else {"lora_id": lora_id}
     wait_s = patience(20) if is_heard else 0.5
     async with house(1, control=control, failover_wait_s=wait_s, cold_start_timeout_s=wait_s) as router:
-        admit, admitted = router.parts.waiting.admit, []
+        admit, admitted = router.parts.queue.admit, []
 
         async def noted_admit(queued, begin):
             admitted.append(queued)
             return await admit(queued, begin)
 
-        monkeypatch.setattr(router.parts.waiting, "admit", noted_admit)
+        monkeypatch.setattr(router.parts.queue, "admit", noted_admit)
         await router.connect()
         answer = await router.ask("once", *[saying(b"", "reset")] * 2, **named)
         if not is_heard:
@@ -475,7 +475,7 @@ async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_i
     # An engine that computed nothing is asked again without regard to the budget for retries.
     async with house(1, control=control, retry_share=0.0, retry_floor_per_s=0.0) as router:
         asks = [asyncio.create_task(router.ask(f"p{n}", lacking, lora_id="sql/v1")) for n in range(10)]
-        await until(lambda: len(router.parts.cold._held) == 10)
+        await until(lambda: len(router.parts.cold_starts._held) == 10)
         # The agent's word is older than the engine's: it is not taken for the adapter's return.
         seen_at = router.parts.clock()
         await until(lambda: router.parts.discovery.fleet.replicas["w0"].report.at > seen_at)
@@ -567,7 +567,7 @@ async def test_who_waits_for_its_turn_behind_an_engines_death_counts_nowhere_and
         await _until_asked(router, 12)
         dies.set()
         await _until_asked(router, 14)  # one at each
-        assert [count for _, _, count in router.parts.mind.load.in_flight()] == [1, 1]
+        assert [count for _, _, count in router.parts.scheduler.load.in_flight()] == [1, 1]
         router.play.usual = sound
         async with within(5):
             assert (await router.ask("meanwhile")).status_code == 200
