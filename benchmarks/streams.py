@@ -40,7 +40,8 @@ from benchmarks.scenes import (
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from router.core.scheduler import Scheduler
 from router.http.engine_pool import EnginePool
-from router.kv.feeds import KvFeeds, Source
+from router.kv.feed import KvSource
+from router.kv.feeds import KvFeeds
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import KvChange, KvFrame, KvRank, KvSnapshot, pack_hashes
@@ -160,7 +161,7 @@ async def _router(addresses: list[str], kind: str) -> AsyncIterator[_Router]:
     router = _Router(feeds)
     for number, address in enumerate(addresses):
         where = {"events": (address,)} if kind == "engines" else {"agent_url": address, "ledger": KV_HASHING}
-        feeds.follow(Source(worker_id(number), BASE, BLOCK_SIZE, engine_boot_id="1", **where))  # type: ignore[arg-type]
+        feeds.follow(KvSource(worker_id(number), BASE, BLOCK_SIZE, engine_boot_id="1", **where))  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_datagram_endpoint(lambda: router, local_addr=("127.0.0.1", 0))
     await asyncio.sleep(1.0)  # PUB says nothing about who is there: a second for 64 subscriptions on loopback

@@ -61,18 +61,23 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def _record() -> None:
-    from tests.contract.surface import ENGINE_NAME, GENERATE_FLAGS, POOLING_FLAGS, running
+    from tests.contract.surface import ENGINE_NAME, GENERATE_FLAGS, POOLING_FLAGS, STORE, holding
+    from tests.engines import start_engine
 
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         (adapter, *_) = make_adapters(Path(folder) / "adapters")
         for flags, pooling in ((GENERATE_FLAGS, False), (POOLING_FLAGS, True)):
-            with running(model, adapter, flags) as direct:
-                for name, (path, body) in ASKED.items():
-                    if (path == EMBEDDINGS) is pooling:
-                        answer = direct.client.post(path, json=body | {"model": ENGINE_NAME})
-                        answers[name] = _kept(answer)
+            engine = start_engine("vllm", model, flags=flags, environment=STORE)
+            try:
+                with holding(engine, adapter) as direct:
+                    for name, (path, body) in ASKED.items():
+                        if (path == EMBEDDINGS) is pooling:
+                            answer = direct.client.post(path, json=body | {"model": ENGINE_NAME})
+                            answers[name] = _kept(answer)
+            finally:
+                engine.stop()
     FILE.write_text(json.dumps(answers, indent=1) + "\n")
 
 
