@@ -42,7 +42,7 @@ from router.core.queue.fair_queue import HashedRequest, PrefixMatch
 from router.core.resolve import resolve
 from router.core.schedule.decision import Decision
 from router.core.scheduler import Scheduler
-from router.fleet.catalog import named_by
+from router.fleet.catalog import adapters_and_aliases
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 
@@ -427,7 +427,7 @@ def adopting(size: DecisionBenchSize) -> list[ReportRow]:
     body = Catalog(revision=1, adapters=adapters).model_dump_json().encode()
 
     def adopt() -> object:
-        known, aliases = named_by(Catalog.model_validate_json(body))
+        known, aliases = adapters_and_aliases(Catalog.model_validate_json(body))
         fleet = RouterFleet(1, a_few, known, aliases)
         return resolve(fleet, model=lora_id(9_999), lora_id=None, visible=lambda _: True, rng=Random(1))
 

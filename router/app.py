@@ -72,7 +72,7 @@ from router.request.queue import RequestQueue
 from router.request.services import Services
 from router.request.stages import match
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.tracing import TracingUnavailable, tracer
+from router.telemetry.tracing import TracingUnavailable, make_tracer
 from router.tokenizing.tokenizers import Tokenizers
 from workers.wire import Metadata
 
@@ -104,7 +104,7 @@ class _WorkerListener:
     metrics: RouterMetrics
     learning: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def heard(self, replica: Replica, metadata: Metadata) -> None:
+    def on_report(self, replica: Replica, metadata: Metadata) -> None:
         self.load.reported(replica)
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
@@ -114,10 +114,10 @@ class _WorkerListener:
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
 
-    def unheard(self, worker: WorkerId) -> None:
+    def on_agent_silent(self, worker: WorkerId) -> None:
         self.load.unreported(worker)
 
-    def gone(self, worker: WorkerId) -> None:
+    def on_gone(self, worker: WorkerId) -> None:
         self.feeds.forget(worker)
         self.load.forget(worker)
         self.trust.forget(worker)
@@ -192,7 +192,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     discovery = _discovery(config, control, agents, own, joined, metrics)
     mind = _mind(config, discovery, feeds, load, breaker, metrics)
     looks = _looks(config, mind, agents, metrics)
-    breaker.look = looks.look
+    breaker.look = looks.probe
     usage.waits_s = partial(_waits_s, mind)
     waiting = RequestQueue(
         mind,
@@ -217,11 +217,11 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         holds=usage.holds,
         silent_after_s=config.catalog_poll_s + config.control_timeout_s,
     )
-    traces = tracer(
+    traces = make_tracer(
         config.otlp_endpoint,
         ratio=config.trace_ratio,
         instance=router_id,
-        counted=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
+        on_outcome=lambda outcome, count: metrics.traces.labels(outcome).inc(count),
     )
 
     services = Services(
@@ -418,8 +418,8 @@ def _discovery(
     return Discovery(
         control,
         partial(_fetch, agents, own, timeout_s=config.control_timeout_s),
-        ask_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
-        listen=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
+        get_from_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
+        open_stream=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
         engine_key=config.engine_key,
         engine_salt=config.engine_salt,
         orchestrator_url=config.orchestrator_url.rstrip("/"),

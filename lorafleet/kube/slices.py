@@ -78,12 +78,12 @@ class SliceTable:
         return found
 
 
-Called = Mapping[tuple[str, str], str]
+AgentNames = Mapping[tuple[str, str], str]
 """(id in the slices, agent's URL) -> what the agent there calls itself, where that is something else"""
 
 
-def by_own_name(
-    found: Mapping[str, DiscoveredWorker], called: Called, *, ids: Container[str], owners: Mapping[str, str]
+def workers_by_agent_name(
+    found: Mapping[str, DiscoveredWorker], called: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
 ) -> dict[str, DiscoveredWorker]:
     """Found workers by the names that they go by elsewhere: usually their pods', which is what an agent is told.
 

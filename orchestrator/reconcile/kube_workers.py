@@ -12,7 +12,7 @@ from functools import partial
 import structlog
 
 from lorafleet.kube.discovery import SliceWatch
-from lorafleet.kube.slices import DiscoveredWorker, by_own_name
+from lorafleet.kube.slices import DiscoveredWorker, workers_by_agent_name
 from lorafleet.service.loops import forever
 from orchestrator.core.errors import WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
@@ -71,7 +71,7 @@ class KubeWorkerFinder:
     def _by_name(self) -> dict[str, DiscoveredWorker]:
         entries = self._fleet.entries
         owners = {entry.report.agent_url.rstrip("/"): name for name, entry in entries.items()}
-        return by_own_name(self._slices.workers, self._called, ids=entries, owners=owners)
+        return workers_by_agent_name(self._slices.workers, self._called, ids=entries, owners=owners)
 
     async def _meet(self) -> None:
         """Ask everybody who has not been heard where the slices have them now."""

@@ -198,7 +198,7 @@ def health_routes(services: Services, own: Callable[[], bytes], siblings: Worker
         if services.stopping:
             raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
         if not services.discovery.is_synced():
-            message = f"waiting for {services.discovery.waits_for()}"
+            message = f"waiting for {services.discovery.missing_for_sync()}"
             raise HttpError(503, "not_synced", message, retry_after_s=1.0)
         return {"status": "ready"}
 
@@ -225,9 +225,9 @@ def describe_inference(app: FastAPI) -> None:
 
 
 async def _fleet(services: Services) -> RouterFleet:
-    await services.discovery.until_met()
+    await services.discovery.wait_for_first_worker()
     if not services.discovery.has_catalog:
-        raise services.discovery.no_catalog()
+        raise services.discovery.catalog_unavailable()
     return services.discovery.fleet
 
 
@@ -248,10 +248,10 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
 
 async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
     card = _cards(await _fleet(services), caller).get(model)
-    if card is None and await services.discovery.look_again():
+    if card is None and await services.discovery.refresh_catalog():
         card = _cards(services.discovery.fleet, caller).get(model)
     if card is None:
-        services.discovery.check_heard()
+        services.discovery.check_any_report()
         raise ModelNotFound(f"The model {model!r} does not exist; GET /v1/models lists what is", param="model")
     return card
 

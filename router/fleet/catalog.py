@@ -1,7 +1,7 @@
-"""The orchestrator's catalog: what it says, and the last copy of it on disk."""
+"""Adapters of the orchestrator's catalog and of engines without an agent, and the catalog's last copy on disk."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -9,16 +9,17 @@ import structlog
 from pydantic import ValidationError
 
 from lorafleet.identity import engine_name
-from orchestrator.wire import Catalog
+from orchestrator.wire import Catalog, checked_lora_id
 from router.core.fleet import AdapterAlias, RoutableAdapter
+from workers.wire import Metadata
 
 log = structlog.get_logger()
 
 
-def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, AdapterAlias]]:
-    """Adapters by lora_id, aliases by name; what is being deleted is not there any more."""
+def adapters_and_aliases(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[str, AdapterAlias]]:
+    """Adapters by lora_id and aliases by name, without adapters that are being deleted."""
     adapters = {
-        # Only a quarantine is the adapter's own fault; any other error passes, and a request may wait for that.
+        # A request may wait for any error to pass but a quarantine, which is the adapter's own fault.
         a.lora_id: RoutableAdapter(
             a.lora_id,
             a.base_model,
@@ -41,15 +42,15 @@ def named_by(catalog: Catalog) -> tuple[Mapping[str, RoutableAdapter], Mapping[s
 
 
 def draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
-    """Worker id -> engine names that take no new request there."""
+    """Worker id -> engine names that take no new requests on that worker."""
     names: dict[str, set[str]] = {}
     for entry in catalog.draining:
         names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
     return {worker: frozenset(found) for worker, found in names.items()}
 
 
-def read_catalog(file: Path) -> Catalog | None:
-    """The saved copy, if there is one that can be used."""
+def load_catalog(file: Path) -> Catalog | None:
+    """The saved copy of the catalog; None if there is none or it cannot be read."""
     try:
         return Catalog.model_validate_json(file.read_bytes())
     except FileNotFoundError:
@@ -60,11 +61,49 @@ def read_catalog(file: Path) -> Catalog | None:
 
 
 def save_catalog(file: Path, content: bytes) -> None:
-    """Keep this copy. A disk that is full costs a line in the log."""
-    # Several processes may keep it in one place.
+    """Save a copy of the catalog. A failure is logged, and nothing is raised."""
+    # Several worker processes may save to the same file.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
         partial.write_bytes(content)
         partial.replace(file)
     except OSError as exc:
         log.warning("catalog not saved", file=str(file), error=str(exc))
+
+
+def discovered_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mapping[str, RoutableAdapter]:
+    """Adapters that engines without an agent list and the catalog does not have, by lora_id.
+
+    Every tenant may use them. Engine names that the fleet gave (`lora_id@digest12`) are left out: the catalog knows
+    them. So are names that `checked_lora_id` refuses: vLLM accepts names that would break our headers. If two base
+    models list one name, the first base model has it. An engine that takes no adapters lists them with an error; such
+    an entry counts only if no other engine has the name.
+
+    taken  names of the catalog's adapters and aliases
+    """
+    found: dict[str, RoutableAdapter] = {}
+    for report in reports:
+        base_model = report.model.base_model
+        for lora in report.lora.loaded_loras:
+            if lora.engine_name != lora.lora_id or lora.lora_id in taken or not _is_lora_id(lora.lora_id):
+                continue
+            known = found.get(lora.lora_id)
+            if known is None or _discovery_rank(base_model, lora.error) < _discovery_rank(
+                known.base_model, known.error
+            ):
+                found[lora.lora_id] = RoutableAdapter(
+                    lora.lora_id, base_model, None, "", error=lora.error, is_listed=True
+                )
+    return found
+
+
+def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, str]:
+    return error is not None, base_model or ""
+
+
+def _is_lora_id(name: str) -> bool:
+    try:
+        checked_lora_id(name)
+    except ValueError:
+        return False
+    return True

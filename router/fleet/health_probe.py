@@ -1,6 +1,6 @@
-"""Whether an engine that answers with errors is well: it is asked for something of our own.
+"""Health probes: a small request of our own to an engine that answers clients with errors.
 
-One request at a time for each engine, of one token; see `router.core.failover.circuit_breaker` for who wants to know.
+One probe at a time for each engine, of one token; `router.core.failover.circuit_breaker` uses the finding.
 """
 
 import asyncio
@@ -19,58 +19,63 @@ log = structlog.get_logger()
 
 Finding = Literal["well", "unwell", "unknown"]
 
-# What a model that generates can do, and what one that pools can.
-_ASKED = (("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/pooling", {"input": "a"}))
-_UNTOLD = frozenset({"no_answer_in_time", "no_descriptors"})
+# One request for models that generate, one for models that pool.
+_PROBE_REQUESTS = (("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/pooling", {"input": "a"}))
+_INCONCLUSIVE = frozenset({"no_answer_in_time", "no_descriptors"})
 
 
 class HealthProbes:
-    """Asks engines, and tells what it found."""
+    """Probes engines and reports each finding."""
 
     def __init__(
-        self, ask: Callable[[Replica, str, bytes], Awaitable[bytes]], told: Callable[[Replica, Finding], None]
+        self, post: Callable[[Replica, str, bytes], Awaitable[bytes]], on_finding: Callable[[Replica, Finding], None]
     ) -> None:
         """
-        ask   what a replica's engine answers to a POST of JSON; may raise EngineLost and Refused
-        told  is called once for each look that came to its end
+        post        POSTs JSON to a replica's engine and returns the answer; may raise EngineLost and FetchRefused
+        on_finding  called once for each completed probe
         """
-        self._ask = ask
-        self._told = told
-        self._under_way: dict[Incarnation, asyncio.Task[None]] = {}
+        self._post = post
+        self._on_finding = on_finding
+        self._running: dict[Incarnation, asyncio.Task[None]] = {}
 
-    def look(self, replica: Replica) -> None:
-        """Ask this one, unless it is being asked."""
-        who = replica.incarnation
-        if who not in self._under_way:
-            task = self._under_way[who] = asyncio.create_task(self._look(replica))
-            task.add_done_callback(lambda _: self._under_way.pop(who))
+    def probe(self, replica: Replica) -> None:
+        """Start a probe of this replica's engine, unless one is running."""
+        incarnation = replica.incarnation
+        if incarnation not in self._running:
+            task = self._running[incarnation] = asyncio.create_task(self._run_probe(replica))
+            task.add_done_callback(lambda _: self._running.pop(incarnation))
+
+    @property
+    def running(self) -> int:
+        """Probes in progress."""
+        return len(self._running)
 
     async def close(self) -> None:
-        """Ask none any more."""
-        tasks = list(self._under_way.values())
+        """Cancel all running probes."""
+        tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self, replica: Replica) -> None:
+    async def _run_probe(self, replica: Replica) -> None:
         try:
-            found = await self._found(replica)
-            self._told(replica, found)
-        except Exception:  # whatever it is, of one look: there will be another
-            log.exception("an engine that answers with errors could not be looked at", worker=replica.id)
+            finding = await self._finding(replica)
+            self._on_finding(replica, finding)
+        except Exception:  # of one probe: there will be another
+            log.exception("health probe failed", worker=replica.id)
             return
-        log.warning("an engine answered errors, and was asked for something of our own", worker=replica.id, found=found)
+        log.warning("health probe of an engine that answers with errors", worker=replica.id, found=finding)
 
-    async def _found(self, replica: Replica) -> Finding:
-        for path, wanted in _ASKED:
+    async def _finding(self, replica: Replica) -> Finding:
+        for path, fields in _PROBE_REQUESTS:
             try:
-                await self._ask(replica, path, msgspec.json.encode({"model": replica.model_name, **wanted}))
+                await self._post(replica, path, msgspec.json.encode({"model": replica.model_name, **fields}))
             except FetchRefused as exc:
                 if is_fault(exc.status):
                     return "unwell"
             except EngineLost as exc:
-                return "unknown" if exc.reason in _UNTOLD else "unwell"
+                return "unknown" if exc.reason in _INCONCLUSIVE else "unwell"
             else:
                 return "well"
-        # It takes neither, so nothing of ours speaks against its errors.
+        # It supports neither request, so no probe contradicts its errors.
         return "unwell"

@@ -1,4 +1,4 @@
-"""What this router sent where, told to the orchestrator: demand, and the word that nothing is in flight."""
+"""Usage reports to the orchestrator: demand for each adapter, and its requests in flight on each worker."""
 
 import itertools
 import uuid
@@ -11,15 +11,16 @@ from orchestrator.wire import AdapterHold, AdapterUse, UsageReport
 from router.core.kv.index import WorkerId
 from router.core.schedule.load import LoadBook
 
-# Every adapter version ever used would be in every report, for weeks. Demand looks at the last minute.
+# Unused entries are dropped after this time. Demand is computed from the last minute.
 _FORGET_AFTER_S = 900.0
 
 
 @dataclass(slots=True)
 class UseCounts:
-    """What one engine name on one worker was given, and what came of it. Fields as in wire.AdapterUse.
+    """Counts of one engine name on one worker. Fields as in wire.AdapterUse.
 
-    last_at   when it was last given something; `ended_at`: when a request of it last ended
+    last_at   when a request was last sent there
+    ended_at  when a request there last ended
     """
 
     requests: int = 0
@@ -32,8 +33,10 @@ class UseCounts:
     last_at: float = 0.0
     ended_at: float = 0.0
 
-    def ended(self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, is_error: bool) -> None:
-        """One of its requests is over; `first_token_s` is None where no first token was seen."""
+    def record_end(
+        self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, is_error: bool
+    ) -> None:
+        """Count one ended request; `first_token_s` is None if no first token was seen."""
         self.ended_at = now
         self.work_s += work_s
         self.output_tokens += output_tokens
@@ -54,41 +57,41 @@ class _HoldCounts:
 
 @dataclass(slots=True)
 class HeldRequests:
-    """Per adapter, requests that were kept back or turned away; the base model's are nobody's."""
+    """Per adapter, requests that waited or were rejected here; requests for the base model are not counted."""
 
     _holds: dict[str, _HoldCounts] = field(default_factory=dict)
 
-    def held(self, lora_id: str, hold_s: float, now: float) -> None:
-        """Count one request whose wait is over."""
+    def record_hold(self, lora_id: str, hold_s: float, now: float) -> None:
+        """Count one request whose wait has ended."""
         if lora_id:
             hold = self._of(lora_id, now)
             hold.held += 1
             hold.hold_s += hold_s
 
-    def waits(self, lora_id: str, now: float) -> None:
-        """One request more waits for room."""
+    def start_wait(self, lora_id: str, now: float) -> None:
+        """Count one more request that waits in the queue."""
         if lora_id:
             self._of(lora_id, now).waiting += 1
 
-    def waited(self, lora_id: str, hold_s: float, now: float) -> None:
-        """It does not wait for room any more."""
+    def end_wait(self, lora_id: str, hold_s: float, now: float) -> None:
+        """Count a request that waits in the queue no longer."""
         if lora_id:
             self._of(lora_id, now).waiting -= 1
-            self.held(lora_id, hold_s, now)
+            self.record_hold(lora_id, hold_s, now)
 
-    def shed(self, lora_id: str, now: float) -> None:
-        """Count one request that was turned away."""
+    def record_shed(self, lora_id: str, now: float) -> None:
+        """Count one rejected request."""
         if lora_id:
             self._of(lora_id, now).sheds += 1
 
     def report(self, now: float) -> tuple[AdapterHold, ...]:
-        """Everything so far."""
-        old = [name for name, it in self._holds.items() if not it.waiting and now - it.last_at > _FORGET_AFTER_S]
+        """All counts so far."""
+        old = [name for name, hold in self._holds.items() if not hold.waiting and now - hold.last_at > _FORGET_AFTER_S]
         for lora_id in old:
             del self._holds[lora_id]
         return tuple(
-            AdapterHold(lora_id=lora_id, held=it.held, hold_s=it.hold_s, sheds=it.sheds, waiting=it.waiting)
-            for lora_id, it in self._holds.items()
+            AdapterHold(lora_id=lora_id, held=hold.held, hold_s=hold.hold_s, sheds=hold.sheds, waiting=hold.waiting)
+            for lora_id, hold in self._holds.items()
         )
 
     def _of(self, lora_id: str, now: float) -> _HoldCounts:
@@ -109,8 +112,8 @@ class UsageCounts:
     _uses: dict[tuple[WorkerId, str], UseCounts] = field(default_factory=dict)
     _seq: "itertools.count[int]" = field(default_factory=itertools.count)
 
-    def dispatched(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> UseCounts:
-        """Count one request that is about to be sent; what is returned is told when it has `ended`."""
+    def record_dispatch(self, worker: WorkerId, engine_name: str, prompt_tokens: int, now: float) -> UseCounts:
+        """Count one request that is about to be sent; call `record_end` of the result when it has ended."""
         use = self._uses.get((worker, engine_name))
         if use is None:
             use = self._uses[worker, engine_name] = UseCounts()
@@ -125,9 +128,9 @@ class UsageCounts:
             del self._uses[key]
 
     def report(self, revision_seen: int, now: float) -> UsageReport:
-        """Everything so far; the receiver takes differences, so a lost report costs nothing."""
+        """All counts so far. The receiver takes differences, so a lost report loses nothing."""
         in_flight = {(worker, name): count for worker, name, count in self.load.in_flight()}
-        # One that was forgotten and comes back starts at zero, as one that was never there does.
+        # An entry that is dropped and used again starts at zero, as a new one does.
         for key, use in list(self._uses.items()):
             if key not in in_flight and now - max(use.last_at, use.ended_at) > _FORGET_AFTER_S:
                 del self._uses[key]
@@ -161,7 +164,7 @@ class UsageCounts:
 async def send_usage(
     client: httpx.AsyncClient, url: str, usage: UsageCounts, revision: Callable[[], int], now: Callable[[], float]
 ) -> None:
-    """One report to the orchestrator; raises httpx.HTTPError when it does not arrive."""
+    """Send one report to the orchestrator; raises httpx.HTTPError if it does not arrive."""
     body = usage.report(revision(), now()).model_dump_json()
     answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()

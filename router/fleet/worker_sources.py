@@ -1,23 +1,22 @@
-"""Which workers there are, by the word of everybody who names some: catalog, EndpointSlices, our own settings. Pure.
+"""The workers that the catalog, the EndpointSlices and our own settings name, merged by id. Pure.
 
-A worker that several of them name is one worker. Where they disagree on its address, slices come first: Kubernetes
-knows where a pod is before its agent has told anybody.
+If they disagree on an address, the slices come first: Kubernetes knows a pod's address before its agent reports it.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lorafleet.kube.slices import Called, DiscoveredWorker, by_own_name
+from lorafleet.kube.slices import AgentNames, DiscoveredWorker, workers_by_agent_name
 from orchestrator.wire import CatalogWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSource:
-    """A worker, before it has said anything itself.
+    """A worker as its sources name it, before its first report.
 
-    addresses   of its agent, or of its engine where it has no agent; the first is the best known
-    drained     the catalog says that this agent (by its boot id) is to get no new requests; "": whichever agent it has
-    is_ending   Kubernetes is ending its pod
+    addresses  of its agent, or of its engine if it has no agent; the most reliable first
+    drained    boot id of the agent that the catalog drains; "" for any agent, None for none
+    is_ending  whether Kubernetes is ending its pod
     """
 
     id: str
@@ -31,36 +30,41 @@ class WorkerSource:
     kv_replay: tuple[str, ...] = ()
 
 
-def named_workers(
-    catalog: Iterable[CatalogWorker], found: Mapping[str, DiscoveredWorker], engines: Mapping[str, str], called: Called
+def merged_worker_sources(
+    catalog: Iterable[CatalogWorker],
+    in_slices: Mapping[str, DiscoveredWorker],
+    engines: Mapping[str, str],
+    agent_names: AgentNames,
 ) -> dict[str, WorkerSource]:
-    """Worker id -> worker.
+    """Worker id -> worker, merged from all sources.
 
-    engines  worker id -> URL of engines without an agent, from our own settings
+    in_slices    workers of the EndpointSlices
+    engines      worker id -> URL of engines without an agent, from our own settings
+    agent_names  see `AgentNames`
     """
-    listed = {worker.id: worker for worker in catalog}
-    owners = {worker.agent_url.rstrip("/"): worker.id for worker in listed.values() if worker.agent_url}
-    places = by_own_name(found, called, ids=listed, owners=owners)
-    names = [*listed, *(name for name in places if name not in listed)]
-    workers = {name: _joined(name, listed.get(name), places.get(name)) for name in names}
+    in_catalog = {worker.id: worker for worker in catalog}
+    owners = {worker.agent_url.rstrip("/"): worker.id for worker in in_catalog.values() if worker.agent_url}
+    places = workers_by_agent_name(in_slices, agent_names, ids=in_catalog, owners=owners)
+    names = [*in_catalog, *(name for name in places if name not in in_catalog)]
+    workers = {name: _merged(name, in_catalog.get(name), places.get(name)) for name in names}
     for name, url in engines.items():
         workers[name] = WorkerSource(id=name, addresses=(url,), has_agent=False)
     return {name: worker for name, worker in workers.items() if worker.addresses}
 
 
-def _joined(name: str, listed: CatalogWorker | None, found: DiscoveredWorker | None) -> WorkerSource:
-    agents = [found.agent_url if found else None, listed.agent_url.rstrip("/") if listed else None]
-    engines = [found.engine_url if found else None, listed.engine_url.rstrip("/") if listed else None]
+def _merged(name: str, in_catalog: CatalogWorker | None, in_slices: DiscoveredWorker | None) -> WorkerSource:
+    agents = [in_slices.agent_url if in_slices else None, in_catalog.agent_url.rstrip("/") if in_catalog else None]
+    engines = [in_slices.engine_url if in_slices else None, in_catalog.engine_url.rstrip("/") if in_catalog else None]
     has_agent = any(agents)
     addresses = dict.fromkeys(url for url in (agents if has_agent else engines) if url)
     return WorkerSource(
         id=name,
         addresses=tuple(addresses),
         has_agent=has_agent,
-        drained=listed.agent_boot_id if listed is not None and listed.state == "draining" else None,
-        is_ending=found is not None and found.is_terminating,
-        zone=found.zone if found else "",
-        node=found.node if found else "",
-        kv_events=(found.kv_events,) if found and found.kv_events else (),
-        kv_replay=(found.kv_replay,) if found and found.kv_replay else (),
+        drained=in_catalog.agent_boot_id if in_catalog is not None and in_catalog.state == "draining" else None,
+        is_ending=in_slices is not None and in_slices.is_terminating,
+        zone=in_slices.zone if in_slices else "",
+        node=in_slices.node if in_slices else "",
+        kv_events=(in_slices.kv_events,) if in_slices and in_slices.kv_events else (),
+        kv_replay=(in_slices.kv_replay,) if in_slices and in_slices.kv_replay else (),
     )

@@ -171,10 +171,10 @@ class ColdStarts:
         try:
             return await self._wait(lora_id, excluded, flight, deadline_at)
         except (ColdStartTimeout, NoCapacity, DeadlineExceeded):
-            self.holds.shed(lora_id, self.clock())
+            self.holds.record_shed(lora_id, self.clock())
             raise
         finally:
-            self.holds.held(lora_id, self.clock() - began_at, self.clock())
+            self.holds.record_hold(lora_id, self.clock() - began_at, self.clock())
             self._held.leave(tenant, size_bytes)
             self.metrics.held.set(len(self._held))
             wanted[lora_id] -= 1
@@ -195,7 +195,7 @@ class ColdStarts:
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
             refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
         if refusal is not None:
-            self.holds.shed(lora_id, self.clock())
+            self.holds.record_shed(lora_id, self.clock())
             raise Saturated(
                 f"adapter {lora_id!r} is not loaded, and this cannot wait for it: {refusal}; try again",
                 retry_after_s=self._usual_load_s(),
@@ -259,7 +259,7 @@ class ColdStarts:
                 raise
             self.metrics.cold_starts.labels("asked" if placed is None else "placed").inc()
             if placed is not None:
-                self.discovery.look_now(placed)
+                self.discovery.poll_now(placed)
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
 
     async def _place(self, lora_id: str) -> str | None:

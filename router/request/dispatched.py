@@ -79,7 +79,7 @@ class DispatchedRequest:
         prompt_tokens = ask.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
         # What the engine calls the thing to run.
-        self._use = services.usage.dispatched(worker, ask.engine_name or target.base_model, prompt_tokens, now)
+        self._use = services.usage.record_dispatch(worker, ask.engine_name or target.base_model, prompt_tokens, now)
         self._guess: PredictedCache | None = None
         metrics = services.metrics
         metrics.waited.observe(waited_s)
@@ -148,14 +148,14 @@ class DispatchedRequest:
         services, first_data_s = self._services, self.record.first_data_s
         now, decode_s = services.clock(), 0.0
         if first_data_s is None:
-            self._use.ended(0.0, 0, None, now, is_error)
+            self._use.record_end(0.0, 0, None, now, is_error)
         else:
             report = self.replica.report
             if report.decode_tokens_per_s:
                 # A step decodes for all that run, so each is charged its share of it.
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
-            self._use.ended(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
+            self._use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
         services.scheduler.load.end(self.load, now, is_answered=first_data_s is not None)
         services.queue.poke()
         if self._hold is not None:

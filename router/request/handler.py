@@ -38,7 +38,7 @@ from router.request.engine_body import FORWARDED_HEADERS
 from router.request.run import RequestRun, door_of, header_lines, late
 from router.request.services import Services
 from router.request.stages import TIMEOUT_HEADER, ParsedRequest, read, request_id, shown_cached_tokens
-from router.telemetry.tracing import Trace
+from router.telemetry.trace import Trace
 
 log = structlog.get_logger()
 
@@ -141,7 +141,7 @@ class InferenceHandler:
         """Who sends this. Raises HttpError for who may not, and RateLimited for a key that has had all that it may."""
         headers = exchange.headers
         if trace is not None:
-            trace.stage("authenticate")
+            trace.begin_stage("authenticate")
         if b"origin" in headers or b"sec-fetch-site" in headers:
             self._check_site(exchange.method, headers)
         caller = exchange.caller or self._refused(headers)
@@ -155,7 +155,7 @@ class InferenceHandler:
         """One request to its engine, and its answer to the client."""
         trace = answer.trace
         if trace is not None:
-            trace.stage("read")
+            trace.begin_stage("read")
         question = self._question(answer, answer.exchange.body)
         answer.journey = RequestRun(self._services, self._limits, caller, question, trace)
         if self._keep_alive_s and question.streamed:
@@ -211,7 +211,7 @@ class InferenceHandler:
         services, exchange, route = self._services, answer.exchange, answer.route
         response_id = response_id_of(exchange.path)
         worker = worker_of(response_id, tenant=caller.tenant, param="id")
-        await services.discovery.until_met()
+        await services.discovery.wait_for_first_worker()
         replica = services.discovery.fleet.replicas.get(WorkerId(worker))
         if replica is None:
             raise gone(response_id, worker, param="id")
@@ -382,7 +382,7 @@ class _Answer(msgspec.Struct, eq=False):
         assert flight is not None
         assert call is not None
         if self.trace is not None:
-            self.trace.stage("relay")
+            self.trace.begin_stage("relay")
         # What the engine refuses was never prefilled, and is not in its cache; what it only queued is not yet.
         is_prefilled = attempt.status < 400 and (attempt.streamed or not journey.background_id)
         if is_prefilled and attempt.streamed:

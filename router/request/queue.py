@@ -111,14 +111,14 @@ class RequestQueue:
         try:
             decision = waiting.offer(ticket, began_at)
         except Saturated:
-            self._holds.shed(ticket.adapter, began_at)
+            self._holds.record_shed(ticket.adapter, began_at)
             raise
         self._metrics.decide.observe(self._clock() - began_at)
         if decision is not None:
             return begin(decision)
         wait = _Wait(begin)
         ticket.payload = wait
-        self._holds.waits(ticket.adapter, began_at)
+        self._holds.start_wait(ticket.adapter, began_at)
         try:
             self._metrics.waiting.set(len(waiting))
             self._somebody.set()
@@ -127,14 +127,14 @@ class RequestQueue:
                 return await wait.sent
         except TimeoutError as exc:
             wait.undo()
-            self._holds.shed(ticket.adapter, self._clock())
+            self._holds.record_shed(ticket.adapter, self._clock())
             raise self._too_late(ticket) from exc
         except BaseException:
             wait.undo()
             raise
         finally:
             now = self._clock()
-            self._holds.waited(ticket.adapter, now - began_at, now)
+            self._holds.end_wait(ticket.adapter, now - began_at, now)
             waiting.withdraw(ticket)
             self._metrics.waiting.set(len(waiting))
 

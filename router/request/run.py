@@ -50,7 +50,7 @@ from router.request.stages import (
     tokenize,
     warm,
 )
-from router.telemetry.tracing import AttributeValue, Trace
+from router.telemetry.trace import AttributeValue, Trace
 from router.tokenizing.tokenizers import Tokens
 
 log = structlog.get_logger()
@@ -289,20 +289,20 @@ class RequestRun(msgspec.Struct, eq=False):
         """
         trace, services, limits, question = self.trace, self.services, self.caller.limits, self.question
         discovery = services.discovery
-        if discovery.is_early:
+        if discovery.is_starting_up:
             await leave_batch()
-            await discovery.until_met()
+            await discovery.wait_for_first_worker()
         if limits is not None and self.granted is None:
             self.granted = services.quotas.take(self.caller.key_id, limits, services.clock())
         if trace is not None:
-            trace.stage("resolve")
+            trace.begin_stage("resolve")
         try:
             target = resolve_target(services, self.caller, question)
         except (ModelNotFound, AdapterFailed):
-            if not discovery.may_look_again:
+            if not discovery.can_refresh_catalog:
                 raise
             await leave_batch()
-            if not await discovery.look_again():
+            if not await discovery.refresh_catalog():
                 raise
             target = resolve_target(services, self.caller, question)
         self.target = target
@@ -320,7 +320,7 @@ class RequestRun(msgspec.Struct, eq=False):
     async def _tokenize(self) -> None:
         """tokenize, and charge the caller's key for the prompt."""
         if self.trace is not None:
-            self.trace.stage("tokenize")
+            self.trace.begin_stage("tokenize")
         assert self.target is not None
         self.tokens = tokens = await tokenize(self.services, self.target, self.question)
         if self.granted is not None:
@@ -347,10 +347,10 @@ class RequestRun(msgspec.Struct, eq=False):
         self.tries += 1
         if not self._is_refused:
             if self.trace is not None:
-                self.trace.stage("warm")
+                self.trace.begin_stage("warm")
             await self._warm()
         if self.trace is not None:
-            self.trace.stage("decide")
+            self.trace.begin_stage("decide")
 
     async def _decide(self) -> None:
         """match -> decide; again when what it waited for went and its adapter, or its engine, is back."""
@@ -429,7 +429,7 @@ class RequestRun(msgspec.Struct, eq=False):
         assert tokens is not None
         await next_stage()
         if trace is not None:
-            trace.stage("open", **{"lorafleet.worker": flight.replica.id})
+            trace.begin_stage("open", **{"lorafleet.worker": flight.replica.id})
         call = self.call = self._call(flight, tokens)
         await next_stage()
         self.attempt = await open_attempt(self.services.pool, call, self._limits_of(flight))
@@ -526,10 +526,10 @@ class RequestRun(msgspec.Struct, eq=False):
             attempt=self.tries,
         )
         if self.trace is not None:
-            self.trace.stage_failed(exc.reason)
+            self.trace.fail_stage(exc.reason)
         services.metrics.retries.labels(exc.reason).inc()
         services.scheduler.failed(replica, exc.reason, now, sent_at=sent_at)
-        services.discovery.look_now(replica.id)
+        services.discovery.poll_now(replica.id)
         self.deaths += exc.reason in _DEATHS
         if exc.reason == "answer_too_large":
             self._is_computed = True

@@ -157,7 +157,7 @@ def _timeout_s(named: str) -> float:
 def resolve_target(services: Services, caller: Caller, question: ParsedRequest) -> RequestTarget:
     """resolve and authorise: what the caller may not use does not exist for it."""
     if not services.discovery.has_catalog:
-        raise services.discovery.no_catalog()
+        raise services.discovery.catalog_unavailable()
     try:
         target = resolve(
             services.discovery.fleet,
@@ -168,7 +168,7 @@ def resolve_target(services: Services, caller: Caller, question: ParsedRequest) 
             session=question.session,
         )
     except ModelNotFound:
-        services.discovery.check_heard()
+        services.discovery.check_any_report()
         raise
     # Where an adapter is but a name, its base model does the same, and nothing need be loaded.
     return target if question.route.adapter == "runs" else RequestTarget(target.base_model, None, target.asked)

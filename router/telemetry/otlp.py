@@ -1,4 +1,7 @@
-"""Traces as OpenTelemetry's spans, over OTLP. Needs the extra `tracing`; imported only where tracing is on."""
+"""Converts traces to OpenTelemetry spans and exports them over OTLP.
+
+Needs the extra `tracing`; imported only if tracing is on.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,7 +12,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from router.telemetry.tracing import Trace
+from router.telemetry.trace import Trace
 
 _SCOPE = InstrumentationScope("lorafleet.router")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -18,20 +21,20 @@ _FINE = Status(StatusCode.UNSET)
 
 
 class OtlpSender:
-    """Sends traces to one collector; blocks while it does."""
+    """Exports traces to one collector; blocks while exporting."""
 
     def __init__(self, url: str | None, resource: Mapping[str, str]) -> None:
-        """`url` ends with /v1/traces; None: the one in the environment. So are headers, certificates and timeouts."""
+        """url  ends with /v1/traces; None takes it from the environment, as headers, certificates and timeouts are"""
         self._exporter = OTLPSpanExporter(endpoint=url)
         self._resource = Resource.create(dict(resource))
 
     def send(self, traces: Sequence[Trace]) -> bool:
-        """Whether the collector took them; it is tried again until OTEL_EXPORTER_OTLP_TIMEOUT (10 s) has passed."""
+        """Whether the collector accepted the traces; retries until OTEL_EXPORTER_OTLP_TIMEOUT (10 s) has passed."""
         spans = [span for trace in traces for span in self._spans(trace)]
         return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        """End a send that is under way, too."""
+        """Shut the exporter down, which also ends a send in progress."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
@@ -48,19 +51,19 @@ class OtlpSender:
             end_time=trace.ended_wall_ns,
             instrumentation_scope=_SCOPE,
         )
-        begins = [at for _name, at, _about in trace.marks]
-        for number, ((name, at, about), until) in enumerate(
+        begins = [at for _name, at, _attributes in trace.marks]
+        for number, ((name, at, attributes), until) in enumerate(
             zip(trace.marks, [*begins[1:], trace.ended_at], strict=False), start=1
         ):
             yield ReadableSpan(
                 name,
-                # Any number that no other span of the trace has will do; nobody outside has heard of a stage's.
+                # Any id that is unique in the trace: nothing outside refers to a stage's span.
                 context=_context(trace.trace_id, (trace.span_id + number) % 2**64 or 1),
                 parent=root,
                 resource=self._resource,
-                attributes=about,
-                status=_ERROR if about and "error.type" in about else _FINE,
-                # The time at which a request came is of a coarser clock, and may be a little late.
+                attributes=attributes,
+                status=_ERROR if attributes and "error.type" in attributes else _FINE,
+                # A request's arrival is read from a coarser clock, and may be a little late.
                 start_time=trace.wall_ns(max(at, trace.began_at)),
                 end_time=trace.wall_ns(max(until, trace.began_at)),
                 instrumentation_scope=_SCOPE,

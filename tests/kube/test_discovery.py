@@ -165,7 +165,7 @@ async def test_a_worker_that_only_slices_name_is_followed_like_any_other(kube):
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         assert await fleet.worker_of() == "w0"
         assert await fleet.worker_of(CHAT | {"model": "sql/v1"}) == "w0"
-        (follow,) = fleet.discovery._follows.values()
+        (follow,) = fleet.discovery.followed.values()
         assert (follow.metadata.zone, follow.metadata.node) == ("eu-1a", "n7"), "where the agent knows none"
 
 
@@ -174,10 +174,10 @@ async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
-        before = dict(fleet.discovery._follows)
+        before = dict(fleet.discovery.followed)
         await fleet.name("w0", zone="b")
         await fleet.until(lambda: getattr(fleet.named.get("w0"), "zone", "") == "b")
-        assert dict(fleet.discovery._follows) == before
+        assert dict(fleet.discovery.followed) == before
 
 
 @pytest.mark.parametrize("named", [(), ("w0",)])
@@ -236,12 +236,12 @@ async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         fleet.control.drained = {"w0": "another"}
         fleet.control.tell()
-        await fleet.until(lambda: fleet.discovery._follows["w0"].named.drained == "another")
+        await fleet.until(lambda: fleet.discovery.followed["w0"].source.drained == "another")
         assert fleet.states() == {"w0": "ready"}
         for boot_id in ("a", ""):
             fleet.control.drained = {"w0": boot_id}
             fleet.control.tell()
-            await fleet.until(lambda boot_id=boot_id: fleet.discovery._follows["w0"].named.drained == boot_id)
+            await fleet.until(lambda boot_id=boot_id: fleet.discovery.followed["w0"].source.drained == boot_id)
             assert fleet.states() == {"w0": "draining"}
 
 
@@ -259,8 +259,8 @@ async def test_a_worker_that_slices_no_longer_name_is_used_while_it_answers(kube
         if how == "a list without it":
             await kube.faults.come_back()
         await until(lambda: not fleet.named)
-        heard = fleet.discovery._follows["w0"].heard_at
-        await fleet.until(lambda: fleet.discovery._follows["w0"].heard_at > heard + 0.3)
+        heard = fleet.discovery.followed["w0"].heard_at
+        await fleet.until(lambda: fleet.discovery.followed["w0"].heard_at > heard + 0.3)
         assert await fleet.worker_of() == "w0"
         fleet.answers["w0"] = ""
         # Three looks, 0.1 s apart: its agent is silent for longer than `unreachable_after_s`.
@@ -284,11 +284,11 @@ async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(ku
         await fleet.name("w0")
         await fleet.name("w1")
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "ready"})
-        follows = dict(fleet.discovery._follows)
+        follows = dict(fleet.discovery.followed)
         await kube.faults.go_down()
         for _ in range(10):
             await fleet.worker_of()
-        assert dict(fleet.discovery._follows) == follows
+        assert dict(fleet.discovery.followed) == follows
         clock = asyncio.get_running_loop().time
         asked, began = len(kube.ours.requests), clock()
         kube.faults.refuse(503, retry_after_s=0)
@@ -389,7 +389,7 @@ async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, 
             await put_slice(kube, slice_of("w0", engine=engine.url, namespace=kube.namespace, zone="a"))
             await fleet.until(lambda: fleet.states() == {"w0": "ready"})
             assert await fleet.worker_of(CHAT | {"max_tokens": 2}) == "w0"
-            (follow,) = fleet.discovery._follows.values()
+            (follow,) = fleet.discovery.followed.values()
             assert follow.metadata.zone == "a"
     finally:
         engine.stop()
@@ -410,7 +410,7 @@ async def test_three_hundred_endpoints_that_flap_cost_little_and_disturb_nobody(
         for name in names:
             await fleet.name(name)
         await fleet.until(lambda: len(fleet.states()) == 300, within_s=20)
-        follows = dict(fleet.discovery._follows)
+        follows = dict(fleet.discovery.followed)
         asked = len(server.requests)
         for _ in range(30):
             for name in chance.sample(names, 40):
@@ -422,6 +422,6 @@ async def test_three_hundred_endpoints_that_flap_cost_little_and_disturb_nobody(
             if chance.random() < 0.1:
                 kube.faults.drop_watches()
             await fleet.worker_of()
-        assert dict(fleet.discovery._follows) == follows, "whoever answers is followed on, by the same follower"
+        assert dict(fleet.discovery.followed) == follows, "whoever answers is followed on, by the same follower"
         # A watch and, after each cut, a list; what flaps is told by the watch and costs no request.
         assert len(server.requests) - asked <= 40

@@ -1,7 +1,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from router.fleet.catalog import read_catalog
+from router.fleet.catalog import load_catalog
 
 
 @pytest.mark.parametrize("name", ["nothing", "x" * 300, "no-folder/catalog.json", "broken"])
@@ -9,5 +9,5 @@ def test_a_saved_catalog_that_cannot_be_read_is_none_and_said_unless_there_is_no
     (tmp_path / "no-folder").write_text("")
     (tmp_path / "broken").write_text("{")
     with capture_logs() as said:
-        assert read_catalog(tmp_path / name) is None
+        assert load_catalog(tmp_path / name) is None
     assert [line["event"] for line in said] == (["saved catalog not used"] if name != "nothing" else [])

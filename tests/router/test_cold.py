@@ -221,7 +221,7 @@ class FakeDiscovery:
         self.changes = ChangeSignal()
         self.report_ages_s = {}
 
-    def look_now(self, worker):
+    def poll_now(self, worker):
         raise AssertionError("nothing was placed")
 
     def catalog_age_s(self):
@@ -435,7 +435,7 @@ def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_s
 
 def test_where_an_adapter_was_placed_is_looked_at_more_often_than_it_is_asked_for_until_it_is_seen_there():
     known, looked = FakeDiscovery(), []
-    known.look_now = looked.append
+    known.poll_now = looked.append
 
     async def post(url, path, *, body, timeout_s):
         return loading("sql/v1", ready=["w0"], loading=[], state="ready", error="w1: no slot").body

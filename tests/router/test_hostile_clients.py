@@ -137,7 +137,7 @@ async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_mi
 async def test_adapters_of_the_catalog_are_read_once_and_not_at_every_report():
     async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (_, _, parts):
         before, adapters = parts.discovery.fleet, parts.discovery.fleet.adapters
-        parts.discovery.look_now("w0")
+        parts.discovery.poll_now("w0")
         await until(lambda: parts.discovery.fleet is not before)
         if parts.discovery.fleet.adapters is not adapters:
             # A catalog came in between; the next report brings none.

@@ -40,7 +40,7 @@ async def test_requests_that_come_before_any_worker_was_met_wait_for_the_first()
         answers = await asyncio.gather(*answering)
         assert [answer.status_code for answer in answers] == [200] * len(asks)
         assert {card["id"] for card in answers[4].json()["data"]} == {BASE, "sql/v1"}
-        assert not parts.discovery.is_early
+        assert not parts.discovery.is_starting_up
 
 
 async def test_a_stored_response_is_not_gone_before_its_worker_was_met():
@@ -104,11 +104,11 @@ async def test_names_that_nobody_knows_cost_the_orchestrator_a_few_looks_at_the_
 async def test_while_the_orchestrator_is_away_an_unknown_name_is_refused_by_what_is_known():
     async with fleet(EngineDouble("w0")) as (client, control, parts):
         control.down = True
-        await until(lambda: not parts.discovery.may_look_again)
+        await until(lambda: not parts.discovery.can_refresh_catalog)
         answer = await client.post(CHATS, json={**CHAT, "model": "nope"})
         assert error_of(answer) == (404, "model_not_found")
         control.down = False
         control.add_adapter("sql/v1", on=["w0"])
         control.tell()
-        await until(lambda: parts.discovery.may_look_again)
+        await until(lambda: parts.discovery.can_refresh_catalog)
         assert (await client.post(CHATS, json={**CHAT, "lora_id": "sql/v1"})).status_code == 200

@@ -20,7 +20,7 @@ from lorafleet.service.settings import load as load_settings
 from orchestrator.wire import CatalogWorker
 from router.app import build
 from router.config import RouterSettings
-from router.fleet.discovered_adapters import listed_adapters
+from router.fleet.catalog import discovered_adapters
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, until
 from tests.router.doubles import AgentDouble, EngineDouble, error_of, fleet
@@ -424,7 +424,7 @@ async def test_an_engine_that_answers_oddly_is_silent_and_keeps_no_router_from_s
 async def test_a_name_that_no_registration_could_have_is_not_served() -> None:
     said = EngineAnswers()
     said.paths = {"sql": "/a", "a\r\nset-cookie: b": "/b", "../x": "/c", "ünïcode": "/d", "two words": "/e"}
-    assert listed_adapters([await boots(said).report()], ()).keys() == {"sql"}
+    assert discovered_adapters([await boots(said).report()], ()).keys() == {"sql"}
 
 
 async def test_of_one_name_under_two_base_models_the_first_base_model_counts() -> None:
@@ -432,7 +432,7 @@ async def test_of_one_name_under_two_base_models_the_first_base_model_counts() -
     report = await boots(said).report()
     other = report.model_copy(update={"model": report.model.model_copy(update={"base_model": "another"})})
     for reports in ([report, other], [other, report]):
-        assert listed_adapters(reports, ())["sql"].base_model == "another"
+        assert discovered_adapters(reports, ())["sql"].base_model == "another"
 
 
 def test_engines_are_named_on_the_command_line_one_by_one_or_together() -> None:

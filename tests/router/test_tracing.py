@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router.telemetry import tracing
-from router.telemetry.tracing import Tracer, TracingUnavailable, tracer
+from router.telemetry.tracing import Tracer, TracingUnavailable, make_tracer
 from tests.patience import patience, until, within
 from tests.router.doubles import BASE, EngineDouble, fleet, with_sql
 from tests.router.doubles import CHAT as ASK
@@ -67,11 +67,11 @@ class TraceCounts(dict):
 
 @contextlib.asynccontextmanager
 async def tracing_to(collector: Collector, *, ratio=1.0, environment=None):
-    counted = TraceCounts()
+    on_outcome = TraceCounts()
     async with serving(collector.app) as url:
-        made = tracer(url, ratio=ratio, instance="edge-0", counted=counted, environment=environment or {})
+        made = make_tracer(url, ratio=ratio, instance="edge-0", on_outcome=on_outcome, environment=environment or {})
         assert made is not None
-        made.counted = counted
+        made.counted = on_outcome
         try:
             yield made
         finally:
@@ -91,9 +91,9 @@ async def test_a_request_is_a_span_and_each_of_its_stages_a_child_from_one_end_t
         trace.attributes["gen_ai.request.model"] = "sql"
         trace.attributes["gen_ai.usage.input_tokens"] = 12
         for stage in ("read", "tokenize", "decide"):
-            trace.stage(stage)
-        trace.stage("open", **{"lorafleet.worker": "w0"})
-        trace.stage("relay")
+            trace.begin_stage(stage)
+        trace.begin_stage("open", **{"lorafleet.worker": "w0"})
+        trace.begin_stage("relay")
         trace.end(200)
         after_ns = time.time_ns()
     root, *stages = sorted(collector.spans, key=lambda span: (bool(span.parent_span_id), span.start_time_unix_nano))
@@ -124,7 +124,7 @@ async def test_a_clients_trace_goes_on_through_us_to_the_engine():
     async with tracing_to(collector, ratio=0.0) as made:
         trace = made.begin(CHAT, time.monotonic(), THEIRS)
         sent = trace.headers(b"vendor=1").decode()
-        trace.stage("read")
+        trace.begin_stage("read")
         trace.end(200)
     root = next(span for span in collector.spans if span.name.startswith("POST"))
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (THEIRS[3:35].decode(), THEIRS[36:52].decode())
@@ -168,7 +168,7 @@ async def test_a_client_that_does_not_record_is_not_recorded_and_else_a_share_is
         def close(self):
             pass
 
-    made = Tracer(DiscardingSender(), ratio=0.25, counted=TraceCounts(), rng=random.Random(0))
+    made = Tracer(DiscardingSender(), ratio=0.25, on_outcome=TraceCounts(), rng=random.Random(0))
     assert made.begin(CHAT, 0.0, NOT_SAMPLED) is None
     assert made.begin(CHAT, 0.0, THEIRS) is not None
     sampled = sum(made.begin(CHAT, 0.0, None) is not None for _ in range(4000))
@@ -189,9 +189,9 @@ async def test_failures_are_told_apart():
     collector = Collector()
     async with tracing_to(collector) as made:
         ours, theirs = made.begin(CHAT, time.monotonic(), None), made.begin(CHAT, time.monotonic(), None)
-        ours.stage("open")
-        ours.stage_failed("connection")
-        ours.stage("open")
+        ours.begin_stage("open")
+        ours.fail_stage("connection")
+        ours.begin_stage("open")
         ours.end(503, "no_replica")
         ours.end(200)
         theirs.end(404, "model_not_found")
@@ -267,7 +267,7 @@ async def test_traces_are_sent_while_the_router_serves():
 
 
 async def test_a_collector_that_hangs_costs_requests_nothing_and_the_stop_little(monkeypatch):
-    monkeypatch.setattr(tracing, "_MOST_WAITING", 100)
+    monkeypatch.setattr(tracing, "_MAX_QUEUED", 100)
     collector = Collector()
     collector.go_on.clear()
     async with tracing_to(collector) as made:
@@ -291,7 +291,7 @@ async def test_a_collector_that_refuses_is_counted(caplog):
 
 async def test_the_environment_turns_it_on_and_off_and_says_more(monkeypatch):
     def made(endpoint="", **environment):
-        return tracer(endpoint, ratio=1.0, instance="i", counted=TraceCounts(), environment=environment)
+        return make_tracer(endpoint, ratio=1.0, instance="i", on_outcome=TraceCounts(), environment=environment)
 
     assert made() is None
     assert made("http://127.0.0.1:1", OTEL_SDK_DISABLED="true") is None
@@ -315,10 +315,10 @@ async def test_the_environment_turns_it_on_and_off_and_says_more(monkeypatch):
 def test_without_opentelemetry_a_setting_is_refused_in_one_line_and_the_environment_is_not():
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from router.telemetry.tracing import TracingUnavailable, tracer\n"
-        "more = {'ratio': 1.0, 'instance': 'i', 'counted': print}\n"
-        "assert tracer('', environment={'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://x'}, **more) is None\n"
-        "try: tracer('http://x', environment={}, **more)\n"
+        "from router.telemetry.tracing import TracingUnavailable, make_tracer\n"
+        "more = {'ratio': 1.0, 'instance': 'i', 'on_outcome': print}\n"
+        "assert make_tracer('', environment={'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://x'}, **more) is None\n"
+        "try: make_tracer('http://x', environment={}, **more)\n"
         "except TracingUnavailable as exc: sys.stderr.write(f'said: {exc}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -128,8 +128,8 @@ async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_to
 def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
     usage = UsageCounts("r0", LoadBook())
     for _ in range(3):
-        usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.5, 4, 0.25, 2.0, is_error=False)
-    usage.dispatched("w0", "sql/v1@ab", 10, 1.0).ended(0.0, 0, None, 2.0, is_error=True)
+        usage.record_dispatch("w0", "sql/v1@ab", 10, 1.0).record_end(0.5, 4, 0.25, 2.0, is_error=False)
+    usage.record_dispatch("w0", "sql/v1@ab", 10, 1.0).record_end(0.0, 0, None, 2.0, is_error=True)
     report = usage.report(1, 1.0)
     (use,) = report.uses
     assert (use.requests, use.prompt_tokens, use.output_tokens, use.errors) == (4, 40, 12, 1)
@@ -146,20 +146,20 @@ def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
 def test_what_waits_for_room_is_reported_as_long_as_it_does_however_long_that_is():
     holds = HeldRequests()
     for _ in range(2):
-        holds.waits("sql/v1", 0.0)
-    holds.waited("sql/v1", 2.0, 2.0)
-    holds.held("sql/v1", 1.0, 3.0)
+        holds.start_wait("sql/v1", 0.0)
+    holds.end_wait("sql/v1", 2.0, 2.0)
+    holds.record_hold("sql/v1", 1.0, 3.0)
     (hold,) = holds.report(10_000.0)
     assert (hold.waiting, hold.held, hold.hold_s) == (1, 2, 3.0)
-    holds.waits("", 0.0)
-    holds.waited("", 1.0, 0.0)
+    holds.start_wait("", 0.0)
+    holds.end_wait("", 1.0, 0.0)
     assert len(holds.report(10_000.0)) == 1
 
 
 def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
     holds = HeldRequests()
-    holds.held("", 1.0, 0.0)
-    holds.shed("sql/v1", 0.0)
+    holds.record_hold("", 1.0, 0.0)
+    holds.record_shed("sql/v1", 0.0)
     assert [hold.lora_id for hold in holds.report(1.0)] == ["sql/v1"]
     assert holds.report(10_000.0) == ()
 
@@ -181,9 +181,9 @@ def test_what_ends_after_a_long_stream_is_told_and_forgotten_a_while_after_that(
     load = LoadBook()
     usage = UsageCounts("r0", load)
     flight = load.begin("w0", "sql/v1@ab", 0.2, 0.0)
-    use = usage.dispatched("w0", "sql/v1@ab", 100, 0.0)
+    use = usage.record_dispatch("w0", "sql/v1@ab", 100, 0.0)
     assert usage.report(1, 5000.0).uses[0].in_flight == 1
-    use.ended(60.0, 50_000, 0.5, 5000.0, is_error=True)
+    use.record_end(60.0, 50_000, 0.5, 5000.0, is_error=True)
     load.end(flight, 5000.0)
     (told,) = usage.report(1, 5001.0).uses
     assert (told.output_tokens, told.work_s, told.errors, told.in_flight) == (50_000, 60.0, 1, 0)

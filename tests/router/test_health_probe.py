@@ -23,7 +23,7 @@ class ScriptedEngines:
         self.bodies = []
         self.found = []
         self.go_on = asyncio.Event()
-        self.looks = HealthProbes(self.ask, lambda replica, finding: self.found.append((replica.id, finding)))
+        self.probes = HealthProbes(self.ask, lambda replica, finding: self.found.append((replica.id, finding)))
 
     async def ask(self, _replica, path, body):
         self.paths.append(path)
@@ -60,7 +60,7 @@ def refused(status):
 async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(completions, pooling, found):
     asked = ScriptedEngines(completions=completions, pooling=pooling)
     asked.go_on.set()
-    asked.looks.look(REPLICA)
+    asked.probes.probe(REPLICA)
     await until(lambda: asked.found)
     assert asked.found == [("w0", found)]
     assert asked.bodies[0] == {"model": "served", "prompt": "a", "max_tokens": 1}
@@ -70,29 +70,29 @@ async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(co
 async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
     asked = ScriptedEngines(completions=b"{}")
     for _ in range(5):
-        asked.looks.look(REPLICA)
-    asked.looks.look(a_replica("w0", engine_boot_id="b"))
+        asked.probes.probe(REPLICA)
+    asked.probes.probe(a_replica("w0", engine_boot_id="b"))
     await until(lambda: len(asked.paths) == 2)
     asked.go_on.set()
-    await until(lambda: len(asked.found) == 2 and not asked.looks._under_way)
-    asked.looks.look(REPLICA)
+    await until(lambda: len(asked.found) == 2 and not asked.probes.running)
+    asked.probes.probe(REPLICA)
     await until(lambda: len(asked.found) == 3)
 
 
 async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and_the_next_one_is_taken():
     asked = ScriptedEngines(completions=ZeroDivisionError())
     asked.go_on.set()
-    asked.looks.look(REPLICA)
-    await until(lambda: asked.paths and not asked.looks._under_way)
+    asked.probes.probe(REPLICA)
+    await until(lambda: asked.paths and not asked.probes.running)
     assert asked.found == []
     asked.answers = {"completions": b"{}"}
-    asked.looks.look(REPLICA)
+    asked.probes.probe(REPLICA)
     await until(lambda: asked.found == [("w0", "well")])
 
 
 async def test_nothing_is_asked_any_more_when_the_router_has_stopped():
     asked = ScriptedEngines(completions=b"{}")
-    asked.looks.look(REPLICA)
+    asked.probes.probe(REPLICA)
     await until(lambda: asked.paths)
-    await asked.looks.close()
-    assert (asked.found, asked.looks._under_way) == ([], {})
+    await asked.probes.close()
+    assert (asked.found, asked.probes.running) == ([], 0)
