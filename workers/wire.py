@@ -1,4 +1,7 @@
-"""What an agent says and is told. Unknown fields are ignored, so that neighbouring versions work together."""
+"""The agent's wire format: requests, answers, events and KV frames.
+
+Unknown fields are ignored, so that neighbouring versions work together.
+"""
 
 import sys
 from array import array
@@ -36,7 +39,7 @@ class _WorkerMessage(BaseModel):
 
 
 class RuntimeConfig(_WorkerMessage):
-    """The engine's shape. `total_kv_blocks` blocks of `block_size` tokens each."""
+    """The engine's limits, and its KV cache of `total_kv_blocks` blocks with `block_size` tokens each."""
 
     block_size: int
     total_kv_blocks: int
@@ -46,6 +49,8 @@ class RuntimeConfig(_WorkerMessage):
 
 
 class ModelCard(_WorkerMessage):
+    """The engine's base model: `name` in the engine, `base_model` in the fleet."""
+
     name: str
     type: str = "Completions"
     base_model: str
@@ -53,11 +58,11 @@ class ModelCard(_WorkerMessage):
 
 
 class Transport(_WorkerMessage):
-    """Where the engine is. `kv_events` and `kv_replay` hold one ZMQ endpoint a data-parallel rank.
+    """How to reach the engine.
 
-    `dialect` is the engine's kind. A newer agent may name one that the reader has never heard of: the rest of what it
-    says stands, and whoever would have to speak to such an engine refuses (`router/request/engine_body.py`).
-    `kv_ledger` is the hashing version of the ledger that the agent keeps of its engine's blocks; 0: it keeps none.
+    dialect               the engine's kind; a router refuses to use an engine of an unknown kind
+    kv_events, kv_replay  one ZMQ endpoint per data-parallel rank
+    kv_ledger             hashing version of the agent's KV ledger; 0 without a ledger
     """
 
     engine_url: str
@@ -71,7 +76,7 @@ class Transport(_WorkerMessage):
 class AvailableLora(_WorkerMessage):
     """An adapter whose verified files are on this worker's disk.
 
-    source  where these very bytes are: the reference that was asked for, with a hub's branch as the commit it had
+    source  the immutable reference of these bytes: the requested one, with a branch resolved to its commit
     """
 
     lora_id: str
@@ -85,7 +90,7 @@ class AvailableLora(_WorkerMessage):
 
 
 class LoadedLora(_WorkerMessage):
-    """An adapter that the engine holds, is loading, or failed to load (then `error` says why)."""
+    """An adapter that is loaded, being loaded, or failed to load (see `error`)."""
 
     lora_id: str
     digest: str
@@ -106,7 +111,7 @@ class LoadedLora(_WorkerMessage):
 
 
 class LoraCapacity(_WorkerMessage):
-    """Slots. `available_slots` is how many more adapters may be loaded without evicting one."""
+    """The engine's adapter slots. `available_slots` more adapters can be loaded without evicting one."""
 
     loaded_count: int = 0
     available_slots: int = 0
@@ -117,13 +122,14 @@ class LoraCapacity(_WorkerMessage):
 
 
 class LoraInfo(_WorkerMessage):
-    """What a worker holds. `available_loras` are the first of `available_count` on its disk; the rest is at
-    `GET /v1/metadata/loras`, and has changed when `available_digest` has.
+    """A worker's adapters.
 
-    list_age_s  since the engine's own list was read, which `loaded_loras` agrees with; None: not known
-    refusal     why this worker takes no adapters at all, for people; empty: it takes them
-    is_salted   each request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt): the engine's
-                KV connector keeps adapters apart by nothing else
+    available_loras  the first of `available_count` adapters on its disk; all are at `GET /v1/metadata/loras`, a list
+                     that changes together with `available_digest`
+    list_age_s       seconds since the engine's own list last agreed with `loaded_loras`; None: not known
+    refusal          why this worker accepts no adapters at all; "" if it does
+    is_salted        every request for an adapter needs its `cache_salt` (lorafleet/identity.py adapter_salt), because
+                     the engine's KV connector separates adapters by nothing else
     """
 
     enabled: bool = False
@@ -141,14 +147,14 @@ class LoraInfo(_WorkerMessage):
 
 
 class Load(_WorkerMessage):
-    """The engine's own counters as the agent last read them, and what they taught; 0.0 until measured.
+    """The engine's load at the last metrics reading, and its measured rates; 0.0 until measured.
 
-    prefill_tokens_per_s  of a prefill that has the engine for itself
-    decode_tokens_per_s   of one request with no prefill beside it; `inter_token_s` is a token's time as it is now
-    mean_output_tokens, mean_request_s  of requests that ended lately; seconds from scheduled to the last token
-    load_seconds          an adapter from disk to ready: the middle of the loads measured here
-    still_s               for how long none of its counters had moved at that reading: one that has requests computes
-                          nothing; None: not known, as none ever moved
+    prefill_tokens_per_s  of a request alone in the engine
+    decode_tokens_per_s   of one request without a concurrent prefill
+    inter_token_s         between two tokens of a request, at the last reading
+    mean_output_tokens, mean_request_s  of recently finished requests; seconds from scheduled to the last token
+    load_seconds          median time of a load from this worker's disk
+    still_s               seconds since a counter of the engine last moved, at that reading; None if none ever moved
     """
 
     running: int = 0
@@ -166,12 +172,11 @@ class Load(_WorkerMessage):
 
 
 class Metadata(_WorkerMessage):
-    """`GET /metadata`: everything that a router or an orchestrator may know of a worker.
+    """`GET /metadata`: the state of a worker for routers and orchestrators.
 
-    instance_id  goes into headers, logs and terminals, so it has no character that means something there
-    is_suspect   its engine hangs, whatever that says of its health, in a load or else: none is taken until it has given
-                 a token again
-    is_warming   it is starting, and takes loads already: what the orchestrator wants there before it is ready
+    instance_id  appears in headers, logs and terminals, so special characters are excluded
+    is_suspect   the engine seems to hang, even if its health route answers; it gets no loads until it returns a token
+    is_warming   the worker is starting and already accepts loads: the orchestrator loads its hot adapters first
     """
 
     instance_id: str = Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")
@@ -196,9 +201,10 @@ class Metadata(_WorkerMessage):
 
 
 class LoadRequest(_WorkerMessage):
-    """`POST /v1/admin/load_lora`. `evict` names the victim; without an epoch only a free slot may be taken.
+    """`POST /v1/admin/load_lora`.
 
-    secret  name/key of the credentials for the source, a file below this worker's `secrets_dir`
+    evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
+    secret  name/key of the credential for the source, a file below this worker's `secrets_dir`
     """
 
     lora_id: str
@@ -212,7 +218,7 @@ class LoadRequest(_WorkerMessage):
 
 
 class UnloadRequest(_WorkerMessage):
-    """`POST /v1/admin/unload_lora`. Without a digest every version of the adapter goes."""
+    """`POST /v1/admin/unload_lora`. Without a digest all versions of the adapter are unloaded."""
 
     lora_id: str
     digest: str | None = None
@@ -220,9 +226,10 @@ class UnloadRequest(_WorkerMessage):
 
 
 class InspectRequest(_WorkerMessage):
-    """`POST /v1/admin/inspect_lora`: fetch and verify, load nothing; answers with the `AvailableLora`.
+    """`POST /v1/admin/inspect_lora`: fetch and verify without loading; answers with the `AvailableLora`.
 
-    digest  as it was registered: the caller compares it, and a worker that cannot read the bytes has to believe it
+    digest  the registered digest. The caller compares it with the answer; a worker that cannot read the adapter's
+            files (an engine without an agent) returns it unchecked.
     """
 
     lora_id: str
@@ -234,24 +241,26 @@ class InspectRequest(_WorkerMessage):
 
 
 class ClaimRequest(_WorkerMessage):
-    """`POST /v1/admin/claim`: older epochs than the caller's are refused from now on; answers with the `Metadata`."""
+    """`POST /v1/admin/claim`: refuse older epochs than the caller's from now on; answers with the `Metadata`."""
 
     wire: int = WIRE
 
 
 class DrainRequest(_WorkerMessage):
+    """`POST /v1/admin/drain`: refuse loads and wait until the engine is idle; answers with the `DrainAnswer`."""
+
     deadline_s: float = Field(default=30.0, ge=0)
     wire: int = WIRE
 
 
 class UndrainRequest(_WorkerMessage):
-    """`POST /v1/admin/undrain`: serve again; answers with the `Metadata`."""
+    """`POST /v1/admin/undrain`: end a drain; answers with the `Metadata`."""
 
     wire: int = WIRE
 
 
 class DrainAnswer(_WorkerMessage):
-    """Whether the engine finished everything before the deadline, and what it still had if not."""
+    """Whether the engine finished all requests before the deadline, and how many were left."""
 
     is_drained: bool
     running: int
@@ -260,12 +269,14 @@ class DrainAnswer(_WorkerMessage):
 
 
 class LoadedLoras(_WorkerMessage):
+    """`GET /v1/admin/loras`: loaded, loading and failed adapters."""
+
     data: tuple[LoadedLora, ...]
     next: str | None = None
 
 
 class AvailableLoras(_WorkerMessage):
-    """`GET /v1/metadata/loras`: what is on disk or in the engine, one item a lora_id, in their order.
+    """`GET /v1/metadata/loras`: adapters on disk or in the engine, one item per lora_id, in their order.
 
     next  the `cursor` of the next page; None at the end
     """
@@ -277,7 +288,7 @@ class AvailableLoras(_WorkerMessage):
 class AgentEvent(_WorkerMessage):
     """One SSE message of `GET /v1/events`; `id` grows by one within an `agent_boot_id`.
 
-    done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` once the source has said it
+    done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` is None until the source reports it
     source                   of DOWNLOADED_TO_DISK: as in `AvailableLora`
     """
 
@@ -302,7 +313,7 @@ class ModelFiles(_WorkerMessage):
 
 
 class KvRank(msgspec.Struct, frozen=True):
-    """What one data-parallel rank of an engine has, a tier each: packed block hashes, in no order."""
+    """The cached blocks of one data-parallel rank, by tier: packed block hashes in no order."""
 
     rank: int
     device: bytes = b""
@@ -311,10 +322,10 @@ class KvRank(msgspec.Struct, frozen=True):
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):
-    """`GET /v1/kv/snapshot`, as a msgpack map: all of an engine's blocks, as of frame `seq` of the stream.
+    """`GET /v1/kv/snapshot`, as a msgpack map: all cached blocks of an engine, as of frame `seq` of the stream.
 
-    epoch     one ledger of one engine boot: `<engine_boot_id>.<ledger>`
-    is_whole  False when events were lost before: something may be missing, nothing is wrong
+    epoch     identifies one ledger of one engine boot: `<engine_boot_id>.<ledger>`
+    is_whole  False after lost events: blocks may be missing, but those listed are cached
     """
 
     epoch: str
@@ -328,7 +339,7 @@ class KvSnapshot(msgspec.Struct, frozen=True):
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
-    """What changed at one tier of one rank: packed block hashes that came, and that went. No hash is in both."""
+    """The changes of one tier of one rank: packed hashes of added and of dropped blocks. No hash is in both."""
 
     rank: int
     tier: Tier
@@ -339,9 +350,9 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
 class KvFrame(msgspec.Struct, frozen=True):
     """One frame of `GET /v1/kv/stream`: 4 bytes big-endian length, then this as a msgpack map.
 
-    seq       one more than the frame before; a heartbeat repeats the last one and has no changes
-    at        Unix time of the newest engine event in it, of a heartbeat its own
-    cleared   ranks that lost everything, before `changes` came
+    seq       grows by one per frame; a heartbeat repeats the last one and has no changes
+    at        Unix time of the newest engine event in the frame; of a heartbeat the time of sending
+    cleared   ranks whose whole cache was cleared before `changes`
     is_whole  as in the snapshot
     """
 
@@ -353,7 +364,7 @@ class KvFrame(msgspec.Struct, frozen=True):
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """Block hashes as they travel: unsigned 64-bit integers, little-endian."""
+    """Block hashes as unsigned 64-bit little-endian integers."""
     packed = array("Q", hashes)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -361,7 +372,7 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def unpack_hashes(data: bytes) -> list[int]:
-    """What was packed; raises ValueError when that is no whole number of hashes."""
+    """The block hashes in packed data; raises ValueError if its length is no multiple of 8."""
     packed = array("Q")
     packed.frombytes(data)
     if sys.byteorder == "big":

@@ -113,9 +113,9 @@ class SimulatedAgent:
 
     def reading(self, worker: int, engine: TraceEngine, now: float) -> EngineReading:
         """The report at `now`."""
-        held = [entry.name for entry in self._slots.held]
-        where: dict[str, Location] = dict.fromkeys(held, "host")
-        where |= dict.fromkeys(held[-self._slots.max_loras :], "device")
+        host_lru = [entry.name for entry in self._slots.host_lru]
+        where: dict[str, Location] = dict.fromkeys(host_lru, "host")
+        where |= dict.fromkeys(host_lru[-self._slots.max_loras :], "device")
         return EngineReading(
             worker=worker,
             at=now,

@@ -31,9 +31,9 @@ def test_only_the_adapters_loaded_last_have_a_series():
 
 def test_what_has_left_the_engine_has_no_size_and_no_requests():
     metrics = WorkerMetrics("w0")
-    metrics.resident([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
+    metrics.set_loaded_adapters([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
     assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in lines(metrics, "lora_memory_usage_bytes")
-    metrics.resident([("a", 10, 4)])
+    metrics.set_loaded_adapters([("a", 10, 4)])
     assert lines(metrics, "lora_memory_usage_bytes") == ['lora_memory_usage_bytes{lora_id="a",worker_id="w0"} 10.0']
     assert lines(metrics, "lora_request_count") == ['lora_request_count{lora_id="a",worker_id="w0"} 4.0']
 

@@ -87,7 +87,7 @@ class SlotsAgainstVllm(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_fits(self):
-        assert len(self.slots.held) <= MAX_CPU_LORAS
+        assert len(self.slots.host_lru) <= MAX_CPU_LORAS
         assert self.slots.free == MAX_CPU_LORAS - len(self.slots.registered)
 
 
@@ -107,5 +107,5 @@ def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
 
 def test_an_engine_that_keeps_no_ghosts_has_the_slot_back_at_once():
     slots = AdapterSlots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
-    assert (slots.ghosts, [held.name for held in slots.held]) == (0, ["b"])
+    assert (slots.ghosts, [host_lru.name for host_lru in slots.host_lru]) == (0, ["b"])
     assert AdapterSlots(2, 4).loaded("a").unloaded("a").ghosts == 1

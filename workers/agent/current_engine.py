@@ -88,7 +88,7 @@ class CurrentEngine:
         self.clear_suspicion()
         await self.close_ledgers()
         self._load.forget_reading()
-        self._metrics.rates(EngineRates())
+        self._metrics.set_rates(EngineRates())
 
     def require_client(self) -> EngineClient:
         """The engine's client; raises EngineError `engine_down` while there is none."""
@@ -201,7 +201,7 @@ class CurrentEngine:
         self.transport = self.transport.model_copy(update={"kv_ledger": 0})
         if ledgers is not None:
             ledgers.update_gauges()
-            self._metrics.no_ledger()
+            self._metrics.clear_ledger()
             await ledgers.close()
 
     # --- its counters --------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class CurrentEngine:
             return
         self._update_busy_since()
         self._load.add(await self.client.scrape(), self._clock())
-        self._metrics.rates(self._load.rates)
+        self._metrics.set_rates(self._load.rates)
 
     def full_step_s(self) -> float:
         """Seconds of an engine step full of prefill tokens; 0 until the prefill rate is measured."""

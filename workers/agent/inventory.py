@@ -269,4 +269,4 @@ class Inventory:
         resident = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
-        self._metrics.resident((each.lora_id, each.size_bytes, each.request_count) for each in resident)
+        self._metrics.set_loaded_adapters((each.lora_id, each.size_bytes, each.request_count) for each in resident)

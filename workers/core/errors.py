@@ -1,11 +1,11 @@
-"""Every error that an agent raises on purpose.
+"""The agent's error tree.
 
 WorkerError
-├── AgentRequestError  the call itself is wrong: unknown adapter, bad name, no epoch, an old epoch
-├── SourceError        the adapter's bytes: missing, forbidden, too big, not what they say they are
-└── EngineError        the engine: no free slot, adapter refused, unreachable, down, draining
+├── AgentRequestError  the request is wrong: unknown adapter, invalid name, missing or old epoch
+├── SourceError        the adapter's files are missing, forbidden, too big, or invalid
+└── EngineError        the engine has no free slot, refused the adapter, is unreachable, down or draining
 
-Each carries `status` and `code` for the answer, and `retry_after_s` where coming back later can help.
+Each error has the `status` and `code` of the HTTP answer, and `retry_after_s` if a retry can help.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 
 class WorkerError(Exception):
-    """An error with a code; `codes` says which codes a class has and what HTTP status each one is."""
+    """An error with a code; `codes` maps the class's codes to HTTP statuses."""
 
     codes: ClassVar[Mapping[str, int]] = {}
 
@@ -28,7 +28,7 @@ class WorkerError(Exception):
 
 
 class AgentRequestError(WorkerError):
-    """The caller must change the call."""
+    """The request is wrong: a retry needs another request."""
 
     codes: ClassVar[Mapping[str, int]] = {
         "invalid_lora_id": 400,
@@ -44,7 +44,7 @@ class AgentRequestError(WorkerError):
 
 
 class SourceError(WorkerError):
-    """The adapter or its source must change; trying again with the same bytes fails again."""
+    """The adapter or its source is at fault: a retry with the same files fails again."""
 
     codes: ClassVar[Mapping[str, int]] = {
         "source_unsupported": 400,
@@ -85,7 +85,7 @@ class SourceError(WorkerError):
 
 
 class EngineError(WorkerError):
-    """The engine cannot do it now, or refused the adapter."""
+    """The engine cannot serve the request now, or refused the adapter."""
 
     codes: ClassVar[Mapping[str, int]] = {
         "no_free_slot": 409,

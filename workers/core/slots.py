@@ -1,10 +1,10 @@
-"""What an engine's adapter memory holds, told from what was done to it: vLLM says nothing about it.
+"""A model of the engine's adapter memory, which vLLM does not report.
 
-vLLM keeps adapters in a host LRU of `max_cpu_loras`; the newest `max_loras` of it are on the device. Unloading takes
-the name away, not the weights: they stay as a *ghost* until the LRU drops them. A live adapter that the LRU dropped is
-still registered, and its next request reads it from disk again (vLLM 0.32 lora/worker_manager.py add_adapter).
+vLLM keeps adapters in a host LRU of `max_cpu_loras`; the newest `max_loras` of them are on the device. An unload removes
+the name but not the weights: they stay as a *ghost* until the LRU drops them. A registered adapter that the LRU dropped
+is read from disk again by its next request (vLLM 0.32 lora/worker_manager.py add_adapter).
 
-Only loads, unloads and the uses that routers report are seen here, so everything but "is it registered" is estimated.
+The model sees loads, unloads and the uses that routers report, so everything but the registered names is an estimate.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ Location = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """One entry of the host LRU. A ghost has lost its name; loading the name again makes a second entry."""
+    """One entry of the host LRU. A ghost was unloaded; loading its name again makes a second entry."""
 
     name: str
     is_ghost: bool = False
@@ -23,59 +23,63 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlots:
-    """registered: engine names that answer; held: the host LRU, least recently used first.
+    """The adapter slots of one engine. Immutable: each change returns a new object.
 
-    keeps_ghosts  whether unloaded weights stay (vLLM), or go at once (SGLang)
+    registered    engine names that can be requested
+    host_lru      entries of the host LRU, least recently used first
+    keeps_ghosts  unloaded weights stay in the LRU (vLLM), or are freed at once (SGLang)
     """
 
     max_loras: int
     max_cpu_loras: int
     registered: frozenset[str] = frozenset()
-    held: tuple[HostEntry, ...] = ()
+    host_lru: tuple[HostEntry, ...] = ()
     keeps_ghosts: bool = True
 
     @property
     def free(self) -> int:
-        """How many more adapters may be registered. Ghosts take no slot: the LRU gives them up."""
+        """How many more adapters can be loaded. Ghosts take no slot: the LRU drops them."""
         return max(0, self.max_cpu_loras - len(self.registered))
 
     @property
     def ghosts(self) -> int:
-        return sum(held.is_ghost for held in self.held)
+        """Number of ghosts in the host LRU."""
+        return sum(entry.is_ghost for entry in self.host_lru)
 
     def has(self, name: str) -> bool:
+        """Whether the engine has an adapter of this name loaded."""
         return name in self.registered
 
     def location(self, name: str) -> Location:
-        """Where a registered adapter's weights are, by the LRU's rules."""
+        """Where a loaded adapter's weights are, by the LRU's rules."""
         live = HostEntry(name)
-        if live not in self.held:
+        if live not in self.host_lru:
             return "disk"
-        return "device" if live in self.held[-self.max_loras :] else "host"
+        return "device" if live in self.host_lru[-self.max_loras :] else "host"
 
     def loaded(self, name: str) -> "AdapterSlots":
-        """After the engine accepted a load, which also put the adapter on the device."""
-        return replace(self, registered=self.registered | {name}, held=self._newest(name))
+        """The slots after a successful load, which also puts the adapter on the device."""
+        return replace(self, registered=self.registered | {name}, host_lru=self._with_newest(name))
 
     def unloaded(self, name: str) -> "AdapterSlots":
-        """After the engine accepted an unload: the name is gone, the weights are a ghost where they were, or go too."""
+        """The slots after a successful unload: the adapter becomes a ghost in its place, or is freed."""
         if self.keeps_ghosts:
-            held = tuple(HostEntry(name, is_ghost=True) if entry == HostEntry(name) else entry for entry in self.held)
+            host_lru = tuple(HostEntry(name, is_ghost=True) if entry == HostEntry(name) else entry for entry in self.host_lru)
         else:
-            held = tuple(entry for entry in self.held if entry != HostEntry(name))
-        return replace(self, registered=self.registered - {name}, held=held)
+            host_lru = tuple(entry for entry in self.host_lru if entry != HostEntry(name))
+        return replace(self, registered=self.registered - {name}, host_lru=host_lru)
 
     def used(self, name: str) -> "AdapterSlots":
-        """After a request ran on the adapter, which the engine may have had to read from disk."""
+        """The slots after a request used the adapter, which may have been read from disk for it."""
         if not self.has(name):
             return self
-        return replace(self, held=self._newest(name))
+        return replace(self, host_lru=self._with_newest(name))
 
     def displaced(self) -> tuple[str, ...]:
-        """Registered adapters whose weights the LRU has dropped: each one's next request stalls for a read."""
-        held = {entry.name for entry in self.held if not entry.is_ghost}
-        return tuple(sorted(self.registered - held))
+        """Loaded adapters whose weights the LRU has dropped: their next request stalls for a read from disk."""
+        in_memory = {entry.name for entry in self.host_lru if not entry.is_ghost}
+        return tuple(sorted(self.registered - in_memory))
 
-    def _newest(self, name: str) -> tuple[HostEntry, ...]:
-        others = tuple(entry for entry in self.held if entry != HostEntry(name))
+    def _with_newest(self, name: str) -> tuple[HostEntry, ...]:
+        others = tuple(entry for entry in self.host_lru if entry != HostEntry(name))
         return (*others, HostEntry(name))[-self.max_cpu_loras :]
