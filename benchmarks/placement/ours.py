@@ -43,7 +43,7 @@ class LorafleetOrchestrator:
         )
         self.desired = DesiredPlacement()
         self.drains: dict[Pair, float] = {}
-        self.owed: dict[Pair, str] = {}
+        self.reserve_victims: dict[Pair, str] = {}
         self.seconds = 0
         self.unasked = 0
         """Loads begun that no request waited for and that mend nothing."""
@@ -51,7 +51,7 @@ class LorafleetOrchestrator:
         self._is_due = False
 
     def wanted(self, adapter: int) -> None:
-        if self.book.want(
+        if self.book.add_want(
             lora_id(adapter), WantedReplicas(replicas=1, since=self.world.now), self.world.now + WANTED_S
         ):
             self._poke()
@@ -63,9 +63,9 @@ class LorafleetOrchestrator:
     def lost(self, worker: SimulatedWorker) -> None:
         for adapter in worker.copies:
             name = lora_id(adapter)
-            is_hot = self.book.rate(name, self.world.now) > 0
+            is_hot = self.book.request_rate(name, self.world.now) > 0
             now, there = self.world.now, len(self.world.ready_on(adapter))
-            self.book.want(
+            self.book.add_want(
                 name, WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now), now + WANTED_S
             )
         self._poke()
@@ -78,7 +78,7 @@ class LorafleetOrchestrator:
         self._report()
         for adapter in self.world.waiting:  # as routers ask again while somebody waits
             self.wanted(adapter)
-        self.frozen_s += self.desired.frozen is not None
+        self.frozen_s += self.desired.frozen_reason is not None
         if self.seconds % PASS_S == 0 or self.drains:
             self.run_pass()
 
@@ -100,7 +100,7 @@ class LorafleetOrchestrator:
         holds = [
             AdapterQueueing(lora_id=lora_id(adapter), waiting=len(line)) for adapter, line in self.world.line.items()
         ]
-        self.book.report("r0", "b0", self.seconds, self.seconds, uses, self.world.now, holds=holds)
+        self.book.record_report("r0", "b0", self.seconds, self.seconds, uses, self.world.now, holds=holds)
 
     def _poke(self) -> None:
         if not self._is_due:
@@ -111,15 +111,15 @@ class LorafleetOrchestrator:
         """Observe, place, diff, act."""
         self._is_due = False
         now = self.world.now
-        for name, want in self.book.wants(now).items():
+        for name, want in self.book.open_wants(now).items():
             if len(self.world.ready_on(number(name))) >= want.replicas:
-                self.book.satisfied(name)
+                self.book.drop_want(name)
         observed = self._observed()
         desired = place(self.intent, observed, self.book.snapshot(now), self.rules, now)
         self.desired = desired
         actions = diff(desired, observed, self._drained(), self.rules, 0, now)
         self._end_drains(desired)
-        wants = self.book.wants(now)
+        wants = self.book.open_wants(now)
         for action in actions:
             self._act(action, is_asked=action.lora_id in wants)
 
@@ -130,7 +130,7 @@ class LorafleetOrchestrator:
             workers=workers,
             busy=busy,
             loads_in_flight=sum(busy.values()),
-            owed=dict(self.owed),
+            reserve_victims=dict(self.reserve_victims),
             memory=self.desired.memory,
         )
 
@@ -151,7 +151,7 @@ class LorafleetOrchestrator:
             base_model="m",
             slots=engine.slots,
             max_lora_rank=64,
-            held=held,
+            adapters=held,
             node=engine.name,
             load=max(0.0, engine.free_at - self.world.now),
         )
@@ -180,9 +180,9 @@ class LorafleetOrchestrator:
                 if copy is not None and copy.state == "draining":
                     copy.state = "ready"
                     self.world.release(number(pair[0]))
-        self.owed = {
+        self.reserve_victims = {
             pair: name
-            for pair, name in self.owed.items()
+            for pair, name in self.reserve_victims.items()
             if pair in wanted or (pair[1] in self.world.known and self.world.known[pair[1]].loads)
         }
 
@@ -204,7 +204,7 @@ class LorafleetOrchestrator:
                 del engine.copies[number(action.evict)]
                 self.drains.pop((action.evict, action.worker_id), None)
             if action.evict_after is not None:
-                self.owed[action.evict_after, action.worker_id] = action.lora_id
+                self.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
             self.unasked += not is_asked
             self.world.load(number(action.lora_id), engine)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from lorafleet.identity import rendezvous_score
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
     InvalidAdapter,
@@ -18,7 +18,7 @@ from orchestrator.core.errors import (
     OrchestratorUnavailable,
     WorkerFailed,
 )
-from orchestrator.core.placement.choose import fits_nowhere, limits_of
+from orchestrator.core.placement.choose import limits_by_base_model, placement_misfit
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry, new_adapter
 from orchestrator.reconcile.reconciler import Reconciler
@@ -100,7 +100,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         """Registered adapters by lora_id; all that is asked for must hold."""
         ready = reconciler.ready_table()
         rows = _chosen(wanted, reconciler, ready)
-        page, following = page_of(rows, wanted.limit, wanted.cursor)
+        page, following = page_after(rows, wanted.limit, wanted.cursor)
         items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
         # Dumped here: the framework would validate thousands of items, that we have just made, once more.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
@@ -208,7 +208,7 @@ async def _dry_run(
         raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except WorkerFailed as exc:
         raise OrchestratorUnavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
-    misfit = fits_nowhere(found, limits_of(workers))
+    misfit = placement_misfit(found, limits_by_base_model(workers))
     if misfit is not None:
         raise OrchestratorRequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")
     return views.adapter(found, ready={})

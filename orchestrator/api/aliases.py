@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
 from orchestrator.api.rollouts import pending_of
 from orchestrator.intent.registry import AdapterRegistry
@@ -31,7 +31,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     @api.get("/v1/aliases")
     async def aliases(limit: Limit = 1000, cursor: Cursor = None) -> AliasList:
         """Aliases by name."""
-        page, following = page_of(store.alias_names, limit, cursor)
+        page, following = page_after(store.alias_names, limit, cursor)
         return AliasList(data=tuple(item(name) for name in page), next=following)
 
     @api.put("/v1/aliases/{name:path}", response_model=AliasItem)

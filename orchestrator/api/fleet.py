@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import StateConflict
 from orchestrator.intent.registry import AdapterRegistry
@@ -20,7 +20,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
     async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
         """The fleet."""
         ids = sorted(reconciler.fleet.entries)
-        page, following = page_of(ids, limit, cursor)
+        page, following = page_after(ids, limit, cursor)
         return WorkerList(data=tuple(views.worker(worker_id) for worker_id in page), next=following)
 
     @api.get("/v1/workers/{worker_id}")

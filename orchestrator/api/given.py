@@ -21,7 +21,7 @@ Cursor = Annotated[str | None, Query(description="`next` of the answer before")]
 IfMatch = Annotated[str | None, Header(description="ETag that this change is based on; * for whatever is there")]
 
 
-def page_of(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:
+def page_after(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:
     """Rows after the cursor, which is itself a row: a page stays right while others come and go."""
     start = 0 if cursor is None else bisect_right(rows, cursor)
     found = list(rows[start : start + limit])

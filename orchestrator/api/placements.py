@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, Limit, page_of
+from orchestrator.api.given import Actor, Cursor, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if
@@ -65,7 +65,7 @@ def placement_routes(
             for row in views.placements()
             if all(getattr(row, name) == value for name, value in asked.items())
         }
-        page, following = page_of(sorted(rows), wanted.limit, wanted.cursor)
+        page, following = page_after(sorted(rows), wanted.limit, wanted.cursor)
         return PlacementList(data=tuple(rows[key] for key in page), next=following)
 
     @api.post("/v1/placements/plan")
@@ -77,11 +77,11 @@ def placement_routes(
         if ask is None:
             desired, actions = reconciler.plan()
             return views.plan(actions, desired)
-        scene = _scene(reconciler, clock())
-        hypothesis = _hypothesis(ask, scene)
+        inputs = _placement_inputs(reconciler, clock())
+        hypothesis = _hypothesis(ask, inputs)
         # In a thread: on a large fleet this is seconds of work, and heartbeats must not wait for it.
         async with supposing:
-            outcome = await asyncio.to_thread(what_if, scene, hypothesis, load_s=views.load_s(), passes=ask.passes)
+            outcome = await asyncio.to_thread(what_if, inputs, hypothesis, load_s=views.load_s(), passes=ask.passes)
         return views.outcome(outcome)
 
     @api.post("/v1/rebalance")
@@ -94,7 +94,7 @@ def placement_routes(
     async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
         """What workers hold and nobody registered: it serves nobody, and is neither used nor taken away."""
         rows = {f"{item.lora_id} {item.digest}": item for item in orphans(fleet, store)}
-        page, following = page_of(sorted(rows), limit, cursor)
+        page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 
     @api.post("/v1/orphans/adopt")
@@ -110,10 +110,12 @@ def placement_routes(
     return api
 
 
-def _scene(reconciler: Reconciler, now: float) -> PlacementInputs:
+def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
     store = reconciler.store
     return PlacementInputs(
-        intent=reconciler.rollouts.held(Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))),
+        intent=reconciler.rollouts.with_replica_floors(
+            Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))
+        ),
         observed=replace(reconciler.observe(), memory=reconciler.view.desired.memory),
         demand=reconciler.demand.snapshot(now),
         policy=store.rules,
@@ -121,8 +123,8 @@ def _scene(reconciler: Reconciler, now: float) -> PlacementInputs:
     )
 
 
-def _hypothesis(ask: PlanRequest, scene: PlacementInputs) -> Hypothesis:
-    workers, known = scene.observed.workers, scene.intent.adapters
+def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
+    workers, known = inputs.observed.workers, inputs.intent.adapters
     for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):
         if worker_id not in workers:
             there = ", ".join(sorted(workers)) or "none"
@@ -144,7 +146,7 @@ def _hypothesis(ask: PlanRequest, scene: PlacementInputs) -> Hypothesis:
         rates={name: change.requests_per_s for name, change in ask.demand.items() if change.requests_per_s is not None},
         workers_gone=ask.workers_gone,
         workers_more=[(more.like or min(ready), more.count) for more in ask.workers_more],
-        policy=_rules(scene.policy, ask) if ask.policy else None,
+        policy=_rules(inputs.policy, ask) if ask.policy else None,
         adapters=added,
     )
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
-from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, targets_now
+from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, current_targets
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.rollouts import RolloutController
@@ -79,7 +79,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
 def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
     """The wire's form."""
-    shares = dict(targets_now(rollout))
+    shares = dict(current_targets(rollout))
     total = sum(shares.values())
     return RolloutItem.model_validate(
         {

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.given import Actor
 from orchestrator.api.views import WireViews
-from orchestrator.core.demand import ASKS_S, AdapterQueueing, AdapterUsage
+from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
 from orchestrator.core.errors import NotFound, StateConflict
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry
@@ -90,7 +90,7 @@ def router_routes(
     @api.post("/v1/usage")
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
         """A router's counts. Repeats and late ones are recognised by `seq` and change nothing."""
-        accepted = reconciler.demand.report(
+        accepted = reconciler.demand.record_report(
             report.router_id,
             report.boot_id,
             report.seq,
@@ -103,7 +103,7 @@ def router_routes(
             in_flight = Counter[str]()
             for use in report.uses:
                 in_flight[use.worker_id] += use.in_flight
-            reconciler.queues.report(report.router_id, report.waits_s, in_flight, clock())
+            reconciler.queues.record_report(report.router_id, report.waits_s, in_flight, clock())
         if accepted and reconciler.has_drains:
             reconciler.poke()  # it may have been the last word that a drain waited for
         return UsageAnswer(accepted=accepted, revision=catalog.revision)
@@ -136,7 +136,7 @@ def router_routes(
         finally:
             asking.cancel()
             gone.cancel()
-        reconciler.demand.left(lora_id)
+        reconciler.demand.mark_abandoned(lora_id)
         return views.ensured(registry.adapter(lora_id), 1)  # for nobody
 
     return api
@@ -181,4 +181,4 @@ async def _ensured(
         if left_s <= 0 or reconciler.fits_nowhere(lora_id):
             return views.ensured(adapter, replicas)
         # Looked at again all the while, too: a replica that an agent reports need not make an event.
-        await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ASKS_S))
+        await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ENSURE_REPEAT_S))

@@ -6,7 +6,7 @@ from statistics import median
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
 from orchestrator.core.placement.context import is_placeable, usable_slots
-from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pools
+from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pool_figures
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
 from orchestrator.core.state import OCCUPYING, DesiredPlacement, RegisteredAdapter
@@ -55,7 +55,7 @@ class WireViews:
                 "policy": policy_of(adapter),
                 "tenants": adapter.tenants,
                 "secret_ref": SecretRef.of(adapter.secret),
-                "requests_per_s": round(self._it.demand.rate(adapter.lora_id, self._clock()), 4),
+                "requests_per_s": round(self._it.demand.request_rate(adapter.lora_id, self._clock()), 4),
                 "error": self._it.last_error(adapter.lora_id),
             }
         )
@@ -93,7 +93,7 @@ class WireViews:
         desired = {(lora_id, w) for lora_id, workers in self._it.view.desired.replicas.items() for w in workers}
         rows: dict[tuple[str, str], PlacementItem] = {}
         for worker in self._it.observe().workers.values():
-            for held in worker.held.values():
+            for held in worker.adapters.values():
                 pair = (held.lora_id, worker.id)
                 rows[pair] = PlacementItem(
                     lora_id=held.lora_id,
@@ -116,9 +116,9 @@ class WireViews:
         load_s = self.load_s()
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._it.store.adapters.items()}
         steps = [
-            SimulatedStep(action=action, turn=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
+            SimulatedStep(action=action, pass_index=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
             if action.operation == "load"
-            else SimulatedStep(action=action, turn=0)
+            else SimulatedStep(action=action, pass_index=0)
             for action in actions
         ]
         seconds = max((step.seconds for step in steps), default=0.0)
@@ -167,7 +167,7 @@ class WireViews:
         ids = desired.replicas.keys() | desired.targets.keys()
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
-    def pools(self) -> list[PoolFigures]:
+    def pool_figures(self) -> list[PoolFigures]:
         """Of each pool with a ready worker: its slots, what it needs, and its queue. None while another one leads."""
         it, now = self._it, self._clock()
         if not it.is_leading:
@@ -190,13 +190,13 @@ class WireViews:
                     wait_s=at_engine_s + it.queues.wait_s(worker_id, now),
                 )
             )
-        return pools(members, self._needs(now))
+        return pool_figures(members, self._needs(now))
 
     def _needs(self, now: float) -> Iterator[AdapterNeed]:
         """Copies that should be there: what placement wants, and one of all that was asked for of late."""
         store, targets = self._it.store, self._it.view.desired.targets
         demand = self._it.demand.snapshot(now)
-        recent = {name for name, at in demand.last.items() if now - at < store.rules.demand_window_s}
+        recent = {name for name, at in demand.last_request_at.items() if now - at < store.rules.demand_window_s}
         for lora_id in targets.keys() | recent:
             adapter = store.adapters.get(lora_id)
             if adapter is not None and is_placeable(adapter):
@@ -219,7 +219,7 @@ def _plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: 
             worker_id=step.action.worker_id,
             reason=step.action.reason,
             evict=step.action.evict or step.action.evict_after,
-            turn=step.turn,
+            turn=step.pass_index,
             size_bytes=step.size_bytes or None,
             seconds=step.seconds if step.action.operation == "load" else None,
         )

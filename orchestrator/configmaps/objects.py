@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lorafleet.kube.client import Json
 from lorafleet.service.http import said_wrong
 from orchestrator.core.errors import OrchestratorRequestError, StoreError
-from orchestrator.core.rollout import Rollout, Targets, as_json
+from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.typed import rollout_in
 from orchestrator.wire import AdapterPolicy, AdapterSpec, AliasSpec, LoraId, Policy, SecretRef
@@ -267,7 +267,7 @@ def with_ours(
     """The object with this text, record and status, and with all else that is in it."""
     notes = {RECORD: msgspec.json.encode(record).decode(), STATUS: status}
     if rollout is not None:
-        notes[ROLLOUT] = msgspec.json.encode(as_json(rollout)).decode()
+        notes[ROLLOUT] = msgspec.json.encode(rollout_json(rollout)).decode()
     changed = with_notes(found, notes, without=() if rollout is not None else (ROLLOUT,))
     if text is not None and text != text_of(found, kind):
         changed["data"] = {**(found.get("data") or {}), f"{kind}.yaml": text}

@@ -132,7 +132,7 @@ class ObjectRendering:
             # Where they differ, a text was taken in since, and is still to be written.
             if record.of == mark_of(text_of(self.mirror.objects[name], KINDS[row[0]])):
                 self.accepting.pop(row, None)
-        if row[1] in getattr(self.tables, row[0]) or self.left(*row) is None:
+        if row[1] in getattr(self.tables, row[0]) or self.pending_deletion(*row) is None:
             self.leaving.pop(row, None)
 
     def is_leaving(self, name: str) -> bool:
@@ -144,7 +144,7 @@ class ObjectRendering:
         rows = self.leaving if said is None else (said[:2],)
         return any(self.leaving.get(row) == (name, uid_of(found)) for row in rows)
 
-    def left(self, table: str, key: str) -> DesiredObject | None:
+    def pending_deletion(self, table: str, key: str) -> DesiredObject | None:
         """The very object that it stood in is to go; not one that somebody made in its place."""
         name, uid = self.leaving.get((table, key), ("", ""))
         found = self.mirror.objects.get(name)
@@ -196,7 +196,7 @@ class ObjectRendering:
     def _adapter(self, lora_id: str) -> DesiredObject | None:
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
-            return self.left("adapters", lora_id)
+            return self.pending_deletion("adapters", lora_id)
         name = self.tables.home("adapters", lora_id)
         if name in self.lost:
             return None
@@ -217,7 +217,7 @@ class ObjectRendering:
     def _alias(self, alias: str) -> DesiredObject | None:
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
-            return self.left("aliases", alias)
+            return self.pending_deletion("aliases", alias)
         name = self.tables.home("aliases", alias)
         if name in self.lost:
             return None

@@ -1,8 +1,8 @@
-"""What routers sent and ask for, kept in memory: usage reports in, one `DemandSnapshot` snapshot out.
+"""Demand in memory: routers' usage reports and `ensure` calls in, one `DemandSnapshot` out.
 
-Reports are cumulative since the router's boot, so a lost one costs nothing, and one that comes twice or late is told by
-its `seq`. What a report adds is taken as spread evenly over the time since the last one, so that a router that was cut
-off for minutes does not come back as a burst. Rates are exponentially weighted over `window_s`.
+Reports are cumulative since the router's boot, so a lost report costs nothing; `seq` tells repeated and late ones. The
+growth between two reports counts as spread evenly over the time between them, so that a router that was cut off does
+not come back as a burst. Rates are exponentially weighted over `window_s`.
 """
 
 import math
@@ -12,27 +12,27 @@ from dataclasses import dataclass, field, fields, replace
 from orchestrator.core.state import DemandSnapshot, Pair, TrafficFigures, WantedReplicas
 
 WINDOW_S = 60.0
-LIVE_S = 10.0
-"""A router's word expires after this much silence (make before break)."""
-HABIT = 15
-"""Windows over which a habit is weighted. Of real adapters the ten hottest stay about the same for an hour."""
-SURGE = 1 / 6
-"""Of a window: how soon a flash crowd is seen."""
-LEFT_S = 5.0
-"""Who waits for an adapter asks again sooner than this: an `ensure` that waits does so every `ASKS_S`, and routers make
-the next one a second later."""
-ASKS_S = 2.0
+ROUTER_LIVE_S = 10.0
+"""A router's report expires after this much silence (make before break)."""
+HABIT_WINDOWS = 15
+"""`habits` are weighted over this many windows. Of real adapters the ten hottest stay about the same for an hour."""
+SURGE_WINDOWS = 1 / 6
+"""`surges` are weighted over this part of a window, so that a flash crowd is seen soon."""
+ABANDONED_AFTER_S = 5.0
+"""A want that is not repeated for this long counts as abandoned. A waiting `ensure` repeats it every `ENSURE_REPEAT_S`;
+routers make the next `ensure` a second later."""
+ENSURE_REPEAT_S = 2.0
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUsage:
-    """One adapter on one worker, as one router counts it since its boot; in_flight is now.
+    """One router's counts of one adapter on one worker since the router's boot; `in_flight` is the present number.
 
-    work_s        seconds of engine work that the router charges for the requests: prefill and decode
-    errors        answers that were the engine's failure, and streams that broke
-    first_tokens  requests that had a first token, and `first_token_s` the sum of the seconds until it
+    work_s        seconds of engine work that the router estimates for the requests: prefill and decode
+    errors        responses that failed in the engine, and broken streams
+    first_tokens  requests with a first token; `first_token_s`: the sum of the seconds until it
     """
 
     lora_id: str
@@ -50,9 +50,11 @@ class AdapterUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterQueueing:
-    """One adapter as one router counts it since its boot: held back for a load or for room, for how long, refused.
+    """One router's counts of one adapter's queued requests since the router's boot.
 
-    waiting  requests that wait for room now, at workers that have the adapter
+    held     requests whose wait for a load or for room is over; `hold_s`: the sum of their waits
+    sheds    requests refused
+    waiting  requests that wait now for room on workers that have the adapter
     """
 
     lora_id: str
@@ -62,26 +64,26 @@ class AdapterQueueing:
     waiting: int = 0
 
 
-_FLOWS = tuple(field.name for field in fields(TrafficFigures))
-_USED = tuple(name for name in _FLOWS if name in AdapterUsage.__dataclass_fields__)
-_HELD = tuple(name for name in _FLOWS if name in AdapterQueueing.__dataclass_fields__)
-_Source = tuple[str, str]
-"""(engine_name, worker_id) of a use; ("", lora_id) of a hold"""
+_TRAFFIC_FIELDS = tuple(field.name for field in fields(TrafficFigures))
+_USAGE_FIELDS = tuple(name for name in _TRAFFIC_FIELDS if name in AdapterUsage.__dataclass_fields__)
+_QUEUEING_FIELDS = tuple(name for name in _TRAFFIC_FIELDS if name in AdapterQueueing.__dataclass_fields__)
+_CountKey = tuple[str, str]
+"""(engine_name, worker_id) of an `AdapterUsage`; ("", lora_id) of an `AdapterQueueing`"""
 
 
 @dataclass(slots=True)
 class RouterCounts:
-    """A router's last word. `uses`: (engine_name, worker_id) -> Use."""
+    """A router's last report. `uses`: (engine_name, worker_id) -> usage."""
 
     boot_id: str
     seq: int
     revision_seen: int
-    heard_at: float
+    reported_at: float
     uses: Mapping[tuple[str, str], AdapterUsage]
     waiting: Mapping[str, int] = field(default_factory=dict)
     """lora_id -> requests that wait for room"""
-    counted: dict[_Source, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
-    """The last count of all that was named since that boot: what a report omits must not be counted again later."""
+    counted: dict[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
+    """The last count of every key since that boot, so that a key that a report omits is not counted again later."""
     old_boots: list[str] = field(default_factory=list)
 
     def in_flight(self, engine_name: str, worker_id: str) -> int:
@@ -91,11 +93,11 @@ class RouterCounts:
 
 @dataclass(slots=True)
 class _AdapterSums:
-    """One adapter's amounts, in the order of `TrafficFigures`'s fields: in all, and weighted as of `at`."""
+    """One adapter's sums, in the order of `TrafficFigures`'s fields: totals, and weighted rates as of `at`."""
 
     at: float
-    total: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
-    weighted: list[float] = field(default_factory=lambda: [0.0] * len(_FLOWS))
+    total: list[float] = field(default_factory=lambda: [0.0] * len(_TRAFFIC_FIELDS))
+    weighted: list[float] = field(default_factory=lambda: [0.0] * len(_TRAFFIC_FIELDS))
     habit: float = 0.0
     surge: float = 0.0
 
@@ -108,17 +110,17 @@ class _OpenWant:
 
 
 class DemandBook:
-    """Takes reports and asks, answers with snapshots. One writer: the event loop."""
+    """Usage reports and open wants; answers with snapshots. One writer: the event loop."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
         self._routers: dict[str, RouterCounts] = {}
         self._sums: dict[str, _AdapterSums] = {}
-        self._wants: dict[str, _OpenWant] = {}
-        self._turns: dict[str, float] = {}
+        self._open_wants: dict[str, _OpenWant] = {}
+        self._last_load_at: dict[str, float] = {}
         self._counts_since: float | None = None
 
-    def report(
+    def record_report(
         self,
         router_id: str,
         boot_id: str,
@@ -129,19 +131,22 @@ class DemandBook:
         *,
         holds: Iterable[AdapterQueueing] = (),
     ) -> bool:
-        """Take a router's cumulative counts; False for one already taken, or older than what was taken."""
+        """Record a router's cumulative counts. False for a report that was recorded before or is out of date."""
         last = self._routers.get(router_id)
         if last is not None and (boot_id in last.old_boots or (boot_id == last.boot_id and seq <= last.seq)):
             return False
         is_same_boot = last is not None and boot_id == last.boot_id
         holds = tuple(holds)
         table = {(use.engine_name, use.worker_id): use for use in uses}
-        fresh: dict[_Source, AdapterUsage | AdapterQueueing] = {**table, **{("", hold.lora_id): hold for hold in holds}}
+        fresh: dict[_CountKey, AdapterUsage | AdapterQueueing] = {
+            **table,
+            **{("", hold.lora_id): hold for hold in holds},
+        }
         counted = last.counted if last is not None and is_same_boot else {}
-        # The first report after our own start counts from the router's boot: that is history, not a rate.
+        # The first report after our own start counts since the router's boot: a total, not a rate.
         if last is not None:
             for source, count in fresh.items():
-                self._add(count, counted.get(source), now, now - last.heard_at)
+                self._add(count, counted.get(source), now, now - last.reported_at)
         elif self._counts_since is None:
             self._counts_since = now
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
@@ -149,7 +154,7 @@ class DemandBook:
             boot_id=boot_id,
             seq=seq,
             revision_seen=revision_seen,
-            heard_at=now,
+            reported_at=now,
             uses=table,
             waiting={hold.lora_id: hold.waiting for hold in holds if hold.waiting > 0},
             counted=counted | fresh,
@@ -164,7 +169,7 @@ class DemandBook:
         now: float,
         over_s: float,
     ) -> None:
-        names = _USED if isinstance(count, AdapterUsage) else _HELD
+        names = _USAGE_FIELDS if isinstance(count, AdapterUsage) else _QUEUEING_FIELDS
         grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
         if not any(amount for _, amount in grown):
             return
@@ -172,95 +177,98 @@ class DemandBook:
         if entry is None:
             entry = self._sums[count.lora_id] = _AdapterSums(now)
         fade = math.exp(-(now - entry.at) / self.window_s)
-        share = _share(over_s, self.window_s)
+        share = _unit_weight(over_s, self.window_s)
         entry.weighted = [amount * fade for amount in entry.weighted]
-        entry.habit *= math.exp(-(now - entry.at) / (HABIT * self.window_s))
-        entry.surge *= math.exp(-(now - entry.at) / (SURGE * self.window_s))
+        entry.habit *= math.exp(-(now - entry.at) / (HABIT_WINDOWS * self.window_s))
+        entry.surge *= math.exp(-(now - entry.at) / (SURGE_WINDOWS * self.window_s))
         entry.at = now
         for name, amount in grown:
-            entry.total[_FLOWS.index(name)] += amount
-            entry.weighted[_FLOWS.index(name)] += amount * share
+            entry.total[_TRAFFIC_FIELDS.index(name)] += amount
+            entry.weighted[_TRAFFIC_FIELDS.index(name)] += amount * share
             if name == "requests":
-                entry.habit += amount / (HABIT * self.window_s)
+                entry.habit += amount / (HABIT_WINDOWS * self.window_s)
             elif name == "work_s":
-                entry.surge += amount * _share(over_s, SURGE * self.window_s)
+                entry.surge += amount * _unit_weight(over_s, SURGE_WINDOWS * self.window_s)
 
-    def want(self, lora_id: str, want: WantedReplicas, until: float) -> bool:
-        """Remember that somebody asks, since now; True when that says more than was known."""
-        asked = self._wants.get(lora_id)
+    def add_want(self, lora_id: str, want: WantedReplicas, until: float) -> bool:
+        """Add a want, merged with the adapter's open one. True when it asks for more than was known.
+
+        until  when it expires unless it is repeated
+        """
+        asked = self._open_wants.get(lora_id)
         if asked is None:
-            self._wants[lora_id] = _OpenWant(want, until, want.since)
+            self._open_wants[lora_id] = _OpenWant(want, until, want.since)
             return True
         joined = WantedReplicas(
             replicas=max(want.replicas, asked.want.replicas),
             may_evict=want.may_evict or asked.want.may_evict,
             is_repair=want.is_repair and asked.want.is_repair,
-            # A request that waits waits from its own beginning, not from when the worker was lost.
+            # A request's wait begins with the request, not with the loss of a worker before it.
             since=want.since if asked.want.is_repair and not want.is_repair else asked.want.since,
             tenants=want.tenants | asked.want.tenants,
         )
         is_more = joined != asked.want
-        self._wants[lora_id] = _OpenWant(joined, max(until, asked.until), max(want.since, asked.last))
+        self._open_wants[lora_id] = _OpenWant(joined, max(until, asked.until), max(want.since, asked.last))
         return is_more
 
-    def wants(self, now: float) -> Mapping[str, WantedReplicas]:
-        """What is asked for, and whether anybody still does."""
+    def open_wants(self, now: float) -> Mapping[str, WantedReplicas]:
+        """lora_id -> open want, marked as abandoned where its callers have gone."""
         return {
-            lora_id: replace(asked.want, is_left=True) if now - asked.last > LEFT_S else asked.want
-            for lora_id, asked in self._wants.items()
+            lora_id: replace(asked.want, is_abandoned=True) if now - asked.last > ABANDONED_AFTER_S else asked.want
+            for lora_id, asked in self._open_wants.items()
         }
 
-    def left(self, lora_id: str) -> None:
-        """One who waited has gone; others who still wait say so when they ask again."""
-        asked = self._wants.get(lora_id)
+    def mark_abandoned(self, lora_id: str) -> None:
+        """Mark the want as abandoned: a waiting client has gone. Other waiting clients renew it when they ask again."""
+        asked = self._open_wants.get(lora_id)
         if asked is not None:
             asked.last = -math.inf
 
-    def begun(self, lora_id: str, now: float) -> None:
-        """A load of it has begun: whoever waits for it has had a turn."""
-        asked = self._wants.get(lora_id)
+    def record_load_started(self, lora_id: str, now: float) -> None:
+        """Note that a load of the adapter has begun: each tenant that waits for it has had a turn."""
+        asked = self._open_wants.get(lora_id)
         if asked is not None:
-            self._turns |= dict.fromkeys(asked.want.tenants, now)
+            self._last_load_at |= dict.fromkeys(asked.want.tenants, now)
 
-    def satisfied(self, lora_id: str) -> None:
-        """It is there: asking ends, so that it may one day be a victim like any other."""
-        self._wants.pop(lora_id, None)
+    def drop_want(self, lora_id: str) -> None:
+        """Drop the want: the adapter is ready, and may be evicted like any other."""
+        self._open_wants.pop(lora_id, None)
 
-    def forget(self, lora_id: str) -> None:
-        """It is deleted."""
-        self._wants.pop(lora_id, None)
+    def forget_adapter(self, lora_id: str) -> None:
+        """Drop everything about a deleted adapter."""
+        self._open_wants.pop(lora_id, None)
         self._sums.pop(lora_id, None)
 
-    def rate(self, lora_id: str, now: float) -> float:
-        """Requests a second."""
-        return self.flow(lora_id, now).requests
+    def request_rate(self, lora_id: str, now: float) -> float:
+        """The adapter's requests a second."""
+        return self.traffic_rates(lora_id, now).requests
 
-    def flow(self, lora_id: str, now: float) -> TrafficFigures:
-        """Everything that is counted of an adapter, a second."""
+    def traffic_rates(self, lora_id: str, now: float) -> TrafficFigures:
+        """The adapter's figures per second, weighted over the window."""
         entry = self._sums.get(lora_id)
         if entry is None:
             return TrafficFigures()
-        scale = self._scale(now) * math.exp(-(now - entry.at) / self.window_s)
+        scale = self._window_correction(now) * math.exp(-(now - entry.at) / self.window_s)
         return TrafficFigures(*(amount * scale for amount in entry.weighted))
 
-    def total(self, lora_id: str) -> TrafficFigures:
-        """Everything that is counted of an adapter, in all since our own start; two of these make an exact share."""
+    def traffic_totals(self, lora_id: str) -> TrafficFigures:
+        """The adapter's totals since our own start. The difference of two totals is exact."""
         entry = self._sums.get(lora_id)
         return TrafficFigures() if entry is None else TrafficFigures(*entry.total)
 
     def live_routers(self, now: float) -> list[RouterCounts]:
-        return [router for router in self._routers.values() if now - router.heard_at < LIVE_S]
+        return [router for router in self._routers.values() if now - router.reported_at < ROUTER_LIVE_S]
 
     def snapshot(self, now: float) -> DemandSnapshot:
-        self._expire(now)
+        self._drop_old(now)
         in_use: set[Pair] = {
             (use.lora_id, use.worker_id)
             for router in self.live_routers(now)
             for use in router.uses.values()
             if use.in_flight > 0
         }
-        scale = self._scale(now)
-        requests, work_s = _FLOWS.index("requests"), _FLOWS.index("work_s")
+        scale = self._window_correction(now)
+        requests, work_s = _TRAFFIC_FIELDS.index("requests"), _TRAFFIC_FIELDS.index("work_s")
         rates: dict[str, float] = {}
         work: dict[str, float] = {}
         habits: dict[str, float] = {}
@@ -268,31 +276,31 @@ class DemandBook:
         for lora_id, entry in self._sums.items():
             fade = scale * math.exp(-(now - entry.at) / self.window_s)
             rates[lora_id] = entry.weighted[requests] * fade
-            habits[lora_id] = entry.habit * math.exp(-(now - entry.at) / (HABIT * self.window_s))
-            surges[lora_id] = entry.surge * math.exp(-(now - entry.at) / (SURGE * self.window_s))
+            habits[lora_id] = entry.habit * math.exp(-(now - entry.at) / (HABIT_WINDOWS * self.window_s))
+            surges[lora_id] = entry.surge * math.exp(-(now - entry.at) / (SURGE_WINDOWS * self.window_s))
             work[lora_id] = entry.weighted[work_s] * fade
         return DemandSnapshot(
             rates=rates,
             work=work,
             habits=habits,
             surges=surges,
-            last={lora_id: entry.at for lora_id, entry in self._sums.items()},
+            last_request_at={lora_id: entry.at for lora_id, entry in self._sums.items()},
             is_blind=not self.live_routers(now),
             backlog=self._backlog(now),
             in_use=frozenset(in_use),
-            wants=self.wants(now),
-            turns=dict(self._turns),
+            wants=self.open_wants(now),
+            last_load_at=dict(self._last_load_at),
         )
 
     def _backlog(self, now: float) -> dict[str, float]:
-        """lora_id -> seconds of work that wait: requests in line, each as much as its adapter's usual one."""
+        """lora_id -> seconds of engine work queued in routers: requests times the adapter's mean work per request."""
         waiting: dict[str, int] = {}
         for router in self.live_routers(now):
             for lora_id, count in router.waiting.items():
                 waiting[lora_id] = waiting.get(lora_id, 0) + count
         if not waiting:
             return {}
-        requests, work_s = _FLOWS.index("requests"), _FLOWS.index("work_s")
+        requests, work_s = _TRAFFIC_FIELDS.index("requests"), _TRAFFIC_FIELDS.index("work_s")
         sums = self._sums.values()
         usual_s = _ratio(sum(entry.total[work_s] for entry in sums), sum(entry.total[requests] for entry in sums))
         found = {}
@@ -302,26 +310,26 @@ class DemandBook:
             found[lora_id] = count * (own_s or usual_s)
         return found
 
-    def _scale(self, now: float) -> float:
-        """What makes up for the part of the window before we first counted; never more than for a quarter of it."""
+    def _window_correction(self, now: float) -> float:
+        """Factor that makes up for the part of the window before the first report, at most for three quarters of it."""
         if self._counts_since is None:
             return 1.0
         return 1 / -math.expm1(-max(0.25, (now - self._counts_since) / self.window_s))
 
-    def _expire(self, now: float) -> None:
-        self._wants = {lora_id: asked for lora_id, asked in self._wants.items() if asked.until > now}
-        self._turns = {tenant: at for tenant, at in self._turns.items() if now - at < _FORGET_ROUTER_S}
-        # Ten windows on, less than 1/20,000 of a rate is left: it ranks nothing any more. Totals last an hour.
+    def _drop_old(self, now: float) -> None:
+        self._open_wants = {lora_id: asked for lora_id, asked in self._open_wants.items() if asked.until > now}
+        self._last_load_at = {tenant: at for tenant, at in self._last_load_at.items() if now - at < _FORGET_ROUTER_S}
+        # After ten windows less than 1/20,000 of a rate is left. Totals are kept for an hour.
         keep_s = max(10 * self.window_s, _FORGET_ROUTER_S)
         self._sums = {lora_id: entry for lora_id, entry in self._sums.items() if now - entry.at < keep_s}
-        # A router long gone may come back under its old boot id; an hour of memory keeps its counts from doubling.
+        # A router may come back with its old boot id; its counts are kept for an hour so that they are not doubled.
         self._routers = {
-            name: router for name, router in self._routers.items() if now - router.heard_at < _FORGET_ROUTER_S
+            name: router for name, router in self._routers.items() if now - router.reported_at < _FORGET_ROUTER_S
         }
 
 
-def _share(over_s: float, window_s: float) -> float:
-    """What one unit, spread evenly over the time since the last report, weighs at its end, as a rate."""
+def _unit_weight(over_s: float, window_s: float) -> float:
+    """The weighted rate of one unit that is spread evenly over the last `over_s` seconds."""
     return -math.expm1(-over_s / window_s) / over_s if over_s > 0 else 1 / window_s
 
 
@@ -330,5 +338,5 @@ def _ratio(amount: float, of: float) -> float:
 
 
 def _growth(count: float, before: float) -> float:
-    """What was added since; a count that fell began again from 0."""
+    """The increase since `before`; a count that fell began again from 0."""
     return count - before if count >= before else count

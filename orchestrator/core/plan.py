@@ -1,7 +1,6 @@
-"""The difference between desired and observed, as the steps that this pass may take.
+"""The actions of a pass: the difference between the desired placement and the observed fleet, within the budgets.
 
-Nothing is unloaded because nobody mentions it: `place` names what leaves and why, and an adapter leaves a worker
-only after it has drained there.
+An adapter is unloaded only where `place` names it with a reason, and only after it has drained there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,10 +16,10 @@ Operation = Literal["inspect", "load", "drain", "unload"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAction:
-    """One step on one worker. A drain without a lora_id is the whole worker's.
+    """One operation on one worker. A drain with an empty lora_id drains the whole worker.
 
-    evict        the victim of a load: drained already, and unloaded by the agent because there is no slot left
-    evict_after  the victim of a load for which there still is a slot, the reserve: it drains meanwhile, and goes after
+    evict        victim of a load without a free slot: drained already, and unloaded by the agent as part of the load
+    evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
     """
 
     operation: Operation
@@ -33,7 +32,11 @@ class WorkerAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterDrain:
-    """An adapter that takes no new requests on a worker, since a catalog revision and until a deadline at most."""
+    """A drain in progress: routers send no new requests for the adapter to the worker.
+
+    revision  catalog revision that forbids them
+    deadline  when the drain counts as finished in any case
+    """
 
     lora_id: str
     worker_id: str
@@ -45,10 +48,10 @@ class AdapterDrain:
 
 
 def is_drained(drain: AdapterDrain, routers: Iterable[RouterCounts], worker: ObservedWorker, now: float) -> bool:
-    """Whether nothing is in flight there any more, or the deadline has passed.
+    """Whether no request for the adapter is in flight on the worker any more, or the deadline has passed.
 
-    Every live router must have said so, knowing the catalog that forbids new requests. With no live router
-    there is nobody to ask: then the engine's own count must be 0 in a report younger than the mark.
+    Every live router must have reported that after it saw the drain's catalog revision. Without a live router the
+    engine must report no running request after the drain began.
     """
     if now >= drain.deadline:
         return True
@@ -61,8 +64,8 @@ def is_drained(drain: AdapterDrain, routers: Iterable[RouterCounts], worker: Obs
     )
 
 
-def drains_wanted(desired: DesiredPlacement) -> dict[Pair, str]:
-    """(lora_id, worker_id) -> why it has to take no new requests there."""
+def required_drains(desired: DesiredPlacement) -> dict[Pair, str]:
+    """(lora_id, worker_id) -> reason, of the adapters that must take no new requests on the worker."""
     wanted = {(removal.lora_id, removal.worker_id): removal.reason for removal in desired.removals}
     for load in desired.loads:
         if load.evict is not None:
@@ -78,10 +81,10 @@ def diff(
     inspects: int,
     now: float,
 ) -> list[WorkerAction]:
-    """What to do now, in order: within the budgets, and nothing that is under way already.
+    """The actions to start now, in order, within the budgets and without those in progress already.
 
-    drained    of everything that drains: whether it has finished
-    inspects   how many more inspections may start
+    drained    (lora_id, worker_id) of every drain in progress -> whether it has finished
+    inspects   number of further inspections that may start
     """
     actions = [
         WorkerAction(operation="inspect", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
@@ -89,23 +92,23 @@ def diff(
     ]
     actions += [
         WorkerAction(operation="drain", lora_id=lora_id, worker_id=worker_id, reason=reason)
-        for (lora_id, worker_id), reason in drains_wanted(desired).items()
+        for (lora_id, worker_id), reason in required_drains(desired).items()
         if (lora_id, worker_id) not in drained
     ]
     busy = dict(observed.busy)
-    actions += _unloads(desired, observed, drained, policy, busy, now)
-    actions += _loads(desired, observed, drained, policy, busy)
+    actions += _unload_actions(desired, observed, drained, policy, busy, now)
+    actions += _load_actions(desired, observed, drained, policy, busy)
     actions += [
         WorkerAction(
             operation="drain", lora_id="", worker_id=worker_id, reason="asked to drain; nothing is left to move"
         )
-        for worker_id in desired.leaving
+        for worker_id in desired.workers_to_drain
         if not busy.get(worker_id)
     ]
     return actions
 
 
-def _unloads(
+def _unload_actions(
     desired: DesiredPlacement,
     observed: ObservedFleet,
     drained: Mapping[Pair, bool],
@@ -115,7 +118,7 @@ def _unloads(
 ) -> list[WorkerAction]:
     actions: list[WorkerAction] = []
     for step in desired.removals:
-        is_failing = observed.failed(step.lora_id, step.worker_id, now) is not None
+        is_failing = observed.current_failure(step.lora_id, step.worker_id, now) is not None
         if not drained.get((step.lora_id, step.worker_id)) or is_failing:
             continue
         if busy.get(step.worker_id, 0) < policy.loads_per_worker:
@@ -126,7 +129,7 @@ def _unloads(
     return actions
 
 
-def _loads(
+def _load_actions(
     desired: DesiredPlacement,
     observed: ObservedFleet,
     drained: Mapping[Pair, bool],
@@ -135,7 +138,7 @@ def _loads(
 ) -> list[WorkerAction]:
     actions: list[WorkerAction] = []
     left = policy.loads_fleet_wide - observed.loads_in_flight
-    free = {worker_id: worker.slots - worker.occupied for worker_id, worker in observed.workers.items()}
+    free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}
     for step in desired.loads:
         if left <= 0:
             break

@@ -1,19 +1,18 @@
-"""An alias on its way from some targets to others: place, shift, watch, and back when the new ones are worse.
+"""Rollouts: an alias moves from old targets to new ones in steps: place, shift, watch, and roll back on a regression.
 
-Make before break: before each step the targets that gain get as many replicas as their share of what the old ones had,
-or one on each worker that can hold them where those are fewer. Only then does the alias shift. A switch is a rollout
-of one step that nobody watches. All times are Unix times, as a rollout outlives the process that began it.
+Make before break: before each step the targets that gain weight get replicas in proportion to their share of what the
+old ones had, but no more than there are workers that can hold them. Only then does the alias shift. A switch is a
+rollout of one step without a guard. All times are Unix times, because a rollout outlives the process that began it.
 
 A new version is worse when, with at least `min_requests` of its requests over since the last shift,
 
 - its error rate is above the old one's by more than the margin, and by more than chance explains: the lower bound of
-  the difference (Newcombe's, from two Wilson scores, one-sided 99.5 %) is above 0. It is looked at again and
-  again: with 95 % every fifth sound version of a fleet in trouble would go back, with this one in fifty;
-- or its mean first-token time is above the old one's by more than the ratio, with as many first tokens of each. Only
-  the sum is known, so there is no test for chance here: the number of requests must do.
+  the difference (Newcombe's, from two Wilson scores, one-sided 99.5 %) is above 0. The comparison is repeated all the
+  time: at 95 % it would roll back one sound version in five on a fleet in trouble, at 99.5 % one in fifty;
+- or its mean first-token time is above the old one's by more than the ratio, with at least `min_requests` first tokens
+  of each. Only sums are known, so this has no test for chance.
 
-What it is held against is the old version over the same time, or, where that had too few requests, over all that is
-known of it.
+The baseline is the old version over the same time or, with too few requests in that, over all that is known of it.
 """
 
 from collections.abc import Mapping
@@ -27,16 +26,16 @@ Phase = Literal["placing", "watching", "done", "rolled_back", "aborted", "failed
 
 ACTIVE: frozenset[Phase] = frozenset({"placing", "watching"})
 _LEAST_REQUESTS = 10
-"""Below that no two rates are compared, however few were asked for."""
+"""With fewer requests no rates are compared, even if `min_requests` is lower."""
 _Z = 2.576
 """The normal distribution's 99.5 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStep:
-    """The new targets' share of the alias (0 < weight <= 1), and for how long at least it stays.
+    """One step of a rollout: the new targets' share of the alias (0 < weight <= 1), for at least `for_s` seconds.
 
-    New targets that the alias points at already keep the share that they had where that is more.
+    New targets that the alias points at already keep a higher share.
     """
 
     weight: float
@@ -45,7 +44,7 @@ class WeightStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGuard:
-    """When the new version is worse; see above. `max_first_token_ratio`: None looks at errors alone."""
+    """The thresholds of a regression, see above. `max_first_token_ratio`: None compares errors only."""
 
     max_error_rate_increase: float = 0.02
     max_first_token_ratio: float | None = 1.5
@@ -54,7 +53,7 @@ class RolloutGuard:
 
 @dataclass(frozen=True, slots=True)
 class RequestTally:
-    """Requests that are over, those of them that failed, and the first-token times of those that were streamed."""
+    """Counts of finished requests, failed ones, and first tokens with the sum of their times."""
 
     requests: float = 0.0
     errors: float = 0.0
@@ -81,16 +80,17 @@ class RequestTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Where it stands.
+    """The state of one rollout; stored as JSON.
 
-    before, after   what the alias pointed at, and what it shall; their weights are as they were written
-    steps           rising, the last of weight 1
-    guard           None: a switch, which nobody watches
+    before, after   old and new targets of the alias, with their weights as written
+    steps           rising weights, the last 1
+    guard           None: a switch, which is not watched
     place_s         how long a step may wait for its replicas
-    step            the one that is being placed or watched; `since`: when that began
-    scale           replicas that the alias would need with one target, when the step began; None until it is measured
-    old, new        what came of their requests since the last shift; `baseline`: of the old ones before that
-    reason          why it ended as it did
+    step            index of the step that is placed or watched; `since`: when that began
+    paused_at       since when it is paused; None while it runs
+    scale           replicas that all of the alias's traffic would need, measured when the step began; None before
+    old, new        request counts of old and new targets since the last shift; `baseline`: of the old ones before it
+    reason          why it ended
     """
 
     alias: str
@@ -116,25 +116,25 @@ class Rollout:
 
     @property
     def old_ids(self) -> frozenset[str]:
-        """What only the alias as it was points at."""
-        return frozenset(_shares(self.before)) - self.new_ids
+        """lora_ids that only the old targets have."""
+        return frozenset(_traffic_shares(self.before)) - self.new_ids
 
     @property
     def new_ids(self) -> frozenset[str]:
-        return frozenset(_shares(self.after))
+        return frozenset(_traffic_shares(self.after))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutObservation:
-    """What one look at the fleet found.
+    """What a rollout's next step is decided from.
 
-    ready      lora_id -> workers that serve it
+    ready      lora_id -> number of workers that serve it
     most       lora_id -> replicas that its policy allows
-    room       lora_id -> workers that can hold it, or do
-    unusable   lora_id -> why it never will be ready, until somebody acts
+    room       lora_id -> number of workers that can hold it, or do
+    unusable   lora_id -> why it will not become ready until an operator acts
     unplaced   lora_id -> why it is not ready yet
-    known      lora_ids that some agent has inspected
-    old, new   what came of the requests of old_ids and new_ids since the last look
+    known      lora_ids that an agent has inspected
+    old, new   request counts of old_ids and new_ids since the last observation
     """
 
     ready: Mapping[str, int] = field(default_factory=dict)
@@ -148,18 +148,18 @@ class RolloutObservation:
 
 
 def with_last_step(steps: tuple[WeightStep, ...]) -> tuple[WeightStep, ...]:
-    """Steps that end at 1: one that is left out follows the last, and lasts for no time."""
+    """The steps; a last step of weight 1 and duration 0 is added where it is missing."""
     return steps if steps and steps[-1].weight >= 1 else (*steps, WeightStep(1.0, 0.0))
 
 
 def targets_at(rollout: Rollout, step: int) -> Targets:
-    """What the alias points at in a step; before the first, what it did."""
+    """The alias's targets in the step with this index; -1: before the first step."""
     if step < 0:
         return rollout.before
     weight = rollout.steps[step].weight
     if weight >= 1:
         return rollout.after
-    old, new = _shares(rollout.before), _shares(rollout.after)
+    old, new = _traffic_shares(rollout.before), _traffic_shares(rollout.after)
     had = sum(share for name, share in old.items() if name in new)
     if weight <= had:
         return tuple(old.items())
@@ -167,8 +167,8 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     return tuple((name, new[name] * weight if name in new else old[name] * rest) for name in old | new)
 
 
-def targets_now(rollout: Rollout) -> Targets:
-    """What the alias points at now, if nobody but the rollout has set it."""
+def current_targets(rollout: Rollout) -> Targets:
+    """The alias's targets now, unless a caller has set others."""
     if rollout.phase == "done":
         return rollout.after
     if not rollout.is_active:
@@ -176,28 +176,28 @@ def targets_now(rollout: Rollout) -> Targets:
     return targets_at(rollout, rollout.step if rollout.phase == "watching" else rollout.step - 1)
 
 
-def floors(rollout: Rollout) -> dict[str, int]:
-    """lora_id -> replicas that it needs while this goes on: the new ones for their step, the old ones to go back to."""
+def replica_floors(rollout: Rollout) -> dict[str, int]:
+    """lora_id -> minimum of replicas during the rollout: new targets for their step, old ones for a rollback."""
     if not rollout.is_active or not rollout.scale:
         return {}
     found: dict[str, int] = {}
     for targets in (rollout.before, targets_at(rollout, rollout.step)):
-        for lora_id, share in _shares(targets).items():
+        for lora_id, share in _traffic_shares(targets).items():
             found[lora_id] = max(found.get(lora_id, 0), ceil(rollout.scale * share - 1e-9))
     return found
 
 
-def missing(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
-    """lora_id -> what it still lacks before the alias may shift to this step."""
-    had, needed = _shares(targets_at(rollout, rollout.step - 1)), floors(rollout)
-    # Where nobody could use the old version either, there is nothing to break.
+def missing_by_adapter(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
+    """lora_id -> what is still missing before the alias may shift to the current step; empty when it may."""
+    had, needed = _traffic_shares(targets_at(rollout, rollout.step - 1)), replica_floors(rollout)
+    # If the old version cannot be used either, an uninspected new one breaks nothing.
     is_used = any(name in seen.known and name not in seen.unusable for name in had)
     lacks: dict[str, str] = {}
-    for lora_id, share in _shares(targets_at(rollout, rollout.step)).items():
+    for lora_id, share in _traffic_shares(targets_at(rollout, rollout.step)).items():
         if share <= had.get(lora_id, 0.0):
             continue
         wanted = needed.get(lora_id, 0)
-        # One at least: where no worker can hold it, that is what it lacks.
+        # At least one replica is required, even where no worker can hold the adapter.
         wanted = min(wanted, seen.most.get(lora_id, wanted), max(1, seen.room.get(lora_id, wanted)))
         why = seen.unplaced.get(lora_id)
         if seen.ready.get(lora_id, 0) < wanted:
@@ -207,8 +207,8 @@ def missing(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
     return lacks
 
 
-def worse(guard: RolloutGuard, old: RequestTally, new: RequestTally) -> str | None:
-    """Why the new version is worse, or None: it is not, or there are too few requests to tell."""
+def regression_reason(guard: RolloutGuard, old: RequestTally, new: RequestTally) -> str | None:
+    """Why the new version is worse than the old one; None when it is not, or with too few requests to tell."""
     least = max(guard.min_requests, _LEAST_REQUESTS)
     if new.requests >= least:
         increase = new.error_rate - old.error_rate
@@ -226,54 +226,54 @@ def worse(guard: RolloutGuard, old: RequestTally, new: RequestTally) -> str | No
 
 
 def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
-    """The rollout after one look, and what the alias shall point at from now on (None: as it does).
+    """The rollout after one observation, and the alias's new targets (None: unchanged).
 
-    At most one step of the way; to be called again while it changes something.
+    It advances by one phase at most; call it again while the phase changes.
     """
     if not rollout.is_active:
         return rollout, None
     rollout = replace(rollout, old=rollout.old + seen.old, new=rollout.new + seen.new)
     if rollout.scale is None:
-        rollout = replace(rollout, scale=_scale(rollout, seen))
-    why = _why_unusable(rollout, seen) or _why_back(rollout)
+        rollout = replace(rollout, scale=_replicas_for_all_traffic(rollout, seen))
+    why = _unusable_reason(rollout, seen) or _regression_so_far(rollout)
     if why is not None:
-        return _back(rollout, why, now)
+        return _rolled_back(rollout, why, now)
     if rollout.phase == "placing":
-        return _placed(rollout, seen, now)
-    return _watched(rollout, seen, now), None
+        return _advance_placing(rollout, seen, now)
+    return _advance_watching(rollout, seen, now), None
 
 
-def paused(rollout: Rollout, now: float) -> Rollout:
-    """It goes no further, and no time counts; it still goes back when the new version is worse."""
+def paused_rollout(rollout: Rollout, now: float) -> Rollout:
+    """The rollout, paused: it does not advance and its times stand still, but a regression still rolls it back."""
     return replace(rollout, paused_at=now) if rollout.is_active and rollout.paused_at is None else rollout
 
 
-def resumed(rollout: Rollout, now: float) -> Rollout:
-    """On from where it was."""
+def resumed_rollout(rollout: Rollout, now: float) -> Rollout:
+    """The rollout, resumed; the time of the pause does not count."""
     if rollout.paused_at is None:
         return rollout
     return replace(rollout, since=rollout.since + now - rollout.paused_at, paused_at=None)
 
 
-def aborted(rollout: Rollout, now: float) -> tuple[Rollout, Targets | None]:
-    """Back to what it was, because somebody says so."""
+def aborted_rollout(rollout: Rollout, now: float) -> tuple[Rollout, Targets | None]:
+    """The rollout, ended by an operator, and the alias's old targets (None: it was over already)."""
     ended = replace(rollout, phase="aborted", reason="aborted", since=now, paused_at=None)
     return (ended, rollout.before) if rollout.is_active else (rollout, None)
 
 
-def as_json(rollout: Rollout) -> dict[str, Any]:
+def rollout_json(rollout: Rollout) -> dict[str, Any]:
     return asdict(rollout)
 
 
-def _placed(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
-    lacks = missing(rollout, seen)
+def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
+    lacks = missing_by_adapter(rollout, seen)
     if rollout.paused_at is not None:
         return rollout, None
     if lacks:
         if now - rollout.since < rollout.place_s:
             return rollout, None
         what = "; ".join(f"{lora_id}: {lack}" for lora_id, lack in sorted(lacks.items()))
-        return _back(rollout, f"not placed within {rollout.place_s:g} s: {what}", now)
+        return _rolled_back(rollout, f"not placed within {rollout.place_s:g} s: {what}", now)
     shifted = replace(
         rollout,
         phase="watching",
@@ -285,67 +285,67 @@ def _placed(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rol
     return shifted, targets_at(rollout, rollout.step)
 
 
-def _watched(rollout: Rollout, seen: RolloutObservation, now: float) -> Rollout:
+def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) -> Rollout:
     step = rollout.steps[rollout.step]
     if rollout.paused_at is not None or now - rollout.since < step.for_s:
         return rollout
-    # A step that lasts for no time asks for no evidence either.
+    # A step of duration 0 needs no minimum of requests.
     if rollout.guard is not None and step.for_s > 0 and rollout.new.requests < rollout.guard.min_requests:
         return rollout
     if rollout.step + 1 == len(rollout.steps):
         return replace(rollout, phase="done", since=now)
-    scale = max(rollout.scale or 0, _scale(rollout, seen))
+    scale = max(rollout.scale or 0, _replicas_for_all_traffic(rollout, seen))
     return replace(rollout, phase="placing", step=rollout.step + 1, since=now, scale=scale)
 
 
-def _why_unusable(rollout: Rollout, seen: RolloutObservation) -> str | None:
-    """Routers refuse what cannot be used before any engine sees it: no count of errors would ever tell."""
-    for lora_id in _shares(rollout.after):
+def _unusable_reason(rollout: Rollout, seen: RolloutObservation) -> str | None:
+    """Why a new target cannot be used. Routers refuse its requests themselves, so no error count would show it."""
+    for lora_id in _traffic_shares(rollout.after):
         if lora_id in seen.unusable:
             return f"{lora_id} cannot be used: {seen.unusable[lora_id]}"
     return None
 
 
-def _why_back(rollout: Rollout) -> str | None:
+def _regression_so_far(rollout: Rollout) -> str | None:
     if rollout.guard is None or (rollout.phase == "placing" and rollout.step == 0):
         return None
     has_enough = rollout.old.requests >= max(rollout.guard.min_requests, _LEAST_REQUESTS)
-    return worse(rollout.guard, rollout.old if has_enough else rollout.old + rollout.baseline, rollout.new)
+    return regression_reason(rollout.guard, rollout.old if has_enough else rollout.old + rollout.baseline, rollout.new)
 
 
-def _back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | None]:
-    """It ends; where the alias has not shifted yet, it stays as it is."""
+def _rolled_back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | None]:
+    """The rollout, ended for this reason, and the old targets where the alias has shifted already."""
     has_shifted = rollout.phase == "watching" or rollout.step > 0
     phase: Phase = "rolled_back" if has_shifted else "failed"
     ended = replace(rollout, phase=phase, reason=why, since=now, paused_at=None)
     return ended, rollout.before if has_shifted else None
 
 
-def _scale(rollout: Rollout, seen: RolloutObservation) -> int:
-    """Replicas that all sessions of the alias would need together, by what the old targets have for their shares.
+def _replicas_for_all_traffic(rollout: Rollout, seen: RolloutObservation) -> int:
+    """Replicas that all traffic of the alias would need, extrapolated from the old targets' replicas and shares.
 
-    Not their sum: a target with a small share has one replica, too, and many sessions would have room there.
+    Not their sum: a target with a small share has one whole replica, with room for far more traffic.
     """
-    ready = {lora_id: seen.ready.get(lora_id, 0) for lora_id in _shares(rollout.before)}
-    whole = min(ready[lora_id] / share for lora_id, share in _shares(rollout.before).items())
+    ready = {lora_id: seen.ready.get(lora_id, 0) for lora_id in _traffic_shares(rollout.before)}
+    whole = min(ready[lora_id] / share for lora_id, share in _traffic_shares(rollout.before).items())
     return max(*ready.values(), floor(whole + 1e-9))
 
 
-def _shares(targets: Targets) -> dict[str, float]:
-    """lora_id -> share of the alias, those that have one."""
+def _traffic_shares(targets: Targets) -> dict[str, float]:
+    """lora_id -> share of the alias's traffic, without targets of weight 0."""
     total = sum(weight for _, weight in targets)
     return {lora_id: weight / total for lora_id, weight in targets if weight > 0}
 
 
 def _is_more_than_chance(old: RequestTally, new: RequestTally) -> bool:
-    low, _ = _wilson(new)
-    _, high = _wilson(old)
+    low, _ = _error_rate_bounds(new)
+    _, high = _error_rate_bounds(old)
     spread = sqrt((new.error_rate - low) ** 2 + (high - old.error_rate) ** 2)
     return new.error_rate - old.error_rate > spread
 
 
-def _wilson(tally: RequestTally) -> tuple[float, float]:
-    """Bounds of an error rate; of no requests at all, that there are no errors."""
+def _error_rate_bounds(tally: RequestTally) -> tuple[float, float]:
+    """Wilson bounds of the error rate; (0, 0) without requests."""
     n, p = tally.requests, tally.error_rate
     if n <= 0:
         return 0.0, 0.0

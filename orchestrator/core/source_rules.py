@@ -1,15 +1,15 @@
-"""What a reference to an adapter's files may not hold: it is stored, shown, logged and told to every worker."""
+"""Rules for an adapter's source URL. It may hold no secret, because it is stored, shown, logged and sent to workers."""
 
 
 def secret_part(source: str) -> str | None:
-    """Which part of `scheme://where/what` may be a secret: a user or password, a query or a fragment; None for none.
+    """The part of the URL that may be a secret: a user or password, a query or a fragment; None without one.
 
-    A plain path and a `file://` may have any character in them. Agents refuse the same before they fetch.
+    A plain path and a `file://` URL may hold any character. Agents check the same before they fetch.
     """
     scheme, found, rest = source.partition("://")
     if not found or scheme.lower() == "file":
         return None
-    plain = _plain(rest)
+    plain = _without_query(rest)
     if "@" in plain.partition("/")[0]:
         return "a user or password"
     if len(plain) == len(rest):
@@ -18,11 +18,11 @@ def secret_part(source: str) -> str | None:
 
 
 def without_secrets(source: str) -> str:
-    """The reference as a message may have it: neither user, password, query nor fragment, and not too long."""
+    """The URL for messages: without user, password, query and fragment, at most 300 characters."""
     scheme, _, rest = source.partition("://")
-    where, slash, path = _plain(rest).partition("/")
+    where, slash, path = _without_query(rest).partition("/")
     return ascii(f"{scheme}://{where.rpartition('@')[2]}{slash}{path}"[:300])
 
 
-def _plain(rest: str) -> str:
+def _without_query(rest: str) -> str:
     return rest.partition("#")[0].partition("?")[0]

@@ -1,6 +1,6 @@
-"""What is wanted, what was last reported, and what is asked for: frozen snapshots that one pass decides from.
+"""The frozen snapshots that one pass decides from: stored intent, reported fleet, measured demand, and the decision.
 
-All times are seconds of one monotonic clock, that of the process which took the snapshot.
+All times are seconds of the monotonic clock of the process that took the snapshot.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,18 @@ Pair = tuple[str, str]
 """(lora_id, worker_id)"""
 
 SERVING = frozenset({"ready", "cordoned", "unmanaged"})
-"""Worker states in which an adapter that is there counts as a replica that will stay."""
+"""Worker states in which an adapter on the worker counts as a lasting replica."""
 OCCUPYING = frozenset({"loading", "ready", "draining"})
-"""States of an adapter on a worker in which it takes one of the worker's slots."""
+"""Adapter states in which the adapter takes one of the worker's slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredAdapter:
     """One registered adapter. digest, rank and size_bytes are None until an agent has inspected it.
 
-    secret         name/key of the credentials for its source, which workers have in a file
-    pinned_source  where those very bytes are, of a source that moves on: a branch as the commit that was inspected
+    secret         name/key of the credentials for `source`; workers have them in a file
+    pinned_source  `source` with its branch replaced by the commit that was inspected
+    quarantine     why no engine takes its bytes; None while it may be loaded
     """
 
     lora_id: str
@@ -43,7 +44,7 @@ class RegisteredAdapter:
 
     @property
     def fetched_from(self) -> str:
-        """Where workers find it."""
+        """The source that workers fetch from: the pinned one where there is one."""
         return self.pinned_source or self.source
 
     @property
@@ -53,7 +54,7 @@ class RegisteredAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPolicy:
-    """The global placement policy; the same fields as `wire.Policy`, where they are described."""
+    """The global placement policy. Its fields are those of `wire.Policy`, which describes them."""
 
     loading: str = "lazy"
     min_replicas: int = 1
@@ -73,7 +74,7 @@ class PlacementPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """All that was asked for over REST and is stored. `tombstones`: lora_id -> digest of adapters that were deleted."""
+    """The stored intent that placement needs. `tombstones`: lora_id -> digest of a deleted adapter."""
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     tombstones: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedAdapter:
-    """An adapter on a worker, as its agent reported it. `since`: when it became ready there."""
+    """An adapter on a worker, as the worker's agent reported it. `since`: when it became ready there."""
 
     lora_id: str
     digest: str
@@ -93,12 +94,17 @@ class ReportedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
-    """A worker as last reported. `slots`: how many adapters it can hold at all; `running`: requests in its engine.
+    """A worker as last reported.
 
-    base_model    by its name in the fleet
-    reported_at   when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
-    is_terminating  its pod is being ended: it is left alone, and what it holds is needed elsewhere
-    refusal       why it takes no adapters at all; empty: it takes them
+    state           a `wire.WorkerState`, or "warming" (see `warm_up.py`)
+    slots           adapters that the engine can hold at all
+    running         requests in the engine, its queue included
+    refusal         why the worker takes no adapters at all; empty: it takes them
+    adapters        lora_id -> adapter on the worker, in any state
+    drain_deadline  when the worker is told to drain even if adapters are still to be moved
+    is_agent_draining  the agent has been told to drain
+    is_terminating  Kubernetes is ending its pod: nothing is done there, and its adapters are needed elsewhere
+    reported_at     when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
     """
 
     id: str
@@ -107,7 +113,7 @@ class ObservedWorker:
     slots: int
     max_lora_rank: int
     refusal: str = ""
-    held: Mapping[str, ReportedAdapter] = field(default_factory=dict)
+    adapters: Mapping[str, ReportedAdapter] = field(default_factory=dict)
     zone: str = ""
     node: str = ""
     running: int = 0
@@ -117,31 +123,31 @@ class ObservedWorker:
     is_terminating: bool = False
     reported_at: float = 0.0
 
-    def fits(self, base_model: str | None, rank: int) -> bool:
-        """Whether it is ready for an adapter of this base model and rank, full or not."""
+    def can_accept(self, base_model: str | None, rank: int) -> bool:
+        """Whether the worker is ready and its engine takes adapters of this base model and rank; it may be full."""
         is_open = self.state == "ready" and self.slots > 0
         return is_open and base_model == self.base_model and rank <= self.max_lora_rank
 
-    def serves(self, base_model: str | None) -> bool:
-        """Whether requests for an adapter of this base model go there; None: not known yet.
+    def can_serve(self, base_model: str | None) -> bool:
+        """Whether requests for an adapter of this base model may go to the worker. None (not known yet) counts as yes.
 
-        What its engine holds may be of another: an agent that starts again under another name brings it back.
+        An engine may hold adapters of another base model: after a restart its agent may name the model otherwise.
         """
         return base_model in (None, self.base_model)
 
     @property
-    def occupied(self) -> int:
-        return sum(held.state in OCCUPYING for held in self.held.values())
+    def occupied_slots(self) -> int:
+        return sum(held.state in OCCUPYING for held in self.adapters.values())
 
-    def holds(self, lora_id: str) -> bool:
-        """Whether the adapter takes a slot there; one that is only on its disk, or failed, does not."""
-        held = self.held.get(lora_id)
+    def has_in_slot(self, lora_id: str) -> bool:
+        """Whether the adapter takes a slot on the worker. An adapter that is only on disk, or failed, takes none."""
+        held = self.adapters.get(lora_id)
         return held is not None and held.state in OCCUPYING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFailure:
-    """That an adapter failed on a worker, until when that counts, and why."""
+    """An adapter's failure on a worker. It blocks loads there until `until`."""
 
     until: float
     code: str
@@ -150,7 +156,10 @@ class AdapterFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandingTarget:
-    """A replica target above 1 that stands, and since when demand has asked for clearly less."""
+    """A replica target above 1 from an earlier pass.
+
+    below_since  since when demand needs clearly fewer replicas; None while it does not
+    """
 
     replicas: int
     below_since: float | None = None
@@ -158,51 +167,51 @@ class StandingTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnHistory:
-    """Steps of late that no request waited for.
+    """Recent placement steps that no request waited for: what the churn limiter counts.
 
-    named         those that the last pass named, so that one step is counted once however long it takes
-    counts        (second, how many were named in it), oldest first
-    frozen_since  when there were too many; None while all is calm
+    named_steps   steps of the last pass; a step that takes many passes is counted once
+    step_counts   (second, new steps in that second), oldest first
+    frozen_since  when the limit was reached; None while moves are allowed
     """
 
-    named: frozenset[tuple[str, str, str]] = frozenset()
-    counts: tuple[tuple[int, int], ...] = ()
+    named_steps: frozenset[tuple[str, str, str]] = frozenset()
+    step_counts: tuple[tuple[int, int], ...] = ()
     frozen_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassMemory:
-    """What one pass hands to the next, and all that does: losing it costs no more than some patience.
+    """All that one pass hands to the next. Losing it only delays scale-downs and moves.
 
-    scales   lora_id -> the target that stands
-    moves    (lora_id, worker_id it leaves) -> worker_id it goes to
+    standing_targets  lora_id -> target of an earlier pass
+    moves             (lora_id, worker_id it leaves) -> worker_id it goes to
     """
 
-    scales: Mapping[str, StandingTarget] = field(default_factory=dict)
+    standing_targets: Mapping[str, StandingTarget] = field(default_factory=dict)
     moves: Mapping[Pair, str] = field(default_factory=dict)
-    storm: ChurnHistory = field(default_factory=ChurnHistory)
+    churn: ChurnHistory = field(default_factory=ChurnHistory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFleet:
-    """The fleet as reported, and what we know to be under way there."""
+    """The fleet as reported, and the operations in progress there."""
 
     workers: Mapping[str, ObservedWorker] = field(default_factory=dict)
     failures: Mapping[Pair, AdapterFailure] = field(default_factory=dict)
     busy: Mapping[str, int] = field(default_factory=dict)
-    """worker_id -> loads and unloads that we have started there and not yet heard the end of"""
+    """worker_id -> loads and unloads in progress there"""
     inspecting: Mapping[str, str] = field(default_factory=dict)
-    """lora_id -> worker_id that fetches and verifies it right now"""
+    """lora_id -> worker_id that fetches and verifies it now"""
     loads_in_flight: int = 0
-    owed: Mapping[Pair, str] = field(default_factory=dict)
-    """named victims of loads that took the reserve, and what they made room for: they leave as soon as they drained"""
-    evicting: frozenset[Pair] = frozenset()
-    """named victims of loads that are on their way: each is gone when its load is there"""
+    reserve_victims: Mapping[Pair, str] = field(default_factory=dict)
+    """(lora_id, worker_id) that leaves once drained -> adapter whose load took the reserve slot instead of waiting"""
+    loading_victims: frozenset[Pair] = frozenset()
+    """victims of loads in progress: the agent unloads the victim as part of the load"""
     memory: PassMemory = field(default_factory=PassMemory)
-    """what the last pass left in `DesiredPlacement.memory`"""
+    """`DesiredPlacement.memory` of the last pass"""
 
-    def failed(self, lora_id: str, worker_id: str, now: float) -> AdapterFailure | None:
-        """The failure that counts there now; one under the worker_id "" counts everywhere."""
+    def current_failure(self, lora_id: str, worker_id: str, now: float) -> AdapterFailure | None:
+        """The adapter's failure that blocks loads on the worker now. Failures of worker_id "" block every worker."""
         for where in (worker_id, ""):
             failure = self.failures.get((lora_id, where))
             if failure is not None and failure.until > now:
@@ -212,34 +221,35 @@ class ObservedFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedReplicas:
-    """Somebody asks for an adapter that is not, or not often enough, there.
+    """Replicas of an adapter that `ensure` callers, or the loss of a worker, ask for and that are not all ready.
 
-    may_evict   whether somebody else may be thrown out for it
-    is_repair   it lost its place with a worker, and no request waits for it
-    since       when the first of those who ask began to; seconds of the clock that passes are told
-    is_left     who asks asks again every few seconds, and nobody did: they have gone
-    tenants     who asks, "" for all that have no tenant; empty where nobody says
+    may_evict     whether another adapter may be evicted for it
+    is_repair     the adapter was lost with a worker or engine, and no request waits for it
+    since         when the first caller asked
+    is_abandoned  no caller has repeated its `ensure` of late: the waiting clients have gone
+    tenants       tenants of the waiting requests, "" for requests without tenant; empty: not known
     """
 
     replicas: int
     may_evict: bool = True
     is_repair: bool = False
     since: float = 0.0
-    is_left: bool = False
+    is_abandoned: bool = False
     tenants: frozenset[str] = frozenset()
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether requests wait for it, as far as is known."""
-        return not self.is_repair and not self.is_left
+        """Whether requests wait for the adapter, as far as is known."""
+        return not self.is_repair and not self.is_abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
-    """What routers count of one adapter; a second, or in all.
+    """Routers' counts of one adapter: totals, or rates per second.
 
-    work_s   seconds of engine work for its requests; a second, this is how many workers it keeps busy
-    held     requests that waited in a router, for a load or for room, `hold_s` how long together; `sheds` were refused
+    work_s   seconds of engine work; as a rate: how many workers the adapter keeps busy
+    held     requests that waited in a router for a load or for room; `hold_s`: the sum of their waits
+    sheds    requests that routers refused
     """
 
     requests: float = 0.0
@@ -256,35 +266,35 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandSnapshot:
-    """What routers say they sent, and what they ask for.
+    """Demand as routers report it, and the replicas that are asked for.
 
-    rates    lora_id -> requests a second
-    work     lora_id -> seconds of engine work a second; 0 where routers do not say
-    habits   lora_id -> requests a second over a time 15 times as long: who comes back though nobody asks just now
-    last     lora_id -> when the last request for it was reported
-    surges   lora_id -> as `work`, over a sixth of the time: seen sooner, and by that less sure
-    backlog  lora_id -> seconds of engine work that wait in routers, because workers that have the adapter are full
-    is_blind no router has reported of late: that nothing is counted is no sign that nothing is asked for
-    in_use   (lora_id, worker_id) with a request in flight
-    wants    lora_id -> what is asked for and not there yet; none that has expired
-    turns    tenant -> when the last load of what it waits for began
+    rates            lora_id -> requests a second over the demand window
+    work             lora_id -> seconds of engine work a second; 0 where routers do not report it
+    surges           lora_id -> as `work`, over a sixth of the window: sooner, and less certain
+    habits           lora_id -> requests a second over 15 windows: adapters whose requests come back
+    last_request_at  lora_id -> when its last request was reported
+    backlog          lora_id -> seconds of engine work queued in routers because the adapter's workers are full
+    is_blind         no router has reported of late, so low figures do not mean low demand
+    in_use           (lora_id, worker_id) with a request in flight
+    wants            lora_id -> replicas asked for and not all ready
+    last_load_at     tenant -> when the last load for its waiting requests began
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
     surges: Mapping[str, float] = field(default_factory=dict)
     habits: Mapping[str, float] = field(default_factory=dict)
-    last: Mapping[str, float] = field(default_factory=dict)
+    last_request_at: Mapping[str, float] = field(default_factory=dict)
     backlog: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, WantedReplicas] = field(default_factory=dict)
-    turns: Mapping[str, float] = field(default_factory=dict)
+    last_load_at: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLoad:
-    """Put this adapter there; `evict` names the adapter that has to make room."""
+    """Load the adapter on the worker; `evict` names the adapter that makes room."""
 
     lora_id: str
     worker_id: str
@@ -294,7 +304,7 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRemoval:
-    """Take this adapter away from there: a tombstone, a finished move, or a load whose victim it is."""
+    """Unload the adapter from the worker: it was deleted, moved, or made room for a load."""
 
     lora_id: str
     worker_id: str
@@ -303,7 +313,7 @@ class PlannedRemoval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedInspection:
-    """Have this worker fetch and verify an adapter whose digest and rank nobody knows yet."""
+    """Let the worker fetch and verify an adapter whose digest and rank are not known yet."""
 
     lora_id: str
     worker_id: str
@@ -314,13 +324,13 @@ class PlannedInspection:
 class DesiredPlacement:
     """Where adapters should be, and the steps that lead there.
 
-    replicas   lora_id -> workers where it is and stays, or will be
-    targets    lora_id -> how many replicas it should have (only where that is not 0)
-    unplaced   lora_id -> why fewer replicas than the target could be placed, or none could be if it was asked for
-    fits_nowhere  those of them that no worker could hold, whatever became free there
-    leaving    workers that may now be told to drain, as nothing there has to be moved any more
-    frozen     why nothing is moved at present though it should be; None when nothing is frozen
-    memory     for the next pass
+    replicas          lora_id -> workers where it is and stays, or will be
+    targets           lora_id -> replicas that it should have (only where that is not 0)
+    unplaced          lora_id -> why fewer replicas than the target can be placed, or none at all
+    fits_nowhere      lora_id -> error code of an adapter that no worker could hold, however empty
+    workers_to_drain  workers that may be told to drain now: no adapter there has to be moved any more
+    frozen_reason     why the churn limiter stops moves; None while they are allowed
+    memory            `PassMemory` for the next pass
     """
 
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -330,6 +340,6 @@ class DesiredPlacement:
     inspections: tuple[PlannedInspection, ...] = ()
     unplaced: Mapping[str, str] = field(default_factory=dict)
     fits_nowhere: Mapping[str, str] = field(default_factory=dict)
-    leaving: tuple[str, ...] = ()
-    frozen: str | None = None
+    workers_to_drain: tuple[str, ...] = ()
+    frozen_reason: str | None = None
     memory: PassMemory = field(default_factory=PassMemory)

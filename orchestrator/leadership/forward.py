@@ -86,7 +86,7 @@ class LeaderForwarding:
 
     async def _elsewhere(self, request: Request) -> Response | None:
         """The leader's answer, or a refusal; None for a read that we may answer, as nobody leads."""
-        leader = self._leadership.other
+        leader = self._leadership.other_holder
         trouble = self._leadership.trouble
         why = "this orchestrator does not lead, and knows of none that does" + (f": {trouble}" if trouble else "")
         if FORWARDED in request.headers:
@@ -141,7 +141,7 @@ class LeaderForwarding:
         return await watched(sending, look, every_s=_LOOK_EVERY_S)
 
     def _leads(self, leader: LeaseRecord) -> bool:
-        now = self._leadership.other
+        now = self._leadership.other_holder
         return now is not None and now.holder == leader.holder
 
     async def _body(self, leader: LeaseRecord, answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -66,7 +66,7 @@ class Leadership:
     @property
     def is_leading(self) -> bool:
         """Whether we may act at this moment."""
-        return self._is_term and self._candidate.left_s(self._clock()) > 0
+        return self._is_term and self._candidate.remaining_s(self._clock()) > 0
 
     @property
     def is_late(self) -> bool:
@@ -83,9 +83,9 @@ class Leadership:
                     await self._looked.wait()
 
     @property
-    def other(self) -> LeaseRecord | None:
+    def other_holder(self) -> LeaseRecord | None:
         """Who leads, when we do not and somebody does."""
-        return None if self.is_leading else self._candidate.other(self._clock())
+        return None if self.is_leading else self._candidate.other_holder(self._clock())
 
     @property
     def trouble(self) -> str:
@@ -95,8 +95,8 @@ class Leadership:
     @property
     def leader_url(self) -> str | None:
         """Of whoever leads, as far as we know; ours when we do."""
-        other = self.other
-        return self._candidate.mine.url if self.is_leading else other.url if other is not None else None
+        other = self.other_holder
+        return self._candidate.own_record.url if self.is_leading else other.url if other is not None else None
 
     def require(self) -> None:
         """Raises LeaseLost unless we may act at this moment."""
@@ -131,7 +131,7 @@ class Leadership:
         """
         while True:
             self._due.clear()
-            left_s = self._candidate.left_s(self._clock())
+            left_s = self._candidate.remaining_s(self._clock())
             try:
                 if self.is_late and not await self._may_look_late():
                     self._end_in_time()
@@ -165,24 +165,24 @@ class Leadership:
     def _wait_s(self) -> float:
         """Until the next look: sooner where our own time ends before it, or somebody else's."""
         now = self._clock()
-        ends = [end for end in (self._candidate.left_s(now), self._candidate.free_in_s(now)) if end]
+        ends = [end for end in (self._candidate.remaining_s(now), self._candidate.free_in_s(now)) if end]
         return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
     async def step(self) -> None:
         """One look at the lease, and one write if it is ours to renew or free to take. Raises LeaseUnreachable."""
         candidate, clock = self._candidate, self._clock
-        candidate.look(await self._lease.read(), clock())
-        if not candidate.is_held():
+        candidate.observe_record(await self._lease.read(), clock())
+        if not candidate.holds_lease():
             self._end_in_time()  # somebody else may have had it, and given it back, since our last look
-        other = candidate.seen if candidate.seen and candidate.seen.holder != self.holder else None
+        other = candidate.last_seen if candidate.last_seen and candidate.last_seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
-        wanted = candidate.wanted(asked_at, is_holder_gone=is_gone)
-        if wanted is not None and await self._lease.write(wanted, candidate.seen):
-            candidate.wrote(wanted, asked_at)
+        wanted = candidate.next_record(asked_at, is_holder_gone=is_gone)
+        if wanted is not None and await self._lease.write(wanted, candidate.last_seen):
+            candidate.record_written(wanted, asked_at)
         self._end_in_time()
         self._trouble = ""
-        if candidate.left_s(clock()) > 0 and not self._is_term:
+        if candidate.remaining_s(clock()) > 0 and not self._is_term:
             try:
                 await self.prepare()
             except OrchestratorError as exc:
@@ -195,7 +195,7 @@ class Leadership:
 
     async def release(self) -> None:
         """An orderly end: whoever is next need not wait."""
-        held = self._candidate.seen if self._candidate.left_s(self._clock()) else None
+        held = self._candidate.last_seen if self._candidate.remaining_s(self._clock()) else None
         if self._is_term:
             self._end("stopping")
         if held is not None and held.holder == self.holder:
@@ -208,7 +208,7 @@ class Leadership:
 
     def _begin(self) -> None:
         """Begin a term, if there is still time for one."""
-        if self._is_term or not self._candidate.left_s(self._clock()):
+        if self._is_term or not self._candidate.remaining_s(self._clock()):
             return
         try:
             self.on_begin()
@@ -221,7 +221,7 @@ class Leadership:
             log.info("leading", holder=self.holder)
 
     def _end_in_time(self) -> None:
-        if self._is_term and not self._candidate.left_s(self._clock()):
+        if self._is_term and not self._candidate.remaining_s(self._clock()):
             self._end("the lease was not renewed in time, or somebody else has it")
 
     def _end(self, reason: str) -> None:

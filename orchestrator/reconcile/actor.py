@@ -20,7 +20,7 @@ from orchestrator.core.errors import (
     StoreError,
     WorkerFailed,
 )
-from orchestrator.core.failures import ANYWHERE, ENGINES_NO, LONGEST_S, blamed
+from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSED, LONGEST_S, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
 from orchestrator.core.state import RegisteredAdapter, ReportedAdapter
 from orchestrator.metrics import OrchestratorMetrics
@@ -111,7 +111,7 @@ class ActionRunner:
             it.loading[pair] = adapter.digest or ""
             it.load_began[pair] = self._clock()
             if action.evict is not None:
-                it.evicting.add((action.evict, action.worker_id))
+                it.loading_victims.add((action.evict, action.worker_id))
             self._tasks.spawn(self._guarded(action, self._load(action, adapter), settings.load_timeout_s))
         else:
             it.busy[action.worker_id] += 1
@@ -171,7 +171,7 @@ class ActionRunner:
             it.loading.pop((action.lora_id, action.worker_id), None)
             it.load_began.pop((action.lora_id, action.worker_id), None)
             if action.evict is not None:
-                it.evicting.discard((action.evict, action.worker_id))
+                it.loading_victims.discard((action.evict, action.worker_id))
         elif action.operation == "unload":
             it.unloading.discard((action.lora_id, action.worker_id))
         self._metrics.ended(action.operation, end.outcome, duration_s)
@@ -183,16 +183,16 @@ class ActionRunner:
 
     def _succeeded(self, action: WorkerAction) -> None:
         failures = self._underway.failures
-        failures.succeeded((action.lora_id, action.worker_id))
+        failures.record_success((action.lora_id, action.worker_id))
         if action.operation != "unload":
-            failures.succeeded((action.lora_id, ANYWHERE))  # somebody found good bytes, or an engine took them
+            failures.record_success((action.lora_id, ANYWHERE))  # somebody found good bytes, or an engine took them
 
     def _failed(self, action: WorkerAction, code: str, message: str, retry_after_s: float | None) -> None:
         """It counts against this adapter on this worker, for longer each time in a row."""
         expiry_s = self._store.rules.failure_expiry_s
         # A worker that is starting again is a matter of moments, and somebody's request may be waiting for it.
         is_passing = code in PASSING_CODES
-        self._underway.failures.add(
+        self._underway.failures.record_failure(
             (action.lora_id, action.worker_id),
             code,
             message,
@@ -219,8 +219,8 @@ class ActionRunner:
         blame = "worker"
         if not adapter.is_inspected:
             blame = "worker" if self._has_others_to_ask(action, adapter, exc.code) else "fleet"
-        elif exc.code == ENGINES_NO:
-            blame = blamed(adapter, self._reads.observe(), self._clock())
+        elif exc.code == ENGINE_REFUSED:
+            blame = failure_scope(adapter, self._reads.observe(), self._clock())
         if blame == "adapter":
             self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
             log.warning("adapter quarantined", lora_id=action.lora_id, code=exc.code, error=str(exc))
@@ -234,14 +234,16 @@ class ActionRunner:
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
         if code == "base_model_mismatch" and adapter.base_model is None:
             tried = observed.workers.get(action.worker_id)
-            failure = self._underway.failures.current[action.lora_id, action.worker_id]
+            failure = self._underway.failures.by_pair[action.lora_id, action.worker_id]
             for worker in ready:
                 if tried is not None and worker.base_model == tried.base_model:
-                    self._underway.failures.put((action.lora_id, worker.id), failure)
-        elif code not in SOURCE_CODES or self._underway.failures.count(action.lora_id, now) >= MOST_TRIED:
+                    self._underway.failures.set_failure((action.lora_id, worker.id), failure)
+        elif (
+            code not in SOURCE_CODES or self._underway.failures.blocked_worker_count(action.lora_id, now) >= MOST_TRIED
+        ):
             return False
-        observed = replace(observed, failures=self._underway.failures.current)
-        return any(observed.failed(action.lora_id, worker.id, now) is None for worker in ready)
+        observed = replace(observed, failures=self._underway.failures.by_pair)
+        return any(observed.current_failure(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: WorkerAction) -> None:
         adapter = self._store.adapters[action.lora_id]
@@ -299,7 +301,7 @@ class ActionRunner:
         self._underway.load_seconds.append(self._clock() - began)
         self._fleet.loaded(action.worker_id, lora, evicted)
         if action.evict_after is not None:
-            self._underway.owed[action.evict_after, action.worker_id] = action.lora_id
+            self._underway.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
         if action.evict is not None:
             self._underway.drains.pop((action.evict, action.worker_id), None)
             self._metrics.evicted(action.evict, "lru")
@@ -322,7 +324,7 @@ class ActionRunner:
 
     def _why_evicted(self, action: WorkerAction) -> str | None:
         """lru: made room for another; capacity: its worker is to be empty; ttl: nobody needs this copy any more."""
-        if (action.lora_id, action.worker_id) in self._underway.owed:
+        if (action.lora_id, action.worker_id) in self._underway.reserve_victims:
             return "lru"
         adapter = self._store.adapters.get(action.lora_id)
         if adapter is None or adapter.is_deleting:
@@ -390,7 +392,7 @@ class ActionRunner:
     def _held(self, lora_id: str, worker_id: str) -> ReportedAdapter:
         """The adapter there, as reported. Raises WorkerFailed when it went meanwhile."""
         worker = self._reads.observe().workers.get(worker_id)
-        held = None if worker is None else worker.held.get(lora_id)
+        held = None if worker is None else worker.adapters.get(lora_id)
         if held is None:
             raise WorkerFailed(f"{lora_id} is no longer on worker {worker_id}", code="not_loaded")
         return held

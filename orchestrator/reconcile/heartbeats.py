@@ -147,10 +147,10 @@ class HeartbeatMonitor:
             adapter = self._store.adapters.get(lora_id)
             if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._underway.drains:
                 continue
-            is_hot = self._demand.rate(lora_id, now) > 0
+            is_hot = self._demand.request_rate(lora_id, now) > 0
             there = len(self._reads.ready_on(lora_id))
             want = WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
-            self._demand.want(lora_id, want, now + self._settings.wanted_for_s)
+            self._demand.add_want(lora_id, want, now + self._settings.wanted_for_s)
             log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
         if change.is_news:
             self._poke()

@@ -33,9 +33,9 @@ class OperationsInProgress:
     inspecting: dict[str, str] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
-    evicting: set[Pair] = field(default_factory=set)
+    loading_victims: set[Pair] = field(default_factory=set)
     drains: dict[Pair, AdapterDrain] = field(default_factory=dict)
-    owed: dict[Pair, str] = field(default_factory=dict)
+    reserve_victims: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)
     load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
@@ -43,4 +43,4 @@ class OperationsInProgress:
         """Our term is over: drains and debts are our successor's to find. What is cancelled settles its own count."""
         self.leaving.clear()
         self.drains.clear()
-        self.owed.clear()
+        self.reserve_victims.clear()

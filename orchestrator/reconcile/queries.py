@@ -47,13 +47,13 @@ class FleetQueries:
         it = self._underway
         seen = self._fleet.snapshot(
             self._store.workers,
-            failures=it.failures.current,
+            failures=it.failures.by_pair,
             busy=it.busy,
             loading=it.loading,
             draining=it.drains,
             inspecting=it.inspecting,
-            owed=it.owed,
-            evicting=it.evicting,
+            reserve_victims=it.reserve_victims,
+            loading_victims=it.loading_victims,
             digests=self.digest,
         )
         return replace(seen, memory=self.view.desired.memory)
@@ -105,7 +105,7 @@ class FleetQueries:
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
-        failure = self._underway.failures.shared(lora_id, self._clock())
+        failure = self._underway.failures.fleet_failure(lora_id, self._clock())
         if failure is None or self.ready_on(lora_id):
             return None
         return f"{failure.code}: {failure.message}"
@@ -115,14 +115,14 @@ class FleetQueries:
         quarantine = self.quarantine(lora_id)
         if quarantine is not None:
             return quarantine
-        newest = self._underway.failures.newest(lora_id, self._clock())
+        newest = self._underway.failures.newest_failure(lora_id, self._clock())
         return f"{newest.code}: {newest.message}" if newest is not None else self.view.desired.unplaced.get(lora_id)
 
     def states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""
         it, ready = self._underway, self.ready_table()
         loading = {lora_id for lora_id, _ in it.loading}
-        troubled = it.failures.adapters | self.view.desired.unplaced.keys()
+        troubled = it.failures.failed_ids | self.view.desired.unplaced.keys()
         found: dict[str, tuple[str, str | None]] = {}
         for lora_id, adapter in self._store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled
@@ -133,7 +133,7 @@ class FleetQueries:
 
     def failed(self) -> dict[str, str]:
         """lora_id -> "code: message" of the adapters that can be used nowhere, whoever is asked."""
-        found = {lora_id: why for lora_id in self._underway.failures.adapters if (why := self.quarantine(lora_id))}
+        found = {lora_id: why for lora_id in self._underway.failures.failed_ids if (why := self.quarantine(lora_id))}
         found |= {name: it.quarantine for name, it in self._store.adapters.items() if it.quarantine is not None}
         desired = self.view.desired
         found |= {name: f"{code}: {desired.unplaced.get(name, '')}" for name, code in desired.fits_nowhere.items()}
@@ -142,9 +142,9 @@ class FleetQueries:
     def failed_count(self) -> int:
         """Adapters in state `failed`."""
         it, store = self._underway, self._store
-        shared = sum(self.quarantine(lora_id) is not None for lora_id in it.failures.adapters)
+        shared = sum(self.quarantine(lora_id) is not None for lora_id in it.failures.failed_ids)
         return shared + sum(
-            adapter.quarantine is not None and lora_id not in it.failures.adapters
+            adapter.quarantine is not None and lora_id not in it.failures.failed_ids
             for lora_id, adapter in store.adapters.items()
         )
 

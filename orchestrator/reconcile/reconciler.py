@@ -20,8 +20,8 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import InvalidAdapter
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.pools import RouterQueues
-from orchestrator.core.placement.warm_up import warm_shares
-from orchestrator.core.plan import WorkerAction, diff, drains_wanted, is_drained
+from orchestrator.core.placement.warm_up import warm_up_loads
+from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.state import (
     AdapterFailure,
     DesiredPlacement,
@@ -213,7 +213,7 @@ class Reconciler:
         self.asked(lora_id, by)
         now = self._clock()
         want = WantedReplicas(replicas=replicas, since=now, tenants=frozenset(tenants))
-        if self.demand.want(lora_id, want, now + self.settings.wanted_for_s):
+        if self.demand.add_want(lora_id, want, now + self.settings.wanted_for_s):
             self.poke()
 
     def asked(self, lora_id: str, by: str) -> None:
@@ -228,7 +228,7 @@ class Reconciler:
 
     def forget_failures(self, lora_id: str) -> None:
         """Let the adapter be tried anywhere again."""
-        self._underway.failures.forget(lora_id)
+        self._underway.failures.forget_adapter(lora_id)
 
     @property
     def has_drains(self) -> bool:
@@ -273,15 +273,15 @@ class Reconciler:
         self._drop_what_is_over()
         self.rollouts.turn()
         desired, observed, actions, warming = self._decide()
-        if desired.frozen is not None and self._reads.view.desired.frozen is None:
-            log.warning("moves frozen", reason=desired.frozen)
+        if desired.frozen_reason is not None and self._reads.view.desired.frozen_reason is None:
+            log.warning("moves frozen", reason=desired.frozen_reason)
         self._reads.view = LastPass(observed, desired, warming)
         self._end_drains(desired)
         for action in actions:
             self._actor.start(action)
             if action.operation == "load":
-                self.demand.begun(action.lora_id, self._clock())
-        self._metrics.frozen.set(desired.frozen is not None)
+                self.demand.record_load_started(action.lora_id, self._clock())
+        self._metrics.frozen.set(desired.frozen_reason is not None)
         self.refresh_catalog()
         self.on_pass()
         self._metrics.pass_seconds.observe(time.perf_counter() - began)
@@ -300,11 +300,12 @@ class Reconciler:
         if not self._may_decide:
             return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
-        intent, demand = self.rollouts.held(self.store.intent), self.demand.snapshot(now)
+        intent, demand = self.rollouts.with_replica_floors(self.store.intent), self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
-        warming = warm_shares(intent, observed, demand, self.store.rules, now)
+        warming = warm_up_loads(intent, observed, demand, self.store.rules, now)
         desired = replace(
-            desired, leaving=tuple(name for name in desired.leaving if name not in self._underway.leaving)
+            desired,
+            workers_to_drain=tuple(name for name in desired.workers_to_drain if name not in self._underway.leaving),
         )
         inspects = self.settings.inspects_in_flight - len(self._underway.inspecting)
         # After everything that somebody may wait for.
@@ -322,13 +323,13 @@ class Reconciler:
 
     def _drop_what_is_over(self) -> None:
         now = self._clock()
-        self._underway.failures.expire(now)
+        self._underway.failures.drop_expired(now)
         self._watcher.forget_the_lost()
-        wants = self.demand.wants(now)
+        wants = self.demand.open_wants(now)
         ready = self.ready_table() if wants else {}
         for lora_id, want in wants.items():
             if lora_id not in self.store.adapters or len(ready.get(lora_id, ())) >= want.replicas:
-                self.demand.satisfied(lora_id)
+                self.demand.drop_want(lora_id)
                 self._audit.served(lora_id)
         if self._may_decide:
             self._finish_deletions()
@@ -347,14 +348,14 @@ class Reconciler:
         held = {
             held.lora_id
             for worker in self.observe().workers.values()
-            for held in worker.held.values()
+            for held in worker.adapters.values()
             if held.state != "failed"
         }
         held |= self._underway.inspecting.keys()
         for adapter in deleting:
             if adapter.lora_id not in held:
                 self.store.drop_adapter(adapter.lora_id)
-                self.demand.forget(adapter.lora_id)
+                self.demand.forget_adapter(adapter.lora_id)
                 self.forget_failures(adapter.lora_id)  # registered anew, it may name another source
                 self._metrics.forget(adapter.lora_id)
                 self._audit.served(adapter.lora_id)
@@ -364,19 +365,19 @@ class Reconciler:
         """A mark that no pass asks for any more is lifted, unless an action that relies on it is under way."""
         if not self._may_decide:
             return
-        wanted = drains_wanted(desired)
+        wanted = required_drains(desired)
         for pair in [pair for pair in self._underway.drains if pair not in wanted and not self._underway.busy[pair[1]]]:
             del self._underway.drains[pair]
-        self._underway.owed = {
+        self._underway.reserve_victims = {
             pair: lora_id
-            for pair, lora_id in self._underway.owed.items()
+            for pair, lora_id in self._underway.reserve_victims.items()
             if pair in wanted or self._underway.busy[pair[1]]
         }
 
     def _usage(self) -> Mapping[str, tuple[float, float]]:
         """lora_id -> (requests in all since our start, requests a second now)."""
         rates = self.demand.snapshot(self._clock()).rates
-        return {lora_id: (self.demand.total(lora_id).requests, rate) for lora_id, rate in rates.items()}
+        return {lora_id: (self.demand.traffic_totals(lora_id).requests, rate) for lora_id, rate in rates.items()}
 
     # -- what others ask ---------------------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ class Reconciler:
 
     @property
     def failures(self) -> Mapping[Pair, AdapterFailure]:
-        return self._underway.failures.current
+        return self._underway.failures.by_pair
 
     def hear(self, report: Metadata) -> None:
         """An agent's heartbeat."""

@@ -15,12 +15,12 @@ from orchestrator.core.rollout import (
     RolloutObservation,
     Targets,
     WeightStep,
-    aborted,
+    aborted_rollout,
     advance,
-    floors,
-    missing,
-    paused,
-    resumed,
+    missing_by_adapter,
+    paused_rollout,
+    replica_floors,
+    resumed_rollout,
     with_last_step,
 )
 from orchestrator.core.state import Intent, ObservedWorker, RegisteredAdapter
@@ -64,11 +64,11 @@ class RolloutController:
             for rollout in going:
                 self._step(rollout, self._seen(rollout, ready, running, workers))
 
-    def held(self, intent: Intent) -> Intent:
+    def with_replica_floors(self, intent: Intent) -> Intent:
         """The intent with the replicas that rollouts need as minima, whatever demand says."""
         wanted: dict[str, int] = {}
         for rollout in self._store.rollouts.values():
-            for lora_id, least in floors(rollout).items():
+            for lora_id, least in replica_floors(rollout).items():
                 wanted[lora_id] = max(wanted.get(lora_id, 0), least)
         if not wanted:
             return intent
@@ -151,7 +151,7 @@ class RolloutController:
     def pause(self, alias: str, is_paused: bool, actor: str) -> Rollout:
         """Pause or resume it; repeats change nothing. Raises NotFound, StateConflict when it is over."""
         rollout = self._under_way(alias)
-        after = paused(rollout, self._wall()) if is_paused else resumed(rollout, self._wall())
+        after = paused_rollout(rollout, self._wall()) if is_paused else resumed_rollout(rollout, self._wall())
         if after != rollout:
             self._keep(rollout, after, None, "paused" if is_paused else "resumed", actor)
             self._look(after)
@@ -160,7 +160,7 @@ class RolloutController:
     def abort(self, alias: str, actor: str) -> Rollout:
         """Back to what the alias pointed at. Raises NotFound, StateConflict when it is over."""
         rollout = self._under_way(alias)
-        after, targets = aborted(rollout, self._wall())
+        after, targets = aborted_rollout(rollout, self._wall())
         self._keep(rollout, after, targets, "aborted", actor)
         return after
 
@@ -170,7 +170,9 @@ class RolloutController:
             return {}
         if not self._is_settled():
             return dict.fromkeys(sorted(rollout.new_ids), "the fleet has not spoken yet")
-        return missing(rollout, self._seen(rollout, self._reads.ready_table(), {}, self._workers(), is_look=False))
+        return missing_by_adapter(
+            rollout, self._seen(rollout, self._reads.ready_table(), {}, self._workers(), is_look=False)
+        )
 
     def _under_way(self, alias: str) -> Rollout:
         found = self.rollout(alias)
@@ -268,7 +270,7 @@ class RolloutController:
 
     def _tally(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
         """What is known of its requests that are over, since our own start."""
-        flow = self._demand.total(lora_id)
+        flow = self._demand.traffic_totals(lora_id)
         over = max(0.0, flow.requests - running.get(lora_id, 0))
         return RequestTally(over, flow.errors, flow.first_tokens, flow.first_token_s)
 
@@ -308,7 +310,7 @@ def _key(rollout: Rollout) -> tuple[str, float]:
 
 def _room(adapter: RegisteredAdapter, workers: Collection[ObservedWorker], holders: Sequence[str]) -> int:
     """Workers that can hold the adapter, or do."""
-    fits = {worker.id for worker in workers if worker.fits(adapter.base_model, adapter.rank or 0)}
+    fits = {worker.id for worker in workers if worker.can_accept(adapter.base_model, adapter.rank or 0)}
     return len(fits.union(holders))
 
 

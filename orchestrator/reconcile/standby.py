@@ -38,7 +38,7 @@ class StandbyFollower:
 
     async def step(self) -> None:
         """One look at the leader's catalog. Raises httpx.HTTPError, ValidationError."""
-        leader = self._leadership.other
+        leader = self._leadership.other_holder
         if leader is None or not leader.url:
             return
         url, headers = f"{leader.url.rstrip('/')}/v1/catalog", self._agents.own.headers | {"if-none-match": self._etag}

@@ -171,8 +171,8 @@ class WorkerReports:
         loading: Mapping[Pair, str],
         draining: Iterable[Pair],
         inspecting: Mapping[str, str],
-        owed: Mapping[Pair, str],
-        evicting: Iterable[Pair],
+        reserve_victims: Mapping[Pair, str],
+        loading_victims: Iterable[Pair],
         digests: Callable[[str], str | None],
     ) -> ObservedFleet:
         """The fleet now.
@@ -183,24 +183,26 @@ class WorkerReports:
         """
         workers = {name: self._worker(entry, intents.get(name), digests) for name, entry in self.entries.items()}
         for (lora_id, worker_id), digest in loading.items():
-            if worker_id in workers and not workers[worker_id].holds(lora_id):
+            if worker_id in workers and not workers[worker_id].has_in_slot(lora_id):
                 held = ReportedAdapter(
                     lora_id=lora_id, digest=digest, engine_name="", state="loading", since=self._clock()
                 )
-                workers[worker_id] = replace(workers[worker_id], held={**workers[worker_id].held, lora_id: held})
+                workers[worker_id] = replace(
+                    workers[worker_id], adapters={**workers[worker_id].adapters, lora_id: held}
+                )
         for lora_id, worker_id in draining:
-            if worker_id in workers and lora_id in workers[worker_id].held:
-                all_held = dict(workers[worker_id].held)
+            if worker_id in workers and lora_id in workers[worker_id].adapters:
+                all_held = dict(workers[worker_id].adapters)
                 all_held[lora_id] = replace(all_held[lora_id], state="draining")
-                workers[worker_id] = replace(workers[worker_id], held=all_held)
+                workers[worker_id] = replace(workers[worker_id], adapters=all_held)
         return ObservedFleet(
             workers=workers,
             failures=failures,
             busy=busy,
             inspecting=inspecting,
             loads_in_flight=len(loading),
-            owed=owed,
-            evicting=frozenset(evicting),
+            reserve_victims=reserve_victims,
+            loading_victims=frozenset(loading_victims),
         )
 
     def _worker(
@@ -217,7 +219,7 @@ class WorkerReports:
             slots=capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0,
             max_lora_rank=report.lora.max_lora_rank,
             refusal=report.lora.refusal,
-            held=held,
+            adapters=held,
             zone=report.zone,
             node=report.node,
             running=report.load.running + report.load.waiting,

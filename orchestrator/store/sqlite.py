@@ -14,7 +14,7 @@ from typing import Any
 
 from lorafleet.service import files
 from orchestrator.core.errors import OrchestratorUnavailable, StoreError
-from orchestrator.core.rollout import Rollout, Targets, as_json
+from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject, Tombstone, WorkerIntent
 from orchestrator.store.typed import parsed, rollout_in, typed
@@ -344,7 +344,7 @@ def _row(change: StoreChange) -> tuple[Any, ...]:
         case RegisteredAdapter() as adapter:
             return _adapter_row(adapter)
         case Rollout() as rollout:
-            return change.key, json.dumps(as_json(rollout))
+            return change.key, json.dumps(rollout_json(rollout))
         case WorkerIntent(state, until):
             return change.key, state, until
         case Tombstone(digest, at):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.demand import ASKS_S, LEFT_S, AdapterQueueing, AdapterUsage, DemandBook
+from orchestrator.core.demand import ABANDONED_AFTER_S, ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage, DemandBook
 from orchestrator.core.state import TrafficFigures, WantedReplicas
 from tests.properties import examples
 
@@ -19,19 +19,21 @@ def use(requests, lora_id="a", in_flight=0, **more):
 
 
 def heard(book, *seconds, rate=3, boot="b0", first=0, router="r0"):
-    """One report at each of these seconds, of `rate` requests a second since the boot."""
+    """One report at each of these seconds, of `request_rate` requests a second since the boot."""
     for second in seconds:
         count = rate * (second - first)
-        book.report(router, boot, second, 0, [use(count, work_s=count / 10, prompt_tokens=count * 7)], float(second))
+        book.record_report(
+            router, boot, second, 0, [use(count, work_s=count / 10, prompt_tokens=count * 7)], float(second)
+        )
 
 
 def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
     book = DemandBook()
     heard(book, *range(1, 20))
-    assert book.rate("a", 19.0) == pytest.approx(3, rel=0.1)
+    assert book.request_rate("a", 19.0) == pytest.approx(3, rel=0.1)
     heard(book, *range(20, 400))
-    assert book.rate("a", 399.0) == pytest.approx(3, rel=0.02)
-    flow = book.flow("a", 399.0)
+    assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.02)
+    flow = book.traffic_rates("a", 399.0)
     assert (flow.work_s, flow.prompt_tokens) == (pytest.approx(0.3, rel=0.02), pytest.approx(21, rel=0.02))
     assert book.snapshot(399.0).work["a"] == pytest.approx(0.3, rel=0.02)
 
@@ -39,8 +41,10 @@ def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
 def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_are():
     book = DemandBook()
     heard(book, *range(1, 100))
-    book.report("r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[AdapterQueueing(lora_id="a", waiting=5)])
-    book.report(
+    book.record_report(
+        "r0", "b0", 100, 0, [use(300, work_s=30.0)], 100.0, holds=[AdapterQueueing(lora_id="a", waiting=5)]
+    )
+    book.record_report(
         "r1",
         "b1",
         1,
@@ -51,7 +55,7 @@ def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_ar
     )
     assert book.snapshot(100.0).backlog == {"a": pytest.approx(0.7), "new": pytest.approx(0.1)}
     # It is a state, not a count; and a router's word that has expired is none.
-    book.report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[AdapterQueueing(lora_id="a")])
+    book.record_report("r0", "b0", 101, 0, [use(303, work_s=30.3)], 101.0, holds=[AdapterQueueing(lora_id="a")])
     assert book.snapshot(101.0).backlog["a"] == pytest.approx(0.2)
     assert book.snapshot(120.0).backlog == {}
 
@@ -59,59 +63,59 @@ def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_ar
 def test_a_rate_fades_by_its_window():
     book = DemandBook(window_s=10)
     heard(book, *range(1, 200))
-    assert book.rate("a", 209.0) == pytest.approx(book.rate("a", 199.0) / 2.71828, rel=0.001)
+    assert book.request_rate("a", 209.0) == pytest.approx(book.request_rate("a", 199.0) / 2.71828, rel=0.001)
 
 
 def test_a_history_found_after_our_own_start_is_no_rate():
     book = DemandBook()
-    book.report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
-    assert book.rate("a", 5.0) == 0
-    assert book.total("a") == TrafficFigures()
-    book.report("r0", "b0", 1001, 0, [use(1_000_003)], 6.0)
-    assert book.total("a").requests == 3
+    book.record_report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
+    assert book.request_rate("a", 5.0) == 0
+    assert book.traffic_totals("a") == TrafficFigures()
+    book.record_report("r0", "b0", 1001, 0, [use(1_000_003)], 6.0)
+    assert book.traffic_totals("a").requests == 3
 
 
 def test_a_router_that_was_cut_off_for_minutes_does_not_come_back_as_a_burst():
     steady, gap = DemandBook(), DemandBook()
     heard(steady, *range(1, 601))
     heard(gap, *range(1, 301), 600)
-    assert gap.rate("a", 600.0) == pytest.approx(steady.rate("a", 600.0), rel=0.02)
-    assert gap.total("a").requests == steady.total("a").requests
+    assert gap.request_rate("a", 600.0) == pytest.approx(steady.request_rate("a", 600.0), rel=0.02)
+    assert gap.traffic_totals("a").requests == steady.traffic_totals("a").requests
 
 
 def test_a_restarted_router_loses_nothing_and_doubles_nothing():
     book = DemandBook()
     heard(book, *range(1, 301))
-    before = book.total("a").requests
+    before = book.traffic_totals("a").requests
     heard(book, *range(302, 400), boot="b1", first=300)
-    assert book.total("a").requests - before == 3 * 99
-    assert book.rate("a", 399.0) == pytest.approx(3, rel=0.03)
+    assert book.traffic_totals("a").requests - before == 3 * 99
+    assert book.request_rate("a", 399.0) == pytest.approx(3, rel=0.03)
     heard(book, 301)  # the old process's last words, late
-    assert book.total("a").requests - before == 3 * 99
+    assert book.traffic_totals("a").requests - before == 3 * 99
 
 
 def test_an_adapter_that_a_report_omits_is_not_counted_again_when_it_is_named_later():
     book = DemandBook()
-    book.report("r0", "b0", 1, 0, [], 1.0)
-    book.report("r0", "b0", 2, 0, [use(50, in_flight=1)], 2.0)
-    book.report("r0", "b0", 3, 0, [], 3.0)
+    book.record_report("r0", "b0", 1, 0, [], 1.0)
+    book.record_report("r0", "b0", 2, 0, [use(50, in_flight=1)], 2.0)
+    book.record_report("r0", "b0", 3, 0, [], 3.0)
     assert book.snapshot(3.0).in_use == frozenset()
-    book.report("r0", "b0", 4, 0, [use(51)], 4.0)
-    assert book.total("a").requests == 51
+    book.record_report("r0", "b0", 4, 0, [use(51)], 4.0)
+    assert book.traffic_totals("a").requests == 51
 
 
 def test_a_count_that_fell_began_again_from_nothing():
     book = DemandBook()
     for seq, count in enumerate((0, 50, 4)):
-        book.report("r0", "b0", seq, 0, [use(count)], float(seq))
-    assert book.total("a").requests == 54
+        book.record_report("r0", "b0", seq, 0, [use(count)], float(seq))
+    assert book.traffic_totals("a").requests == 54
 
 
 def test_holds_and_sheds_are_counted_of_an_adapter_that_is_nowhere():
     book = DemandBook()
-    book.report("r0", "b0", 1, 0, [], 1.0)
-    book.report("r0", "b0", 2, 0, [], 2.0, holds=[AdapterQueueing(lora_id="a", held=3, hold_s=4.5, sheds=1)])
-    assert book.total("a") == TrafficFigures(held=3, hold_s=4.5, sheds=1)
+    book.record_report("r0", "b0", 1, 0, [], 1.0)
+    book.record_report("r0", "b0", 2, 0, [], 2.0, holds=[AdapterQueueing(lora_id="a", held=3, hold_s=4.5, sheds=1)])
+    assert book.traffic_totals("a") == TrafficFigures(held=3, hold_s=4.5, sheds=1)
 
 
 @settings(max_examples=examples(60))
@@ -128,64 +132,64 @@ def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, 
     reports.sort(key=lambda report: report[0])
     late = []
     for second, report in reports:
-        clean.report(*report, float(second))
+        clean.record_report(*report, float(second))
         if second in (1, 240) or rng.random() < 0.7:
-            rough.report(*report, float(second))
+            rough.record_report(*report, float(second))
             late.append(report)
         if rng.random() < 0.3:
-            rough.report(*rng.choice(late or [report]), float(second))
-    assert rough.total("a") == clean.total("a")
-    assert rough.rate("a", 240.0) == pytest.approx(clean.rate("a", 240.0), rel=0.1)
+            rough.record_report(*rng.choice(late or [report]), float(second))
+    assert rough.traffic_totals("a") == clean.traffic_totals("a")
+    assert rough.request_rate("a", 240.0) == pytest.approx(clean.request_rate("a", 240.0), rel=0.1)
 
 
 def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
     book = DemandBook()
-    book.want("a", WantedReplicas(replicas=1, may_evict=False, is_repair=True), until=60.0)
-    assert book.want("a", WantedReplicas(replicas=1), until=60.0)
-    assert book.wants(0.0)["a"] == WantedReplicas(replicas=1)
-    assert not book.want("a", replace(WantedReplicas(replicas=1), is_repair=True), until=60.0)
+    book.add_want("a", WantedReplicas(replicas=1, may_evict=False, is_repair=True), until=60.0)
+    assert book.add_want("a", WantedReplicas(replicas=1), until=60.0)
+    assert book.open_wants(0.0)["a"] == WantedReplicas(replicas=1)
+    assert not book.add_want("a", replace(WantedReplicas(replicas=1), is_repair=True), until=60.0)
 
 
 def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none():
     book = DemandBook()
-    book.want("a", WantedReplicas(replicas=1, is_repair=True, since=10.0), until=70.0)
-    assert book.want("a", WantedReplicas(replicas=1, since=20.0), until=80.0)
-    assert not book.want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
-    assert not book.want("a", WantedReplicas(replicas=1, is_repair=True, since=40.0), until=100.0)
-    assert book.wants(40.0)["a"].since == 20.0
-    book.satisfied("a")
-    book.want("a", WantedReplicas(replicas=1, since=50.0), until=110.0)
-    assert book.wants(50.0)["a"].since == 50.0
+    book.add_want("a", WantedReplicas(replicas=1, is_repair=True, since=10.0), until=70.0)
+    assert book.add_want("a", WantedReplicas(replicas=1, since=20.0), until=80.0)
+    assert not book.add_want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
+    assert not book.add_want("a", WantedReplicas(replicas=1, is_repair=True, since=40.0), until=100.0)
+    assert book.open_wants(40.0)["a"].since == 20.0
+    book.drop_want("a")
+    book.add_want("a", WantedReplicas(replicas=1, since=50.0), until=110.0)
+    assert book.open_wants(50.0)["a"].since == 50.0
 
 
 def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_begins_is_a_turn_of_theirs():
     book = DemandBook()
-    book.want("a", WantedReplicas(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
-    assert book.want("a", WantedReplicas(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
-    assert not book.want("a", WantedReplicas(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
-    assert book.wants(12.0)["a"].tenants == {"", "acme", "bolt"}
-    book.begun("a", 13.0)
-    book.begun("never asked for", 14.0)
-    book.satisfied("a")
-    book.want("b", WantedReplicas(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
-    book.begun("b", 16.0)
-    assert book.snapshot(17.0).turns == {"": 13.0, "acme": 13.0, "bolt": 16.0}
-    assert book.snapshot(13.0 + 3600.0).turns == {"bolt": 16.0}
+    book.add_want("a", WantedReplicas(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
+    assert book.add_want("a", WantedReplicas(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
+    assert not book.add_want("a", WantedReplicas(replicas=1, since=12.0, tenants=frozenset({"acme"})), until=72.0)
+    assert book.open_wants(12.0)["a"].tenants == {"", "acme", "bolt"}
+    book.record_load_started("a", 13.0)
+    book.record_load_started("never asked for", 14.0)
+    book.drop_want("a")
+    book.add_want("b", WantedReplicas(replicas=1, since=15.0, tenants=frozenset({"bolt"})), until=75.0)
+    book.record_load_started("b", 16.0)
+    assert book.snapshot(17.0).last_load_at == {"": 13.0, "acme": 13.0, "bolt": 16.0}
+    assert book.snapshot(13.0 + 3600.0).last_load_at == {"bolt": 16.0}
 
 
 def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():
     book = DemandBook()
-    book.want("a", WantedReplicas(replicas=1, since=10.0), until=70.0)
-    book.want("a", WantedReplicas(replicas=1, since=12.0), until=72.0)
-    assert book.wants(12.0 + LEFT_S)["a"] == WantedReplicas(replicas=1, since=10.0)
-    (left,) = book.snapshot(12.1 + LEFT_S).wants.values()
-    assert (left.is_left, left.is_waited_for) == (True, False)
-    assert not book.want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
-    assert book.wants(30.0)["a"] == WantedReplicas(replicas=1, since=10.0)
-    book.left("a")
-    assert book.wants(30.0)["a"].is_left
-    book.want("a", WantedReplicas(replicas=1, since=31.0), until=91.0)
-    assert not book.wants(31.0)["a"].is_left
-    book.left("never asked for")
-    assert book.wants(31.0).keys() == {"a"}
-    assert LEFT_S > 2 * ASKS_S
+    book.add_want("a", WantedReplicas(replicas=1, since=10.0), until=70.0)
+    book.add_want("a", WantedReplicas(replicas=1, since=12.0), until=72.0)
+    assert book.open_wants(12.0 + ABANDONED_AFTER_S)["a"] == WantedReplicas(replicas=1, since=10.0)
+    (left,) = book.snapshot(12.1 + ABANDONED_AFTER_S).wants.values()
+    assert (left.is_abandoned, left.is_waited_for) == (True, False)
+    assert not book.add_want("a", WantedReplicas(replicas=1, since=30.0), until=90.0)
+    assert book.open_wants(30.0)["a"] == WantedReplicas(replicas=1, since=10.0)
+    book.mark_abandoned("a")
+    assert book.open_wants(30.0)["a"].is_abandoned
+    book.add_want("a", WantedReplicas(replicas=1, since=31.0), until=91.0)
+    assert not book.open_wants(31.0)["a"].is_abandoned
+    book.mark_abandoned("never asked for")
+    assert book.open_wants(31.0).keys() == {"a"}
+    assert ABANDONED_AFTER_S > 2 * ENSURE_REPEAT_S

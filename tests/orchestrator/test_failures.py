@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.failures import ANYWHERE, ENGINES_NO, FailureBook, blamed
+from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSED, FailureBook, failure_scope
 from orchestrator.core.state import AdapterFailure, ObservedFleet, ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 PAIR = ("a", "w0")
@@ -15,7 +15,7 @@ PAIR = ("a", "w0")
 
 def fail(book, now, pair=PAIR, *, first_s=60.0, most_s=3600.0, least_s=0.0, seed=0):
     more = {"first_s": first_s, "most_s": most_s, "least_s": least_s, "now": now, "rng": Random(seed)}
-    return book.add(pair, "source_failed", "no", **more)
+    return book.record_failure(pair, "source_failed", "no", **more)
 
 
 def test_each_failure_in_a_row_counts_twice_as_long_up_to_a_limit():
@@ -32,10 +32,10 @@ def test_a_success_and_a_long_peace_end_the_row():
     book = FailureBook()
     first = fail(book, 0.0).until
     fail(book, first)
-    book.succeeded(PAIR)
-    assert book.current == {}
+    book.record_success(PAIR)
+    assert book.by_pair == {}
     assert fail(book, 1000.0).until == 1000.0 + first
-    book.expire(5000.0)
+    book.drop_expired(5000.0)
     assert fail(book, 5000.0).until == 5000.0 + first
 
 
@@ -43,9 +43,9 @@ def test_a_row_goes_on_through_the_wait_and_as_long_again_and_is_one_adapters_ow
     book = FailureBook()
     lasts_s = fail(book, 0.0).until
     fail(book, 0.0, ("b", "w0"))
-    book.expire(lasts_s + 59.0)
-    assert book.current == {} == book._of
-    book.forget("b")
+    book.drop_expired(lasts_s + 59.0)
+    assert book.by_pair == {} == book._of
+    book.forget_adapter("b")
     assert fail(book, lasts_s + 59.0).until == lasts_s + 59.0 + 2 * lasts_s
     assert fail(book, 1000.0, ("b", "w0")).until == 1000.0 + lasts_s
 
@@ -64,20 +64,20 @@ def test_what_is_told_of_an_adapter_is_what_counts_of_its_failures(steps):
         if step == "add":
             known[pair] = fail(book, now, pair)
         elif step == "succeeded":
-            book.succeeded(pair)
+            book.record_success(pair)
             known.pop(pair, None)
         elif step == "forget":
-            book.forget(lora_id)
+            book.forget_adapter(lora_id)
             known = {pair: failure for pair, failure in known.items() if pair[0] != lora_id}
         else:
-            book.expire(now)
+            book.drop_expired(now)
             known = {pair: failure for pair, failure in known.items() if failure.until > now}
-        assert book.current == known
-        assert book.adapters == {lora_id for lora_id, _ in known}
+        assert book.by_pair == known
+        assert book.failed_ids == {lora_id for lora_id, _ in known}
         for name in "ab":
             counting = [failure for (n, _), failure in known.items() if n == name and failure.until > now]
-            assert book.count(name, now) == len(counting)
-            assert book.newest(name, now) == max(counting, key=lambda failure: failure.until, default=None)
+            assert book.blocked_worker_count(name, now) == len(counting)
+            assert book.newest_failure(name, now) == max(counting, key=lambda failure: failure.until, default=None)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
@@ -98,14 +98,14 @@ def test_a_failure_anywhere_counts_on_every_worker_and_forgetting_an_adapter_for
     book = FailureBook()
     fail(book, 0.0, ("a", ANYWHERE))
     fail(book, 0.0, ("b", "w1"))
-    seen = ObservedFleet(failures=book.current)
-    assert seen.failed("a", "w7", 1.0) is not None
-    assert seen.failed("b", "w7", 1.0) is None
-    assert book.shared("a", 1.0) is not None
-    assert book.shared("a", 100.0) is None
-    book.forget("a")
-    assert list(book.current) == [("b", "w1")]
-    assert book.adapters == {"b"}
+    seen = ObservedFleet(failures=book.by_pair)
+    assert seen.current_failure("a", "w7", 1.0) is not None
+    assert seen.current_failure("b", "w7", 1.0) is None
+    assert book.fleet_failure("a", 1.0) is not None
+    assert book.fleet_failure("a", 100.0) is None
+    book.forget_adapter("a")
+    assert list(book.by_pair) == [("b", "w1")]
+    assert book.failed_ids == {"b"}
 
 
 BAD = RegisteredAdapter(lora_id="a", source="s", digest="d", base_model="m", rank=8)
@@ -122,14 +122,14 @@ def one(name, failed=None, *, until=60.0, **shape):
     [
         ([], "fleet"),
         ([one("w1")], "worker"),
-        ([one("w1", ENGINES_NO)], "adapter"),
-        ([one("w1", ENGINES_NO), one("w2")], "adapter"),
-        ([one("w1", ENGINES_NO, until=10.0)], "worker"),
+        ([one("w1", ENGINE_REFUSED)], "adapter"),
+        ([one("w1", ENGINE_REFUSED), one("w2")], "adapter"),
+        ([one("w1", ENGINE_REFUSED, until=10.0)], "worker"),
         ([one("w1", "engine_unreachable")], "fleet"),
-        ([one("w1", held={"a": GOOD_THERE})], "worker"),
-        ([one("w1", ENGINES_NO), one("w2", state="cordoned", held={"a": GOOD_THERE})], "worker"),
-        ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, digest="other")})], "adapter"),
-        ([one("w1", ENGINES_NO), one("w2", held={"a": replace(GOOD_THERE, state="failed")})], "adapter"),
+        ([one("w1", adapters={"a": GOOD_THERE})], "worker"),
+        ([one("w1", ENGINE_REFUSED), one("w2", state="cordoned", adapters={"a": GOOD_THERE})], "worker"),
+        ([one("w1", ENGINE_REFUSED), one("w2", adapters={"a": replace(GOOD_THERE, digest="other")})], "adapter"),
+        ([one("w1", ENGINE_REFUSED), one("w2", adapters={"a": replace(GOOD_THERE, state="failed")})], "adapter"),
         ([one("w1", state="cordoned")], "fleet"),
         ([one("w1", base_model="other")], "fleet"),
         ([one("w1", max_lora_rank=4)], "fleet"),
@@ -137,7 +137,7 @@ def one(name, failed=None, *, until=60.0, **shape):
     ],
 )
 def test_one_engines_refusal_is_its_own_unless_nobody_else_can_be_asked_and_two_are_the_adapters(others, blame):
-    fleet = [one("w0", ENGINES_NO), *others]
+    fleet = [one("w0", ENGINE_REFUSED), *others]
     failures = {("a", worker.id): failure for worker, failure in fleet if failure is not None}
     observed = ObservedFleet(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
-    assert blamed(BAD, observed, 10.0) == blame
+    assert failure_scope(BAD, observed, 10.0) == blame

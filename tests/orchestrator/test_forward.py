@@ -22,7 +22,7 @@ class FakeLeadership:
     is_late = False
     is_stopping = False
     holder = "standby"
-    other = None
+    other_holder = None
     trouble = ""
 
 
@@ -83,7 +83,7 @@ async def forwarding(leadership):
 
 def standby(url):
     it = FakeLeadership()
-    it.other = LeaseRecord(holder="leader", url=url, duration_s=5.0)
+    it.other_holder = LeaseRecord(holder="leader", url=url, duration_s=5.0)
     return it
 
 
@@ -102,7 +102,7 @@ async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_th
     await asyncio.wait_for(leader.left.wait(), patience(5))
 
 
-@pytest.mark.parametrize("end", [{"is_stopping": True}, {"other": None}], ids=["we stop", "it leads no longer"])
+@pytest.mark.parametrize("end", [{"is_stopping": True}, {"other_holder": None}], ids=["we stop", "it leads no longer"])
 async def test_a_stream_of_events_ends_in_order_with_who_forwards_it_or_with_a_term_that_ends_in_silence(leader, end):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
@@ -165,7 +165,7 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
-        leadership.other = LeaseRecord(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
+        leadership.other_holder = LeaseRecord(holder="another", url="http://127.0.0.1:9", duration_s=5.0)
         answer = await asyncio.wait_for(waiting, patience(5))
         assert answer.json()["error"]["code"] == "not_leading"
         leader.hang.set()

@@ -91,8 +91,8 @@ async def test_the_first_takes_it_at_once_and_the_second_knows_whom_to_ask(two):
     await a.step()
     await b.step()
     assert (a.is_leading, b.is_leading) == (True, False)
-    assert b.other.url == "http://a"
-    assert a.other is None
+    assert b.other_holder.url == "http://a"
+    assert a.other_holder is None
     assert (a.terms, b.terms) == (["begin"], [])
 
 
@@ -109,7 +109,7 @@ async def test_a_silent_leader_stops_before_the_standby_takes_over(two):
     assert b.is_leading
     await a.step()
     assert a.terms == ["begin", "end"]
-    assert a.other.holder == "b"
+    assert a.other_holder.holder == "b"
 
 
 async def test_renewals_keep_it_however_long(two):
@@ -298,17 +298,17 @@ def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
     looked = set()
     for who, wait_s, is_lost, is_deleted in steps:
         now += wait_s
-        if is_deleted and may_be_deleted and all(them[n].seen is not None for n in looked):
+        if is_deleted and may_be_deleted and all(them[n].last_seen is not None for n in looked):
             record, may_be_deleted = None, False
         looked.add(who)
         one, mine = them[who], now + offsets[who]
-        one.look(record, mine)
-        wanted = one.wanted(mine, is_holder_gone=False)
+        one.observe_record(record, mine)
+        wanted = one.next_record(mine, is_holder_gone=False)
         if wanted is not None:
             record = wanted
             if not is_lost:  # written, but the answer never came
-                one.wrote(wanted, mine)
-        acting = [n for n, other in enumerate(them) if other.left_s(now + offsets[n]) > 0]
+                one.record_written(wanted, mine)
+        acting = [n for n, other in enumerate(them) if other.remaining_s(now + offsets[n]) > 0]
         assert len(acting) <= 1
 
 
@@ -316,33 +316,33 @@ def test_it_is_known_when_somebody_elses_hold_is_over():
     one = LeaseCandidate(holder="one", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
     theirs = LeaseRecord(holder="other", url="http://other", beat=7, duration_s=9.0)
     assert one.free_in_s(100.0) == 0.0
-    one.look(theirs, 100.0)
-    one.look(theirs, 103.0)
-    assert (one.free_in_s(103.0), one.other(103.0)) == (6.0, theirs)
-    assert one.wanted(108.9, is_holder_gone=False) is None
-    assert (one.free_in_s(109.0), one.other(109.0)) == (0.0, None)
-    one.look(replace(theirs, beat=8, is_released=True), 110.0)
-    assert (one.free_in_s(110.0), one.other(110.0)) == (0.0, None)
-    mine = one.wanted(110.0, is_holder_gone=False)
+    one.observe_record(theirs, 100.0)
+    one.observe_record(theirs, 103.0)
+    assert (one.free_in_s(103.0), one.other_holder(103.0)) == (6.0, theirs)
+    assert one.next_record(108.9, is_holder_gone=False) is None
+    assert (one.free_in_s(109.0), one.other_holder(109.0)) == (0.0, None)
+    one.observe_record(replace(theirs, beat=8, is_released=True), 110.0)
+    assert (one.free_in_s(110.0), one.other_holder(110.0)) == (0.0, None)
+    mine = one.next_record(110.0, is_holder_gone=False)
     assert mine.beat == 9
-    one.wrote(mine, 110.0)
-    assert (one.free_in_s(111.0), one.other(111.0)) == (0.0, None)
+    one.record_written(mine, 110.0)
+    assert (one.free_in_s(111.0), one.other_holder(111.0)) == (0.0, None)
 
 
 def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_never_as_it_was():
     mine = LeaseCandidate(holder="mine", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
-    mine.look(None, 100.0)
-    first = mine.wanted(100.0, is_holder_gone=False)
-    mine.wrote(first, 100.0)
+    mine.observe_record(None, 100.0)
+    first = mine.next_record(100.0, is_holder_gone=False)
+    mine.record_written(first, 100.0)
     other = LeaseCandidate(holder="other", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
-    other.look(first, 100.0)
+    other.observe_record(first, 100.0)
     for one in (mine, other):
-        one.look(None, 101.0)
-    assert other.wanted(101.0, is_holder_gone=False) is None
-    again = mine.wanted(101.0, is_holder_gone=False)
+        one.observe_record(None, 101.0)
+    assert other.next_record(101.0, is_holder_gone=False) is None
+    again = mine.next_record(101.0, is_holder_gone=False)
     assert again.beat > first.beat
     # Its own time is over, and it cannot know who else has written meanwhile.
-    assert mine.wanted(104.5, is_holder_gone=False) is None
+    assert mine.next_record(104.5, is_holder_gone=False) is None
 
 
 async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):

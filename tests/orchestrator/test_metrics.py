@@ -147,7 +147,7 @@ async def large(tmp_path):
             uses.append((named, rng.randrange(100)))
         it.hear(Metadata.model_validate(agent.metadata()))
     for seq in (1, 2):
-        it.demand.report(
+        it.demand.record_report(
             "r", "b", seq, 1, [AdapterUsage(**named, requests=seq * n, in_flight=0) for named, n in uses], seq
         )
     yield it

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place, usable_slots
-from orchestrator.core.placement.targets import shares
+from orchestrator.core.placement.targets import slot_shares
 from orchestrator.core.placement.victims import PATIENCE_S
 from orchestrator.core.state import (
     DemandSnapshot,
@@ -39,7 +39,7 @@ def held(name, since=0.0, state="ready", digest=None):
 
 def worker(name, *loras, slots=4, **changes):
     base = ObservedWorker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64)
-    return replace(base, held={lora.lora_id: lora for lora in loras}, **changes)
+    return replace(base, adapters={lora.lora_id: lora for lora in loras}, **changes)
 
 
 def fleet(*workers, **more):
@@ -64,12 +64,12 @@ def applied(observed, desired, now=NOW):
     """The fleet after every load and removal has been done."""
     workers = dict(observed.workers)
     for step in desired.removals:
-        left = {k: v for k, v in workers[step.worker_id].held.items() if k != step.lora_id}
-        workers[step.worker_id] = replace(workers[step.worker_id], held=left)
+        left = {k: v for k, v in workers[step.worker_id].adapters.items() if k != step.lora_id}
+        workers[step.worker_id] = replace(workers[step.worker_id], adapters=left)
     for step in desired.loads:
-        now_held = {k: v for k, v in workers[step.worker_id].held.items() if k != step.evict}
+        now_held = {k: v for k, v in workers[step.worker_id].adapters.items() if k != step.evict}
         now_held[step.lora_id] = held(step.lora_id, since=now)
-        workers[step.worker_id] = replace(workers[step.worker_id], held=now_held)
+        workers[step.worker_id] = replace(workers[step.worker_id], adapters=now_held)
     return replace(observed, workers=workers)
 
 
@@ -124,7 +124,7 @@ def fleets(draw):
     demand = DemandSnapshot(
         rates={name: draw(st.sampled_from([0.0, 1.0, 9.0])) for name in names},
         in_use=frozenset(
-            (name, w.id) for w in workers for name in w.held if draw(st.sampled_from([False, False, True]))
+            (name, w.id) for w in workers for name in w.adapters if draw(st.sampled_from([False, False, True]))
         ),
         wants={
             name: WantedReplicas(
@@ -152,8 +152,8 @@ def test_no_worker_is_given_more_than_its_slots_less_the_reserve(case):
     desired = place(wanted, observed, demand, rules, NOW)
     after = applied(observed, desired)
     for name, before in observed.workers.items():
-        room = max(usable_slots(before.slots, rules.reserve_slots), before.occupied)
-        assert after.workers[name].occupied <= room
+        room = max(usable_slots(before.slots, rules.reserve_slots), before.occupied_slots)
+        assert after.workers[name].occupied_slots <= room
 
 
 @settings(max_examples=examples(60))
@@ -165,7 +165,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
         assert there.state == "ready"
         assert what.base_model == there.base_model
         assert what.rank <= there.max_lora_rank
-        assert not there.holds(load.lora_id)
+        assert not there.has_in_slot(load.lora_id)
         assert not what.is_deleting
         assert what.quarantine is None
 
@@ -182,13 +182,13 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
     for lora_id, worker_id in victims:
         known = wanted.adapters[lora_id]
         assert not known.pinned
-        there = observed.workers[worker_id].held[lora_id]
+        there = observed.workers[worker_id].adapters[lora_id]
         if (lora_id, worker_id) in demand.in_use:
             assert (lora_id, worker_id) in due
             assert NOW - there.since >= PATIENCE_S
         assert lora_id not in demand.wants
-        copies = sum(w.holds(lora_id) for w in observed.workers.values())
-        assert copies > 1 or NOW - observed.workers[worker_id].held[lora_id].since >= rules.min_residency_s
+        copies = sum(w.has_in_slot(lora_id) for w in observed.workers.values())
+        assert copies > 1 or NOW - observed.workers[worker_id].adapters[lora_id].since >= rules.min_residency_s
         if (known.loading or rules.loading) == "lazy":
             least = known.min_replicas or 0
         else:
@@ -196,7 +196,9 @@ def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_
         if (known.loading or rules.loading) == "weighted":
             # Its share counts only workers that could load it; one that holds it although it does not fit is no claim.
             least = min(least, sum(could_load(known, w) for w in observed.workers.values()))
-        left = sum(w.holds(lora_id) for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged"))
+        left = sum(
+            w.has_in_slot(lora_id) for w in after.workers.values() if w.state in ("ready", "cordoned", "unmanaged")
+        )
         assert left >= min(least, known.max_replicas or 64)
 
 
@@ -233,7 +235,7 @@ def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data
     gone = data.draw(st.sampled_from(sorted(before.workers)))
     rest = replace(before, workers={k: w for k, w in before.workers.items() if k != gone})
     desired = place(wanted, rest, DemandSnapshot(), PlacementPolicy(), NOW)
-    assert {load.lora_id for load in desired.loads} == set(before.workers[gone].held)
+    assert {load.lora_id for load in desired.loads} == set(before.workers[gone].adapters)
     assert desired.removals == ()
 
 
@@ -272,7 +274,7 @@ def test_the_victim_is_the_one_that_is_missed_least_and_it_is_named(why):
     habits, last, sizes = LEAST[why]
     observed = fleet(worker("w0", held("ash"), held("oak"), held("yew"), slots=4))
     adapters = intent(*[adapter(name, size_bytes=sizes.get(name)) for name in AGO], adapter("new"))
-    demand = replace(want("new"), habits=habits, last=last)
+    demand = replace(want("new"), habits=habits, last_request_at=last)
     (load,) = place(adapters, observed, demand, PlacementPolicy(reserve_slots=1), NOW).loads
     assert load.evict == "yew"
     assert "yew" in load.reason
@@ -404,7 +406,7 @@ def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere()
     leaving = worker("w0", held("a"), state="draining")
     first = place(intent(adapter("a")), fleet(leaving, worker("w1")), DemandSnapshot(), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in first.loads] == [("a", "w1")]
-    assert (first.removals, first.leaving) == ((), ())
+    assert (first.removals, first.workers_to_drain) == ((), ())
     half = place(
         intent(adapter("a")),
         fleet(leaving, worker("w1", held("a", state="loading"))),
@@ -418,8 +420,8 @@ def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere()
     )
     assert [(step.lora_id, step.worker_id) for step in done.removals] == [("a", "w0")]
     assert place(
-        intent(adapter("a")), fleet(replace(leaving, held={})), DemandSnapshot(), PlacementPolicy(), NOW
-    ).leaving == ("w0",)
+        intent(adapter("a")), fleet(replace(leaving, adapters={})), DemandSnapshot(), PlacementPolicy(), NOW
+    ).workers_to_drain == ("w0",)
 
 
 def test_a_load_at_a_worker_whose_agent_is_gone_is_no_copy_and_another_worker_is_asked():
@@ -446,7 +448,7 @@ def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
 def test_shares_use_every_slot_that_caps_allow_and_follow_the_weights(table, slots):
     weights = {name: weight for name, (weight, _) in table.items()}
     caps = {name: cap for name, (_, cap) in table.items()}
-    given_ = shares(weights, caps, slots)
+    given_ = slot_shares(weights, caps, slots)
     assert set(given_) == set(table)
     assert sum(given_.values()) == min(slots, sum(caps.values()))
     assert all(0 <= given_[name] <= caps[name] for name in table)
@@ -456,7 +458,7 @@ def test_shares_use_every_slot_that_caps_allow_and_follow_the_weights(table, slo
 
 
 def test_largest_remainder_gives_three_slots_of_four_to_three_times_the_weight():
-    assert shares({"a": 3.0, "b": 1.0}, {"a": 9, "b": 9}, 4) == {"a": 3, "b": 1}
+    assert slot_shares({"a": 3.0, "b": 1.0}, {"a": 9, "b": 9}, 4) == {"a": 3, "b": 1}
 
 
 PROTECTED = {
@@ -472,7 +474,10 @@ PROTECTED = {
     },
     "in use, and waited for": {"demand": {"backlog": {"old": 1.0}}, "asked": NOW - PATIENCE_S + 1},
     "in use, and who waited has gone": {
-        "demand": {"in_use": frozenset({("old", "w0")}), "wants": {"new": WantedReplicas(replicas=1, is_left=True)}}
+        "demand": {
+            "in_use": frozenset({("old", "w0")}),
+            "wants": {"new": WantedReplicas(replicas=1, is_abandoned=True)},
+        }
     },
     "asked for itself": {"demand": {"wants": {"new": WantedReplicas(replicas=1), "old": WantedReplicas(replicas=1)}}},
     "loading": {"state": "loading"},
@@ -576,7 +581,9 @@ def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
 @pytest.mark.parametrize("owed", [{}, {("a", "w0"): "c"}])
 def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a_minimum_go(owed):
     state = "ready" if owed else "draining"
-    observed = fleet(worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), owed=owed)
+    observed = fleet(
+        worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), reserve_victims=owed
+    )
     known = intent(adapter("a", min_replicas=1), adapter("b"))
     desired = place(known, observed, want("b"), PlacementPolicy(), NOW)
     assert [(load.worker_id, load.evict) for load in desired.loads] == [("w0", "a")]
@@ -591,6 +598,6 @@ def test_of_two_copies_one_is_too_many_and_the_other_is_worth_what_is_asked_of_i
     going = worker("w0", held("hot", state="draining"), slots=1)
     observed = fleet(going, worker("w1", held("hot"), held("cold"), slots=2), busy={"w0": 1})
     known = intent(adapter("hot"), adapter("cold"), adapter("new"))
-    demand = replace(want("new"), habits={"hot": 5.0, "cold": 0.1}, last={"hot": NOW, "cold": NOW - 600})
+    demand = replace(want("new"), habits={"hot": 5.0, "cold": 0.1}, last_request_at={"hot": NOW, "cold": NOW - 600})
     (load,) = place(known, observed, demand, PlacementPolicy(), NOW).loads
     assert (load.worker_id, load.evict) == ("w1", "cold")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.tenant_order import TURN_S
+from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
 from orchestrator.core.state import (
     ChurnHistory,
     DemandSnapshot,
@@ -28,7 +28,7 @@ RULES = PlacementPolicy(min_residency_s=10.0)
 
 def busy(parts, **more):
     return DemandSnapshot(
-        rates=dict(parts), work=dict(parts), habits=dict(parts), last=dict.fromkeys(parts, NOW), **more
+        rates=dict(parts), work=dict(parts), habits=dict(parts), last_request_at=dict.fromkeys(parts, NOW), **more
     )
 
 
@@ -81,7 +81,7 @@ def test_under_constant_demand_everything_comes_to_rest_and_no_adapter_is_lost(c
         again = place(wanted, after, demand, RULES, NOW + 5000 + 400 * step)
         assert (again.loads, again.removals) == ((), ())
         after = carried(after, again)
-    there = {name for w in after.workers.values() for name in w.held}
+    there = {name for w in after.workers.values() for name in w.adapters}
     assert there == set(wanted.adapters)
 
 
@@ -109,11 +109,11 @@ def test_a_worker_that_joins_takes_no_more_than_its_fair_share(case):
     joined = replace(observed, workers={**observed.workers, "new": worker("new", slots=24, zone="z0", node="new")})
     after, loads, removals = settled(wanted, joined, demand, now=NOW + 5000)
     fair = sum(demand.work.values()) / len(joined.workers)
-    copies = {name: sum(name in w.held for w in after.workers.values()) for name in wanted.adapters}
-    takes = sum(demand.work[name] / copies[name] for name in after.workers["new"].held)
+    copies = {name: sum(name in w.adapters for w in after.workers.values()) for name in wanted.adapters}
+    takes = sum(demand.work[name] / copies[name] for name in after.workers["new"].adapters)
     assert takes <= fair + 1e-9
     assert len(loads) - len(removals) <= 1
-    assert all(name in {load.lora_id for load in loads} for name in after.workers["new"].held)
+    assert all(name in {load.lora_id for load in loads} for name in after.workers["new"].adapters)
 
 
 @settings(max_examples=examples(60))
@@ -146,7 +146,7 @@ def test_a_move_makes_the_new_copy_before_it_breaks_the_old_one():
         lora_id=load.lora_id, digest=f"digest-{load.lora_id}", engine_name="", state="loading", since=NOW
     )
     w1 = observed.workers["w1"]
-    half = replace(observed, workers={**observed.workers, "w1": replace(w1, held={load.lora_id: loading})})
+    half = replace(observed, workers={**observed.workers, "w1": replace(w1, adapters={load.lora_id: loading})})
     second = place(wanted, replace(half, memory=first.memory), demand, RULES, NOW + 1)
     assert (second.loads, second.removals) == ((), ())
     done = replace(carried(observed, first), memory=second.memory)
@@ -168,8 +168,8 @@ def test_nothing_is_moved_that_is(why):
         wanted = intent(*(replace(known, pinned=True) for known in wanted.adapters.values()))
     elif why == "young":
         w0 = observed.workers["w0"]
-        young = {name: replace(there, since=NOW - 5) for name, there in w0.held.items()}
-        observed = replace(observed, workers={**observed.workers, "w0": replace(w0, held=young)})
+        young = {name: replace(there, since=NOW - 5) for name, there in w0.adapters.items()}
+        observed = replace(observed, workers={**observed.workers, "w0": replace(w0, adapters=young)})
     elif why == "idle fleet":
         demand = busy(dict.fromkeys(demand.work, 0.05))
     else:
@@ -179,7 +179,9 @@ def test_nothing_is_moved_that_is(why):
 
 def doubled():
     observed = fleet(worker("w0", held("a"), zone="z0"), worker("w1", held("a"), zone="z0"), worker("w2", zone="z1"))
-    return intent(adapter("a")), replace(observed, memory=PassMemory(scales={"a": StandingTarget(replicas=1)}))
+    return intent(adapter("a")), replace(
+        observed, memory=PassMemory(standing_targets={"a": StandingTarget(replicas=1)})
+    )
 
 
 def test_a_surplus_copy_goes_and_is_named_as_one():
@@ -201,7 +203,7 @@ def test_a_surplus_copy_stays_while_it_is(why):
     else:
         change = {"since": NOW - 5} if why == "young" else {"state": "loading"}
         workers = {
-            name: replace(w, held={n: replace(there, **change) for n, there in w.held.items()})
+            name: replace(w, adapters={n: replace(there, **change) for n, there in w.adapters.items()})
             for name, w in observed.workers.items()
             if name != "w1" or why == "young"
         }
@@ -212,7 +214,7 @@ def test_a_surplus_copy_stays_while_it_is(why):
 def test_of_surplus_copies_one_that_drains_already_goes_first_even_in_use():
     wanted, observed = doubled()
     w1 = observed.workers["w1"]
-    w1 = replace(w1, held={"a": replace(w1.held["a"], state="draining")})
+    w1 = replace(w1, adapters={"a": replace(w1.adapters["a"], state="draining")})
     demand = DemandSnapshot(in_use=frozenset({("a", "w1")}))
     steps = place(wanted, replace(observed, workers={**observed.workers, "w1": w1}), demand, RULES, NOW).removals
     assert [step.worker_id for step in steps] == ["w1"]
@@ -229,7 +231,7 @@ def test_a_copy_that_a_crashed_worker_brought_back_makes_room_at_once_however_yo
     (load,) = place(names, full, want("cold"), rules, NOW).loads
     assert load.evict == "a"
     # The only copy of another is as young and stays.
-    alone = replace(full, workers={"w1": replace(full.workers["w1"], held={"b": held("b", since=young)}, slots=1)})
+    alone = replace(full, workers={"w1": replace(full.workers["w1"], adapters={"b": held("b", since=young)}, slots=1)})
     assert place(names, alone, want("cold"), rules, NOW).loads == ()
 
 
@@ -244,7 +246,9 @@ def test_the_victim_is_the_one_whose_loss_costs_least_and_a_small_one_is_fetched
 def test_who_was_asked_for_a_moment_ago_stays_before_who_was_asked_for_more_often():
     observed = fleet(worker("w0", held("talking"), held("over"), slots=2))
     names = intent(adapter("talking"), adapter("over"), adapter("new"))
-    demand = replace(want("new"), rates={"talking": 0.02, "over": 0.1}, last={"talking": NOW - 2, "over": NOW - 200.0})
+    demand = replace(
+        want("new"), rates={"talking": 0.02, "over": 0.1}, last_request_at={"talking": NOW - 2, "over": NOW - 200.0}
+    )
     (load,) = place(names, observed, demand, PlacementPolicy(reserve_slots=0), NOW).loads
     assert load.evict == "over"
 
@@ -254,7 +258,7 @@ def test_a_scale_up_throws_out_only_what_is_worth_less():
     observed = fleet(worker("w0", held("hot"), slots=1), worker("w1", held("warm"), slots=1))
     names = intent(adapter("hot"), adapter("warm"))
     assert place(names, observed, busy(hot), RULES, NOW).loads == ()
-    cold = replace(busy({"hot": 2.0, "warm": 0.001}), last={"hot": NOW, "warm": NOW - 900})
+    cold = replace(busy({"hot": 2.0, "warm": 0.001}), last_request_at={"hot": NOW, "warm": NOW - 900})
     (load,) = place(names, observed, cold, RULES, NOW).loads
     assert (load.lora_id, load.evict) == ("hot", "warm")
 
@@ -263,7 +267,9 @@ def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment()
     observed = fleet(worker("w0", held("hot"), slots=1))
     names = intent(adapter("hot"), adapter("cool"))
     repair = {"cool": WantedReplicas(replicas=1, is_repair=True)}
-    demand = DemandSnapshot(habits={"hot": 0.2, "cool": 0.1}, last={"hot": NOW - 300, "cool": NOW - 1}, wants=repair)
+    demand = DemandSnapshot(
+        habits={"hot": 0.2, "cool": 0.1}, last_request_at={"hot": NOW - 300, "cool": NOW - 1}, wants=repair
+    )
     assert place(names, observed, demand, RULES, NOW).loads == ()
     # A request that waits does, and so does a repair where it is the hotter one.
     (load,) = place(names, observed, replace(demand, wants={"cool": WantedReplicas(replicas=1)}), RULES, NOW).loads
@@ -275,7 +281,7 @@ def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment()
 def test_what_requests_wait_for_in_a_line_is_no_victim():
     observed = fleet(worker("w0", held("queued"), held("idle"), slots=2))
     names = intent(adapter("queued"), adapter("idle"), adapter("new"))
-    demand = replace(want("new"), habits={"idle": 1.0}, last={"idle": NOW}, backlog={"queued": 0.5})
+    demand = replace(want("new"), habits={"idle": 1.0}, last_request_at={"idle": NOW}, backlog={"queued": 0.5})
     (load,) = place(names, observed, demand, RULES, NOW).loads
     assert load.evict == "idle"
 
@@ -345,22 +351,22 @@ def test_for_a_request_that_waits_a_worker_that_loads_already_yields_to_one_that
 
 
 def frozen_storm(count=100):
-    return ChurnHistory(counts=((int(NOW) - 5, count),))
+    return ChurnHistory(step_counts=((int(NOW) - 5, count),))
 
 
 def test_in_a_storm_nothing_is_moved_or_scaled_and_the_pass_says_so():
     wanted, observed, demand = uneven()
-    stormy = replace(observed, memory=PassMemory(storm=frozen_storm()))
+    stormy = replace(observed, memory=PassMemory(churn=frozen_storm()))
     desired = place(wanted, stormy, demand, RULES, NOW)
     assert (desired.loads, desired.removals) == ((), ())
-    assert "storm: 100 loads and unloads within 60 s" in desired.frozen
-    hot = fleet(worker("w0", held("a")), worker("w1"), memory=PassMemory(storm=frozen_storm()))
+    assert "storm: 100 loads and unloads within 60 s" in desired.frozen_reason
+    hot = fleet(worker("w0", held("a")), worker("w1"), memory=PassMemory(churn=frozen_storm()))
     assert place(intent(adapter("a")), hot, busy({"a": 1.5}), RULES, NOW).loads == ()
     assert place(intent(adapter("a")), replace(hot, memory=PassMemory()), busy({"a": 1.5}), RULES, NOW).loads != ()
 
 
 def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
-    observed = fleet(worker("w0"), worker("w1"), memory=PassMemory(storm=frozen_storm()))
+    observed = fleet(worker("w0"), worker("w1"), memory=PassMemory(churn=frozen_storm()))
     demand = DemandSnapshot(
         rates={"cool": 1.0, "hot": 9.0},
         wants={name: WantedReplicas(replicas=1, is_repair=True) for name in ("cool", "hot")}
@@ -371,25 +377,27 @@ def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
 
 
 def test_a_fleet_without_workers_is_no_storm():
-    assert place(intent(adapter("a")), fleet(), DemandSnapshot(), RULES, NOW).frozen is None
+    assert place(intent(adapter("a")), fleet(), DemandSnapshot(), RULES, NOW).frozen_reason is None
 
 
 def test_where_no_moves_are_allowed_they_stand_still_in_every_pass():
     forbidden, observed = replace(RULES, storm_moves_per_worker=0), fleet(worker("w0"))
     for number in range(3):
         desired = place(intent(adapter("a")), observed, DemandSnapshot(), forbidden, NOW + number)
-        assert desired.frozen is not None
+        assert desired.frozen_reason is not None
         observed = replace(observed, memory=desired.memory)
 
 
 def test_any_number_of_moves_may_be_allowed():
     rules = PlacementPolicy(storm_moves_per_worker=10**30)
-    assert place(intent(adapter("a")), fleet(worker("w0", held("a"))), DemandSnapshot(), rules, NOW).frozen is None
+    assert (
+        place(intent(adapter("a")), fleet(worker("w0", held("a"))), DemandSnapshot(), rules, NOW).frozen_reason is None
+    )
 
 
 def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
     rules = PlacementPolicy(storm_window_s=60.0, storm_moves_per_worker=4)
-    calm = ChurnHistory(counts=((0, 3), (30, 5)))
+    calm = ChurnHistory(step_counts=((0, 3), (30, 5)))
     assert churn.is_frozen(calm, rules, 2, 40.0)
     assert not churn.is_frozen(calm, rules, 2, 60.0)
     assert churn.is_frozen(replace(calm, frozen_since=40.0), rules, 2, 60.0)
@@ -398,8 +406,8 @@ def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
 
 def test_a_step_that_takes_many_passes_is_counted_once():
     steps = frozenset({("a", "w0", "load")})
-    once = churn.watched(ChurnHistory(), steps, RULES, is_held=False, now=10.0)
-    assert churn.churn(churn.watched(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
+    once = churn.history_after(ChurnHistory(), steps, RULES, is_held=False, now=10.0)
+    assert churn.steps_in_window(churn.history_after(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
 
 
 def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
@@ -414,7 +422,7 @@ def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
         desired = place(wanted, observed, demand, rules, NOW + number)
         observed = carried(observed, desired)
         steps += len(desired.loads) + len(desired.removals)
-        said.append(desired.frozen)
+        said.append(desired.frozen_reason)
     assert any(said)
     # Two windows, four workers, twice each; old halves of moves are finished in a storm as well.
     assert steps <= 3 * 4 * 2
@@ -422,7 +430,7 @@ def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
 
 def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
     names = [f"a{i}" for i in range(40)]
-    memory = PassMemory(scales=dict.fromkeys(names, StandingTarget(replicas=1)))
+    memory = PassMemory(standing_targets=dict.fromkeys(names, StandingTarget(replicas=1)))
     observed = fleet(*(worker(f"w{i}", *map(held, names), slots=64) for i in range(2)), memory=memory)
     rules = PlacementPolicy(storm_moves_per_worker=4)
     first = place(intent(*map(adapter, names)), observed, DemandSnapshot(), rules, NOW)
@@ -431,7 +439,7 @@ def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
     second = place(
         intent(*map(adapter, names)), replace(observed, memory=first.memory), DemandSnapshot(), rules, NOW + 1
     )
-    assert second.frozen is not None
+    assert second.frozen_reason is not None
     assert second.removals == first.removals
 
 
@@ -442,16 +450,16 @@ def test_observed_memory_is_all_that_one_pass_knows_of_another():
 
 
 def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
-    turn = NOW // TURN_S * TURN_S
-    now = turn + TURN_S - 0.5
+    turn = NOW // WAIT_BUCKET_S * WAIT_BUCKET_S
+    now = turn + WAIT_BUCKET_S - 0.5
     wants = {
         "hot": WantedReplicas(replicas=1, since=turn + 5.0),
         "warm": WantedReplicas(replicas=1, since=turn),
         "early": WantedReplicas(replicas=1, since=turn - 0.5),
-        "lost": WantedReplicas(replicas=1, since=turn - 3 * TURN_S, is_repair=True),
+        "lost": WantedReplicas(replicas=1, since=turn - 3 * WAIT_BUCKET_S, is_repair=True),
         "lost and hot": WantedReplicas(replicas=1, since=turn + 1.0, is_repair=True),
         "urgent": WantedReplicas(replicas=1, since=now),
-        "left": WantedReplicas(replicas=1, since=turn - 2 * TURN_S, is_left=True),
+        "left": WantedReplicas(replicas=1, since=turn - 2 * WAIT_BUCKET_S, is_abandoned=True),
     }
     demand = DemandSnapshot(rates={"hot": 9.0, "warm": 3.0, "lost": 1.0, "lost and hot": 8.0}, wants=wants)
     every = intent(*(adapter(name, priority=int(name == "urgent")) for name in wants))
@@ -468,11 +476,11 @@ def test_where_more_is_asked_for_than_fits_everybody_has_a_turn():
     waiting, longest = dict.fromkeys(rates, NOW), 0.0
     for number in range(60):
         now = NOW + number * RULES.min_residency_s
-        there = {lora_id for known in observed.workers.values() for lora_id in known.held}
+        there = {lora_id for known in observed.workers.values() for lora_id in known.adapters}
         waiting = {name: waiting.get(name, now) for name in rates if name not in there}
         longest = max(longest, *(now - since for since in waiting.values()))
         wants = {name: WantedReplicas(replicas=1, since=since) for name, since in waiting.items()}
-        demand = DemandSnapshot(rates=rates, habits=rates, last=dict.fromkeys(rates, now), wants=wants)
+        demand = DemandSnapshot(rates=rates, habits=rates, last_request_at=dict.fromkeys(rates, now), wants=wants)
         observed = applied(observed, place(every, observed, demand, RULES, now), now)
     # A load for each worker in each turn, and eight wait.
-    assert longest <= 4 * TURN_S
+    assert longest <= 4 * WAIT_BUCKET_S

@@ -26,7 +26,7 @@ def routers(*words, now=105.0):
     book = DemandBook()
     for number, (revision_seen, in_flight, heard_at) in enumerate(words):
         use = AdapterUsage(lora_id="a", worker_id="w0", engine_name="a@1", requests=1, in_flight=in_flight)
-        book.report(f"r{number}", "b", 1, revision_seen, [use], heard_at)
+        book.record_report(f"r{number}", "b", 1, revision_seen, [use], heard_at)
     return book.live_routers(now)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.placement.pools import AdapterNeed, PoolMember, RouterQueues, engine_wait_s, pools
+from orchestrator.core.placement.pools import AdapterNeed, PoolMember, RouterQueues, engine_wait_s, pool_figures
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_metrics import series
 
@@ -22,7 +22,7 @@ def need(copies=1, rank=8, base_model="qwen"):
 
 
 def wanted(members, needs):
-    return {pool.name: pool.slots_wanted for pool in pools(members, needs)}
+    return {pool.name: pool.slots_wanted for pool in pool_figures(members, needs)}
 
 
 def test_a_copy_is_wanted_in_the_pool_of_the_smallest_rank_that_takes_it():
@@ -57,17 +57,17 @@ def test_a_queue_is_what_waits_at_the_rate_at_which_requests_end():
 
 
 def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
-    (pool,) = pools([member(wait_s=4.0), member(wait_s=0.0)], [])
+    (pool,) = pool_figures([member(wait_s=4.0), member(wait_s=0.0)], [])
     assert (pool.slots, pool.queue_wait_s) == (16, 2.0)
 
 
 def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
     book = RouterQueues()
-    book.report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
-    book.report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
+    book.record_report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
+    book.record_report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
     assert (book.wait_s("w0", 4.0), book.wait_s("w1", 4.0)) == (5.0, 1.0)
     assert (book.in_flight("w0", 4.0), book.in_flight("w1", 4.0), book.in_flight("w2", 4.0)) == (7, 1, 0)
-    book.report("r1", {}, {}, 5.0)
+    book.record_report("r1", {}, {}, 5.0)
     assert (book.wait_s("w0", 5.0), book.in_flight("w0", 5.0)) == (2.0, 3)
     assert (book.wait_s("w0", 10.5), book.in_flight("w0", 10.5)) == (0.0, 0)
 

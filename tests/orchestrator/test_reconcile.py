@@ -152,7 +152,7 @@ async def test_who_asks_waits_since_it_asked_first(house):
     house.reconciler.ensure("sql/v1", 1)
     house.clock.now += 5.0
     house.reconciler.ensure("sql/v1", 2)
-    assert house.reconciler.demand.wants(house.clock.now) == {"sql/v1": WantedReplicas(replicas=2, since=began_at)}
+    assert house.reconciler.demand.open_wants(house.clock.now) == {"sql/v1": WantedReplicas(replicas=2, since=began_at)}
 
 
 async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing_else_is(house):
@@ -162,9 +162,9 @@ async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing
     await house.ensure("a/v1", tenants=["acme"])
     await house.ensure("b/v1")
     assert {action.operation for action in await house.turn()} == {"inspect"}
-    assert house.reconciler.demand.snapshot(house.clock.now).turns == {}
+    assert house.reconciler.demand.snapshot(house.clock.now).last_load_at == {}
     assert {action.lora_id for action in await house.settle()} == {"a/v1", "b/v1"}
-    assert house.reconciler.demand.snapshot(house.clock.now).turns == {"acme": house.clock.now}
+    assert house.reconciler.demand.snapshot(house.clock.now).last_load_at == {"acme": house.clock.now}
 
 
 async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(house):
@@ -1246,15 +1246,15 @@ async def test_usage_that_repeats_or_comes_late_changes_nothing(house):
     use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 6, "in_flight": 0}
     now = house.clock()
     assert (await house.usage(1, use, seq=1))["accepted"]
-    assert house.reconciler.demand.rate("sql/v1", now) == 0.0  # history before we knew this router
+    assert house.reconciler.demand.request_rate("sql/v1", now) == 0.0  # history before we knew this router
     assert (await house.usage(1, use | {"requests": 12}, seq=2))["accepted"]
-    rate = house.reconciler.demand.rate("sql/v1", now)
+    rate = house.reconciler.demand.request_rate("sql/v1", now)
     assert rate > 0.1
     assert not (await house.usage(1, use | {"requests": 12}, seq=2))["accepted"]
     assert not (await house.usage(1, use | {"requests": 9}, seq=1))["accepted"]
     assert (await house.usage(1, use | {"requests": 6}, boot_id="b1", seq=1))["accepted"]
     assert not (await house.usage(1, use | {"requests": 99}, boot_id="b0", seq=9))["accepted"]
-    assert house.reconciler.demand.rate("sql/v1", now) == pytest.approx(2 * rate)
+    assert house.reconciler.demand.request_rate("sql/v1", now) == pytest.approx(2 * rate)
 
 
 async def test_an_adapter_in_use_is_not_a_victim(house, clock):

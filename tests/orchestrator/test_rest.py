@@ -582,7 +582,9 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
 
 async def test_who_leaves_while_it_waits_is_not_waited_for(house):
     def waited_for():
-        return [name for name, want in house.reconciler.demand.wants(house.clock.now).items() if want.is_waited_for]
+        return [
+            name for name, want in house.reconciler.demand.open_wants(house.clock.now).items() if want.is_waited_for
+        ]
 
     await house.register()
     async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
@@ -594,7 +596,7 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(house):
         await client.get("/health")
         assert not waited_for()
         # It is asked for still, and waited for as soon as somebody asks again.
-        assert house.reconciler.demand.wants(house.clock.now).keys() == {"sql/v1"}
+        assert house.reconciler.demand.open_wants(house.clock.now).keys() == {"sql/v1"}
         await client.post("/v1/adapters/sql/v1/ensure")
         assert waited_for() == ["sql/v1"]
 
@@ -614,7 +616,7 @@ async def test_who_asks_for_an_adapter_says_whose_requests_wait_and_else_it_is_i
 ):
     await house.register(tenants=registered)
     assert (await house.ensure(**said)).status_code == 200
-    assert house.reconciler.demand.wants(house.clock.now)["sql/v1"].tenants == waits
+    assert house.reconciler.demand.open_wants(house.clock.now)["sql/v1"].tenants == waits
 
 
 @pytest.mark.fleet

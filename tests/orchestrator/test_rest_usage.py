@@ -28,11 +28,11 @@ async def test_every_count_of_a_report_is_added_up_once(house):
     assert await report(house, 2, uses=[USE], holds=[hold])
     assert not await report(house, 2, uses=[USE | {"requests": 99}])
     flow = TrafficFigures(10, 100, 50, 2.5, 3, 7, 1.5, 2, 4.0, 1)
-    assert house.reconciler.demand.total("sql/v1") == flow
+    assert house.reconciler.demand.traffic_totals("sql/v1") == flow
 
 
 async def test_a_router_of_the_version_before_counts_requests_alone(house):
     assert await report(house, 1)
     uses = [{"worker_id": "w0", "engine_name": "sql/v1@ab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
     assert await report(house, 2, uses=uses)
-    assert house.reconciler.demand.total("sql/v1") == TrafficFigures(requests=4)
+    assert house.reconciler.demand.traffic_totals("sql/v1") == TrafficFigures(requests=4)

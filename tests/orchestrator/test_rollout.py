@@ -15,17 +15,17 @@ from orchestrator.core.rollout import (
     RolloutGuard,
     RolloutObservation,
     WeightStep,
-    aborted,
+    aborted_rollout,
     advance,
-    as_json,
-    floors,
-    missing,
-    paused,
-    resumed,
+    current_targets,
+    missing_by_adapter,
+    paused_rollout,
+    regression_reason,
+    replica_floors,
+    resumed_rollout,
+    rollout_json,
     targets_at,
-    targets_now,
     with_last_step,
-    worse,
 )
 from orchestrator.store.typed import rollout_in
 from tests.properties import examples
@@ -70,15 +70,15 @@ def walked(rollout, looks):
 
 def test_each_step_waits_for_its_share_of_the_old_ones_replicas_and_then_shifts():
     rollout, said = walked(a_rollout(), [(0, seen(4, 0))])
-    assert (rollout.phase, said, floors(rollout)) == ("placing", [], {OLD: 4, NEW: 1})
+    assert (rollout.phase, said, replica_floors(rollout)) == ("placing", [], {OLD: 4, NEW: 1})
     rollout, said = walked(rollout, [(5, seen(4, 1))])
     assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
     rollout, said = walked(rollout, [(66, seen(4, 1))])
-    assert (rollout.phase, rollout.step, said, floors(rollout)) == ("placing", 1, [], {OLD: 4, NEW: 2})
+    assert (rollout.phase, rollout.step, said, replica_floors(rollout)) == ("placing", 1, [], {OLD: 4, NEW: 2})
     rollout, said = walked(rollout, [(70, seen(4, 2)), (131, seen(4, 2)), (140, seen(4, 3))])
     assert (rollout.phase, rollout.step, said) == ("placing", 2, [{OLD: 0.5, NEW: 0.5}])
     rollout, said = walked(rollout, [(150, seen(4, 4))])
-    assert (rollout.phase, said, floors(rollout)) == ("done", [{NEW: 1.0}], {})
+    assert (rollout.phase, said, replica_floors(rollout)) == ("done", [{NEW: 1.0}], {})
 
 
 @pytest.mark.parametrize(("bad", "why"), [(BAD, "error rate 30.0%"), (SLOW, "first token after 0.4 s")])
@@ -92,10 +92,10 @@ def test_a_worse_version_is_rolled_back_at_once(bad, why):
 
 def test_a_paused_rollout_stays_where_it_is_and_still_goes_back():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
-    rollout = paused(rollout, 10.0)
+    rollout = paused_rollout(rollout, 10.0)
     assert walked(rollout, [(1000, seen(4, 4))])[1] == []
     assert walked(rollout, [(1000, seen(4, 4, tally=BAD))])[1] == [{OLD: 1.0}]
-    rollout = resumed(rollout, 1000.0)
+    rollout = resumed_rollout(rollout, 1000.0)
     # Of its 60 s ten had passed.
     assert walked(rollout, [(1049, seen(4, 4))])[1] == []
     assert walked(rollout, [(1051, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
@@ -134,7 +134,7 @@ def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were
     rollout, said = walked(a_rollout(), [(0, seen(4, 4)), (10, seen(4, 4, tally=RequestTally()))])
     assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
     look = seen(4, 4, tally=RequestTally(), unusable={NEW: "adapter_refused: the engine says no"})
-    for now_paused in (rollout, paused(rollout, 15)):
+    for now_paused in (rollout, paused_rollout(rollout, 15)):
         ended, said = walked(now_paused, [(20, look)])
         assert (ended.phase, said) == ("rolled_back", [{OLD: 1.0}])
         assert ended.reason == "sql/v2 cannot be used: adapter_refused: the engine says no"
@@ -143,8 +143,8 @@ def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were
 def test_where_the_old_version_is_nowhere_nothing_is_waited_for_but_that_the_new_one_is_sound():
     assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
     look = RolloutObservation(known=frozenset({OLD}))
-    assert missing(a_rollout(WeightStep(1.0, 0)), look) == {NEW: "not inspected yet"}
-    assert missing(a_rollout(WeightStep(1.0, 0)), RolloutObservation()) == {}
+    assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), look) == {NEW: "not inspected yet"}
+    assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), RolloutObservation()) == {}
 
 
 def test_the_policys_most_replicas_are_enough():
@@ -176,7 +176,9 @@ def test_a_rollout_from_a_canary_needs_what_one_version_would_need_alone(old, ne
 def test_a_version_waits_for_no_more_replicas_than_workers_can_hold_it():
     look = seen(5, 2, room={NEW: 2})
     assert walked(a_rollout(WeightStep(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
-    assert missing(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {NEW: "0 of 1 replicas ready"}
+    assert missing_by_adapter(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {
+        NEW: "0 of 1 replicas ready"
+    }
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -197,9 +199,9 @@ def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, targe
     rollout = Rollout(alias="sql", before=before, after=((to, 1.0),), steps=steps, guard=GUARD, began_at=0.0, since=0.0)
     room, known = dict.fromkeys([*names, to], workers), frozenset([*names, to])
     for look in range(3 * len(steps) + 3):
-        least = floors(rollout)
+        least = replica_floors(rollout)
         ready |= {name: max(ready.get(name, 0), min(least.get(name, 0), workers)) for name in room}
-        share = dict(targets_now(rollout)).get(to, 0.0) / sum(weight for _, weight in targets_now(rollout))
+        share = dict(current_targets(rollout)).get(to, 0.0) / sum(weight for _, weight in current_targets(rollout))
         rollout, targets = advance(
             rollout, RolloutObservation(ready=dict(ready), room=room, known=known, new=GOOD), 61.0 * look
         )
@@ -211,14 +213,14 @@ def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, targe
 
 def test_an_abort_goes_back_and_one_that_is_over_stays_over():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
-    rollout, targets = aborted(rollout, 5.0)
+    rollout, targets = aborted_rollout(rollout, 5.0)
     assert (rollout.phase, targets) == ("aborted", ((OLD, 1.0),))
-    assert aborted(rollout, 6.0) == (rollout, None)
+    assert aborted_rollout(rollout, 6.0) == (rollout, None)
 
 
 def test_what_a_later_version_stored_is_read_as_far_as_it_is_known():
     rollout = a_rollout(scale=3)
-    body = as_json(rollout) | {"later": 1}
+    body = rollout_json(rollout) | {"later": 1}
     body["guard"] |= {"later": 1}
     body["steps"] = [dict(step) | {"later": 1} for step in body["steps"]]
     assert rollout_in(json.dumps(body), "it") == rollout
@@ -234,7 +236,7 @@ def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
         for _ in range(50):
             old += RequestTally(20, sum(rng.random() < 0.05 for _ in range(20)))
             new += RequestTally(20, sum(rng.random() < 0.05 for _ in range(20)))
-            if worse(GUARD, old, new) is not None:
+            if regression_reason(GUARD, old, new) is not None:
                 rolled_back += 1
                 break
     assert rolled_back < 10
@@ -263,33 +265,33 @@ def test_a_version_is_worse_where_newcombes_interval_of_the_difference_lies_abov
     spread = hypot(new.error_rate - bounds(new)[0], bounds(old)[1] - old.error_rate)
     assume(abs(increase - spread) > 1e-9)
     guard = RolloutGuard(max_error_rate_increase=0.0, min_requests=10)
-    assert (worse(guard, old, new) is not None) == (increase > max(0.0, spread))
+    assert (regression_reason(guard, old, new) is not None) == (increase > max(0.0, spread))
 
 
 def test_first_tokens_are_compared_once_there_are_enough_of_both():
     assert (
-        worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.6))
+        regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.6))
         == "first token after 0.152 s on average, against 0.1 s"
     )
-    assert worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.4)) is None
-    assert worse(GUARD, RequestTally(100, 0, 49, 4.9), RequestTally(100, 0, 50, 50.0)) is None
-    assert worse(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 49, 49.0)) is None
+    assert regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 50, 7.4)) is None
+    assert regression_reason(GUARD, RequestTally(100, 0, 49, 4.9), RequestTally(100, 0, 50, 50.0)) is None
+    assert regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 49, 49.0)) is None
 
 
 def test_a_version_with_a_tenth_more_errors_is_found_within_a_few_hundred_requests():
     rng = Random(7)
     for _ in range(50):
         old, new = RequestTally(1000, 10), RequestTally()
-        while worse(GUARD, old, new) is None:
+        while regression_reason(GUARD, old, new) is None:
             new += RequestTally(20, sum(rng.random() < 0.11 for _ in range(20)))
         assert new.requests <= 400
 
 
 def test_few_requests_tell_nothing_and_without_first_tokens_only_errors_count():
-    assert worse(GUARD, GOOD, RequestTally(49, 49)) is None
-    assert worse(RolloutGuard(min_requests=0), GOOD, RequestTally(9, 9)) is None
-    assert worse(GUARD, RequestTally(100, 0), RequestTally(100, 0, 100, 99.0)) is None
-    assert worse(RolloutGuard(max_first_token_ratio=None), GOOD, SLOW) is None
+    assert regression_reason(GUARD, GOOD, RequestTally(49, 49)) is None
+    assert regression_reason(RolloutGuard(min_requests=0), GOOD, RequestTally(9, 9)) is None
+    assert regression_reason(GUARD, RequestTally(100, 0), RequestTally(100, 0, 100, 99.0)) is None
+    assert regression_reason(RolloutGuard(max_first_token_ratio=None), GOOD, SLOW) is None
 
 
 TALLIES = st.builds(
@@ -317,7 +319,7 @@ def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_al
         look = RolloutObservation(ready={OLD: old, NEW: new}, known=BOTH, old=old_tally, new=new_tally)
         previous = rollout
         rollout, targets = advance(rollout, look, now)
-        assert rollout_in(json.dumps(as_json(rollout)), "it") == rollout
+        assert rollout_in(json.dumps(rollout_json(rollout)), "it") == rollout
         if targets is not None:
             points_at = targets
             assert sum(weight for _, weight in targets) == pytest.approx(1.0)
@@ -326,12 +328,12 @@ def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_al
                 assert targets == rollout.before
             else:
                 assert gained > share
-                assert new >= floors(rollout).get(NEW, 0)
+                assert new >= replica_floors(rollout).get(NEW, 0)
                 assert targets == targets_at(rollout, rollout.step)
             share = gained
         if not previous.is_active:
             assert (rollout, targets) == (previous, None)
-        assert points_at == targets_now(rollout)
+        assert points_at == current_targets(rollout)
     if not rollout.is_active:
         assert points_at == (rollout.after if rollout.phase == "done" else rollout.before)
 

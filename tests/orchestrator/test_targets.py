@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.targets import due, shares, stand
+from orchestrator.core.placement.targets import replicas_for_demand, slot_shares, standing_target
 from orchestrator.core.state import DemandSnapshot, ObservedFleet, PassMemory, PlacementPolicy, StandingTarget
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
 from tests.properties import examples
@@ -22,37 +22,37 @@ def zipf(count, exponent=0.9):
 
 def test_of_a_hundred_adapters_with_zipf_popularity_only_the_hottest_needs_two_of_eight_workers():
     busy = 8 * 0.7
-    replicas = [due(share, 8, busy * share, RULES.target_utilisation) for share in zipf(100)]
+    replicas = [replicas_for_demand(share, 8, busy * share, RULES.target_utilisation) for share in zipf(100)]
     assert [replica > 1 for replica in replicas] == [True] + [False] * 99
     assert replicas[0] <= 2
 
 
 def test_one_user_at_night_is_not_a_hot_adapter():
-    assert due(share=1.0, fleet=8, busy=0.3, target_utilisation=0.7) < 1
+    assert replicas_for_demand(share=1.0, fleet=8, busy=0.3, target_utilisation=0.7) < 1
 
 
 @pytest.mark.parametrize(("copies", "scale"), [(1, None), (3, StandingTarget(replicas=3)), (3, None)])
 def test_a_target_rises_at_once(copies, scale):
-    assert stand(4, 5, copies, scale, NOW, 300.0)[0] == 4
+    assert standing_target(4, 5, copies, scale, NOW, 300.0)[0] == 4
 
 
 def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
-    target, scale = stand(1, 1, 3, StandingTarget(replicas=3), NOW, 300.0)
+    target, scale = standing_target(1, 1, 3, StandingTarget(replicas=3), NOW, 300.0)
     assert (target, scale.below_since) == (3, NOW)
-    assert stand(1, 1, 3, scale, NOW + 299, 300.0)[0] == 3
-    assert stand(1, 1, 3, scale, NOW + 300, 300.0)[0] == 1
+    assert standing_target(1, 1, 3, scale, NOW + 299, 300.0)[0] == 3
+    assert standing_target(1, 1, 3, scale, NOW + 300, 300.0)[0] == 1
     # One pass in which demand is nearly what it was begins the wait anew.
-    _, again = stand(2, 3, 3, scale, NOW + 299, 300.0)
-    assert stand(1, 1, 3, again, NOW + 400, 300.0)[0] == 3
+    _, again = standing_target(2, 3, 3, scale, NOW + 299, 300.0)
+    assert standing_target(1, 1, 3, again, NOW + 400, 300.0)[0] == 3
 
 
 def test_copies_found_after_a_restart_stand_like_targets_of_our_own():
-    target, scale = stand(1, 1, 3, None, NOW, 300.0)
+    target, scale = standing_target(1, 1, 3, None, NOW, 300.0)
     assert (target, scale) == (3, StandingTarget(replicas=3, below_since=NOW))
 
 
 def test_a_copy_that_went_while_its_target_cooled_is_not_brought_back():
-    assert stand(1, 1, 2, StandingTarget(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
+    assert standing_target(1, 1, 2, StandingTarget(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
 
 
 @settings(max_examples=examples(60))
@@ -63,7 +63,7 @@ def test_constant_demand_with_noise_changes_a_target_at_most_once(level, seed):
         raw = level * rng.uniform(0.9, 1.1)
         up, down = -int(-raw // 1), -int(-raw / 0.8 // 1)
         before = target
-        target, scale = stand(max(1, up), max(1, down), copies, scale, NOW + second, 300.0)
+        target, scale = standing_target(max(1, up), max(1, down), copies, scale, NOW + second, 300.0)
         copies = target
         changes += target != before and second > 100
     assert changes <= 1
@@ -71,7 +71,7 @@ def test_constant_demand_with_noise_changes_a_target_at_most_once(level, seed):
 
 def demanded(**busy):
     rates = {name: share * 2 for name, share in busy.items()}
-    return DemandSnapshot(rates=rates, work=dict(busy), habits=rates, last=dict.fromkeys(busy, NOW))
+    return DemandSnapshot(rates=rates, work=dict(busy), habits=rates, last_request_at=dict.fromkeys(busy, NOW))
 
 
 def test_a_lazy_adapter_that_is_hot_gets_another_copy_in_another_zone():
@@ -112,10 +112,10 @@ def test_while_no_router_speaks_nothing_is_taken_away():
 
 
 def test_the_last_copy_is_never_surplus():
-    memory = PassMemory(scales={"a": StandingTarget(replicas=1, below_since=0.0)})
+    memory = PassMemory(standing_targets={"a": StandingTarget(replicas=1, below_since=0.0)})
     observed = fleet(worker("w0", held("a")), memory=memory)
     assert place(intent(adapter("a", loading="lazy")), observed, DemandSnapshot(), RULES, NOW).removals == ()
 
 
 def test_weighted_adapters_share_the_slots_by_largest_remainder():
-    assert shares({"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 9, "b": 9, "c": 9}, 5) == {"a": 3, "b": 1, "c": 1}
+    assert slot_shares({"a": 2.0, "b": 1.0, "c": 1.0}, {"a": 9, "b": 9, "c": 9}, 5) == {"a": 3, "b": 1, "c": 1}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.tenant_order import TURN_S
+from orchestrator.core.placement.tenant_order import WAIT_BUCKET_S
 from orchestrator.core.state import DemandSnapshot, PlacementPolicy, WantedReplicas
 from tests.orchestrator.test_placement import NOW, adapter, fleet, intent, worker
 from tests.properties import examples
@@ -36,7 +36,7 @@ def naive(wants, rates, turns, stuck):
 
     def best(name):
         want = left[name]
-        stretch = want.since // TURN_S * TURN_S
+        stretch = want.since // WAIT_BUCKET_S * WAIT_BUCKET_S
         shares = [(had[tenant], max(stretch, turns.get(tenant, 0.0))) for tenant in want.tenants]
         return min(shares, default=(0, stretch)), stretch, -rates.get(name, 0.0), name
 
@@ -66,7 +66,7 @@ def crowds(draw):
 @given(crowds())
 def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
     wants, rates, turns, stuck = case
-    found = order_of(wants, fits=lambda name: name not in stuck, rates=rates, turns=turns)
+    found = order_of(wants, fits=lambda name: name not in stuck, rates=rates, last_load_at=turns)
     assert found == naive(wants, rates, turns, stuck)
 
 
@@ -76,8 +76,12 @@ def test_where_all_are_one_tenants_or_nobody_says_whose_they_are_the_earlier_and
     wants, rates, turns, _ = case
     unsaid = {name: replace(want, tenants=frozenset()) for name, want in wants.items()}
     alone = {name: replace(want, tenants=frozenset({"acme"})) for name, want in wants.items()}
-    expected = sorted(wants, key=lambda name: (wants[name].since // TURN_S, -rates[name], name))
-    assert order_of(unsaid, rates=rates, turns=turns) == order_of(alone, rates=rates, turns=turns) == expected
+    expected = sorted(wants, key=lambda name: (wants[name].since // WAIT_BUCKET_S, -rates[name], name))
+    assert (
+        order_of(unsaid, rates=rates, last_load_at=turns)
+        == order_of(alone, rates=rates, last_load_at=turns)
+        == expected
+    )
 
 
 @st.composite
@@ -98,13 +102,13 @@ def test_while_a_tenant_waits_no_other_has_more_than_two_loads(case):
         now = NOW + second
         for name, (at, tenant, _) in left.items():
             if at <= second:
-                book.want(name, waits(now, tenant), now + 60)
+                book.add_want(name, waits(now, tenant), now + 60)
         waiting = {tenant for at, tenant, _ in left.values() if at <= second}
         empty = fleet(*(worker(f"w{number}", slots=1) for number in range(count)))
         demand = replace(book.snapshot(now), rates={name: heat for name, (_, _, heat) in named.items()})
         for load in place(every, empty, demand, RULES, now).loads:
-            book.begun(load.lora_id, now)
-            book.satisfied(load.lora_id)
+            book.record_load_started(load.lora_id, now)
+            book.drop_want(load.lora_id)
             _, tenant, _ = left.pop(load.lora_id)
             others.pop(tenant, None)
             for other in waiting - {tenant}:
@@ -120,8 +124,8 @@ def test_a_tenant_that_asks_for_many_does_not_push_back_one_that_asks_later_for_
     rates = dict.fromkeys(wants.keys() - {"b"}, 9.0)
     assert order_of(wants, rates=rates)[:3] == ["a0", "b", "a1"]
     # Nor where only one load can begin at a time: a tenant waits since it had one.
-    assert order_of(wants, rates=rates, turns={"acme": NOW - 6})[:2] == ["b", "a0"]
-    assert order_of(wants, rates=rates, turns={"acme": NOW - 6, "bolt": NOW - 3})[:2] == ["a0", "b"]
+    assert order_of(wants, rates=rates, last_load_at={"acme": NOW - 6})[:2] == ["b", "a0"]
+    assert order_of(wants, rates=rates, last_load_at={"acme": NOW - 6, "bolt": NOW - 3})[:2] == ["a0", "b"]
 
 
 def test_what_cannot_be_loaded_costs_its_tenant_no_turn():

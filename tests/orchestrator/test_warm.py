@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.placement.context import usable_slots
 from orchestrator.core.placement.place import place
-from orchestrator.core.placement.warm_up import WARMING, warm_shares
+from orchestrator.core.placement.warm_up import WARMING, warm_up_loads
 from orchestrator.core.state import DemandSnapshot, PlacementPolicy
 from tests.orchestrator.doubles import FakeAgent
 from tests.orchestrator.test_placement import NOW, adapter, fleet, held, intent, worker
@@ -22,7 +22,7 @@ def demand(*names, rate=1.0):
 
 def shares(observed, asked, adapters=None, **policy):
     adapters = adapters or [adapter(name) for name in NAMES]
-    return warm_shares(intent(*adapters), observed, asked, PlacementPolicy(**policy), NOW)
+    return warm_up_loads(intent(*adapters), observed, asked, PlacementPolicy(**policy), NOW)
 
 
 def named(loads):
@@ -79,7 +79,7 @@ def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_other
     asked, rules = demand(*hot), PlacementPolicy(reserve_slots=reserve)
     adapters = intent(*(adapter(name) for name in NAMES))
     observed = fleet(*old, *(worker(f"n{i}", slots=slots, state=WARMING) for i in range(new)))
-    found = warm_shares(adapters, observed, asked, rules, NOW)
+    found = warm_up_loads(adapters, observed, asked, rules, NOW)
     assert found.keys() == {f"n{i}" for i in range(new)}
     for loads in found.values():
         assert len(loads) == len(named(loads)) <= usable_slots(slots, reserve)

@@ -33,7 +33,7 @@ def adapter(name, **changes):
 def worker(name, *names, slots=4, **changes):
     held = {n: ReportedAdapter(lora_id=n, digest=f"digest-{n}", engine_name=f"{n}@", state="ready") for n in names}
     base = ObservedWorker(id=name, state="ready", base_model="qwen", slots=slots, max_lora_rank=64, node=name)
-    return replace(base, held=held, **changes)
+    return replace(base, adapters=held, **changes)
 
 
 def scene(workers, adapters, *, rates=None, work=None, policy=RULES):

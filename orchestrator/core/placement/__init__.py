@@ -1,4 +1,4 @@
-"""Which replica should hold which adapter: a pure function of intent, observed state, demand, policy and time.
+"""Which worker should hold which adapter: a pure function of intent, observed fleet, demand, policy and time.
 
-`place` is the entry; the other files are its parts. Imports `core` only.
+`place.place` is the entry; the other files are its parts. Imports `core` only.
 """

@@ -1,9 +1,10 @@
 """Where the next copy of an adapter goes, and who makes room for it.
 
-In order of weight: what is there stays; the adapter's rendezvous home; a free slot; another zone and node; the least
-load. Two exceptions, on purpose. A home that is full yields to another worker with a free slot, because throwing
-somebody out costs a reload and a home only saves one. And for a request that waits, a worker that is loading
-already yields to one that is not, because the loads of one worker come one after another.
+Workers are ranked by: the adapter's rendezvous home, a free slot, another zone and node than its other copies, the
+least load. Two exceptions:
+
+- A full home yields to a worker with a free slot: an eviction costs a reload, and a home only saves one.
+- For a request that waits, a worker that is loading yields to an idle one: a worker's loads run one after another.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,85 +12,87 @@ from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_of
-from orchestrator.core.placement.victims import is_due, victim, worth
+from orchestrator.core.placement.context import ClaimOrder, PlacementContext, loading_mode
+from orchestrator.core.placement.victims import cheapest_victim, copy_worth, has_waited_long
 from orchestrator.core.state import ObservedWorker, PlannedLoad, RegisteredAdapter
 
 CANDIDATES = 16
-"""Workers whose adapters are compared when somebody has to go: of more, the best by all else."""
-NEAR = 1.2
-"""Victims worth up to so many times the least are as good, so that the home decides. More costs loads, up to 2 % at 1.5
-in `benchmarks.placement`, and a home saves few."""
+"""Workers whose adapters are compared when one has to be evicted: the best by the ranking above."""
+NEAR_WORTH = 1.2
+"""Victims worth up to this multiple of the cheapest count as equal, so that the home decides between them. At 1.5
+`benchmarks.placement` needs up to 2 % more loads."""
 
 
-def next_load(board: PlacementContext, adapter: RegisteredAdapter) -> PlannedLoad | None:
-    """The load that brings one copy more, or None when there is no room that it may have."""
+def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> PlannedLoad | None:
+    """The load that adds one copy of the adapter; None when no worker has room that it may take."""
     lora_id = adapter.lora_id
-    there = board.holders.get(lora_id, set())
-    able = board.able(adapter)
-    homes = board.homes(adapter, able, board.targets.get(lora_id, 1))
-    able = [worker for worker in able if worker.id not in there and not worker.holds(lora_id)]
+    there = context.holders.get(lora_id, set())
+    able = context.able_workers(adapter)
+    homes = context.home_workers(adapter, able, context.targets.get(lora_id, 1))
+    able = [worker for worker in able if worker.id not in there and not worker.has_in_slot(lora_id)]
     if not able:
         return None
-    ranked = _ranked(board, adapter, able, homes, there)
-    want = board.demand.wants.get(lora_id)
+    ranked = _ranked_workers(context, adapter, able, homes, there)
+    want = context.demand.wants.get(lora_id)
     is_waiting = want is not None and not want.is_repair
-    free = [worker for worker in ranked if board.free[worker.id] > 0]
-    idle = [worker for worker in free if not board.is_busy(worker.id)] if is_waiting else free
+    free = [worker for worker in ranked if context.free_slots[worker.id] > 0]
+    idle = [worker for worker in free if not context.is_busy(worker.id)] if is_waiting else free
     if idle:
-        return _load(board, adapter, idle[0], homes)
-    if may_evict(board, adapter):
-        below = None if is_waiting else _below(board, adapter)
+        return _planned_load(context, adapter, idle[0], homes)
+    if can_evict(context, adapter):
+        below = None if is_waiting else _worth_limit(context, adapter)
         is_repair = want is not None and want.is_repair
-        from_use = not free and not board.copies(lora_id) and is_due(board, adapter)
-        found = _with_victim(board, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
+        from_use = not free and not context.copy_count(lora_id) and has_waited_long(context, adapter)
+        found = _worker_and_victim(context, adapter, ranked, below=below, is_repair=is_repair, from_use=from_use)
         if found is not None:
             worker, evict = found
-            return _load(board, adapter, worker, homes, evict)
-    return _load(board, adapter, free[0], homes) if free else None
+            return _planned_load(context, adapter, worker, homes, evict)
+    return _planned_load(context, adapter, free[0], homes) if free else None
 
 
-def may_evict(board: PlacementContext, adapter: RegisteredAdapter) -> bool:
-    """Whether anybody may be thrown out for it: a request waits, its minimum is not met, or demand needs it more."""
-    want = board.demand.wants.get(adapter.lora_id)
+def can_evict(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
+    """Whether the adapter may evict others: a request waits, its minimum is not met, or demand needs more copies."""
+    want = context.demand.wants.get(adapter.lora_id)
     if want is not None and want.may_evict:
         return True
-    copies = board.copies(adapter.lora_id)
-    return board.floor(adapter) > copies or (want is None and copies > 0 and adapter.lora_id not in board.movers)
+    copies = context.copy_count(adapter.lora_id)
+    return context.replica_floor(adapter) > copies or (
+        want is None and copies > 0 and adapter.lora_id not in context.draining_ids
+    )
 
 
-def _below(board: PlacementContext, adapter: RegisteredAdapter) -> float | None:
-    """Without a request that waits, only what is worth less than the copy that is to come goes."""
-    if board.floor(adapter) > board.copies(adapter.lora_id):
+def _worth_limit(context: PlacementContext, adapter: RegisteredAdapter) -> float | None:
+    """Without a waiting request: the worth of the new copy, which a victim must be below. None: no limit."""
+    if context.replica_floor(adapter) > context.copy_count(adapter.lora_id):
         return None
-    return worth(board, adapter) / (board.copies(adapter.lora_id) + 1)
+    return copy_worth(context, adapter) / (context.copy_count(adapter.lora_id) + 1)
 
 
-def _ranked(
-    board: PlacementContext, adapter: RegisteredAdapter, able: list[ObservedWorker], homes: list[str], there: set[str]
+def _ranked_workers(
+    context: PlacementContext, adapter: RegisteredAdapter, able: list[ObservedWorker], homes: list[str], there: set[str]
 ) -> list[ObservedWorker]:
-    """The best first; no more than can matter."""
-    zones = {board.observed.workers[worker_id].zone for worker_id in there}
-    nodes = {board.observed.workers[worker_id].node for worker_id in there}
+    """The best `CANDIDATES` workers for the next copy, best first."""
+    zones = {context.observed.workers[worker_id].zone for worker_id in there}
+    nodes = {context.observed.workers[worker_id].node for worker_id in there}
     claim = ClaimOrder(adapter.lora_id)
 
     def order(worker: ObservedWorker) -> tuple[object, ...]:
         return (
             worker.id not in homes,
-            board.free[worker.id] <= 0,
+            context.free_slots[worker.id] <= 0,
             worker.zone in zones,
             worker.node in nodes,
-            board.loads[worker.id],
+            context.loads[worker.id],
             worker.load,
-            -board.free[worker.id],
+            -context.free_slots[worker.id],
             claim(worker),
         )
 
     return nsmallest(max(CANDIDATES, 1), able, key=order)
 
 
-def _with_victim(
-    board: PlacementContext,
+def _worker_and_victim(
+    context: PlacementContext,
     adapter: RegisteredAdapter,
     ranked: list[ObservedWorker],
     *,
@@ -97,65 +100,68 @@ def _with_victim(
     is_repair: bool,
     from_use: bool,
 ) -> tuple[ObservedWorker, str] | None:
-    """The first worker whose victim is among those missed least; a victim that drains already before all others, in
-    use or not: those that are asked for without a pause are each silent for a moment in turn, and none would ever go.
+    """The best worker whose victim is among the cheapest, and that victim; None when every adapter must stay.
 
-    A worker that is loading is left out: its turn comes when it has finished, and until then nobody drains for it.
+    A victim that drains already is preferred, in use or not: otherwise adapters in constant use, each silent for a
+    moment in turn, would start drains that never end. Workers that are loading are left out until they have finished.
     """
     found = []
     for position, worker in enumerate(ranked):
-        if board.is_busy(worker.id):
+        if context.is_busy(worker.id):
             continue
-        chosen = victim(board, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
+        chosen = cheapest_victim(context, adapter, worker, below=below, is_repair=is_repair, from_use=from_use)
         if chosen is not None:
             held, value = chosen
-            known = board.intent.adapters[held.lora_id]
-            # Without even the reserve free, the load has to wait until the victim has drained.
-            is_late = worker.occupied >= worker.slots
+            known = context.intent.adapters[held.lora_id]
+            # Without a free reserve slot the load waits until the victim has drained.
+            is_late = worker.occupied_slots >= worker.slots
             order = (held.state != "draining", known.priority, value == inf, is_late)
             found.append((order, value, position, worker, held.lora_id))
     if not found:
         return None
     first = min(found, key=lambda entry: entry[:3])
-    alike = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR]
+    alike = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR_WORTH]
     best = min(alike, key=lambda entry: entry[2])
     return best[3], best[4]
 
 
-def _load(
-    board: PlacementContext,
+def _planned_load(
+    context: PlacementContext,
     adapter: RegisteredAdapter,
     worker: ObservedWorker,
     homes: list[str],
     evict: str | None = None,
 ) -> PlannedLoad:
-    there, target = board.copies(adapter.lora_id), board.targets.get(adapter.lora_id, 1)
-    want = board.demand.wants.get(adapter.lora_id)
+    there, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
+    want = context.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"
-    moving = " to leave a draining worker" if adapter.lora_id in board.movers else ""
+    moving = " to leave a draining worker" if adapter.lora_id in context.draining_ids else ""
     where = "its home" if worker.id in homes else "next best to its home"
-    reason = f"replica {there + 1} of {target} ({loading_of(adapter, board.policy)}{asked}{moving}); {where}"
+    reason = f"replica {there + 1} of {target} ({loading_mode(adapter, context.policy)}{asked}{moving}); {where}"
     if evict is not None:
         reason += f"; {evict} makes room: least asked for there"
     return PlannedLoad(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)
 
 
 class PoolLimit(NamedTuple):
-    """The most that any of a base model's workers takes: the rank, and why none takes an adapter (empty: one does)."""
+    """The best that a base model's workers offer.
+
+    refusal  why none of them takes adapters at all; empty: one does
+    """
 
     max_lora_rank: int
     refusal: str
 
 
 class PlacementMisfit(NamedTuple):
-    """Why no worker could hold an adapter."""
+    """Error code and message: why no worker could ever hold an adapter."""
 
     code: str
     message: str
 
 
-def limits_of(workers: Iterable[ObservedWorker]) -> dict[str, PoolLimit]:
-    """What these workers take, by base model."""
+def limits_by_base_model(workers: Iterable[ObservedWorker]) -> dict[str, PoolLimit]:
+    """base model -> the best that these workers offer."""
     limits: dict[str, PoolLimit] = {}
     for worker in workers:
         known = limits.get(worker.base_model)
@@ -167,10 +173,8 @@ def limits_of(workers: Iterable[ObservedWorker]) -> dict[str, PoolLimit]:
     return limits
 
 
-def fits_nowhere(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]) -> PlacementMisfit | None:
-    """Why none of the workers that `limits` is made of could ever hold the adapter; None while one could, or none
-    serves its base model.
-    """
+def placement_misfit(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]) -> PlacementMisfit | None:
+    """Why no worker behind `limits` could ever hold the adapter. None while one could, or none has its base model."""
     limit = limits.get(adapter.base_model or "")
     if limit is None:
         return None
@@ -185,20 +189,23 @@ def fits_nowhere(adapter: RegisteredAdapter, limits: Mapping[str, PoolLimit]) ->
     )
 
 
-def why_not(board: PlacementContext, adapter: RegisteredAdapter) -> str | None:
-    """Why there is no next copy; None when it only waits for its turn."""
-    ready = [w for w in board.workers if w.state == "ready"]
+def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> str | None:
+    """Why the adapter gets no further copy; None when it only waits for a worker that is busy."""
+    ready = [w for w in context.workers if w.state == "ready"]
     fits = [w for w in ready if w.base_model == adapter.base_model]
     if not fits:
         return f"no ready worker serves {adapter.base_model}"
-    if (misfit := fits_nowhere(adapter, limits_of(ready))) is not None:
+    if (misfit := placement_misfit(adapter, limits_by_base_model(ready))) is not None:
         return misfit.message
-    failures = [board.failed(adapter.lora_id, w.id) for w in fits]
+    failures = [context.current_failure(adapter.lora_id, w.id) for w in fits]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))
-    able = [w for w in board.able(adapter) if not w.holds(adapter.lora_id)]
+    able = [w for w in context.able_workers(adapter) if not w.has_in_slot(adapter.lora_id)]
     if not able:
-        return f"there are no more workers for it: each of the {len(board.able(adapter))} that can have it has it"
-    if may_evict(board, adapter) and any(board.is_busy(w.id) and victim(board, adapter, w) for w in able):
+        count = len(context.able_workers(adapter))
+        return f"there are no more workers for it: each of the {count} that can have it has it"
+    if can_evict(context, adapter) and any(
+        context.is_busy(w.id) and cheapest_victim(context, adapter, w) for w in able
+    ):
         return None
     return f"no free slot on {len(fits)} workers, and nothing there may be evicted"

@@ -1,58 +1,59 @@
-"""Whether too much moves that nobody waits for: then moves stop until it is calm again.
+"""The churn limiter: when too many loads and unloads that no request waits for come together, moves are frozen.
 
-Repairs count, because a fleet whose workers come and go is no time to rearrange anything, but are never held back, and
-neither is what a request waits for, nor what somebody asked for over REST.
+Repairs count, because a fleet whose workers come and go should not be rearranged, but they are never held back.
+Neither is a load that a request waits for or that an operator asked for over REST.
 """
 
 from orchestrator.core.state import ChurnHistory, PlacementPolicy
 
-Step = tuple[str, str, str]
+PlacementStep = tuple[str, str, str]
 """(lora_id, worker_id, load or unload)"""
 
 
-def is_frozen(storm: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> bool:
-    """Whether moves stand still: as many as allowed in the window, and, once that was so, until they are half of it.
+def is_frozen(history: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> bool:
+    """Whether moves are frozen: from the limit on, until no more than half of it is in the window.
 
-    Never without a worker, between which nothing could move.
+    workers  ready workers; without any, moves are never frozen
     """
     if not workers:
         return False
-    most = limit(policy, workers)
-    count = churn(storm, policy, now)
-    return count >= most or (storm.frozen_since is not None and count > most / 2)
+    most = step_limit(policy, workers)
+    count = steps_in_window(history, policy, now)
+    return count >= most or (history.frozen_since is not None and count > most / 2)
 
 
-def limit(policy: PlacementPolicy, workers: int) -> int:
-    """Steps that the window may hold."""
+def step_limit(policy: PlacementPolicy, workers: int) -> int:
+    """Steps allowed in the window."""
     return policy.storm_moves_per_worker * workers
 
 
-def churn(storm: ChurnHistory, policy: PlacementPolicy, now: float) -> int:
+def steps_in_window(history: ChurnHistory, policy: PlacementPolicy, now: float) -> int:
     """Steps in the window."""
-    return sum(count for second, count in storm.counts if now - second < policy.storm_window_s)
+    return sum(count for second, count in history.step_counts if now - second < policy.storm_window_s)
 
 
-def watched(
-    storm: ChurnHistory, steps: frozenset[Step], policy: PlacementPolicy, *, is_held: bool, now: float
+def history_after(
+    history: ChurnHistory, steps: frozenset[PlacementStep], policy: PlacementPolicy, *, is_held: bool, now: float
 ) -> ChurnHistory:
-    """What to remember after a pass that named these steps. One that was named before is the same one, still under way.
+    """The history after a pass that named these steps. A step of the pass before is the same step, still in progress.
 
-    is_held  whether moves stood still in that pass
+    is_held  whether moves were frozen in that pass
     """
-    counts = [entry for entry in storm.counts if now - entry[0] < policy.storm_window_s]
-    fresh = len(steps - storm.named)
+    step_counts = [entry for entry in history.step_counts if now - entry[0] < policy.storm_window_s]
+    fresh = len(steps - history.named_steps)
     if fresh:
         second = int(now)
-        if counts and counts[-1][0] == second:
-            counts[-1] = (second, counts[-1][1] + fresh)
+        if step_counts and step_counts[-1][0] == second:
+            step_counts[-1] = (second, step_counts[-1][1] + fresh)
         else:
-            counts.append((second, fresh))
-    since = (now if storm.frozen_since is None else storm.frozen_since) if is_held else None
-    return ChurnHistory(named=steps, counts=tuple(counts), frozen_since=since)
+            step_counts.append((second, fresh))
+    since = (now if history.frozen_since is None else history.frozen_since) if is_held else None
+    return ChurnHistory(named_steps=steps, step_counts=tuple(step_counts), frozen_since=since)
 
 
-def why_frozen(storm: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> str:
+def freeze_reason(history: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> str:
     return (
-        f"storm: {churn(storm, policy, now)} loads and unloads within {policy.storm_window_s:g} s that no request "
-        f"waited for, and {limit(policy, workers)} are allowed; moves stand still until they are half as many"
+        f"storm: {steps_in_window(history, policy, now)} loads and unloads within {policy.storm_window_s:g} s that no"
+        f" request waited for, and {step_limit(policy, workers)} are allowed; moves stand still until they are half as"
+        " many"
     )

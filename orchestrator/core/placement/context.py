@@ -1,4 +1,4 @@
-"""The fleet while one pass fills it: who holds what, what is free, what has been named so far."""
+"""The placement context: a pass's working copy of the fleet, with the loads that the pass has named so far."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,21 +20,20 @@ from orchestrator.core.state import (
     ReportedAdapter,
 )
 
-HOME_LOAD = 1.25
-"""A worker with more than this share of the mean load is nobody's home: consistent hashing with bounded loads."""
-RELIEF_S = 30.0
-"""What waits for room is to be worked off within this time, by moving adapters. Of 5 to 60 s tried in
-`benchmarks.placement`, shorter ones move more for queues that would have gone by themselves, and longer ones less than
-is needed."""
+HOME_LOAD_LIMIT = 1.25
+"""A worker above this multiple of the mean load is no adapter's home: consistent hashing with bounded loads."""
+BACKLOG_RELIEF_S = 30.0
+"""Moves are planned so that queued work is done within this time. Of 5 to 60 s tried in `benchmarks.placement`,
+shorter ones move adapters for queues that end by themselves, longer ones move too few."""
 
 
 def usable_slots(slots: int, reserve: int) -> int:
-    """Slots that placement fills: some stay free for moves, but never the only one."""
+    """Slots that placement fills: `reserve` of them stay free for moves, but never the only one."""
     return max(1, slots - reserve) if slots > 1 else slots
 
 
-def loading_of(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
-    """lazy, eager or weighted: the adapter's own word, else the global one."""
+def loading_mode(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
+    """lazy, eager or weighted: the adapter's own setting, else the global one."""
     return adapter.loading or policy.loading
 
 
@@ -42,16 +41,24 @@ def is_placeable(adapter: RegisteredAdapter) -> bool:
     return adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
 
 
-def is_same(adapter: RegisteredAdapter, held: ReportedAdapter) -> bool:
-    """Whether these are the registered bytes."""
+def is_registered_digest(adapter: RegisteredAdapter, held: ReportedAdapter) -> bool:
+    """Whether the adapter on the worker has the registered digest."""
     return adapter.digest is not None and adapter.digest == held.digest
 
 
 class PlacementContext:
-    """A pass's working state.
+    """The working state of one pass.
 
-    holders  lora_id -> workers whose copy counts, those of loads named so far included
-    leaving  (lora_id, worker_id) that this pass takes away as one too many, or as the old half of a move
+    free_slots     worker_id -> slots that placement may still fill
+    victims        worker_id -> adapters that loads of this pass evict there
+    leaving        (lora_id, worker_id) that this pass removes as surplus, or as the old copy of a move
+    loads_named    worker_id -> loads of this pass
+    targets        lora_id -> replica target
+    needed_copies  lora_id -> copies below which none counts as surplus
+    holders        lora_id -> workers whose copy counts, loads of this pass included
+    draining_ids   adapters on draining workers, which must be elsewhere before they may leave
+    weights        lora_id -> demand, see `demand_weight`
+    loads          worker_id -> its part of the demand for what it holds, in the unit of `weights`
     """
 
     def __init__(
@@ -63,14 +70,14 @@ class PlacementContext:
         self.policy = policy
         self.now = now
         self.workers = [observed.workers[worker_id] for worker_id in sorted(observed.workers)]
-        self.free = {w.id: usable_slots(w.slots, policy.reserve_slots) - w.occupied for w in self.workers}
-        self.gone: dict[str, set[str]] = {w.id: set() for w in self.workers}
+        self.free_slots = {w.id: usable_slots(w.slots, policy.reserve_slots) - w.occupied_slots for w in self.workers}
+        self.victims: dict[str, set[str]] = {w.id: set() for w in self.workers}
         self.leaving: set[Pair] = set()
-        self.begun: Counter[str] = Counter()
+        self.loads_named: Counter[str] = Counter()
         self.targets: Mapping[str, int] = {}
-        self.needed: Mapping[str, int] = {}
+        self.needed_copies: Mapping[str, int] = {}
         self.holders: dict[str, set[str]] = {}
-        self.movers: set[str] = set()
+        self.draining_ids: set[str] = set()
         self._find_holders()
         self._able: dict[tuple[str | None, int], list[ObservedWorker]] = {}
         self._failures: dict[str, dict[str, AdapterFailure]] = {}
@@ -81,104 +88,108 @@ class PlacementContext:
         self.loads = self._loads()
 
     def _find_holders(self) -> None:
-        """Holders, and movers: what a draining worker holds and what must be elsewhere before it may leave there."""
+        """Fill `holders` and `draining_ids` from the reports."""
         adapters = self.intent.adapters
         for worker in self.workers:
             if worker.state not in SERVING and worker.state != "draining":
                 continue
-            for held in worker.held.values():
+            for held in worker.adapters.values():
                 adapter = adapters.get(held.lora_id)
-                if adapter is None or held.state not in OCCUPYING or not is_same(adapter, held):
+                if adapter is None or held.state not in OCCUPYING or not is_registered_digest(adapter, held):
                     continue
-                if not worker.serves(adapter.base_model):
+                if not worker.can_serve(adapter.base_model):
                     continue
-                # Its agent does not answer: nobody knows when that load ends, and somebody may wait for the adapter.
+                # The agent does not answer, so the end of that load is unknown, and a request may wait for the adapter.
                 if held.state == "loading" and worker.state == "unmanaged":
                     continue
                 if worker.state == "draining":
-                    self.movers.add(held.lora_id)
+                    self.draining_ids.add(held.lora_id)
                 else:
                     self.holders.setdefault(held.lora_id, set()).add(worker.id)
 
     def _loads(self) -> dict[str, float]:
-        """worker_id -> its part of the demand for what it holds: busy seconds a second, or requests a second."""
-        found = dict.fromkeys(self.gone, 0.0)
+        """worker_id -> its part of the demand for what it holds."""
+        found = dict.fromkeys(self.victims, 0.0)
         for lora_id in sorted(self.holders.keys() & self.weights.keys()):
-            self._spread(lora_id, self.weight(lora_id), found)
+            self._spread(lora_id, self.demand_weight(lora_id), found)
         return found
 
     def _spread(self, lora_id: str, weight: float, loads: dict[str, float]) -> None:
-        """Add the adapter's weight to its holders' loads, in equal parts."""
+        """Add the weight to the loads of the adapter's holders, in equal parts."""
         holders = self.holders.get(lora_id, ())
         for worker_id in holders:
             loads[worker_id] += weight / len(holders)
 
-    def weight(self, lora_id: str) -> float:
+    def demand_weight(self, lora_id: str) -> float:
         return self.weights.get(lora_id, 0.0)
 
-    def copies(self, lora_id: str) -> int:
+    def copy_count(self, lora_id: str) -> int:
         return len(self.holders.get(lora_id, ()))
 
-    def staying(self, lora_id: str, besides: str) -> int:
-        """Copies on other workers than this one that are ready, and that nobody is about to take away."""
+    def staying_copies(self, lora_id: str, besides: str) -> int:
+        """Ready copies on workers other than `besides` that no step is about to remove."""
         return sum(
             worker_id != besides and self._is_to_stay(lora_id, worker_id) for worker_id in self.holders.get(lora_id, ())
         )
 
     def _is_to_stay(self, lora_id: str, worker_id: str) -> bool:
-        held = self.observed.workers[worker_id].held.get(lora_id)
+        held = self.observed.workers[worker_id].adapters.get(lora_id)
         if held is None or held.state != "ready":
             return False
         pair = lora_id, worker_id
-        return pair not in self.observed.owed and pair not in self.observed.evicting and pair not in self.leaving
+        return (
+            pair not in self.observed.reserve_victims
+            and pair not in self.observed.loading_victims
+            and pair not in self.leaving
+        )
 
-    def least(self, adapter: RegisteredAdapter) -> int:
+    def min_replicas(self, adapter: RegisteredAdapter) -> int:
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas
 
-    def most(self, adapter: RegisteredAdapter) -> int:
+    def max_replicas(self, adapter: RegisteredAdapter) -> int:
         return self.policy.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
-    def floor(self, adapter: RegisteredAdapter) -> int:
-        """Replicas below which an adapter is never pushed."""
-        loading = loading_of(adapter, self.policy)
+    def replica_floor(self, adapter: RegisteredAdapter) -> int:
+        """Replicas below which no copy of the adapter is evicted."""
+        loading = loading_mode(adapter, self.policy)
         if loading == "weighted":
             return self.targets.get(adapter.lora_id, 0)
-        return self.least(adapter) if loading == "eager" else adapter.min_replicas or 0
+        return self.min_replicas(adapter) if loading == "eager" else adapter.min_replicas or 0
 
-    def failed(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
-        """The failure that counts there now; one under the worker_id "" counts everywhere."""
+    def current_failure(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
+        """The adapter's failure that blocks loads on the worker now, see `ObservedFleet.current_failure`."""
         known = self._failures.get(lora_id)
         return None if known is None else known.get(worker_id) or known.get("")
 
-    def fits(self, base_model: str | None, rank: int) -> list[ObservedWorker]:
-        """Ready workers of the base model with slots for adapters of this rank, by id."""
+    def accepting_workers(self, base_model: str | None, rank: int) -> list[ObservedWorker]:
+        """Ready workers whose engine takes adapters of this base model and rank, by id."""
         key = (base_model, rank)
         if key not in self._able:
-            self._able[key] = [worker for worker in self.workers if worker.fits(base_model, rank)]
+            self._able[key] = [worker for worker in self.workers if worker.can_accept(base_model, rank)]
         return self._able[key]
 
     def can_load(self, adapter: RegisteredAdapter, worker: ObservedWorker) -> bool:
-        """Whether this worker is one of the adapter's `able`."""
-        fits = worker.fits(adapter.base_model, adapter.rank or 0)
-        return fits and self.failed(adapter.lora_id, worker.id) is None
+        """Whether the worker is one of the adapter's `able_workers`."""
+        fits = worker.can_accept(adapter.base_model, adapter.rank or 0)
+        return fits and self.current_failure(adapter.lora_id, worker.id) is None
 
-    def able(self, adapter: RegisteredAdapter) -> list[ObservedWorker]:
-        """Workers that could load it now: they fit, and it has not failed there of late."""
-        fitting = self.fits(adapter.base_model, adapter.rank or 0)
+    def able_workers(self, adapter: RegisteredAdapter) -> list[ObservedWorker]:
+        """Ready workers that take the adapter and where it has not failed of late."""
+        fitting = self.accepting_workers(adapter.base_model, adapter.rank or 0)
         if adapter.lora_id not in self._failures:
             return fitting
-        return [worker for worker in fitting if self.failed(adapter.lora_id, worker.id) is None]
+        return [worker for worker in fitting if self.current_failure(adapter.lora_id, worker.id) is None]
 
     def is_busy(self, worker_id: str) -> bool:
-        """Whether a load named for it now would wait for another there."""
-        return self.observed.busy.get(worker_id, 0) + self.begun[worker_id] >= self.policy.loads_per_worker
+        """Whether a load named now for the worker would wait for another operation there."""
+        return self.observed.busy.get(worker_id, 0) + self.loads_named[worker_id] >= self.policy.loads_per_worker
 
-    def homes(self, adapter: RegisteredAdapter, able: list[ObservedWorker], count: int) -> list[str]:
-        """Where `count` copies belong: the highest claims, in other zones and on other nodes while there are any.
+    def home_workers(self, adapter: RegisteredAdapter, able: list[ObservedWorker], count: int) -> list[str]:
+        """The home workers of `count` copies: highest rendezvous claims, spread over zones and nodes.
 
-        Workers far above the mean load are passed over while others are left.
+        Workers above `HOME_LOAD_LIMIT` times the mean load come last.
         """
-        bar = HOME_LOAD * self.mean_load(able)
+        bar = HOME_LOAD_LIMIT * self.mean_load(able)
         calm = [worker for worker in able if self.loads[worker.id] <= bar]
         claim = ClaimOrder(adapter.lora_id)
         if count <= 1:
@@ -195,32 +206,32 @@ class PlacementContext:
         loads = [self.loads[worker.id] for worker in workers]
         return sum(loads) / len(loads) if loads else 0.0
 
-    def take(self, load: PlannedLoad) -> None:
-        """A load is named: from now on it counts as there, and its victim as gone; other copies have less, or more."""
+    def apply_load(self, load: PlannedLoad) -> None:
+        """Count a named load as done and its victim as gone, and spread their demand over the copies anew."""
         changed = [lora_id for lora_id in (load.lora_id, load.evict) if lora_id is not None]
         for lora_id in changed:
-            self._spread(lora_id, -self.weight(lora_id), self.loads)
+            self._spread(lora_id, -self.demand_weight(lora_id), self.loads)
         self.holders.setdefault(load.lora_id, set()).add(load.worker_id)
-        self.begun[load.worker_id] += 1
+        self.loads_named[load.worker_id] += 1
         if load.evict is None:
-            self.free[load.worker_id] -= 1
+            self.free_slots[load.worker_id] -= 1
         else:
-            self.gone[load.worker_id].add(load.evict)
-            # Nobody's where the copy has other bytes than the registered ones, which may not be known yet.
+            self.victims[load.worker_id].add(load.evict)
+            # A copy with another digest than the registered one has no entry in `holders`.
             self.holders.get(load.evict, set()).discard(load.worker_id)
         for lora_id in changed:
-            self._spread(lora_id, self.weight(lora_id), self.loads)
+            self._spread(lora_id, self.demand_weight(lora_id), self.loads)
 
 
 def _weights(demand: DemandSnapshot) -> Mapping[str, float]:
-    """lora_id -> busy seconds a second that it needs; requests a second where routers count no work."""
-    return offered(demand.work, demand, RELIEF_S) if any(demand.work.values()) else demand.rates
+    """lora_id -> engine work in seconds a second, backlog included; requests a second where routers report no work."""
+    return work_with_backlog(demand.work, demand, BACKLOG_RELIEF_S) if any(demand.work.values()) else demand.rates
 
 
-def offered(work: Mapping[str, float], demand: DemandSnapshot, within_s: float) -> Mapping[str, float]:
-    """Busy seconds a second: work that engines were given, and what works off within this time what waits for them.
+def work_with_backlog(work: Mapping[str, float], demand: DemandSnapshot, within_s: float) -> Mapping[str, float]:
+    """`work` plus, per adapter, the rate that would finish its backlog within `within_s` seconds.
 
-    A router gives an engine no more than it can do, so without what waits an overloaded adapter would look just busy.
+    A router sends an engine no more than it can do: without the backlog an overloaded adapter would look merely busy.
     """
     if not demand.backlog:
         return work
@@ -231,7 +242,7 @@ def offered(work: Mapping[str, float], demand: DemandSnapshot, within_s: float) 
 
 
 class ClaimOrder:
-    """Workers in order of their claim on an adapter, the highest first."""
+    """Sort key for workers: the highest rendezvous claim on the adapter first."""
 
     __slots__ = ("lora_id",)
 

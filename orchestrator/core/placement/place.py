@@ -1,9 +1,11 @@
-"""Which adapter should be on which worker: pure, so that any decision can be replayed from its inputs.
+"""One placement pass: which adapter should be on which worker. Pure, so any decision can be replayed from its inputs.
 
-For every adapter a target number of replicas (`targets.py`), for every missing one, by whose turn it is (`turns.py`),
-a worker (`choose.py`) and, where it is full, who makes room (`victims.py`); then, while all is calm (`churn.py`), what
-moves and what is one too many (`moves.py`).
-What one pass has to know of the one before is in `ObservedFleet.memory`, and nowhere else.
+1. `targets.py`: a target number of replicas for every adapter.
+2. `tenant_order.py`: the order in which missing replicas are placed.
+3. `choose.py`: a worker for each, and `victims.py`: the adapter that makes room on a full worker.
+4. `moves.py`: moves and removals of surplus copies, unless `churn.py` limits them.
+
+State between passes is in `ObservedFleet.memory` and nowhere else.
 """
 
 from collections import Counter
@@ -12,11 +14,17 @@ from itertools import groupby, islice
 
 from lorafleet.identity import rendezvous_score
 from orchestrator.core.placement import churn
-from orchestrator.core.placement.choose import PlacementMisfit, fits_nowhere, limits_of, next_load, why_not
-from orchestrator.core.placement.context import PlacementContext, is_same, usable_slots
-from orchestrator.core.placement.moves import finished, new_moves, surplus, unfinished
-from orchestrator.core.placement.targets import ReplicaTarget, targets
-from orchestrator.core.placement.tenant_order import in_turn, turn_of
+from orchestrator.core.placement.choose import (
+    PlacementMisfit,
+    limits_by_base_model,
+    next_load,
+    placement_misfit,
+    unplaced_reason,
+)
+from orchestrator.core.placement.context import PlacementContext, is_registered_digest, usable_slots
+from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
+from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
+from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
@@ -37,231 +45,240 @@ from orchestrator.core.state import (
 
 __all__ = ["place", "usable_slots"]
 
-INSPECTIONS = 64
-"""Most inspections named in one pass; far more than can be under way, far fewer than may be waiting."""
-LOADS = 128
+MOST_INSPECTIONS = 64
+"""Most inspections named in one pass: far more than can run at once, far fewer than may wait."""
+MOST_LOADS = 128
 """Most loads named in one pass, for the same reason."""
 
 
 def place(
     intent: Intent, observed: ObservedFleet, demand: DemandSnapshot, policy: PlacementPolicy, now: float
 ) -> DesiredPlacement:
-    """Where everything should be. The same input gives the same output, whatever the order of its mappings.
+    """Where every adapter should be, and the steps there. Deterministic: the order of the mappings does not matter.
 
-    Nothing is ever listed for removal because nobody asks for it: only tombstones, finished moves and copies above the
-    target are, never the last one, and victims are named in the load that needs their slot. Adapters that no intent
-    knows are left alone.
+    Low demand alone removes nothing. Removals are deleted adapters, finished moves and copies above the target,
+    never the last copy; victims are named in the load that needs their slot. Adapters unknown to the intent stay.
     """
     return _PlacementPass(PlacementContext(intent, observed, demand, policy, now)).run()
 
 
 class _PlacementPass:
-    """One pass. `left`: how many more steps it may name that no request waits for; `steps`: those it named."""
+    """One pass over one `PlacementContext`.
 
-    def __init__(self, board: PlacementContext) -> None:
-        self.board = board
+    steps       steps named so far that no request waits for: loads, moves, removals
+    steps_left  how many more of them the churn limiter allows
+    """
+
+    def __init__(self, context: PlacementContext) -> None:
+        self.context = context
         self.targets: dict[str, ReplicaTarget] = {}
-        self.storm = board.observed.memory.storm
-        self.workers = sum(worker.state == "ready" for worker in board.workers)
-        self.is_frozen = churn.is_frozen(self.storm, board.policy, self.workers, board.now)
-        count = churn.churn(self.storm, board.policy, board.now)
-        self.left = 0 if self.is_frozen else churn.limit(board.policy, self.workers) - count
-        self.steps: set[churn.Step] = set()
+        self.churn_history = context.observed.memory.churn
+        self.workers = sum(worker.state == "ready" for worker in context.workers)
+        self.is_frozen = churn.is_frozen(self.churn_history, context.policy, self.workers, context.now)
+        count = churn.steps_in_window(self.churn_history, context.policy, context.now)
+        self.steps_left = 0 if self.is_frozen else churn.step_limit(context.policy, self.workers) - count
+        self.steps: set[churn.PlacementStep] = set()
 
     def run(self) -> DesiredPlacement:
-        board = self.board
-        self.targets, scales = targets(board)
-        board.targets = {lora_id: target.replicas for lora_id, target in self.targets.items()}
-        board.needed = {lora_id: target.needed for lora_id, target in self.targets.items()}
+        context = self.context
+        self.targets, scales = replica_targets(context)
+        context.targets = {lora_id: target.replicas for lora_id, target in self.targets.items()}
+        context.needed_copies = {lora_id: target.needed for lora_id, target in self.targets.items()}
         unplaced: dict[str, str] = {}
-        loads = self._fill(unplaced)
+        loads = self._loads(unplaced)
         misfits = self._misfits()
-        unplaced |= self._unserved() | {lora_id: misfit.message for lora_id, misfit in misfits.items()}
-        removals = {(step.lora_id, step.worker_id): step for step in self._removals()}
-        moves = unfinished(board)
-        for step in self._calm_removals(moves):
+        unplaced |= self._unserved_base_models() | {lora_id: misfit.message for lora_id, misfit in misfits.items()}
+        removals = {(step.lora_id, step.worker_id): step for step in self._due_removals()}
+        moves = unfinished_moves(context)
+        for step in self._limited_removals(moves):
             removals.setdefault((step.lora_id, step.worker_id), step)
-        if self.left > 0 and len(loads) < LOADS:
-            for load, leaves in islice(new_moves(board, moves), min(self.left, LOADS)):
+        if self.steps_left > 0 and len(loads) < MOST_LOADS:
+            for load, leaves in islice(new_moves(context, moves), min(self.steps_left, MOST_LOADS)):
                 moves[load.lora_id, leaves] = load.worker_id
                 loads.append(load)
                 self.steps.add((load.lora_id, load.worker_id, "load"))
-        why = churn.why_frozen(self.storm, board.policy, self.workers, board.now) if self.is_frozen else None
-        kept = churn.watched(self.storm, frozenset(self.steps), board.policy, is_held=self.is_frozen, now=board.now)
+        why = (
+            churn.freeze_reason(self.churn_history, context.policy, self.workers, context.now)
+            if self.is_frozen
+            else None
+        )
+        kept = churn.history_after(
+            self.churn_history, frozenset(self.steps), context.policy, is_held=self.is_frozen, now=context.now
+        )
         return DesiredPlacement(
-            replicas={lora_id: tuple(sorted(held)) for lora_id, held in board.holders.items() if held},
-            targets=board.targets,
+            replicas={lora_id: tuple(sorted(held)) for lora_id, held in context.holders.items() if held},
+            targets=context.targets,
             loads=tuple(loads),
             removals=tuple(removals[pair] for pair in sorted(removals, key=lambda pair: (pair[1], pair[0]))),
-            inspections=tuple(islice(self._inspections(), INSPECTIONS)),
+            inspections=tuple(islice(self._inspections(), MOST_INSPECTIONS)),
             unplaced=unplaced,
             fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
-            leaving=tuple(self._leaving()),
-            frozen=why,
-            memory=PassMemory(scales=scales, moves=moves, storm=kept),
+            workers_to_drain=tuple(self._workers_to_drain()),
+            frozen_reason=why,
+            memory=PassMemory(standing_targets=scales, moves=moves, churn=kept),
         )
 
-    def _fill(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
-        board = self.board
+    def _loads(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
+        context = self.context
         loads: list[PlannedLoad] = []
-        for adapter in self._hungry():
+        for adapter in self._missing_replicas():
             target = self.targets[adapter.lora_id]
-            while board.copies(adapter.lora_id) < target.replicas:
-                if len(loads) == LOADS:
+            while context.copy_count(adapter.lora_id) < target.replicas:
+                if len(loads) == MOST_LOADS:
                     return loads
-                load = next_load(board, adapter)
+                load = next_load(context, adapter)
                 if load is None:
-                    reason = why_not(board, adapter)
-                    if reason is not None and board.copies(adapter.lora_id) < max(1, target.asked):
+                    reason = unplaced_reason(context, adapter)
+                    if reason is not None and context.copy_count(adapter.lora_id) < max(1, target.asked):
                         unplaced[adapter.lora_id] = reason
                     break
-                want = board.demand.wants.get(adapter.lora_id)
-                is_asked = want is not None or board.copies(adapter.lora_id) < target.asked
+                want = context.demand.wants.get(adapter.lora_id)
+                is_asked = want is not None or context.copy_count(adapter.lora_id) < target.asked
                 if not is_asked and not self._may_step((load.lora_id, load.worker_id, "load")):
                     break
                 if want is not None and want.is_repair:
                     self.steps.add((load.lora_id, load.worker_id, "load"))
-                board.take(load)
+                context.apply_load(load)
                 loads.append(load)
         return loads
 
-    def _may_step(self, step: churn.Step) -> bool:
-        """Whether a step that nobody waits for may be named; one that was named before is counted and goes on."""
-        if step not in self.storm.named:
-            if self.left <= 0:
+    def _may_step(self, step: churn.PlacementStep) -> bool:
+        """Whether the churn limiter allows this step, which no request waits for. A step counts once."""
+        if step not in self.churn_history.named_steps:
+            if self.steps_left <= 0:
                 return False
-            self.left -= 1
+            self.steps_left -= 1
         self.steps.add(step)
         return True
 
-    def _calm_removals(self, moves: Mapping[Pair, str]) -> Iterable[PlannedRemoval]:
-        """Old halves of moves, which are finished in a storm as well, and surplus copies, which wait for its end."""
-        for step in finished(self.board, moves):
+    def _limited_removals(self, moves: Mapping[Pair, str]) -> Iterable[PlannedRemoval]:
+        """Removals of the old copies of moves, and of surplus copies as far as the churn limiter allows."""
+        for step in finished_move_removals(self.context, moves):
             self.steps.add((step.lora_id, step.worker_id, "unload"))
-            self.board.leaving.add((step.lora_id, step.worker_id))
+            self.context.leaving.add((step.lora_id, step.worker_id))
             yield step
-        for step in surplus(self.board, [lora_id for lora_id, _ in moves]):
+        for step in surplus_removals(self.context, [lora_id for lora_id, _ in moves]):
             if self._may_step((step.lora_id, step.worker_id, "unload")):
-                self.board.leaving.add((step.lora_id, step.worker_id))
+                self.context.leaving.add((step.lora_id, step.worker_id))
                 yield step
 
-    def _hungry(self) -> Iterator[RegisteredAdapter]:
-        """Adapters with fewer replicas than their target, by whose turn it is.
+    def _missing_replicas(self) -> Iterator[RegisteredAdapter]:
+        """Adapters with fewer replicas than their target, in the order in which they get loads.
 
-        Those with none, those waited for, those whose turn comes first, the hottest first. What nobody waits for any
-        more comes later: clients that leave sooner than their turn comes would have all loads else.
+        By priority, then those without any copy, then those that requests wait for, then by the tenants' turns, then
+        by request rate. Abandoned wants come last: clients that give up early must not take all loads.
         """
-        board, demand = self.board, self.board.demand
-        short = [lora_id for lora_id, n in board.targets.items() if board.copies(lora_id) < n]
+        context, demand = self.context, self.context.demand
+        short = [lora_id for lora_id, n in context.targets.items() if context.copy_count(lora_id) < n]
 
         def rank(adapter: RegisteredAdapter) -> tuple[int, bool, bool]:
             want = demand.wants.get(adapter.lora_id)
             is_waiting = want is not None and want.is_waited_for
-            return -adapter.priority, bool(board.copies(adapter.lora_id)), not is_waiting
+            return -adapter.priority, bool(context.copy_count(adapter.lora_id)), not is_waiting
 
         def order(adapter: RegisteredAdapter) -> tuple[object, ...]:
             want = demand.wants.get(adapter.lora_id)
-            turn = turn_of(want) if want is not None and want.is_waited_for else 0.0
+            turn = wait_bucket(want) if want is not None and want.is_waited_for else 0.0
             return (*rank(adapter), want is None, turn, -demand.rates.get(adapter.lora_id, 0.0), adapter.lora_id)
 
-        adapters = sorted((board.intent.adapters[lora_id] for lora_id in short), key=order)
+        adapters = sorted((context.intent.adapters[lora_id] for lora_id in short), key=order)
         had = Counter[str]()
-        # All at once: what is named a load meanwhile has another rank.
+        # Materialized first: an adapter that gets a load meanwhile changes its rank.
         for (_, _, is_idle), alike in [(key, list(them)) for key, them in groupby(adapters, key=rank)]:
-            yield from alike if is_idle else in_turn(board, alike, had)
+            yield from alike if is_idle else in_tenant_order(context, alike, had)
 
-    def _removals(self) -> Iterable[PlannedRemoval]:
-        for worker in self.board.workers:
+    def _due_removals(self) -> Iterable[PlannedRemoval]:
+        for worker in self.context.workers:
             if worker.state in ("lost", "unmanaged", "starting"):
                 continue
-            for lora_id in sorted(worker.held):
-                held = worker.held[lora_id]
-                reason = self._why_removed(worker, held) if held.state in OCCUPYING else None
+            for lora_id in sorted(worker.adapters):
+                held = worker.adapters[lora_id]
+                reason = self._removal_reason(worker, held) if held.state in OCCUPYING else None
                 if reason is not None:
                     yield PlannedRemoval(lora_id=lora_id, worker_id=worker.id, reason=reason)
 
-    def _why_removed(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
-        board = self.board
-        adapter = board.intent.adapters.get(held.lora_id)
-        owed_to = board.observed.owed.get((held.lora_id, worker.id))
-        if owed_to is not None and held.lora_id not in board.demand.wants:
+    def _removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
+        context = self.context
+        adapter = context.intent.adapters.get(held.lora_id)
+        owed_to = context.observed.reserve_victims.get((held.lora_id, worker.id))
+        if owed_to is not None and held.lora_id not in context.demand.wants:
             return f"made room for {owed_to}"
         if adapter is None:
-            return "deleted" if board.intent.tombstones.get(held.lora_id) == held.digest else None
+            return "deleted" if context.intent.tombstones.get(held.lora_id) == held.digest else None
         if adapter.is_deleting:
             return "deleted"
-        if not worker.serves(adapter.base_model):
+        if not worker.can_serve(adapter.base_model):
             return f"of {adapter.base_model!r}, which this worker does not serve"
         if (
             worker.state == "draining"
             and not worker.is_terminating
             and not adapter.quarantine
-            and is_same(adapter, held)
+            and is_registered_digest(adapter, held)
         ):
             ready = self._ready_elsewhere(adapter, worker.id)
-            if ready >= max(1, min(board.floor(adapter), board.most(adapter))):
+            if ready >= max(1, min(context.replica_floor(adapter), context.max_replicas(adapter))):
                 return f"moved: {ready} ready elsewhere, this worker drains"
         return None
 
     def _ready_elsewhere(self, adapter: RegisteredAdapter, worker_id: str) -> int:
         lora_id = adapter.lora_id
         return sum(
-            w.id != worker_id and w.state in SERVING and w.held[lora_id].state == "ready"
-            for w in self.board.workers
-            if lora_id in w.held and w.serves(adapter.base_model)
+            w.id != worker_id and w.state in SERVING and w.adapters[lora_id].state == "ready"
+            for w in self.context.workers
+            if lora_id in w.adapters and w.can_serve(adapter.base_model)
         )
 
-    def _leaving(self) -> Iterable[str]:
-        for worker in self.board.workers:
+    def _workers_to_drain(self) -> Iterable[str]:
+        for worker in self.context.workers:
             if worker.state == "draining" and not worker.is_agent_draining and not worker.is_terminating:
-                is_empty = not any(held.lora_id in self.board.movers for held in worker.held.values())
-                is_late = worker.drain_deadline is not None and self.board.now >= worker.drain_deadline
+                is_empty = not any(held.lora_id in self.context.draining_ids for held in worker.adapters.values())
+                is_late = worker.drain_deadline is not None and self.context.now >= worker.drain_deadline
                 if is_empty or is_late:
                     yield worker.id
 
-    def _unserved(self) -> dict[str, str]:
-        """Adapters that nobody can look at, as no ready worker serves the base model that they were registered for."""
-        served = {worker.base_model for worker in self.board.workers if worker.state == "ready"}
+    def _unserved_base_models(self) -> dict[str, str]:
+        """lora_id -> reason, of adapters that cannot be inspected because no ready worker serves their base model."""
+        served = {worker.base_model for worker in self.context.workers if worker.state == "ready"}
         if not served:
             return {}
         return {
             adapter.lora_id: f"no ready worker serves {adapter.base_model!r}; those there are serve {sorted(served)}"
-            for adapter in self.board.intent.adapters.values()
+            for adapter in self.context.intent.adapters.values()
             if not adapter.is_inspected and not adapter.is_deleting
             if adapter.base_model is not None and adapter.base_model not in served
         }
 
     def _misfits(self) -> dict[str, PlacementMisfit]:
-        """Adapters that no worker could hold, ready or not: one that starts, or is lost, may be back in a moment."""
-        limits = limits_of(self.board.workers)
+        """lora_id -> why no worker could ever hold it. Starting and lost workers count, as they may be back soon."""
+        limits = limits_by_base_model(self.context.workers)
         found = {}
-        for adapter in self.board.intent.adapters.values():
-            if adapter.is_inspected and not adapter.is_deleting and not self.board.copies(adapter.lora_id):
-                misfit = fits_nowhere(adapter, limits)
+        for adapter in self.context.intent.adapters.values():
+            if adapter.is_inspected and not adapter.is_deleting and not self.context.copy_count(adapter.lora_id):
+                misfit = placement_misfit(adapter, limits)
                 if misfit is not None:
                     found[adapter.lora_id] = misfit
         return found
 
     def _inspections(self) -> Iterable[PlannedInspection]:
-        board = self.board
-        ready = [w for w in board.workers if w.state == "ready" and w.max_lora_rank > 0]
+        context = self.context
+        ready = [w for w in context.workers if w.state == "ready" and w.max_lora_rank > 0]
         unknown = [
             adapter
-            for adapter in board.intent.adapters.values()
+            for adapter in context.intent.adapters.values()
             if not adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
         ]
-        wants = board.demand.wants
+        wants = context.demand.wants
 
         def order(adapter: RegisteredAdapter) -> tuple[bool, str]:
-            # A request waits for a minute; of thousands that are registered at once the last is looked at later.
+            # A request waits for a minute only, and thousands of adapters may be registered at once.
             return adapter.lora_id not in wants, adapter.lora_id
 
         for adapter in sorted(unknown, key=order) if ready else ():
             lora_id = adapter.lora_id
-            if lora_id in board.observed.inspecting:
+            if lora_id in context.observed.inspecting:
                 continue
-            able = [w for w in ready if w.serves(adapter.base_model)]
-            able = [w for w in able if board.failed(lora_id, w.id) is None]
+            able = [w for w in ready if w.can_serve(adapter.base_model)]
+            able = [w for w in able if context.current_failure(lora_id, w.id) is None]
             if able:
                 home = min(able, key=lambda w: (-rendezvous_score(lora_id, w.id), w.id))
                 yield PlannedInspection(lora_id=lora_id, worker_id=home.id, reason="digest and rank are not known yet")

@@ -1,20 +1,20 @@
-"""What each pool of workers has and needs: the figures that autoscalers ask for. Pure."""
+"""The figures that autoscalers ask for: slots and queues of each worker pool. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from orchestrator.core.demand import LIVE_S
+from orchestrator.core.demand import ROUTER_LIVE_S
 
 _FIRST_REQUEST_S = 1.0
-"""What a request takes until one has ended there; a guess, nothing measured."""
+"""Duration of a request where none has ended yet; a guess, nothing measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMember:
     """One ready worker of a pool.
 
-    slots   those that placement fills
-    wait_s  at its engine and before it in routers
+    slots   slots that placement fills
+    wait_s  queue wait for a new request, in routers and at the engine
     """
 
     pool: str
@@ -26,7 +26,7 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterNeed:
-    """Copies that one adapter should have."""
+    """The copies that one adapter should have."""
 
     base_model: str | None
     rank: int
@@ -35,11 +35,11 @@ class AdapterNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFigures:
-    """Workers of one base model under one name.
+    """The figures of one pool: the workers of one base model with one pool name.
 
-    slots         of all its workers together
-    slots_wanted  copies of adapters that should be there, whether or not they have room
-    queue_wait_s  how long a request that comes now would wait, the mean over its workers
+    slots         slots of all its workers
+    slots_wanted  copies of adapters that should be in the pool, whether or not they have room
+    queue_wait_s  wait of a request that comes now, the mean over its workers
     """
 
     base_model: str
@@ -51,45 +51,48 @@ class PoolFigures:
 
 @dataclass(slots=True)
 class RouterQueues:
-    """What routers say of the queues in front of workers, and of what they have there; a silent router's word
-    expires.
-    """
+    """Routers' last reports of their queues for each worker. The report of a silent router expires."""
 
-    _said: dict[str, tuple[float, Mapping[str, float], Mapping[str, int]]] = field(default_factory=dict)
+    _reports: dict[str, tuple[float, Mapping[str, float], Mapping[str, int]]] = field(default_factory=dict)
 
-    def report(self, router_id: str, waits_s: Mapping[str, float], in_flight: Mapping[str, int], now: float) -> None:
-        """What one router says now.
+    def record_report(
+        self, router_id: str, waits_s: Mapping[str, float], in_flight: Mapping[str, int], now: float
+    ) -> None:
+        """Record one router's queues.
 
-        waits_s    worker_id -> seconds until what waits in that router for that worker has gone there
-        in_flight  worker_id -> its requests at that worker's engine
+        waits_s    worker_id -> seconds until all requests queued in the router for that worker have been sent
+        in_flight  worker_id -> the router's requests at that worker's engine
         """
-        self._said = {name: said for name, said in self._said.items() if now - said[0] < LIVE_S}
-        self._said[router_id] = now, waits_s, in_flight
+        self._reports = {name: report for name, report in self._reports.items() if now - report[0] < ROUTER_LIVE_S}
+        self._reports[router_id] = now, waits_s, in_flight
 
     def wait_s(self, worker_id: str, now: float) -> float:
-        """The longest that any live router says: they share an engine, and each sees how fast its own part moves."""
+        """The longest queue wait that a live router reports for the worker: routers share the engine's speed."""
         return max(
-            (waits.get(worker_id, 0.0) for at, waits, _ in self._said.values() if now - at < LIVE_S), default=0.0
+            (waits.get(worker_id, 0.0) for at, waits, _ in self._reports.values() if now - at < ROUTER_LIVE_S),
+            default=0.0,
         )
 
     def in_flight(self, worker_id: str, now: float) -> int:
-        """Requests that all live routers have at that worker's engine."""
-        return sum(there.get(worker_id, 0) for at, _, there in self._said.values() if now - at < LIVE_S)
+        """Requests of all live routers at the worker's engine."""
+        return sum(
+            in_flight.get(worker_id, 0) for at, _, in_flight in self._reports.values() if now - at < ROUTER_LIVE_S
+        )
 
 
 def engine_wait_s(running: int, waiting: int, request_s: float) -> float:
-    """Seconds until an engine begins what comes now: what waits there, at the rate at which requests end (Little).
+    """Seconds until an engine would start a new request: its queue at the rate at which requests end (Little's law).
 
-    request_s  from a request's start to its last token, 0.0 before any has ended
+    request_s  mean time from a request's start to its last token; 0.0 before any has ended
     """
     return waiting * (request_s or _FIRST_REQUEST_S) / max(1, running)
 
 
-def pools(members: Iterable[PoolMember], needs: Iterable[AdapterNeed]) -> list[PoolFigures]:
-    """Every pool that has a worker, by base model and name.
+def pool_figures(members: Iterable[PoolMember], needs: Iterable[AdapterNeed]) -> list[PoolFigures]:
+    """The figures of every pool with a worker, by base model and name.
 
-    A copy is wanted where it fits most closely: in the pools with the smallest `max_lora_rank` that takes it, as the
-    others are dearer to run. Several such pools share it by their slots.
+    A copy counts for the pools with the smallest sufficient `max_lora_rank`, as others are dearer to run. Several such
+    pools share it by their slots.
     """
     by_pool: dict[tuple[str, str], list[PoolMember]] = {}
     for member in members:

@@ -1,50 +1,60 @@
-"""How many replicas each adapter should have: what was asked for, and what demand needs beyond it."""
+"""Replica targets: what settings and requests ask for, and what demand needs beyond that."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.core.placement.context import PlacementContext, is_placeable, loading_of, offered, usable_slots
+from orchestrator.core.placement.context import (
+    PlacementContext,
+    is_placeable,
+    loading_mode,
+    usable_slots,
+    work_with_backlog,
+)
 from orchestrator.core.state import OCCUPYING, ObservedWorker, RegisteredAdapter, StandingTarget
 
-FAIR = 1.1
-"""A replica may have so much more than a worker's fair share of the load before another is due."""
-SURE = 1.3
-"""A surge of the last seconds has to ask for so much more than what the whole window does."""
-CROWD_S = 15.0
-"""Within this time more copies are to work off what waits for one adapter. With 30 s p99 through a flash crowd and a
-loss was half as long again in `benchmarks.placement` (twelve seeds), with 15 s there were 1 % more loads."""
-SLACK = 0.8
-"""Demand must be under this part of what a target was raised for before the target may fall."""
+FAIR_SHARE_MARGIN = 1.1
+"""A replica may have this multiple of a worker's fair share of the load before another replica is due."""
+SURGE_MARGIN = 1.3
+"""The demand of the last seconds is divided by this before it is compared with that of the whole window."""
+SURGE_RELIEF_S = 15.0
+"""Targets are raised so that an adapter's backlog is done within this time. In `benchmarks.placement` 30 s makes p99 in
+a flash crowd half as long again; 15 s costs 1 % more loads."""
+SCALE_DOWN_SLACK = 0.8
+"""Demand must fall below this part of a target's demand before the target may fall."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTarget:
-    """Replicas due now; `asked` without demand's part; `needed`: copies above are spare to whoever waits for a slot."""
+    """An adapter's replica target.
+
+    asked   the part of it that settings and requests ask for, without demand
+    needed  copies above this number are surplus for an adapter that waits for a slot
+    """
 
     replicas: int
     asked: int
     needed: int
 
 
-def due(share: float, fleet: int, busy: float, target_utilisation: float) -> float:
-    """Replicas that demand is worth, not rounded: as its share of the load asks for, but no more than it keeps busy.
+def replicas_for_demand(share: float, fleet: int, busy: float, target_utilisation: float) -> float:
+    """Replicas that demand is worth, not rounded: by its share of the load, but no more than it keeps busy.
 
-    share               of the base model's load, 0 to 1
+    share               the adapter's part of its base model's load, 0 to 1
     fleet               workers that could serve it
-    busy                seconds of engine work a second; by this one user at night is not a hot adapter
-    target_utilisation  of a worker that does nothing else
+    busy                seconds of engine work a second: the only user at night has share 1 and keeps nothing busy
+    target_utilisation  of a worker that serves only this adapter
     """
-    return min(share * fleet / FAIR, busy / target_utilisation)
+    return min(share * fleet / FAIR_SHARE_MARGIN, busy / target_utilisation)
 
 
-def stand(
+def standing_target(
     up: int, down: int, copies: int, scale: StandingTarget | None, now: float, scale_down_after_s: float
 ) -> tuple[int, StandingTarget | None]:
-    """The target that stands, and what to remember: up at once, down only after demand was clearly less for long.
+    """The target in force, and what to remember of it. It rises at once and falls only after a long time of low demand.
 
-    up, down  what demand asks for, and what it would with some slack: `up` <= `down`
-    copies    there now; where nothing is remembered (a restart), these stand like a target of our own
+    up, down  replicas that demand needs, and those with some slack; `up` <= `down`
+    copies    copies there now; after a restart, when nothing is remembered, they count as the former target
     """
     before = copies if scale is None else scale.replicas
     since = None if scale is None else scale.below_since
@@ -57,36 +67,38 @@ def stand(
         if now - since >= scale_down_after_s:
             target, since = down, None
         else:
-            # A copy that went meanwhile, as a victim or with its worker, is not worth a load.
+            # A copy that went meanwhile, as a victim or with its worker, is not loaded again.
             target = min(before, max(copies, up))
     return target, StandingTarget(replicas=target, below_since=since) if max(target, copies) > 1 else None
 
 
-def targets(board: PlacementContext) -> tuple[dict[str, ReplicaTarget], dict[str, StandingTarget]]:
-    """lora_id -> its target, of all that should be anywhere; and the scales that stand."""
-    asked = _asked(board)
-    work, surges = (offered(part, board.demand, CROWD_S) for part in (board.demand.work, board.demand.surges))
-    totals, surging = _totals(board, work), _totals(board, surges)
-    scales = board.observed.memory.scales
-    moving = {lora_id for lora_id, _ in board.observed.memory.moves}
+def replica_targets(context: PlacementContext) -> tuple[dict[str, ReplicaTarget], dict[str, StandingTarget]]:
+    """lora_id -> target, of adapters with a target above 0; and lora_id -> target to remember for the next pass."""
+    asked = _requested_replicas(context)
+    work, surges = (
+        work_with_backlog(part, context.demand, SURGE_RELIEF_S) for part in (context.demand.work, context.demand.surges)
+    )
+    totals, surging = _load_by_base_model(context, work), _load_by_base_model(context, surges)
+    scales = context.observed.memory.standing_targets
+    moving = {lora_id for lora_id, _ in context.observed.memory.moves}
     found: dict[str, ReplicaTarget] = {}
     standing: dict[str, StandingTarget] = {}
-    for lora_id in asked.keys() | board.holders.keys():
-        adapter = board.intent.adapters[lora_id]
+    for lora_id in asked.keys() | context.holders.keys():
+        adapter = context.intent.adapters[lora_id]
         if not is_placeable(adapter):
             continue
-        base, copies = asked.get(lora_id, 0), _settled(board, lora_id, moving)
-        raw = _raw(board, adapter, totals, work)
+        base, copies = asked.get(lora_id, 0), _settled_copies(context, lora_id, moving)
+        raw = _demanded_replicas(context, adapter, totals, work)
         least = max(base, 1)
-        sudden = _raw(board, adapter, surging, surges) / SURE
-        up = max(least, min(math.ceil(max(raw, sudden) - 1e-9), board.most(adapter)))
-        down = max(up, min(math.ceil(raw / SLACK - 1e-9), board.most(adapter)))
-        # While no router speaks, that little is counted is no reason to fall.
+        sudden = _demanded_replicas(context, adapter, surging, surges) / SURGE_MARGIN
+        up = max(least, min(math.ceil(max(raw, sudden) - 1e-9), context.max_replicas(adapter)))
+        down = max(up, min(math.ceil(raw / SCALE_DOWN_SLACK - 1e-9), context.max_replicas(adapter)))
+        # While no router reports, a low count is no reason to lower a target.
         scale = scales.get(lora_id)
-        if board.demand.is_blind and scale is not None:
+        if context.demand.is_blind and scale is not None:
             scale = replace(scale, below_since=None)
-        target, kept = stand(up, down, copies, scale, board.now, board.policy.scale_down_after_s)
-        target = min(target, max(board.most(adapter), 1))
+        target, kept = standing_target(up, down, copies, scale, context.now, context.policy.scale_down_after_s)
+        target = min(target, max(context.max_replicas(adapter), 1))
         if kept is not None:
             standing[lora_id] = kept
         if target > 1 or base:
@@ -94,97 +106,97 @@ def targets(board: PlacementContext) -> tuple[dict[str, ReplicaTarget], dict[str
     return found, standing
 
 
-def _settled(board: PlacementContext, lora_id: str, moving: set[str]) -> int:
-    """Copies there, a move's two halves counted as one."""
+def _settled_copies(context: PlacementContext, lora_id: str, moving: set[str]) -> int:
+    """The adapter's copies, the two of a move in progress counted as one."""
     if lora_id not in moving:
-        return board.copies(lora_id)
-    moves = board.observed.memory.moves
-    holders = board.holders.get(lora_id, set())
+        return context.copy_count(lora_id)
+    moves = context.observed.memory.moves
+    holders = context.holders.get(lora_id, set())
     doubled = sum(name == lora_id and worker_id in holders and to in holders for (name, worker_id), to in moves.items())
     return len(holders) - doubled
 
 
-def _totals(board: PlacementContext, weights: Mapping[str, float]) -> dict[str | None, float]:
+def _load_by_base_model(context: PlacementContext, weights: Mapping[str, float]) -> dict[str | None, float]:
     """base model -> the load of all its adapters."""
     found: dict[str | None, float] = {}
     for lora_id in sorted(weights):
-        adapter = board.intent.adapters.get(lora_id)
+        adapter = context.intent.adapters.get(lora_id)
         if adapter is not None:
             found[adapter.base_model] = found.get(adapter.base_model, 0.0) + weights[lora_id]
     return found
 
 
-def _raw(
-    board: PlacementContext, adapter: RegisteredAdapter, totals: Mapping[str | None, float], work: Mapping[str, float]
+def _demanded_replicas(
+    context: PlacementContext, adapter: RegisteredAdapter, totals: Mapping[str | None, float], work: Mapping[str, float]
 ) -> float:
-    """Replicas that this work is worth, and no more than could hold it; `totals` of the same work, by base model."""
+    """Replicas that this work is worth, at most as many as can hold the adapter. `totals`: work by base model."""
     busy = work.get(adapter.lora_id, 0.0)
     if busy <= 0:
         return 0.0
-    able = len(board.able(adapter))
-    raw = due(busy / totals[adapter.base_model], able, busy, board.policy.target_utilisation)
+    able = len(context.able_workers(adapter))
+    raw = replicas_for_demand(busy / totals[adapter.base_model], able, busy, context.policy.target_utilisation)
     return min(raw, able)
 
 
-def _asked(board: PlacementContext) -> dict[str, int]:
-    """What is due without demand: minimum, share of the slots, somebody's request, a worker that drains."""
-    weighted = _weighted(board)
+def _requested_replicas(context: PlacementContext) -> dict[str, int]:
+    """lora_id -> replicas due without demand: its minimum, share of slots, `ensure` calls, or a worker that drains."""
+    weighted = _weighted_replicas(context)
     found = {}
-    for lora_id, adapter in board.intent.adapters.items():
+    for lora_id, adapter in context.intent.adapters.items():
         if is_placeable(adapter):
-            count = min(max(weighted.get(lora_id, 0), _plain(board, adapter)), board.most(adapter))
+            count = min(max(weighted.get(lora_id, 0), _own_replicas(context, adapter)), context.max_replicas(adapter))
             if count:
                 found[lora_id] = count
     return found
 
 
-def _plain(board: PlacementContext, adapter: RegisteredAdapter) -> int:
-    is_eager = loading_of(adapter, board.policy) == "eager"
-    target = board.least(adapter) if is_eager else adapter.min_replicas or 0
-    want = board.demand.wants.get(adapter.lora_id)
+def _own_replicas(context: PlacementContext, adapter: RegisteredAdapter) -> int:
+    is_eager = loading_mode(adapter, context.policy) == "eager"
+    target = context.min_replicas(adapter) if is_eager else adapter.min_replicas or 0
+    want = context.demand.wants.get(adapter.lora_id)
     asked = 0 if want is None else want.replicas
-    return min(max(target, asked, int(adapter.lora_id in board.movers)), board.most(adapter))
+    return min(max(target, asked, int(adapter.lora_id in context.draining_ids)), context.max_replicas(adapter))
 
 
-def _weighted(board: PlacementContext) -> dict[str, int]:
-    """Each base model's slots that no other adapter holds, shared out among its weighted adapters."""
+def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
+    """lora_id -> replicas, of weighted adapters: each base model's slots that no other adapter needs, by weight."""
     groups: dict[str, list[RegisteredAdapter]] = {}
-    for adapter in board.intent.adapters.values():
+    for adapter in context.intent.adapters.values():
         if adapter.base_model is None or not is_placeable(adapter):
             continue
-        if loading_of(adapter, board.policy) == "weighted":
+        if loading_mode(adapter, context.policy) == "weighted":
             groups.setdefault(adapter.base_model, []).append(adapter)
     found: dict[str, int] = {}
     for base_model, adapters in groups.items():
         mine = {adapter.lora_id for adapter in adapters}
-        fleet = [w for w in board.workers if w.base_model == base_model and w.state == "ready"]
-        slots = sum(_slots_for(board, mine, worker) for worker in fleet) - _owed(board, base_model)
+        fleet = [w for w in context.workers if w.base_model == base_model and w.state == "ready"]
+        slots = sum(_slots_left_for(context, mine, worker) for worker in fleet) - _lacking_slots(context, base_model)
         able = {a.lora_id: sum((a.rank or 0) <= w.max_lora_rank for w in fleet) for a in adapters}
-        caps = {a.lora_id: min(board.most(a), able[a.lora_id]) for a in adapters}
-        for lora_id, count in shares({a.lora_id: a.weight for a in adapters}, caps, slots).items():
-            found[lora_id] = max(count, min(board.least(board.intent.adapters[lora_id]), able[lora_id]))
+        caps = {a.lora_id: min(context.max_replicas(a), able[a.lora_id]) for a in adapters}
+        for lora_id, count in slot_shares({a.lora_id: a.weight for a in adapters}, caps, slots).items():
+            found[lora_id] = max(count, min(context.min_replicas(context.intent.adapters[lora_id]), able[lora_id]))
     return found
 
 
-def _slots_for(board: PlacementContext, mine: set[str], worker: ObservedWorker) -> int:
-    others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.held.values())
-    return max(0, usable_slots(worker.slots, board.policy.reserve_slots) - others)
+def _slots_left_for(context: PlacementContext, mine: set[str], worker: ObservedWorker) -> int:
+    others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.adapters.values())
+    return max(0, usable_slots(worker.slots, context.policy.reserve_slots) - others)
 
 
-def _owed(board: PlacementContext, base_model: str) -> int:
-    """Slots that this base model's other adapters lack; the weighted ones divide what is left after those."""
+def _lacking_slots(context: PlacementContext, base_model: str) -> int:
+    """Slots that the base model's other adapters still lack; weighted ones divide what is left after those."""
     return sum(
-        max(0, _plain(board, a) - board.copies(a.lora_id))
-        for a in board.intent.adapters.values()
-        if a.base_model == base_model and is_placeable(a) and loading_of(a, board.policy) != "weighted"
+        max(0, _own_replicas(context, a) - context.copy_count(a.lora_id))
+        for a in context.intent.adapters.values()
+        if a.base_model == base_model and is_placeable(a) and loading_mode(a, context.policy) != "weighted"
     )
 
 
-def shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: int) -> dict[str, int]:
-    """Slots divided in proportion to weights by largest remainder, none above its cap.
+def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: int) -> dict[str, int]:
+    """name -> slots, divided in proportion to weights by largest remainder, none above its cap.
 
-    weights, caps   name -> weight (> 0), name -> most it may have
-    returns         name -> slots; what a cap cuts off goes to the others, in proportion
+    weights, caps   name -> weight (> 0), name -> most slots
+    returns         what a cap cuts off goes to the others, in proportion
     """
     given: dict[str, int] = {}
     open_ = sorted(weights)

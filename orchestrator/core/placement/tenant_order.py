@@ -1,4 +1,4 @@
-"""In which order adapters that requests wait for are loaded: a tenant's take turns as one."""
+"""The fair order in which adapters that requests wait for are loaded: tenants take turns."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,34 +7,35 @@ from heapq import heapify, heappop, heappush
 from orchestrator.core.placement.context import PlacementContext
 from orchestrator.core.state import RegisteredAdapter, WantedReplicas
 
-TURN_S = 10.0
-"""Requests that began to wait in the same so many seconds are served hottest first, earlier ones before them. By heat
-alone whoever is asked for a little less than enough others to keep all slots changing waits for ever."""
+WAIT_BUCKET_S = 10.0
+"""Requests that began to wait in the same bucket of this length are served by request rate, earlier buckets first. By
+rate alone an adapter just below the hottest ones would wait for ever."""
 
 
-def in_turn(
-    board: PlacementContext, waiting: Sequence[RegisteredAdapter], had: Counter[str]
+def in_tenant_order(
+    context: PlacementContext, waiting: Sequence[RegisteredAdapter], had: Counter[str]
 ) -> Iterator[RegisteredAdapter]:
-    """The adapters by whose turn it is; who is named a load before the next is asked for has had one.
+    """The waiting adapters in the order in which they get loads.
 
-    First those whose tenant was named the fewest loads in this pass, then those whose wait is the longest: it began
-    with their own, or with the last load for their tenant where that was later. What several tenants wait for comes by
-    the turn of the first of them, and each has had it. Where nobody says who waits, an adapter has a turn of its own.
+    The tenant with the fewest loads in this pass comes first, then the longest wait. A tenant's wait begins with its
+    request or with the last load for that tenant, whichever is later. An adapter that several tenants wait for has the
+    turn of the first of them, and counts for each. An adapter with unknown tenants is a tenant of its own.
+    The caller applies an adapter's load to the context before it asks for the next adapter.
 
-    waiting  in the order that those of one tenant keep; all have a want
-    had      tenant -> loads of this pass so far
+    waiting  adapters with an entry in `wants`, in the order that those of one tenant keep
+    had      tenant -> loads of this pass so far; updated
     """
-    wants = board.demand.wants
+    wants = context.demand.wants
     lines: dict[frozenset[str] | str, list[RegisteredAdapter]] = {}
     for adapter in reversed(waiting):
         lines.setdefault(wants[adapter.lora_id].tenants or adapter.lora_id, []).append(adapter)
 
     def order(adapter: RegisteredAdapter) -> tuple[int, float, float, str]:
         lora_id = adapter.lora_id
-        heat = board.demand.rates.get(lora_id, 0.0)
-        return *min(_turns(board, wants[lora_id], had)), -heat, lora_id
+        heat = context.demand.rates.get(lora_id, 0.0)
+        return *min(_tenant_turns(context, wants[lora_id], had)), -heat, lora_id
 
-    # Orders only grow while loads are named, so one that has grown since it was looked at goes back among the others.
+    # Sort keys only grow while loads are named, so a head whose key has grown is pushed back.
     heads = [(order(line[-1]), line) for line in lines.values()]
     heapify(heads)
     while heads:
@@ -43,26 +44,26 @@ def in_turn(
             heappush(heads, (now, line))
             continue
         adapter = line.pop()
-        before = board.copies(adapter.lora_id)
+        before = context.copy_count(adapter.lora_id)
         yield adapter
-        named = board.copies(adapter.lora_id) - before
+        named = context.copy_count(adapter.lora_id) - before
         had.update(dict.fromkeys(wants[adapter.lora_id].tenants, named))
         if line:
             heappush(heads, (order(line[-1]), line))
 
 
-def _turns(board: PlacementContext, want: WantedReplicas, had: Counter[str]) -> Iterator[tuple[int, float]]:
-    """For each tenant: loads of this pass, and since when it waits."""
-    since = turn_of(want)
+def _tenant_turns(context: PlacementContext, want: WantedReplicas, had: Counter[str]) -> Iterator[tuple[int, float]]:
+    """For each tenant of the want: its loads of this pass, and since when it waits."""
+    since = wait_bucket(want)
     if not want.tenants:
         yield 0, since
     for tenant in want.tenants:
-        yield had[tenant], max(since, board.demand.turns.get(tenant, 0.0))
+        yield had[tenant], max(since, context.demand.last_load_at.get(tenant, 0.0))
 
 
-def turn_of(want: WantedReplicas) -> float:
-    """When the stretch of the clock began in which its wait did.
+def wait_bucket(want: WantedReplicas) -> float:
+    """The start of the clock bucket in which the wait began.
 
-    A stretch and not an age, so that no two who wait ever change places because time passes.
+    Buckets of the clock, not ages, so that two waiting adapters never change places as time passes.
     """
-    return want.since // TURN_S * TURN_S
+    return want.since // WAIT_BUCKET_S * WAIT_BUCKET_S
