@@ -1,10 +1,10 @@
-"""Write what follows from the settings: docs/configuration.md, and the chart's schema. `python docs/generate.py`."""
+"""Write docs/configuration.md and the chart's schema from the settings. Run `python docs/generate.py`."""
 
 import os
 import tempfile
 from pathlib import Path
 
-from docs.chart_schema import HOUSES, SCHEMA, schema_with_settings
+from docs.chart_schema import SERVICES, SCHEMA, schema_with_settings
 from lorafleet.service.settings import ServiceSettings
 
 TARGET = Path(__file__).parent / "configuration.md"
@@ -21,12 +21,12 @@ LORAFLEET_ROUTER_COLD_START_TIMEOUT_S=30 python -m router
 python -m router --config router.yaml          # cold_start_timeout_s: 30
 ```
 
-Unknown flags, unknown `LORAFLEET_<HOUSE>_…` variables and unknown keys are refused at start, by name: a typing error
-never means the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do
-mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A house that cannot start as it is told (its port is in use, a
-URL is none) says so in one line on standard error and ends with status 2.
+Unknown flags, unknown `LORAFLEET_<SERVICE>_…` variables and unknown keys are refused at start, by name. A typing error
+never falls back to the default. Lists repeat the flag, or are JSON in the environment (`'["a", "b"]'`); so do
+mappings (`--costs kappa_min=1`, `'{"kappa_min": 1}'`). A service that cannot start (its port is in use, a
+URL is invalid) prints one line on standard error and exits with status 2.
 
-`lorafleet up` takes variables and files for all its services, but for what it sets itself:
+`lorafleet up` accepts these variables and files for all its services, except those that it sets itself:
 [the command line](cli.md#lorafleet-up).
 """
 
@@ -42,21 +42,21 @@ def _shown(value: object) -> str:
     return f"`{text}`"
 
 
-def section(house: str, settings: type[ServiceSettings]) -> str:
-    """One house's table."""
+def section(service: str, settings: type[ServiceSettings]) -> str:
+    """The table of one service's settings."""
     prefix = settings.model_config.get("env_prefix", "")
     rows = [
         f"| `--{name.replace('_', '-')}` | `{prefix}{name.upper()}` | {_shown(field.default)} | {field.description} |"
         for name, field in settings.model_fields.items()
     ]
     return "\n".join(
-        [f"## `python -m {house}`", "", "| flag | environment | default | meaning |", "|---|---|---|---|", *rows, ""]
+        [f"## `python -m {service}`", "", "| flag | environment | default | meaning |", "|---|---|---|---|", *rows, ""]
     )
 
 
 def document() -> str:
-    """The whole file."""
-    return "\n".join([_INTRO, *(section(house, settings) for house, settings in HOUSES.items())])
+    """The text of docs/configuration.md."""
+    return "\n".join([_INTRO, *(section(service, settings) for service, settings in SERVICES.items())])
 
 
 if __name__ == "__main__":
