@@ -1,4 +1,4 @@
-"""The houses' settings as the chart's schema has them: a typing error is refused before anything is installed."""
+"""The services' settings as JSON Schema of the chart's values: Helm refuses a typing error before an install."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from workers.config import WorkerSettings
 
 Manifest = dict[str, Any]
 
-HOUSES: dict[str, type[ServiceSettings]] = {
+SERVICES: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "orchestrator": OrchestratorSettings,
     "workers": WorkerSettings,
 }
 SCHEMA = Path(__file__).parents[1] / "helm" / "lorafleet" / "values.schema.json"
 
-# Those that the chart itself gives, from values of its own, or that make no sense in a pod.
+# Settings that the chart itself sets from other values, or that make no sense in a pod.
 _EVERYWHERE = {"host", "port", "key_files", "token", "token_file", "config", "port_file", "allow_open"}
 _EVERYWHERE |= {"metrics_need_key"}
 GIVEN = {
@@ -41,27 +41,27 @@ GIVEN = {
     | {"lora_path", "ipc_dir", "secrets_dir", "cache_dir", "state_dir", "start_deadline_s"},
 }  # fmt: skip
 
-# Of what pydantic says about a field; the rest is prose, or nothing that helm knows.
-_SAID = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "minLength", "maxLength"}
-_SAID |= {"items", "additionalProperties"}
+# The keys of pydantic's schema that Helm understands; the rest is prose.
+_SCHEMA_KEYS = {"type", "enum", "const", "minimum", "exclusiveMinimum", "maximum", "pattern", "minLength", "maxLength"}
+_SCHEMA_KEYS |= {"items", "additionalProperties"}
 
 
-# Checked by code in orchestrator/wire.py; all of it but the last part's reserved words.
+# As orchestrator/wire.py checks it, without the reserved words of the last part.
 _LORA_ID = {"pattern": "^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$", "maxLength": 200}
 
 
-def free(house: str) -> dict[str, Any]:
-    """name -> schema, of the settings that values may name."""
-    known = HOUSES[house].model_json_schema()["properties"]
-    return {name: _short(known[name]) for name in sorted(known.keys() - GIVEN[house])}
+def settable(service: str) -> dict[str, Any]:
+    """JSON Schema by name, for the settings that values may set."""
+    known = SERVICES[service].model_json_schema()["properties"]
+    return {name: _short(known[name]) for name in sorted(known.keys() - GIVEN[service])}
 
 
 def schema_with_settings() -> str:
-    """values.schema.json as it should be."""
+    """The text of values.schema.json with the current settings."""
     schema = json.loads(SCHEMA.read_text())
-    for house in HOUSES:
-        definition = {"workers": "worker"}.get(house, house) + "Settings"
-        schema["definitions"][definition]["properties"] = free(house)
+    for service in SERVICES:
+        definition = {"workers": "worker"}.get(service, service) + "Settings"
+        schema["definitions"][definition]["properties"] = settable(service)
     schema["definitions"]["adapter"] = _body(AdapterSpec)
     fields = schema["definitions"]["adapter"]["properties"]
     fields["lora_id"] |= _LORA_ID
@@ -70,25 +70,27 @@ def schema_with_settings() -> str:
 
 
 def _body(model: type[BaseModel]) -> Manifest:
-    """What people write: no other field than the model's."""
+    """JSON Schema of a body that people write: other fields are refused."""
     own = model.model_json_schema()
     inner = {name: _object(found) for name, found in own.get("$defs", {}).items()}
     return _object(own, inner)
 
 
 def _object(own: Manifest, inner: Mapping[str, Manifest] = MappingProxyType({})) -> Manifest:
-    def field(said: Manifest) -> Manifest:
-        options = [option["$ref"] for option in (said, *said.get("anyOf", ())) if "$ref" in option]
-        return inner[options[0].rsplit("/", 1)[1]] if options else _short(said)
+    def field(schema: Manifest) -> Manifest:
+        options = [option["$ref"] for option in (schema, *schema.get("anyOf", ())) if "$ref" in option]
+        return inner[options[0].rsplit("/", 1)[1]] if options else _short(schema)
 
-    fields = {name: field(said) for name, said in own["properties"].items()}
+    fields = {name: field(schema) for name, schema in own["properties"].items()}
     required = {"required": own["required"]} if "required" in own else {}
     return {"type": "object", "additionalProperties": False, **required, "properties": fields}
 
 
-def _short(said: Manifest) -> Manifest:
-    """Without null: who wants the default leaves the setting out."""
-    options = [option for option in said.get("anyOf", ()) if option.get("type") != "null"]
+def _short(schema: Manifest) -> Manifest:
+    """The schema without null: omitting a setting gives its default."""
+    options = [option for option in schema.get("anyOf", ()) if option.get("type") != "null"]
     if len(options) == 1:
-        said = options[0]
-    return {key: _short(value) if isinstance(value, dict) else value for key, value in said.items() if key in _SAID}
+        schema = options[0]
+    return {
+        key: _short(value) if isinstance(value, dict) else value for key, value in schema.items() if key in _SCHEMA_KEYS
+    }

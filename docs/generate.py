@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from docs.chart_schema import SERVICES, SCHEMA, schema_with_settings
+from docs.chart_schema import SCHEMA, SERVICES, schema_with_settings
 from lorafleet.service.settings import ServiceSettings
 
 TARGET = Path(__file__).parent / "configuration.md"

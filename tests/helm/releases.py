@@ -40,5 +40,7 @@ class HelmRelease:
         said = yaml.safe_load(await self.kubectl("get", "secret", f"{RELEASE}-lorafleet-{name}", "-o", "yaml"))
         return {key: base64.b64decode(value).decode() for key, value in said["data"].items()}
 
-    async def hashes(self, house: str) -> set[str]:
-        return {entry["sha256"] for entry in yaml.safe_load((await self.secret(f"keys-{house}"))["keys.yaml"])["keys"]}
+    async def hashes(self, service: str) -> set[str]:
+        return {
+            entry["sha256"] for entry in yaml.safe_load((await self.secret(f"keys-{service}"))["keys.yaml"])["keys"]
+        }

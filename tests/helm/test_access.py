@@ -158,17 +158,17 @@ def test_kv_events_have_no_port(case):
     assert "kv-events" not in text
 
 
-def scopes(case: str, house: str, tmp_path) -> dict[str, frozenset[str]]:
-    """role -> what its token may do at this house."""
+def scopes(case: str, service: str, tmp_path) -> dict[str, frozenset[str]]:
+    """role -> what its token may do at this service."""
     tokens = secret(case, "fleet-lorafleet-tokens")
-    path = tmp_path / f"{house}.yaml"
-    path.write_text(secret(case, f"fleet-lorafleet-keys-{house}")["keys.yaml"])
+    path = tmp_path / f"{service}.yaml"
+    path.write_text(secret(case, f"fleet-lorafleet-keys-{service}")["keys.yaml"])
     known = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}
     keys = ApiKeys([path])
     return {role: keys.caller(f"Bearer {token}").scopes for role, token in tokens.items() if hash_key(token) in known}
 
 
-def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_path):
+def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_path):
     infer, load, register, drain, metrics, admin = (frozenset({scope}) for scope in SCOPES)
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
     # One orchestrator to another: who stands by follows the leader's events.
@@ -176,8 +176,8 @@ def test_a_token_opens_the_houses_that_its_holder_speaks_to_and_no_others(tmp_pa
         "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
     }  # fmt: skip
     assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": drain}
-    for house in ("router", "orchestrator", "worker"):
-        assert scopes("everything", house, tmp_path)["metrics.2"] == metrics
+    for service in ("router", "orchestrator", "worker"):
+        assert scopes("everything", service, tmp_path)["metrics.2"] == metrics
 
 
 def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(tmp_path):
@@ -190,8 +190,8 @@ def test_while_tokens_rotate_both_generations_are_taken_and_the_new_one_is_used(
 
 
 def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
-    def notes(house):
-        text = secret("everything", f"fleet-lorafleet-keys-{house}")["keys.yaml"]
+    def notes(service):
+        text = secret("everything", f"fleet-lorafleet-keys-{service}")["keys.yaml"]
         return {entry.get("tenant") or entry.get("note") for entry in yaml.safe_load(text)["keys"]}
 
     assert {"acme", "ci"} <= notes("router")

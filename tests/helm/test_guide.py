@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from docs.chart_schema import HOUSES
+from docs.chart_schema import SERVICES
 from lorafleet.service.auth import ApiKeys, hash_key
 from lorafleet.service.settings import load
 from orchestrator.wire import AdapterSpec
@@ -75,9 +75,9 @@ def test_its_script_makes_a_secret_with_the_keys_that_the_chart_reads_and_the_ri
     )
     assert set(read) - {"app"} <= made.keys()
 
-    def scopes(house: str) -> dict[str, set[str]]:
-        path = tmp_path / f"{house}.yaml"
-        path.write_text(made[f"{house}-keys.yaml"])
+    def scopes(service: str) -> dict[str, set[str]]:
+        path = tmp_path / f"{service}.yaml"
+        path.write_text(made[f"{service}-keys.yaml"])
         hashes, keys = {entry["sha256"] for entry in yaml.safe_load(path.read_text())["keys"]}, ApiKeys([path])
         roles = ("admin", "orchestrator", "router", "test", "worker")
         return {
@@ -108,7 +108,7 @@ def test_its_patch_makes_a_worker_of_an_engines_pod(tmp_path, monkeypatch):
     seen = environment(agent)
     for name, value in seen.items():
         monkeypatch.setenv(name, value)
-    settings = load(HOUSES["workers"], agent["command"][4:], prog="workers")
+    settings = load(SERVICES["workers"], agent["command"][4:], prog="workers")
     paths = [mount["mountPath"] for mount in engine["volumeMounts"]]
     assert any(str(settings.cache_dir).startswith(path) for path in paths), "the engine reads what the agent fetched"
     assert spec["enableServiceLinks"] is False

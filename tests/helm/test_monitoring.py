@@ -120,7 +120,7 @@ def test_without_an_orchestrator_no_alert_asks_for_one():
     assert left == {rule["alert"] for rule in alerts() if not about.search(rule["expr"])}
 
 
-def test_a_house_that_is_gone_is_missed():
+def test_a_service_that_is_gone_is_missed():
     rules = {rule["alert"]: rule["expr"] for rule in alerts()}
     assert "or absent(lorafleet_router_replicas{" in rules["LorafleetNoReplica"]
     assert "or absent(lorafleet_orchestrator_leading{" in rules["LorafleetNoLeader"]
@@ -177,8 +177,8 @@ def test_metrics_that_need_a_key_get_the_one_that_monitors_bring():
         for entry in container.get("env", ())
         if entry["name"].endswith("_METRICS_NEED_KEY")
     }
-    houses = ("ROUTER", "ORCHESTRATOR", "WORKERS")
-    assert told == {f"LORAFLEET_{house}_METRICS_NEED_KEY": "true" for house in houses}
+    services = ("ROUTER", "ORCHESTRATOR", "WORKERS")
+    assert told == {f"LORAFLEET_{service}_METRICS_NEED_KEY": "true" for service in services}
 
 
 def test_a_pools_trigger_is_its_wait_itself_and_its_slots_wanted_over_those_there():

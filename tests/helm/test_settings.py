@@ -1,4 +1,4 @@
-"""What the chart puts into a pod's environment is what the house in that pod reads."""
+"""What the chart puts into a pod's environment is what the service in that pod reads."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import yaml
 
-from docs.chart_schema import GIVEN, HOUSES, SCHEMA, schema_with_settings
+from docs.chart_schema import GIVEN, SCHEMA, SERVICES, schema_with_settings
 from lorafleet.service.settings import load
 from tests.helm.rendering import VALUES, containers, helm_template, one, pod_templates
 from tests.patience import patience
@@ -54,27 +54,27 @@ def mounted(spec: dict, container: dict) -> dict[str, tuple[str, str]]:
     }
 
 
-def house_of(container: dict) -> str | None:
+def service_of(container: dict) -> str | None:
     command = container["command"]
-    return command[3] if command[:3] == ["python3", "-P", "-m"] and command[3] in HOUSES else None
+    return command[3] if command[:3] == ["python3", "-P", "-m"] and command[3] in SERVICES else None
 
 
 @cases
-def test_every_variable_is_a_setting_of_its_house_and_all_of_them_together_are_valid(case, monkeypatch):
+def test_every_variable_is_a_setting_of_its_service_and_all_of_them_together_are_valid(case, monkeypatch):
     for name in [name for name in os.environ if name.startswith("LORAFLEET_")]:
         monkeypatch.delenv(name)
     for pod, template in pod_templates(case):
         for container in template["spec"]["containers"]:
-            house = house_of(container)
-            if house is None:
+            service = service_of(container)
+            if service is None:
                 continue
             seen = environment(container)
-            prefix = f"LORAFLEET_{house.upper()}_"
+            prefix = f"LORAFLEET_{service.upper()}_"
             assert all(name.startswith(prefix) for name in seen if name.startswith("LORAFLEET_")), pod
             with monkeypatch.context() as patched:
                 for name, value in seen.items():
                     patched.setenv(name, value)
-                settings = load(HOUSES[house], container["command"][4:], prog=house)
+                settings = load(SERVICES[service], container["command"][4:], prog=service)
             assert settings.host in {"0.0.0.0", "::"}
             assert settings.key_files
             assert str(settings.token_file) in mounted(template["spec"], container)
@@ -86,7 +86,7 @@ def test_a_router_without_an_orchestrator_looks_for_none(case, monkeypatch):
     template = dict(pod_templates(case))["Deployment/fleet-lorafleet-router"]
     for name, value in environment(template["spec"]["containers"][0]).items():
         monkeypatch.setenv(name, value)
-    assert load(HOUSES["router"], [], prog="router").orchestrator_url == ""
+    assert load(SERVICES["router"], [], prog="router").orchestrator_url == ""
 
 
 def test_numbers_are_not_rounded_and_lists_and_tables_arrive(monkeypatch):
@@ -102,9 +102,9 @@ def test_the_schema_knows_the_settings_of_the_code():
     assert SCHEMA.read_text() == schema_with_settings(), "run: python docs/generate.py"
 
 
-@pytest.mark.parametrize("house", HOUSES)
-def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_may(house):
-    prefix = f"LORAFLEET_{house.upper()}_"
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_may(service):
+    prefix = f"LORAFLEET_{service.upper()}_"
     given = set()
     for case in VALUES:
         for _, template in pod_templates(case):
@@ -112,8 +112,8 @@ def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_
                 given |= {entry["name"].removeprefix(prefix).lower() for entry in container.get("env", ())
                           if entry["name"].startswith(prefix)}  # fmt: skip
     nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url", "token"}
-    known = HOUSES[house].model_fields.keys()
-    assert sorted((GIVEN[house] & known) - given - nobodys) == []
+    known = SERVICES[service].model_fields.keys()
+    assert sorted((GIVEN[service] & known) - given - nobodys) == []
 
 
 @cases
@@ -143,13 +143,13 @@ def test_the_hook_before_a_workers_stop_understands_its_flags():
 def test_a_pod_is_given_longer_to_end_than_it_takes(case, monkeypatch):
     for pod, template in pod_templates(case):
         container = template["spec"]["containers"][0]
-        house, seen = house_of(container), environment(container)
+        service, seen = service_of(container), environment(container)
         grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
-        if house == "router":
+        if service == "router":
             takes_s = float(seen["LORAFLEET_ROUTER_DRAIN_S"]) + float(seen["LORAFLEET_ROUTER_GRACE_S"]) + 10
-        elif house == "orchestrator":
+        elif service == "orchestrator":
             takes_s = float(seen["LORAFLEET_ORCHESTRATOR_STOP_GRACE_S"]) + 5
-        elif house == "workers":
+        elif service == "workers":
             hook = container["lifecycle"]["preStop"]["exec"]["command"]
             # workers/agent/supervisor.py gives the engine 10 s more before it kills it.
             takes_s = (

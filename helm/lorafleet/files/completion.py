@@ -40,7 +40,7 @@ def completion(client: httpx.Client, model: str) -> httpx.Response:
 
 
 def main() -> None:
-    """Engines that were there before name no model in the values: theirs is the first that is listed."""
+    """Existing engines have no model in the values: use the first that they list."""
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=ROUTER, headers=headers, timeout=120, trust_env=False) as client:
         expected = BASE_MODELS or [model["id"] for model in models(client) if not model.get("parent")][:1]

@@ -76,7 +76,7 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- $changed = printf "cache.persistent.storageClassName is %q now, and its workers' volumes were made with %q" $cache.persistent.storageClassName $class -}}
 {{- end -}}
 {{- if $changed -}}
-{{- fail (printf "pool %s: %s. Kubernetes changes no volumes of a StatefulSet that is there: put the value back; or make the volumes larger by hand, let kubectl -n %s delete statefulset %s --cascade=orphan, which keeps its pods, and upgrade again (docs/kubernetes.md, Other volumes)" .pool.name $changed .root.Release.Namespace .name) -}}
+{{- fail (printf "pool %s: %s. Kubernetes does not change the volumes of an existing StatefulSet: put the value back; or enlarge the volumes by hand, run kubectl -n %s delete statefulset %s --cascade=orphan, which keeps its pods, and upgrade again (docs/kubernetes.md, Larger volumes)" .pool.name $changed .root.Release.Namespace .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -107,14 +107,14 @@ authorization:
 {{- end -}}
 {{- end }}
 
-{{/* The house's own token and its files of hashes, mounted whole so that a change arrives without a restart.
-(dict "root" $ "house" "router") */}}
+{{/* The service's own token and its files of hashes, mounted whole so that a change arrives without a restart.
+(dict "root" $ "service" "router") */}}
 {{- define "lorafleet.keyVolumes" -}}
 - name: token
   secret:
     secretName: {{ include "lorafleet.tokensSecret" .root | quote }}
     items:
-      - key: {{ include "lorafleet.tokenKey" (dict "root" .root "role" .house) }}
+      - key: {{ include "lorafleet.tokenKey" (dict "root" .root "role" .service) }}
         path: token
     defaultMode: 0440
 - name: keys
@@ -122,13 +122,13 @@ authorization:
     {{- if .root.Values.auth.existingSecret }}
     secretName: {{ .root.Values.auth.existingSecret | quote }}
     items:
-      - key: {{ .house }}-keys.yaml
+      - key: {{ .service }}-keys.yaml
         path: keys.yaml
     {{- else }}
-    secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .house }}
+    secretName: {{ include "lorafleet.fullname" .root }}-keys-{{ .service }}
     {{- end }}
     defaultMode: 0440
-{{- if ne .house "worker" }}
+{{- if ne .service "worker" }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   secret:
@@ -145,7 +145,7 @@ authorization:
 - name: keys
   mountPath: /etc/lorafleet/keys
   readOnly: true
-{{- if ne .house "worker" }}
+{{- if ne .service "worker" }}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets }}
 - name: keys-{{ $index }}
   mountPath: /etc/lorafleet/keys-{{ $index }}
@@ -156,7 +156,7 @@ authorization:
 
 {{- define "lorafleet.keyFiles" -}}
 {{- $files := list "/etc/lorafleet/keys/keys.yaml" -}}
-{{- if ne .house "worker" -}}
+{{- if ne .service "worker" -}}
 {{- range $index, $name := .root.Values.auth.existingKeySecrets -}}
 {{- $files = append $files (printf "/etc/lorafleet/keys-%d/keys.yaml" $index) -}}
 {{- end -}}
