@@ -146,7 +146,7 @@ def _as_told(replica: Replica) -> Incarnation | None:
 
 def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
     """The router's app and its services; `app.state.http` makes the protocols that it must be served with, and
-    `app.state.siblings` is its way to the other processes.
+    `app.state.processes` is its way to the other processes.
 
     me      this process among several on one port
     raises  KeyFileError, TracingUnavailable, KubeConfigError; nothing runs before the app's lifespan begins
@@ -247,13 +247,13 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     limits, origins = _front_limits(config, keys), told(config.allowed_origins)
     clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
     own_metrics = partial(exposed, services, clients)
-    siblings = None
+    processes = None
     if me is not None:
-        siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(services))
+        processes = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(services))
     app = FastAPI(
-        title="lorafleet router", lifespan=lambda _app: _running(services, control, agents, looks, clients, siblings)
+        title="lorafleet router", lifespan=lambda _app: _running(services, control, agents, looks, clients, processes)
     )
-    add_routes(app, control_routes(services, siblings), health_routes(services, own_metrics, siblings))
+    add_routes(app, control_routes(services, processes), health_routes(services, own_metrics, processes))
     install_error_handlers(app, RouterError)
     describe_inference(app)
     may_ask = site_check(config.allowed_origins, trusts_asked=True)
@@ -261,7 +261,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **of_middleware(config.allowed_origins))
     app.state.http = clients
-    app.state.siblings = siblings
+    app.state.processes = processes
     return app, services
 
 
@@ -296,7 +296,7 @@ async def _running(
     agents: EnginePool,
     looks: HealthProbes,
     clients: Front,
-    siblings: WorkerProcesses | None,
+    processes: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
     discovery, metrics = services.discovery, services.metrics
@@ -311,8 +311,8 @@ async def _running(
             running.append(asyncio.create_task(_report_usage(control, url, services.usage, discovery, metrics)))
         for task in running:
             task.add_done_callback(lambda task: _ended(services, task))
-        if siblings is not None:
-            await siblings.start()
+        if processes is not None:
+            await processes.start()
         _rest_the_collector()
         sys.setswitchinterval(_SWITCH_EVERY_S)
         try:
@@ -321,8 +321,8 @@ async def _running(
             clients.stop()
             await services.background.close()
             await looks.close()
-            if siblings is not None:
-                await siblings.close()
+            if processes is not None:
+                await processes.close()
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -553,7 +553,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     config = load_or_exit(RouterSettings, args, prog="python -m router")
     logs.configure("router", log_format=config.log_format, level=config.log_level)
-    me = supervisor.member()
+    me = supervisor.read_membership()
     try:
         if me is None and config.processes > 1:
             sys.exit(
@@ -584,7 +584,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         serve.run(
             lambda: serve.serve(
-                supervisor.JoiningApp(app, me, sock, synced=synced) if me else app,
+                supervisor.JoiningApp(app, me, sock, wait_until_synced=synced) if me else app,
                 sock,
                 http=app.state.http,
                 port_file=None if me else config.port_file,

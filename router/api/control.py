@@ -64,8 +64,8 @@ async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
     return items
 
 
-def control_routes(services: Services, siblings: WorkerProcesses | None = None) -> APIRouter:
-    """Models, and why a request goes where it goes; with `siblings`, of all processes on this port."""
+def control_routes(services: Services, processes: WorkerProcesses | None = None) -> APIRouter:
+    """Models, and why a request goes where it goes; with `processes`, of all processes on this port."""
     api = APIRouter(route_class=AuthFirstRoute)
     infers = Annotated[Caller, Depends(requires(services.keys, "infer"))]
     admin = [Depends(requires(services.keys, "admin"))]
@@ -129,8 +129,8 @@ def control_routes(services: Services, siblings: WorkerProcesses | None = None) 
         wanted = _DecisionFilter(adapter, worker, request, limit)
         items = await _decisions(services, wanted)
         missing = []
-        if siblings is not None:
-            found = await siblings.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
+        if processes is not None:
+            found = await processes.ask(_DECISIONS, msgspec.json.encode(wanted), within_s=_DECISIONS_WITHIN_S)
             for slot, theirs in found.items():
                 if theirs is None:
                     missing.append(slot)
@@ -179,10 +179,10 @@ def exposed(services: Services, clients: Front) -> bytes:
     return generate_latest(metrics.registry)
 
 
-def health_routes(services: Services, own: Callable[[], bytes], siblings: WorkerProcesses | None = None) -> APIRouter:
+def health_routes(services: Services, own: Callable[[], bytes], processes: WorkerProcesses | None = None) -> APIRouter:
     """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
 
-    own  this process's metrics; with `siblings`, those of all processes are shown
+    own  this process's metrics; with `processes`, those of all processes are shown
     """
     api = APIRouter()
     guarded = of_metrics(services.keys, need_key=services.config.metrics_need_key)
@@ -205,7 +205,7 @@ def health_routes(services: Services, own: Callable[[], bytes], siblings: Worker
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         """Prometheus."""
-        text = own() if siblings is None else await siblings.metrics()
+        text = own() if processes is None else await processes.metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return api

@@ -316,7 +316,7 @@ class Discovery:
         before, self._draining = self._draining, draining_by_worker(catalog)
         self.has_catalog = True
         self._update_followed()
-        self._rebuild_fleet()
+        self.rebuild_fleet()
         if any(names - before.get(worker_id, frozenset()) for worker_id, names in self._draining.items()):
             self.drains_begun.set()
 
@@ -334,7 +334,7 @@ class Discovery:
         there = {(worker.id, worker.agent_url or "") for worker in self._found.values()}
         self._agent_names = {key: name for key, name in self._agent_names.items() if key in there}
         self._update_followed()
-        self._rebuild_fleet()
+        self.rebuild_fleet()
 
     def _update_followed(self) -> None:
         """Start following workers that the catalog, the slices or the settings name.
@@ -356,7 +356,7 @@ class Discovery:
                 if not self._has_moved(known):
                     continue
                 if id_ not in named:
-                    self._stop_following(id_)
+                    self.stop_following(id_)
             if id_ in named:
                 self._start_following(worker)
 
@@ -394,7 +394,8 @@ class Discovery:
             loops.append(self._repeat(listen, "agent_events", self._metadata_poll_s, worker=worker.id))
         followed.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
-    def _stop_following(self, id_: str) -> None:
+    def stop_following(self, id_: str) -> None:
+        """Stop polling a worker and tell the listener that it is gone; the next rebuild drops its replica."""
         self._cancel_following(id_)
         self._listener.on_gone(WorkerId(id_))
 
@@ -426,7 +427,7 @@ class Discovery:
         if known is not None and replace(known, report=replica.report) == replica:
             self._schedule_rebuild()
         else:
-            self._rebuild_fleet()
+            self.rebuild_fleet()
         self._listener.on_report(replica, followed.metadata)
 
     async def _on_missing_report(self, followed: FollowedWorker) -> None:
@@ -439,14 +440,14 @@ class Discovery:
         if self.followed.get(id_) is not followed:
             return
         if is_late and not followed.is_named and not followed.engine_answers:
-            self._stop_following(id_)
+            self.stop_following(id_)
         elif self._has_moved(followed):
             self._start_following(followed.source)
         elif followed.agentless is None and len(addresses) > 1:
             followed.url = addresses[(addresses.index(followed.url) + 1) % len(addresses)]
         if is_late and followed.engine_answers:
             self._listener.on_agent_silent(WorkerId(id_))
-        self._rebuild_fleet()
+        self.rebuild_fleet()
 
     async def _fetch_report(self, followed: FollowedWorker) -> Metadata:
         if followed.agentless is not None:
@@ -461,9 +462,9 @@ class Discovery:
         """Follow a worker under the name that its agent reports, where the slices use another name."""
         log.info("worker goes by its own name", found=followed.source.id, worker=name, agent_url=followed.url)
         self._agent_names[followed.source.id, followed.url] = name
-        self._stop_following(followed.source.id)
+        self.stop_following(followed.source.id)
         self._update_followed()
-        self._rebuild_fleet()
+        self.rebuild_fleet()
 
     def _update_known_adapters(self) -> None:
         """Merge the catalog's adapters with those that engines without an agent last listed."""
@@ -483,7 +484,7 @@ class Discovery:
 
     def _schedule_rebuild(self) -> None:
         if self._rebuild_timer is None:
-            self._rebuild_timer = asyncio.get_running_loop().call_later(_METRICS_REBUILD_DELAY_S, self._rebuild_fleet)
+            self._rebuild_timer = asyncio.get_running_loop().call_later(_METRICS_REBUILD_DELAY_S, self.rebuild_fleet)
 
     def _cancel_rebuild(self) -> None:
         """Cancel the scheduled rebuild, if any."""
@@ -491,7 +492,8 @@ class Discovery:
             self._rebuild_timer.cancel()
             self._rebuild_timer = None
 
-    def _rebuild_fleet(self) -> None:
+    def rebuild_fleet(self) -> None:
+        """Replace the snapshot `fleet` with one of the latest reports, and notify `changes`."""
         self._cancel_rebuild()
         replicas = {
             WorkerId(id_): self._replica_of(followed, followed.metadata)

@@ -1,12 +1,11 @@
-"""Several router processes on one port: a parent that starts, watches and stops them, and what each of them is told.
+"""Several router processes on one port, and the parent that starts, watches and stops them.
 
-Every process listens on a socket of its own with SO_REUSEPORT, and the kernel deals new connections out by their hash.
-With one listening socket for all, whoever wakes first takes what has come: of 64 connections at once one of two
-processes took all 64, or 61, or 36; with a socket each 35 to 39 (uvloop 0.23, Linux 6.18, ten rounds). A process that
-dies takes with it what its own socket had queued, the moment's connections; new ones go to the others at once.
+Every process listens on its own socket with SO_REUSEPORT, and the kernel distributes new connections by hash. A shared
+listening socket would give most connections to the process that wakes first. A process that dies loses the connections
+queued on its own socket; new ones go to the others at once.
 
-The parent serves nothing and is no part of a request. It holds the port bound, without listening, so that nobody else
-can have it, and one end of a socket pair to each process: the other end tells a process that its parent is gone.
+The parent serves no requests. It keeps the port bound, without listening, so that no other program can take it. It also
+holds one end of a socket pair to each process; the other end tells the process when its parent has died.
 """
 
 import asyncio
@@ -39,31 +38,31 @@ log = structlog.get_logger()
 ENVIRONMENT = "LORAFLEET_PROCESS"
 _BACKLOG = 2048
 _SERVING = b"s"
-# A process that ran for so long before it died begins again with the shortest pause.
+# A process that ran this long before it died is restarted after the shortest pause.
 _STEADY_S = 60.0
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 30.0
-# After the second signal, and beyond what an orderly stop may take: then SIGKILL.
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
+# Time until SIGKILL: after a second signal, and beyond the longest orderly stop.
 _FORCED_S = 2.0
-_MARGIN_S = 10.0
-# One that takes another's place listens only when it can route; after so long it listens all the same.
-_JOIN_WITHIN_S = 10.0
-# Its slot's number and `.sock`.
+_STOP_MARGIN_S = 10.0
+# A replacement process listens once it can route, or after this time.
+_JOIN_TIMEOUT_S = 10.0
+# The slot's number and `.sock`.
 _SOCKET_NAME_BYTES = 10
-# Processes whose parent was killed close their port when they have drained; until then nobody else can have it.
+# Processes whose parent was killed keep the port until they have drained.
 _ORPHANS_S = 2.0
 _PORT_PAUSE_S = 0.1
-# They begin to a tenth of a second after their parent's end. Who does not in this time serves on.
-_TOLD_S = 1.0
+# Such processes start to drain a tenth of a second after the parent's end. One that has not by now will not.
+_ORPHANS_REACT_S = 1.0
 
 
 class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of several is told by its parent.
+    """One worker process's place among those of its parent, passed in an environment variable.
 
-    folder       private, shared by all processes of this parent, removed with it
-    lifeline     file descriptor of our end of the socket pair
-    accounts     file descriptor of the memory that keys' accounts are shared in; see router/processes/shared_quotas.py
-    takes_over   others serve already: listen only when synced
-    stop_s       how long an orderly stop may take at most
+    folder      private to the processes of this parent, removed with it
+    lifeline    file descriptor of the process's end of the socket pair
+    accounts    file descriptor of the shared quotas' memory; see router/processes/shared_quotas.py
+    takes_over  other processes serve already: listen only when synced
+    stop_s      longest time of an orderly stop
     """
 
     slot: int
@@ -77,32 +76,32 @@ class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
 
     def bind(self) -> socket.socket:
-        """A socket of our own on the shared port; bound, and not listening before `JoiningApp` lets it."""
+        """This process's own socket on the shared port: bound, and not listening until `JoiningApp` has started."""
         return serve.claim(self.host, self.port, shared=True)
 
     def router_id(self, configured: str) -> str:
-        """A name that no other process has: what is configured names all of them."""
+        """A router id for this process alone, made from the configured one."""
         return f"{configured or socket.gethostname()}-{self.slot if configured else os.getpid()}"
 
 
-def member() -> ProcessMember | None:
-    """What our parent told us, or None for a process on its own. Ends this process when the parent is gone."""
-    told = os.environ.pop(ENVIRONMENT, None)
-    if told is None:
+def read_membership() -> ProcessMember | None:
+    """This process's membership; None for a process without a parent of ours. Ends the process if its parent dies."""
+    environment = os.environ.pop(ENVIRONMENT, None)
+    if environment is None:
         return None
-    me = msgspec.json.decode(told, type=ProcessMember)
-    line = socket.socket(fileno=me.lifeline)
-    line.set_inheritable(False)
+    me = msgspec.json.decode(environment, type=ProcessMember)
+    lifeline = socket.socket(fileno=me.lifeline)
+    lifeline.set_inheritable(False)
     os.set_inheritable(me.accounts, False)
-    threading.Thread(target=_until_orphaned, args=(line, me), daemon=True, name="lifeline").start()
+    threading.Thread(target=_stop_when_orphaned, args=(lifeline, me), daemon=True, name="lifeline").start()
     return me
 
 
-def _until_orphaned(line: socket.socket, me: ProcessMember) -> None:
+def _stop_when_orphaned(lifeline: socket.socket, me: ProcessMember) -> None:
     with contextlib.suppress(OSError):
-        while line.recv(1):
+        while lifeline.recv(1):
             pass
-    # As if the parent had told us to stop; but nobody is left to insist.
+    # As if the parent had sent SIGTERM, and SIGKILL after `stop_s`.
     shutil.rmtree(me.folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(me.stop_s)
@@ -110,9 +109,9 @@ def _until_orphaned(line: socket.socket, me: ProcessMember) -> None:
 
 
 class JoiningApp:
-    """An app that listens when it has started, and when it takes another's place not before it can route.
+    """An ASGI app whose socket listens once the app has started; a replacement also waits until it can route.
 
-    Until then the kernel gives every connection to the processes that do.
+    Until then the kernel gives every connection to the other processes.
     """
 
     def __init__(
@@ -121,35 +120,35 @@ class JoiningApp:
         me: ProcessMember,
         sock: socket.socket,
         *,
-        synced: Callable[[float], Awaitable[object]],
-        within_s: float = _JOIN_WITHIN_S,
+        wait_until_synced: Callable[[float], Awaitable[object]],
+        within_s: float = _JOIN_TIMEOUT_S,
     ) -> None:
-        """`synced` returns once the app can route, or after so many seconds as it is given: `within_s`."""
+        """wait_until_synced  returns once the app can route, or after the seconds passed to it"""
         self._app = app
         self._me = me
         self._sock = sock
-        self._synced = synced
+        self._wait_until_synced = wait_until_synced
         self._within_s = within_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app itself; only what it says of its start is held back."""
+        """Call the app; its startup message is held back until the socket listens."""
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, lambda message: self._started(message, send))
+            await self._app(scope, receive, lambda message: self._send_startup(message, send))
         else:
             await self._app(scope, receive, send)
 
-    async def _started(self, message: Message, send: Send) -> None:
+    async def _send_startup(self, message: Message, send: Send) -> None:
         if message["type"] == "lifespan.startup.complete":
             if self._me.takes_over:
-                await self._synced(self._within_s)
+                await self._wait_until_synced(self._within_s)
             self._sock.listen(_BACKLOG)
-            with contextlib.suppress(OSError):  # no parent left to hear it: the lifeline ends us
+            with contextlib.suppress(OSError):  # the parent has died: the lifeline thread ends this process
                 os.write(self._me.lifeline, _SERVING)
         await send(message)
 
 
 def command_of(argv: Sequence[str]) -> list[str]:
-    """This router again, with the same flags; what the environment and a file say reaches it as it reached us."""
+    """The command of one worker process: this router with the same flags. It inherits environment and settings file."""
     return [sys.executable, "-P", "-m", "router", *argv]
 
 
@@ -164,17 +163,17 @@ def run(
     stop_s: float,
     forced_s: float = _FORCED_S,
 ) -> int:
-    """Keep so many processes of `command` on one port until SIGTERM, SIGHUP or SIGINT; the status to exit with.
+    """Keep this many processes of `command` on one port until SIGTERM, SIGHUP or SIGINT; returns the exit status.
 
-    command   one router, as on a command line; its port and port file are ours to see to
-    drain_s   how long processes serve on when they are told to stop, those of a killed parent before us, too
-    stop_s    how long one process takes to stop in order, at most: draining and grace
-    forced_s  how long processes have after a second signal before they are killed
-    returns   0 after an orderly stop; 1 when a process had to be killed or the port file could not be written; a
-              process's own status when none could start
-    raises    OSError when the port is taken: at once where somebody serves on there, else after `drain_s` and a little
+    command   one router's command line, without port and port file
+    drain_s   how long a process keeps serving after a stop signal; also waited for processes of a killed parent
+    stop_s    longest orderly stop of one process: draining and grace
+    forced_s  time from a second signal to SIGKILL
+    returns   0 after an orderly stop; 1 if a process had to be killed or the port file could not be written; a
+              process's own status if none could start
+    raises    OSError if the port is taken: at once if its owner keeps serving, else after `drain_s` and a little
     """
-    claim = _claimed(host, port, within_s=drain_s + _ORPHANS_S)
+    claim = _claim_port(host, port, within_s=drain_s + _ORPHANS_S)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     accounts = shared_memory(processes)
     folder = socket_folder("lorafleet-router-", name_bytes=_SOCKET_NAME_BYTES)
@@ -186,7 +185,7 @@ def run(
             host=host,
             port=claim.getsockname()[1],
             folder=folder,
-            stop_s=stop_s + _MARGIN_S,
+            stop_s=stop_s + _STOP_MARGIN_S,
             forced_s=forced_s,
             port_file=port_file,
         )
@@ -197,34 +196,34 @@ def run(
         claim.close()
 
 
-def _claimed(host: str, port: int, *, within_s: float) -> socket.socket:
-    """A socket that has this port alone: a second parent is refused, and would be let in if both asked to share."""
+def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
+    """A socket bound to this port alone, so that a second parent is refused. Waits for a killed parent's processes."""
     now = time.monotonic()
-    until, serves_on_until = now + within_s, now + _TOLD_S
-    has_said = False
+    until, serves_on_until = now + within_s, now + _ORPHANS_REACT_S
+    has_warned = False
     while True:
         try:
             return serve.claim(host, port)
         except serve.PortInUse:
             now = time.monotonic()
-            if _may_come_free(host, port):
-                serves_on_until = now + _TOLD_S
-                if not has_said:
+            if _is_draining_orphans(host, port):
+                serves_on_until = now + _ORPHANS_REACT_S
+                if not has_warned:
                     log.warning(
                         "the port is taken; processes that a killed parent left drain first", port=port, wait_s=within_s
                     )
-                has_said = True
+                has_warned = True
             if now > min(until, serves_on_until):
                 raise
         time.sleep(_PORT_PAUSE_S)
 
 
-def _may_come_free(host: str, port: int) -> bool:
-    """Whether those who have the port may be the processes of a parent that was killed: they share it, and stop."""
+def _is_draining_orphans(host: str, port: int) -> bool:
+    """Whether the port's owners may be processes of a killed parent: they share the port and are stopping."""
     try:
         serve.claim(host, port, shared=True).close()
         at = f"[{host}]" if ":" in host else host
-        answer = httpx.get(f"http://{at}:{port}/ready", timeout=_TOLD_S, trust_env=False)
+        answer = httpx.get(f"http://{at}:{port}/ready", timeout=_ORPHANS_REACT_S, trust_env=False)
     except serve.PortInUse:
         return False
     except (OSError, httpx.HTTPError):
@@ -262,47 +261,47 @@ class _Supervisor:
         self._never_started: dict[int, int] = {}
         self._has_given_up = False
         self._has_failed = False
-        self._chance = random.Random()
+        self._rng = random.Random()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for sig in signals.stopping():
-            loop.add_signal_handler(sig, self._told, sig)
+            loop.add_signal_handler(sig, self._on_stop_signal, sig)
         log.info("serving", host=self._host, port=self._port, processes=self._processes)
-        await asyncio.gather(*(self._keep(slot) for slot in range(self._processes)))
+        await asyncio.gather(*(self._keep_slot_running(slot) for slot in range(self._processes)))
         if self._has_given_up:
             return max(1, *self._never_started.values())
         return 1 if self._has_failed else 0
 
-    def _told(self, sig: int) -> None:
+    def _on_stop_signal(self, sig: int) -> None:
         if self._stopping.is_set():
             self._forced.set()
         self._stopping.set()
-        # The same signal: SIGINT is a person at a terminal, who need not wait for load balancers to hear of it. Each
-        # process has a group of its own, so Ctrl-C reaches it through us alone, and once.
+        # The same signal: SIGINT comes from a person at a terminal, and skips the drain for load balancers. Each
+        # process has its own process group, so that Ctrl-C reaches it once, through the parent.
         for process in self._running.values():
             _signal(process, sig)
 
     def _none_can_start(self) -> bool:
         return not self._has_served and len(self._never_started) == self._processes
 
-    async def _keep(self, slot: int) -> None:
-        """One process in this slot, and another after it, until all stop."""
+    async def _keep_slot_running(self, slot: int) -> None:
+        """Keep one process running in this slot until the parent stops."""
         failures = 0
         while not self._stopping.is_set():
             began_at = time.monotonic()
             try:
-                process, line = await self._start(slot)
-            except OSError as exc:  # the machine is out of memory or processes; the others serve on
+                process, lifeline = await self._start(slot)
+            except OSError as exc:  # the machine is out of memory or processes
                 failures += 1
-                pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._chance)
+                pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, self._rng)
                 log.warning("process cannot be started", slot=slot, error=repr(exc), again_in_s=round(pause_s, 3))
-                await _either(self._stopping, pause_s)
+                await _is_set_within(self._stopping, pause_s)
                 continue
             try:
-                status = await self._until_ended(process, line)
+                status = await self._until_ended(process, lifeline)
             finally:
-                line.close()
+                lifeline.close()
                 del self._running[slot]
             if self._stopping.is_set():
                 return
@@ -313,9 +312,9 @@ class _Supervisor:
                 if self._none_can_start():
                     log.error("no process can start", status=status)
                     self._has_given_up = True
-                    self._told(signal.SIGTERM)  # some may be at it once more, and could by now
+                    self._on_stop_signal(signal.SIGTERM)  # other slots may be starting again
                     return
-            pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MOST_PAUSE_S, self._chance)
+            pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, self._rng)
             log.warning(
                 "process ended; another takes its place",
                 slot=slot,
@@ -324,12 +323,12 @@ class _Supervisor:
                 lasted_s=round(lasted_s, 3),
                 pause_s=round(pause_s, 3),
             )
-            await _either(self._stopping, pause_s)
+            await _is_set_within(self._stopping, pause_s)
 
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        told = ProcessMember(
+        membership = ProcessMember(
             slot=slot,
             processes=self._processes,
             host=self._host,
@@ -344,7 +343,7 @@ class _Supervisor:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
-                    env={**os.environ, ENVIRONMENT: msgspec.json.encode(told).decode()},
+                    env={**os.environ, ENVIRONMENT: msgspec.json.encode(membership).decode()},
                     pass_fds=[theirs.fileno(), self._accounts],
                     process_group=0,
                 )
@@ -352,13 +351,13 @@ class _Supervisor:
             ours.close()
             raise
         self._running[slot] = process
-        if self._stopping.is_set():  # told between its start and its entry in our book
+        if self._stopping.is_set():  # the signal came between the start and the entry in `_running`
             _signal(process, signal.SIGTERM)
         return process, ours
 
-    async def _until_ended(self, process: asyncio.subprocess.Process, line: socket.socket) -> int:
-        listening = asyncio.create_task(self._hear(line))
-        stopping = asyncio.create_task(self._see_it_stop(process))
+    async def _until_ended(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
+        listening = asyncio.create_task(self._wait_until_serving(lifeline))
+        stopping = asyncio.create_task(self._kill_if_late(process))
         try:
             return await process.wait()
         finally:
@@ -366,30 +365,30 @@ class _Supervisor:
                 task.cancel()
             await asyncio.gather(listening, stopping, return_exceptions=True)
 
-    async def _hear(self, line: socket.socket) -> None:
-        # A process that died before it read what we hold of the pair resets it.
+    async def _wait_until_serving(self, lifeline: socket.socket) -> None:
+        # A process that died early resets the connection.
         with contextlib.suppress(ConnectionError):
-            if await asyncio.get_running_loop().sock_recv(line, 1) == _SERVING and not self._has_served:
+            if await asyncio.get_running_loop().sock_recv(lifeline, 1) == _SERVING and not self._has_served:
                 self._has_served = True
-                self._tell_port()
+                self._write_port_file()
 
-    async def _see_it_stop(self, process: asyncio.subprocess.Process) -> None:
+    async def _kill_if_late(self, process: asyncio.subprocess.Process) -> None:
         await self._stopping.wait()
-        if await _either(self._forced, self._stop_s):
+        if await _is_set_within(self._forced, self._stop_s):
             await asyncio.sleep(self._forced_s)
         log.warning("process did not stop and is killed", pid=process.pid)
         self._has_failed = True
         _signal(process, signal.SIGKILL)
 
-    def _tell_port(self) -> None:
+    def _write_port_file(self) -> None:
         if self._port_file is None:
             return
         try:
             serve.tell_port(self._port_file, self._port)
-        except OSError as exc:  # whoever started us would wait for it for ever
-            log.error("port file not written; all stop", error=str(exc))  # noqa: TRY400  (it says all there is)
+        except OSError as exc:  # the program that started this one would wait for the file for ever
+            log.error("port file not written; all stop", error=str(exc))  # noqa: TRY400  (the message is complete)
             self._has_failed = True
-            self._told(signal.SIGTERM)
+            self._on_stop_signal(signal.SIGTERM)
 
 
 def _signal(process: asyncio.subprocess.Process, sig: int) -> None:
@@ -397,8 +396,8 @@ def _signal(process: asyncio.subprocess.Process, sig: int) -> None:
         process.send_signal(sig)
 
 
-async def _either(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether the event came within this time."""
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event is set within this time."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

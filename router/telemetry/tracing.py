@@ -22,9 +22,9 @@ log = structlog.get_logger()
 
 
 # Traces in the queue, about 3 KB each. Traces that find it full are dropped and counted.
-_MAX_QUEUED = 4096
+MAX_QUEUED = 4096
 # Traces a batch. Building and encoding 8 holds the interpreter for 1.2 ms; larger batches delay the event loop.
-_BATCH = 8
+BATCH = 8
 _SEND_INTERVAL_S = 1.0
 _CLOSE_WITHIN_S = 3.0
 _SAMPLED = 1
@@ -99,11 +99,11 @@ class Tracer:
         self._sender.close()
 
     def _enqueue(self, trace: Trace) -> None:
-        if len(self._ended) >= _MAX_QUEUED or self._closing:
+        if len(self._ended) >= MAX_QUEUED or self._closing:
             self._on_outcome("queue_full", 1)
             return
         self._ended.append(trace)
-        if len(self._ended) >= _BATCH and not self._wake.is_set():
+        if len(self._ended) >= BATCH and not self._wake.is_set():
             self._wake.set()
 
     def _send_all(self) -> None:
@@ -115,7 +115,7 @@ class Tracer:
 
     def _send_ended(self) -> None:
         while self._ended:
-            batch = [self._ended.popleft() for _ in range(min(_BATCH, len(self._ended)))]
+            batch = [self._ended.popleft() for _ in range(min(BATCH, len(self._ended)))]
             self._on_outcome("sent" if self._is_sent(batch) else "failed", len(batch))
 
     def _is_sent(self, batch: Sequence[Trace]) -> bool:

@@ -189,7 +189,7 @@ class Tokenizers:
         self._client = client
         self._mode = mode
         self._paths = dict(paths or {})
-        self._remote_timeout_s = remote_timeout_s
+        self.remote_timeout_s = remote_timeout_s
         self._counts: tuple[MetricValue, MetricValue] | None = None
         if metrics is not None:
             self._counts = metrics.tokenized.labels("cache"), metrics.tokenized.labels("tokenizer")
@@ -502,7 +502,7 @@ class Tokenizers:
         if self._engine_again_at.get(engine_url, 0.0) > now:
             return NO_TOKENS
         try:
-            async with asyncio.timeout(self._remote_timeout_s):
+            async with asyncio.timeout(self.remote_timeout_s):
                 ids = await self._ask(body, engine_url)
         except (TimeoutError, httpx.TimeoutException):
             # One request has waited; those behind it need not.

@@ -33,13 +33,13 @@ def main() -> None:
         sys.exit(parent(flags))
     if os.environ.get(REFUSES_TO_START):
         sys.exit(7)
-    me = supervisor.member()
+    me = supervisor.read_membership()
     sock = me.bind()
     app = BareApp(me, flags)
 
     async def synced(_within_s: float) -> None: ...
 
-    joining = supervisor.JoiningApp(app, me, sock, synced=synced)
+    joining = supervisor.JoiningApp(app, me, sock, wait_until_synced=synced)
     within = {"drain_s": flags.drain_s, "grace_s": flags.grace_s}
     serve.run(lambda: serve.serve(joining, sock, **within))
 
@@ -59,7 +59,7 @@ class BareApp:
 
     def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:
         self.me, self.flags = me, flags
-        self.siblings = WorkerProcesses(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
+        self.processes = WorkerProcesses(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
 
     async def told(self, question: bytes) -> bytes:
         return json.dumps({"slot": self.me.slot, "question": question.decode()}).encode()
@@ -77,15 +77,15 @@ class BareApp:
 
     async def live(self, receive, send) -> None:
         await receive()
-        await self.siblings.start()
+        await self.processes.start()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self.siblings.close()
+        await self.processes.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def answer(self, path: str):
         if path == "/ask":
-            return [json.loads(said) for said in (await self.siblings.ask("who", b"hello")).values() if said]
+            return [json.loads(said) for said in (await self.processes.ask("who", b"hello")).values() if said]
         if path == "/hang":
             (self.flags.port_file.parent / "hangs").touch()
             time.sleep(3600)  # noqa: ASYNC251  (the fault that is wanted)

@@ -19,7 +19,7 @@ def main() -> None:
     processes, *argv = sys.argv[1:]
     config = load_or_exit(RouterSettings, argv, prog="many")
     logs.configure("router", log_format="console")
-    me = supervisor.member()
+    me = supervisor.read_membership()
     if me is not None:
         serve_as(me, config)
         return
@@ -46,7 +46,7 @@ def serve_as(me: supervisor.ProcessMember, config: RouterSettings) -> None:
         parts.stopping = True
 
     within = {"within_s": float(os.environ[JOIN_WITHIN_S])} if JOIN_WITHIN_S in os.environ else {}
-    joining = supervisor.JoiningApp(app, me, sock, synced=synced, **within)
+    joining = supervisor.JoiningApp(app, me, sock, wait_until_synced=synced, **within)
     within = {"drain_s": config.drain_s, "grace_s": config.grace_s}
     serve.run(lambda: serve.serve(joining, sock, http=app.state.http, **within, on_stop=stopping))
 
@@ -54,7 +54,7 @@ def serve_as(me: supervisor.ProcessMember, config: RouterSettings) -> None:
 def more_routes(app, me: supervisor.ProcessMember) -> None:
     from starlette.responses import Response
 
-    siblings = app.state.siblings
+    processes = app.state.processes
 
     @app.get("/who")
     async def who():
@@ -62,11 +62,11 @@ def more_routes(app, me: supervisor.ProcessMember) -> None:
 
     @app.get("/siblings")
     async def others():
-        return [slot for slot, answer in (await siblings.ask("metrics")).items() if answer is not None]
+        return [slot for slot, answer in (await processes.ask("metrics")).items() if answer is not None]
 
     @app.get("/all")
     async def metrics():
-        return Response(await siblings.metrics())
+        return Response(await processes.metrics())
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ async def test_a_worker_that_left_leaves_no_series_of_its_own_in_the_metrics():
     async with fleet(engine) as (client, _, parts):
         body = {"model": BASE, "prompt": list(range(160)), "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as answer:
-            parts.discovery._unfollow("w0")
-            parts.discovery._rebuild()
+            parts.discovery.stop_following("w0")
+            parts.discovery.rebuild_fleet()
             engine.go_on.set()
             await answer.aread()
         assert 'worker="w0"' not in (await client.get("/metrics")).text
@@ -142,7 +142,7 @@ async def test_adapters_of_the_catalog_are_read_once_and_not_at_every_report():
         if parts.discovery.fleet.adapters is not adapters:
             # A catalog came in between; the next report brings none.
             adapters = parts.discovery.fleet.adapters
-        parts.discovery._rebuild()
+        parts.discovery.rebuild_fleet()
         assert parts.discovery.fleet.adapters is adapters
 
 

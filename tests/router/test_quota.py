@@ -306,11 +306,11 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
 
 
 @contextlib.contextmanager
-def processes(count):
-    """The accounts of so many processes; ours all, so they count as alive."""
+def processes(count, pids=None):
+    """The accounts of this many processes; without `pids` all are this process, which is alive."""
     descriptor = shared_memory(count)
     try:
-        yield [SharedQuotas(descriptor, slot, count) for slot in range(count)]
+        yield [SharedQuotas(descriptor, slot, count, pid=pids and pids[slot]) for slot in range(count)]
     finally:
         os.close(descriptor)
 
@@ -418,14 +418,13 @@ def test_a_batch_of_a_key_whose_requests_at_once_are_written_with_a_point_is_cou
 
 def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not():
     limits = KeyLimits(requests_per_minute=6, concurrent_requests=2)
-    with processes(2) as (here, there):
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with processes(2, pids=(None, owner.pid)) as (here, there):
         quotas = Quotas(there)
         quotas.take("k", limits, 0.0)
         quotas.take("k", limits, 0.0)
         refused(Quotas(here), limits, 0.0)
-        dead = subprocess.Popen([sys.executable, "-c", ""])
-        dead.wait()
-        there._memory[there._ours : there._ours + 8] = dead.pid.to_bytes(8, sys.byteorder)
+        owner.communicate(b"\n")
         granted = Quotas(here).take("k", limits, 0.0)
         assert Quotas(here).headers(granted, 0.0)["x-ratelimit-remaining-requests"] == "3"
 
@@ -460,7 +459,7 @@ def test_what_a_process_took_stays_taken_when_another_takes_its_place_and_nobody
 
 
 def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table_is_full(monkeypatch):
-    monkeypatch.setattr(shared_quotas, "_MOST", 12)
+    monkeypatch.setattr(shared_quotas, "MAX_KEYS", 12)
     limits = KeyLimits(requests_per_minute=1)
     descriptor = shared_memory(2)
     dead = Quotas(SharedQuotas(descriptor, 0, 2))
@@ -470,7 +469,7 @@ def test_accounts_of_the_process_before_are_forgotten_like_others_when_the_table
     here, other = SharedQuotas(descriptor, 0, 2), Quotas(SharedQuotas(descriptor, 1, 2))
     again = Quotas(here)
     again.take("k", limits, 101.0)
-    assert len(here._cells) == 2
+    assert here.accounts == 2
     for quotas in (again, other):
         for key in ("busy", "k"):
             refused(quotas, limits, 101.0, key=key)
@@ -483,27 +482,27 @@ def test_keys_whose_cells_meet_have_accounts_of_their_own():
     names = map("k{}".format, count())
     last = list(
         islice(
-            (name for name in names if shared_quotas._tag(name) % shared_quotas._CELLS == shared_quotas._CELLS - 1), 3
+            (name for name in names if shared_quotas.tag_of(name) % shared_quotas.CELLS == shared_quotas.CELLS - 1), 3
         )
     )
     with processes(2) as (here, there):
-        keys = [*last, *islice(names, shared_quotas._MOST - len(last))]
+        keys = [*last, *islice(names, shared_quotas.MAX_KEYS - len(last))]
         told = {key: AccountState(float(number), number, 1.0, 2.0, number) for number, key in enumerate(keys)}
         for key, left in told.items():
-            there.leave(key, left)
-        assert {key: tuple(here.left(key)) for key in told} == {key: (left,) for key, left in told.items()}
-        assert not list(here.left("unknown"))
+            there.publish(key, left)
+        assert {key: tuple(here.states(key)) for key in told} == {key: (left,) for key, left in told.items()}
+        assert not list(here.states("unknown"))
 
 
 def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypatch):
-    monkeypatch.setattr(shared_quotas, "_MOST", 12)
+    monkeypatch.setattr(shared_quotas, "MAX_KEYS", 12)
     limits = KeyLimits(requests_per_minute=1)
     with processes(2) as (here, there), capture_logs() as logs:
         quotas, other = Quotas(here), Quotas(there)
         for number in range(100):
             quotas.settle(quotas.take(f"k{number}", limits, 10.0 * number), 10.0 * number)
             refused(other, limits, 10.0 * number, key=f"k{number}")
-        assert len(here._cells) <= 12
+        assert here.accounts <= 12
         assert not logs
         for number in range(20):
             quotas.take(f"busy{number}", limits, 2000.0)
@@ -514,7 +513,7 @@ def test_a_table_that_is_full_forgets_who_is_idle_and_never_who_is_not(monkeypat
 
 
 def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_that_was_told(monkeypatch):
-    monkeypatch.setattr(shared_quotas, "_MOST", 7)
+    monkeypatch.setattr(shared_quotas, "MAX_KEYS", 7)
     long_ago = {
         "at work": AccountState(0.0, 1, 5.0, 5.0, 1),
         "owes tokens": AccountState(0.0, 1, 5.0, -5.0, 0),
@@ -525,9 +524,9 @@ def test_a_table_that_is_full_keeps_who_is_at_work_or_in_debt_however_long_ago_t
     lately = {f"k{number}": AccountState(100.0 + number, 1, 5.0, 5.0, 0) for number in range(3)}
     with processes(2) as (here, there):
         for key, left in (long_ago | lately).items():
-            here.leave(key, left)
-        assert {key: tuple(there.left(key)) for key in lately} == {key: (left,) for key, left in lately.items()}
-        kept = {key: left for key in long_ago for left in there.left(key)}
+            here.publish(key, left)
+        assert {key: tuple(there.states(key)) for key in lately} == {key: (left,) for key, left in lately.items()}
+        kept = {key: left for key in long_ago for left in there.states(key)}
         assert kept == {key: left for key, left in long_ago.items() if key != "idle"}
 
 

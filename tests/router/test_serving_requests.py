@@ -223,8 +223,8 @@ async def test_loads_are_told_at_once_and_all_agents_figures_make_one_snapshot()
         await until(discovery.is_synced)
         before = discovery.fleet
         control.figures = Load(running=7)
-        for follow in discovery._follows.values():
-            follow.poke.set()
+        for follow in discovery.followed.values():
+            follow.wake.set()
         await until(lambda: {load.own(worker).others_in_flight for worker in before.replicas} == {7})
         assert discovery.fleet is before
         assert await discovery.changes.wait(5)
@@ -264,7 +264,7 @@ async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_
     async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
 
         def follow():
-            return parts.discovery._follows.get("w0")
+            return parts.discovery.followed.get("w0")
 
         def in_flight():
             return [use.in_flight for use in parts.usage.report(0, parts.clock()).uses]

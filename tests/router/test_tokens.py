@@ -252,7 +252,7 @@ async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
     tokenizers = Tokenizers(client, cache_bytes=0)
     tokenizers.adopt(BASE, chat)
     await tokenizers.ids(conversation(5), base_model=BASE, engine_url="")
-    assert len(tokenizers._cache) == 0
+    assert tokenizers.cache_bytes == 0
     tokenizers.close()
 
 
@@ -601,7 +601,7 @@ async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the
         assert worker.tokenize_asked == 1
         worker.answers.set()
         now[0] += 6.0
-        tokenizers._remote_timeout_s = patience(5)
+        tokenizers.remote_timeout_s = patience(5)
         assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
     tokenizers.close()
 

@@ -267,11 +267,11 @@ async def test_traces_are_sent_while_the_router_serves():
 
 
 async def test_a_collector_that_hangs_costs_requests_nothing_and_the_stop_little(monkeypatch):
-    monkeypatch.setattr(tracing, "_MAX_QUEUED", 100)
+    monkeypatch.setattr(tracing, "MAX_QUEUED", 100)
     collector = Collector()
     collector.go_on.clear()
     async with tracing_to(collector) as made:
-        for _ in range(tracing._BATCH):
+        for _ in range(tracing.BATCH):
             made.begin(CHAT, time.monotonic(), None).end(200)
         await asyncio.wait_for(collector.asked.wait(), patience(5))
         for _ in range(1000):

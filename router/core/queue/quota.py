@@ -53,9 +53,9 @@ class AccountState(NamedTuple):
 class SharedAccountStates(Protocol):
     """What the processes of one port know of each other's keys, by the same clock (processes/shared_quotas.py)."""
 
-    def left(self, key_id: str) -> Iterable[AccountState]: ...
+    def states(self, key_id: str) -> Iterable[AccountState]: ...
 
-    def leave(self, key_id: str, left: AccountState) -> None: ...
+    def publish(self, key_id: str, state: AccountState) -> None: ...
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class Quotas:
         if self.others is None:
             return
         last, account.elsewhere = None, 0
-        for left in self.others.left(account.key_id):
+        for left in self.others.states(account.key_id):
             account.elsewhere += left.running
             if (left.at, left.turn) > (account.at, account.turn):
                 last, account.at, account.turn = left, left.at, left.turn
@@ -274,7 +274,7 @@ class Quotas:
             # This clock may have been read before another process wrote: what is left here comes after that.
             account.at, account.turn = max(account.at, now), account.turn + 1
             requests, tokens = account.requests, account.tokens
-            self.others.leave(
+            self.others.publish(
                 account.key_id,
                 AccountState(
                     account.at,

@@ -70,7 +70,7 @@ async def test_one_process_shows_exactly_what_prometheus_client_writes(tmp_path)
         a.took.observe(0.25)
         a.waiting.set(float("inf"))
         told = await a.place.metrics()
-        assert told == aggregate._OWN.format(processes="1.0").encode() + generate_latest(a.registry)
+        assert told == aggregate.PROCESSES_GAUGE.format(processes="1.0").encode() + generate_latest(a.registry)
 
 
 async def test_of_two_creation_times_the_earlier_is_shown(tmp_path):
@@ -201,7 +201,10 @@ async def test_an_unknown_question_gets_no_answer_and_is_logged(tmp_path):
     async with process(tmp_path, 0) as a, process(tmp_path, 1):
         with capture_logs() as logs:
             assert await a.place.ask("unheard-of") == {1: None}
-        assert [each["event"] for each in logs] == ["a sibling got no answer", "a sibling does not answer"]
+        assert [each["event"] for each in logs] == [
+            "another worker process got no answer",
+            "a worker process does not answer",
+        ]
 
 
 async def test_a_sibling_that_stops_waiting_for_an_answer_causes_no_error(tmp_path):
