@@ -41,17 +41,17 @@ from workers.core.retry import RetryPolicy
 from workers.engines.connector import named_connector
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraManager
-from workers.sources.base import PLUGIN, Limits, Source
+from workers.sources.base import PLUGIN_SCHEME, Limits, Source
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
-from workers.sources.plugged import PluginSource, installed, listener, manager_of
+from workers.sources.plugins import PluginSource, create_manager, entry_point_sources, event_forwarder
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.local_adapters import LocalAdapters
-from workers.storage.verify import known_base_model
+from workers.storage.verify import base_model_or_none
 
 log = structlog.get_logger()
 
@@ -84,7 +84,7 @@ def build(
     state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
-    manager = manager_of(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
+    manager = create_manager(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
     cache = AdapterCache(
         cache_folder_of(settings),
         sources=sources_of(settings, manager, rng),
@@ -102,7 +102,7 @@ def build(
             boot_id=boot_id,
             size=settings.event_buffer,
             now=timestamp,
-            on_event=listener(manager) if manager else lambda _: None,
+            on_event=event_forwarder(manager) if manager else lambda _: None,
         ),
         metrics=metrics,
         boot_id=boot_id,
@@ -115,7 +115,7 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(cache.disk.clean)
+        await asyncio.to_thread(cache.folder.remove_leftovers)
         await cache.update_free_bytes()
         async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
             tasks = [
@@ -197,13 +197,13 @@ def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
     make_folder(settings.cache_dir, "cache_dir")
     return CacheFolder(
         settings.cache_dir,
-        user=f"{settings.instance_id}.{file.read_text()}",
+        agent_id=f"{settings.instance_id}.{file.read_text()}",
         max_bytes=settings.max_disk_bytes or shutil.disk_usage(settings.cache_dir).total // 2,
         grace_s=settings.cache_grace_s,
         lease_s=settings.cache_lease_s,
         # An attached engine may run, and read its adapters, long after this agent has stopped.
-        outlives_s=_ATTACHED_ENGINE_LEASE_S if settings.engine_url else 0.0,
-        listed=_served_digests,
+        engine_outlives_s=_ATTACHED_ENGINE_LEASE_S if settings.engine_url else 0.0,
+        served_digests=_served_digests,
     )
 
 
@@ -239,8 +239,8 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         **{scheme: ObjectSource(scheme, limits) for scheme in ("s3", "gs", "az")},
     }
     if manager is not None:
-        ours[PLUGIN] = PluginSource(manager, limits)
-    return ours | installed(limits, frozenset({*ours, PLUGIN}))
+        ours[PLUGIN_SCHEME] = PluginSource(manager, limits)
+    return ours | entry_point_sources(limits, frozenset({*ours, PLUGIN_SCHEME}))
 
 
 def rules_of(settings: WorkerSettings) -> AdapterRules:
@@ -251,7 +251,7 @@ def rules_of(settings: WorkerSettings) -> AdapterRules:
         max_rank=settings.max_lora_rank,
         base_names=frozenset(names),
         base_check=settings.base_model_check if names else "off",
-        base=known_base_model(folder) if has_folder else None,
+        base=base_model_or_none(folder) if has_folder else None,
         max_bytes=settings.max_adapter_bytes,
         allow_pickle=settings.allow_pickle,
     )

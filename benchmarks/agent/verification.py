@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks.report import ReportRow
 from workers.core.base_model import BaseModel, base_model
 from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, AdapterRules
-from workers.storage.verify import describe, read_entry
+from workers.storage.verify import read_description, read_file_entry
 
 HEADER_REACH_MS = 10.0
 _CHUNK = 1 << 20
@@ -37,8 +37,8 @@ def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
     rules = AdapterRules(rank, frozenset(), "off", base)
     name, weights = f"{size / 1e6:.0f} MB adapter", folder / WEIGHTS_NAME
     calls = 5 if quick else 20
-    header_ms = median(_seconds(lambda: describe(folder, rules)) for _ in range(calls)) * 1e3
-    digest_s = median(_seconds(lambda: read_entry(weights)) for _ in range(3))
+    header_ms = median(_seconds(lambda: read_description(folder, rules)) for _ in range(calls)) * 1e3
+    digest_s = median(_seconds(lambda: read_file_entry(weights)) for _ in range(3))
     block = Random(1).randbytes(_CHUNK)
     sha256_s = median(_seconds(lambda: _hash(block, size)) for _ in range(3))
     disk_s = median(_from_disk(weights) for _ in range(3))

@@ -33,7 +33,7 @@ from tests.patience import within
 from tests.workers.running import SIM, RunningWorker, code, post
 from tests.workers.source_servers import FaultyConnection, SourceServer, certificate, files_of
 from workers.storage.cache import is_intact
-from workers.storage.cache_folder import is_leftover
+from workers.storage.cache_folder import is_resumable_download
 
 LOCAL = ("alpha/v1", "beta/v1", "gamma/v1")
 REMOTE = ("delta/v1", "epsilon/v1", "zeta/v1")
@@ -237,7 +237,7 @@ class KillTrial:
                 found.append(f"{record['engine_name']}: a record without its files")
         for path in self.worker.cache_dir.iterdir():
             if path.name.startswith((".partial-", ".gone-")):
-                found += [] if is_leftover(path) else [f"{path.name} is left over"]
+                found += [] if is_resumable_download(path) else [f"{path.name} is left over"]
             elif not path.name.startswith(".") and not is_intact(path, path.name):
                 found.append(f"{path.name}: other bytes than its digest's")
         return found

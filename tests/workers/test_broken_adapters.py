@@ -10,7 +10,7 @@ from tests.workers.broken import BROKEN, CONFIG, GOOD, MAX_RANK, pairs, safetens
 from workers.core.base_model import base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import AdapterRules
-from workers.storage.verify import describe, read_base_model, read_manifest
+from workers.storage.verify import read_base_model, read_description, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_an_adapter_larger_than_the_limit_is_refused_by_size_before_anything_is_
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(65 << 20)
     with pytest.raises(SourceError, match="at most 67108864") as refused:
-        describe(folder, rules)
+        read_description(folder, rules)
     assert refused.value.code == "source_too_big"
 
 
@@ -85,7 +85,7 @@ def test_of_a_300_mb_adapter_the_header_alone_is_read_to_verify_it(tmp_path):
     assert size > 300e6
     rules = AdapterRules(64, frozenset({MODEL_NAME}), base=base)
     before = bytes_read()
-    assert describe(tmp_path, rules).modules == 7 * 32
+    assert read_description(tmp_path, rules).modules == 7 * 32
     assert len(header) < bytes_read() - before < 3 * len(header) + 100_000
 
 

@@ -127,7 +127,7 @@ async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after
     mount(tmp_path / "secrets")
     source = TokenSource(make_adapter(tmp_path / "from", "a/v1"))
     rules = AdapterRules(64, frozenset(), "off")
-    disk = CacheFolder(tmp_path / "cache", user="a", grace_s=10.0, lease_s=100.0)
+    disk = CacheFolder(tmp_path / "cache", agent_id="a", grace_s=10.0, lease_s=100.0)
     cache = AdapterCache(disk, sources={"hf": source}, rules=rules, fetch_deadline_s=10)
     settings, metrics, local_adapters = WorkerSettings(model="/models/m"), WorkerMetrics(), LocalAdapters(None, rules)
     events = AgentEventLog(boot_id="b", size=10, now=timestamp)

@@ -25,7 +25,7 @@ from workers.agent.inventory import Inventory, timestamp
 from workers.app import cache_folder_of
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, SourceError
-from workers.core.eviction import CachedAdapter, to_free
+from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.core.manifest import AdapterRules, Manifest
 from workers.metrics import WorkerMetrics
 from workers.sources.local import LocalSource
@@ -38,8 +38,8 @@ from workers.wire import InspectRequest
 NOBODY: frozenset[str] = frozenset()
 
 
-def disk(folder, user="a", **more) -> CacheFolder:
-    return CacheFolder(folder, user=user, **{"grace_s": 10.0, "lease_s": 100.0, **more})
+def disk(folder, agent_id="a", **more) -> CacheFolder:
+    return CacheFolder(folder, agent_id=agent_id, **{"grace_s": 10.0, "lease_s": 100.0, **more})
 
 
 def put(on: CacheFolder, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
@@ -56,20 +56,25 @@ def age(path, seconds: float) -> None:
 
 
 def here(on: CacheFolder) -> set[str]:
-    return {folder.digest for folder in on.folders(NOBODY)}
+    return {folder.digest for folder in on.adapters(NOBODY)}
 
 
 def test_the_least_recently_used_goes_first_and_nothing_that_is_held_or_was_used_just_now():
     folders = [
-        CachedAdapter("held", 100, 0.0, is_held=True),
-        CachedAdapter("old", 100, 1.0, is_held=False),
-        CachedAdapter("older", 100, 0.5, is_held=False),
-        CachedAdapter("fresh", 100, 95.0, is_held=False),
+        CachedAdapter("held", 100, 0.0, is_in_use=True),
+        CachedAdapter("old", 100, 1.0, is_in_use=False),
+        CachedAdapter("older", 100, 0.5, is_in_use=False),
+        CachedAdapter("fresh", 100, 95.0, is_in_use=False),
     ]
-    assert [folder.digest for folder in to_free(folders, excess_bytes=150, now=100, grace_s=10)[0]] == ["older", "old"]
-    assert [folder.digest for folder in to_free(folders, excess_bytes=1, now=100, grace_s=10)[0]] == ["older"]
-    assert to_free(folders, excess_bytes=0, now=100, grace_s=10) == ([], 0)
-    assert to_free(folders, excess_bytes=350, now=100, grace_s=10)[1] == 150
+    assert [folder.digest for folder in adapters_to_delete(folders, excess_bytes=150, now=100, grace_s=10)[0]] == [
+        "older",
+        "old",
+    ]
+    assert [folder.digest for folder in adapters_to_delete(folders, excess_bytes=1, now=100, grace_s=10)[0]] == [
+        "older"
+    ]
+    assert adapters_to_delete(folders, excess_bytes=0, now=100, grace_s=10) == ([], 0)
+    assert adapters_to_delete(folders, excess_bytes=350, now=100, grace_s=10)[1] == 150
 
 
 def test_room_is_made_from_what_nobody_uses_and_never_from_what_is_wanted_here(tmp_path):
@@ -108,35 +113,35 @@ def test_leases_are_renewed_while_wanted_and_given_up_after_the_grace(tmp_path):
     mine = disk(tmp_path)
     put(mine, "kept")
     put(mine, "dropped")
-    assert mine.renew({"kept", "dropped", "lost"}) == ["lost"]
+    assert mine.renew_leases({"kept", "dropped", "lost"}) == ["lost"]
     leases = {digest: mine.path(digest) / ".users" / "a" for digest in ("kept", "dropped")}
     for lease in leases.values():
         age(lease, 50)
     before = leases["kept"].stat().st_mtime
-    assert mine.renew({"kept"}) == []
+    assert mine.renew_leases({"kept"}) == []
     assert leases["kept"].stat().st_mtime > before
     assert not leases["dropped"].exists()
 
 
 def test_a_lease_beside_an_engine_of_somebody_elses_outlives_its_agent(tmp_path):
-    mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", outlives_s=10_000)
+    mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", engine_outlives_s=10_000)
     put(mine, "shared")
     attached.claim("shared")
     for path in (mine.path("shared") / ".users" / "b", mine.path("shared") / ".users"):
         age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == []
-    assert attached.renew(NOBODY) == []
-    assert mine.folders(NOBODY)[0].is_held is False
+    assert attached.renew_leases(NOBODY) == []
+    assert mine.adapters(NOBODY)[0].is_in_use is False
 
 
 def test_a_silent_agents_engine_is_asked_before_a_folder_goes_and_keeps_what_it_serves(tmp_path):
     served, asked = {"kept"}, []
 
-    def listed(engine_url: str) -> set[str]:
+    def served_digests(engine_url: str) -> set[str]:
         asked.append(engine_url)
         return served
 
-    mine, other = disk(tmp_path, "a", max_bytes=1, listed=listed), disk(tmp_path, "b")
+    mine, other = disk(tmp_path, "a", max_bytes=1, served_digests=served_digests), disk(tmp_path, "b")
     other.engine_url = "http://10.0.0.7:8100"
     for digest in ("kept", "gone"):
         put(mine, digest)
@@ -145,12 +150,12 @@ def test_a_silent_agents_engine_is_asked_before_a_folder_goes_and_keeps_what_it_
             age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == ["gone"]
     assert asked == ["http://10.0.0.7:8100"] * 2
-    assert mine.folders(NOBODY)[0].is_held  # the lease was renewed for an engine that has nobody to do it
+    assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed for an engine that has nobody to do it
 
 
 @pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
 def test_an_engine_that_cannot_be_called_from_here_keeps_nothing(tmp_path, lease):
-    mine = disk(tmp_path, max_bytes=1, listed=lambda _: {"old"})
+    mine = disk(tmp_path, max_bytes=1, served_digests=lambda _: {"old"})
     put(mine, "old")
     (mine.path("old") / ".users").mkdir()
     (mine.path("old") / ".users" / "b").write_text(lease)
@@ -182,7 +187,7 @@ async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
         disk(tmp_path, max_bytes=200), sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10
     )
     for digest in ("wanted", "idle"):
-        put(cache.disk, digest)
+        put(cache.folder, digest)
 
     async def lists() -> frozenset[str]:
         return NOBODY
@@ -267,9 +272,9 @@ def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it
 def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     put(mine, "old")
-    seen = mine.folders(NOBODY)
+    seen = mine.adapters(NOBODY)
     other.claim("old")
-    assert mine._free(seen, 1, NOBODY) == ([], 100)
+    assert mine.delete_until_freed(seen, 1, NOBODY) == ([], 100)
     assert here(mine) == {"old"}
     assert not list(tmp_path.glob(".gone-*"))
 
@@ -277,31 +282,35 @@ def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
 def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_grow(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     for each in (mine, other):
-        with each.partial() as path:
+        with each.download_folder() as path:
             (path / "adapter_model.safetensors").write_bytes(b"half")
-    with other.partial() as stuck:
+    with other.download_folder() as stuck:
         age(stuck, 4000)
     (tmp_path / ".gone-a-1" / "digest").mkdir(parents=True)
-    mine.clean()
+    mine.remove_leftovers()
     assert [path.name.split("-")[1] for path in tmp_path.glob(".partial-*")] == ["b"]
     assert not list(tmp_path.glob(".gone-*"))
 
 
 def test_a_download_that_can_go_on_is_kept_for_an_hour_or_until_the_disk_is_full(tmp_path):
     mine = disk(tmp_path)
-    with mine.partial("https://one") as one, mine.partial("https://two") as two, mine.partial("https://one") as second:
+    with (
+        mine.download_folder("https://one") as one,
+        mine.download_folder("https://two") as two,
+        mine.download_folder("https://one") as second,
+    ):
         assert len({one, two, second}) == 3  # nobody writes where another one does
-        mine.clean(is_full=True)
+        mine.remove_leftovers(is_full=True)
         assert one.exists()
         assert second.exists()
-    mine.clean()
+    mine.remove_leftovers()
     assert not second.exists()
-    with disk(tmp_path).partial("https://one") as found:  # another start of the same agent
+    with disk(tmp_path).download_folder("https://one") as found:  # another start of the same agent
         assert found == one
     age(two, 4000)
-    mine.clean()
+    mine.remove_leftovers()
     assert (one.exists(), two.exists()) == (True, False)
-    mine.clean(is_full=True)
+    mine.remove_leftovers(is_full=True)
     assert not one.exists()
 
 
@@ -309,9 +318,9 @@ def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     put(mine, "digest", size=1)
     other.claim("digest")
-    with mine.partial() as whole:
+    with mine.download_folder() as whole:
         (whole / "adapter_model.safetensors").write_bytes(b"whole")
-        mine.replace("digest", whole)
+        mine.replace_adapter("digest", whole)
     assert (mine.path("digest") / "adapter_model.safetensors").read_bytes() == b"whole"
     assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
 
@@ -514,7 +523,7 @@ from workers.storage.cache_folder import CacheFolder
 from workers.sources.local import LocalSource
 
 async def main(mount, adapters):
-    disk = CacheFolder(Path(mount), user="a", grace_s=1.0, lease_s=10.0)
+    disk = CacheFolder(Path(mount), agent_id="a", grace_s=1.0, lease_s=10.0)
     cache = AdapterCache(disk, sources={"file": LocalSource([Path(adapters)], max_bytes=1 << 30)},
                   rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     for number in range(100):

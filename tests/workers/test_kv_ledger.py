@@ -74,7 +74,7 @@ async def test_a_snapshot_and_what_follows_it_are_all_that_the_engine_has():
                 for change in frame.changes:
                     known -= set(unpack_hashes(change.dropped))
                     known |= set(unpack_hashes(change.added))
-            assert time.time() - frame.at < patience(5)
+            assert time.time() - frame.at_commit < patience(5)
             await engine.publish(CLEARED, stored([9], [50, 51]))
             frame = await anext(told)
             assert frame.cleared == (0,)

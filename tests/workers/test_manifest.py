@@ -15,8 +15,8 @@ from orchestrator.reconcile.agent_client import CONTENT_CODES
 from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, FileEntry, digest, inspect, is_same_base
-from workers.core.peft import is_quick, parse_config
+from workers.core.manifest import AdapterRules, FileEntry, check_adapter, digest, is_same_base
+from workers.core.peft import is_safe_regex, parse_config
 from workers.core.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
 from workers.storage.verify import read_base_model
 
@@ -48,7 +48,7 @@ def tensors(rank=8, out=32, into=64, module=MODULE, dtype="BF16"):
 
 
 def look(config=(), shapes=None, rules=RULES):
-    return inspect(json.dumps(CONFIG | dict(config)).encode(), tensors() if shapes is None else shapes, rules)
+    return check_adapter(json.dumps(CONFIG | dict(config)).encode(), tensors() if shapes is None else shapes, rules)
 
 
 def refusal(*args, **named):
@@ -132,14 +132,14 @@ def test_tensors_of_a_module_that_is_no_target_are_refused(targets):
     "slow", [r"(a|a)+z", r"(\w+)+z", "(a|a)(a|a)(a|a)", "a?a?a?a", "x{1,9}", r"(a)\1", "(?=a)", "[[a]]*", "a" * 2000]
 )
 def test_an_expression_is_run_only_if_it_surely_ends(quick, slow):
-    assert is_quick(quick)
-    assert not is_quick(slow)
+    assert is_safe_regex(quick)
+    assert not is_safe_regex(slow)
 
 
 QUICK = st.lists(st.sampled_from(["a", "b", ".", "*", "+", "?", "(", ")", "|", "[ab]", r"\w"]), max_size=12)
 
 
-@given(QUICK.map("".join).filter(is_quick))
+@given(QUICK.map("".join).filter(is_safe_regex))
 def test_what_counts_as_quick_is_quick_on_long_names(expression):
     raw = json.dumps(CONFIG | {"rank_pattern": {expression: 8}}).encode()
     try:
@@ -193,7 +193,7 @@ def test_a_config_that_an_engine_would_refuse_or_misread_is_refused(config, code
 def test_a_config_without_what_the_engine_needs_is_refused_with_its_name(missing):
     raw = json.dumps({key: value for key, value in CONFIG.items() if key != missing}).encode()
     with pytest.raises(SourceError, match=f"{missing} is missing"):
-        inspect(raw, tensors(), RULES)
+        check_adapter(raw, tensors(), RULES)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ JSON = st.recursive(
 @given(JSON)
 def test_no_config_makes_anything_but_a_description_or_a_refusal(value):
     with pytest.raises(SourceError):
-        inspect(json.dumps(value).encode(), {}, RULES)
+        check_adapter(json.dumps(value).encode(), {}, RULES)
 
 
 # --- tensors against config and base model ------------------------------------------------------------------------
@@ -350,11 +350,11 @@ def test_a_head_tied_to_the_embeddings_has_their_shape():
 
 
 def test_modules_of_a_model_with_a_vision_part_are_found_under_each_of_their_names():
-    base = base_model({"text_config": {}}, {"model.language_model.layers.0.q_proj": (4, 4)}).named()
+    base = base_model({"text_config": {}}, {"model.language_model.layers.0.q_proj": (4, 4)}).module_shapes()
     assert base.find("language_model.model.layers.0.q_proj") == base.find("model.layers.0.q_proj") == (4, 4)
     assert base.find("model.layers.1.q_proj") is None
     assert base_model({"vision_config": {}}, {"model.layers.0.q_proj": (4, 4)}).has_other_names
-    assert base_model({}, {"model.layers.0.q_proj": (4, 4)}).named().find("layers.0.q_proj") is None
+    assert base_model({}, {"model.layers.0.q_proj": (4, 4)}).module_shapes().find("layers.0.q_proj") is None
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_i
     copies = {f"m{number}.embed_tokens.base_layer.weight": TensorHeader("F32", (1, 1)) for number in range(2000)}
     began = time.process_time()
     with pytest.raises(SourceError, match="holds no LoRA tensor"):
-        inspect(json.dumps(CONFIG).encode(), copies, replace(RULES, base=base))
+        check_adapter(json.dumps(CONFIG).encode(), copies, replace(RULES, base=base))
     assert time.process_time() - began < 0.5
 
 
@@ -460,5 +460,5 @@ def test_more_patterns_than_can_be_held_against_all_modules_are_refused():
         held |= tensors(module=f"model.layers.{number}.self_attn.q_proj")
     began = time.process_time()
     with pytest.raises(SourceError, match="rank_pattern has 20000 keys for 1000 modules"):
-        inspect(json.dumps(CONFIG | {"rank_pattern": many}).encode(), held, replace(RULES, base=None))
+        check_adapter(json.dumps(CONFIG | {"rank_pattern": many}).encode(), held, replace(RULES, base=None))
     assert time.process_time() - began < 10

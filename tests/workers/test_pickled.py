@@ -16,7 +16,7 @@ from workers.core.manifest import AdapterRules
 from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
-from workers.storage.pickled import unpickled
+from workers.storage.pickled import convert_pickles
 from workers.storage.verify import read_manifest
 
 pytestmark = pytest.mark.fleet  # each conversion is a process that takes seconds to start
@@ -27,7 +27,7 @@ BIN, PROPER = "adapter_model.bin", "adapter_model.safetensors"
 def cache(tmp_path, *, allow_pickle: bool) -> AdapterCache:
     source = LocalSource([tmp_path], max_bytes=1 << 30, allow_pickle=allow_pickle)
     rules = AdapterRules(64, frozenset(), "off", allow_pickle=allow_pickle)
-    disk = CacheFolder(tmp_path / "cache", user="a", grace_s=10, lease_s=10)
+    disk = CacheFolder(tmp_path / "cache", agent_id="a", grace_s=10, lease_s=10)
     return AdapterCache(disk, sources={"file": source}, rules=rules, fetch_deadline_s=60)
 
 
@@ -35,7 +35,7 @@ async def refusal(cache: AdapterCache, folder) -> SourceError:
     with pytest.raises(SourceError) as refused:
         async with cache.fetch(str(folder)) as fetched:
             await cache.verify(fetched)
-    assert not list(cache.disk.folder.glob(".partial-*"))
+    assert not list(cache.folder.folder.glob(".partial-*"))
     return refused.value
 
 
@@ -86,10 +86,10 @@ async def test_a_conversion_that_a_full_disk_or_a_lack_of_memory_ends_says_nothi
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            await unpickled(tmp_path)
+            await convert_pickles(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    converting = asyncio.create_task(unpickled(tmp_path))
+    converting = asyncio.create_task(convert_pickles(tmp_path))
     await until(children)
     for child in children():
         os.kill(child, signal.SIGKILL)

@@ -98,7 +98,7 @@ TestSlotsAgainstVllm = SlotsAgainstVllm.TestCase
 def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
     rng, restarts, in_a_row = Random(seed), RestartBackoff(), 0
     for up_s in ups:
-        restarts = restarts.failed(up_s)
+        restarts = restarts.after_failure(up_s)
         in_a_row = 1 if up_s >= restarts.stable_s else in_a_row + 1
         assert restarts.failures == in_a_row
         assert restarts.is_loop == (in_a_row >= restarts.loop_after)

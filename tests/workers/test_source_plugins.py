@@ -12,7 +12,7 @@ from tests.workers.running import code, loaded, post, sse
 from tests.workers.source_servers import SECRET, SourceServer, StubHub
 from workers.core.errors import SourceError
 from workers.sources.base import Limits, Transfer
-from workers.sources.plugged import PluginSource, installed, listener, manager_of
+from workers.sources.plugins import PluginSource, create_manager, entry_point_sources, event_forwarder
 from workers.wire import AgentEvent
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
@@ -45,7 +45,7 @@ async def test_a_plugins_failure_is_told_by_its_class_and_its_folder_given_back(
 
 def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
     manager = CopyingManager()
-    listen = listener(manager)
+    listen = event_forwarder(manager)
     for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
         listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d", done_bytes=number))
     heard = [(event.type, event.name, event.digest, event.done_bytes) for event in manager.heard]
@@ -57,7 +57,7 @@ def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
 )
 def test_a_plugin_that_cannot_be_used_stops_the_start_and_is_named(path):
     with pytest.raises(SettingsError, match=path):
-        manager_of(path)
+        create_manager(path)
 
 
 def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
@@ -67,9 +67,9 @@ def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[lorafleet.sources]\nacme = acme_source:make\n")
     (tmp_path / "acme_source.py").write_text("def make(limits):\n    return ('acme', limits.max_bytes)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert installed(Limits(max_bytes=7), frozenset({"s3"})) == {"acme": ("acme", 7)}
+    assert entry_point_sources(Limits(max_bytes=7), frozenset({"s3"})) == {"acme": ("acme", 7)}
     with pytest.raises(SettingsError, match="taken"):
-        installed(Limits(max_bytes=7), frozenset({"acme"}))
+        entry_point_sources(Limits(max_bytes=7), frozenset({"acme"}))
 
 
 @pytest.mark.fleet

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.workers.source_servers import SourceAnswer, SourceServer, certificate, files_of, ranged
 from workers.core.addresses import is_allowed, parse_networks
 from workers.core.errors import SourceError
-from workers.core.references import bucket_and_folder, hub, is_below, shown, split
+from workers.core.references import bucket_and_folder, is_below, parse_hub_reference, parse_reference, redacted
 from workers.core.retry import RetryPolicy
 from workers.sources import archive
 from workers.sources.base import Limits, Transfer, source_for
@@ -158,7 +158,7 @@ def test_a_reference_with_a_secret_in_it_is_refused_without_showing_it(ref):
 def test_what_is_shown_of_a_reference_never_has_its_password_or_query(text):
     for ref in (f"https://me:hunter2{text}@host/a", f"https://host/a?{text}hunter2", f"s3://b/a#{text}hunter2"):
         if "/" not in text and "#" not in text and "?" not in text:
-            assert "hunter2" not in shown(ref)
+            assert "hunter2" not in redacted(ref)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_what_is_shown_of_a_reference_never_has_its_password_or_query(text):
 )  # fmt: skip
 def test_a_hub_reference_has_one_form(ref):
     with pytest.raises(SourceError, match="source"):
-        hub(ref)
+        parse_hub_reference(ref)
 
 
 def test_a_hub_reference_is_taken_apart():
-    assert hub("hf://org/repo").revision == "main"
-    found = hub("hf://org/repo/sql/v1@refs/pr/1")
+    assert parse_hub_reference("hf://org/repo").revision == "main"
+    found = parse_hub_reference("hf://org/repo/sql/v1@refs/pr/1")
     assert (found.repo, found.folder, found.revision) == ("org/repo", "sql/v1", "refs/pr/1")
-    assert found.at("c" * 40) == "hf://org/repo/sql/v1@" + "c" * 40
+    assert found.at_commit("c" * 40) == "hf://org/repo/sql/v1@" + "c" * 40
 
 
 @pytest.mark.parametrize("ref", ["s3://bucket", "s3://b/../c", "s3://bucket/a/%2e%2e/b", "s3://bucket/a*", "s3:///a"])
@@ -327,7 +327,7 @@ def test_waits_between_attempts_double_are_bounded_and_differ():
 
 
 def test_userless_references_are_taken():
-    assert split("https://host:8443/a/b.zip").port == 8443
+    assert parse_reference("https://host:8443/a/b.zip").port == 8443
 
 
 @pytest.mark.parametrize(

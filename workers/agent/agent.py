@@ -32,7 +32,7 @@ from workers.metrics import WorkerMetrics
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
-from workers.storage.verify import known_base_model, model_folder
+from workers.storage.verify import base_model_or_none, model_folder
 from workers.wire import (
     AgentState,
     AvailableLora,
@@ -136,7 +136,7 @@ class WorkerAgent:
     async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
         """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError."""
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
-        self.cache.disk.engine_url = transport.engine_url
+        self.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
         await self._read_base_model_shapes()
         reported = await client.connector() if self._connector is None else self._connector
@@ -173,7 +173,7 @@ class WorkerAgent:
         if self.settings.check_shapes and self.cache.rules.base is None:
             folder = await asyncio.to_thread(model_folder, self.settings.model)
             if folder is not None:
-                base = await asyncio.to_thread(known_base_model, folder)
+                base = await asyncio.to_thread(base_model_or_none, folder)
                 self.cache.rules = self.local_adapters.rules = replace(self.cache.rules, base=base)
 
     async def _wait_until_warm(self) -> None:
@@ -371,7 +371,7 @@ class WorkerAgent:
         self.inventory.update_gauges()
         self.metrics.cache_used_bytes.set(self.cache.used_bytes)
         self.metrics.cache_held_bytes.set(self.cache.held_bytes)
-        self.metrics.cache_limit_bytes.set(self.cache.disk.max_bytes)
+        self.metrics.cache_limit_bytes.set(self.cache.folder.max_bytes)
         self.metrics.cache_adapters.set(self.cache.adapters)
         self.metrics.disk_free_bytes.set(self.cache.free_bytes)
 

@@ -14,7 +14,7 @@ from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, SourceError
 from workers.core.manifest import Manifest, check_rank, is_same_base
 from workers.metrics import WorkerMetrics
-from workers.sources.base import PLUGIN, FetchProgress, Transfer
+from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Transfer
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
@@ -57,7 +57,7 @@ class Installer:
         self._check_base_model(request.base_model)
         slots = self._inventory.slots
         known = self._known_adapter(request)
-        if known is not None and (slots.has(known.engine_name) or await self._cache.has(known.digest)):
+        if known is not None and (slots.has(known.engine_name) or await self._cache.has_intact(known.digest)):
             if not slots.has(known.engine_name):
                 check_rank(known.rank, self._cache.rules)  # an inspection accepts any rank
             self._metrics.cache.labels("hit").inc()
@@ -84,12 +84,12 @@ class Installer:
             None,
             secret=request.secret or "",
             base_model=request.base_model,
-            is_any_rank=True,
+            allow_any_rank=True,
         )
 
     async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
         """The folder of an adapter's files; fetches them again if they are missing or damaged. Raises SourceError."""
-        if not await self._cache.has(adapter.digest):
+        if not await self._cache.has_intact(adapter.digest):
             pinned = adapter.pinned_source or adapter.source
             base_model = adapter.base_model if self._is_our_base(adapter.base_model) else None
             await self._fetch(
@@ -111,21 +111,28 @@ class Installer:
         pinned: str = "",
         secret: str,
         base_model: str | None,
-        is_any_rank: bool = False,
+        allow_any_rank: bool = False,
     ) -> InstalledAdapter:
         """Fetch and install; if the disk is full, free half of the idle adapters and try once more.
 
         base_model  the adapter's base model by the caller; None: by its own config
         """
         fetch = partial(
-            self._fetch_once, lora_id, source, digest, pinned or source, secret, base_model, is_any_rank=is_any_rank
+            self._fetch_once,
+            lora_id,
+            source,
+            digest,
+            pinned or source,
+            secret,
+            base_model,
+            allow_any_rank=allow_any_rank,
         )
         try:
             return await fetch()
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
-            gone = await asyncio.to_thread(self._cache.disk.free_half, await self.digests_in_use())
+            gone = await asyncio.to_thread(self._cache.folder.delete_half_of_idle, await self.digests_in_use())
             if not gone:
                 raise
             self._inventory.forget_deleted(gone)
@@ -140,7 +147,7 @@ class Installer:
         secret: str,
         base_model: str | None,
         *,
-        is_any_rank: bool,
+        allow_any_rank: bool,
     ) -> InstalledAdapter:
         loop = asyncio.get_running_loop()
 
@@ -153,8 +160,10 @@ class Installer:
         with self._timed("fetch"):
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
-                    is_vouched_for = base_model is not None
-                    found = await self._cache.verify(folder, is_vouched_for=is_vouched_for, is_any_rank=is_any_rank)
+                    trust_base_model = base_model is not None
+                    found = await self._cache.verify(
+                        folder, trust_base_model=trust_base_model, allow_any_rank=allow_any_rank
+                    )
                     # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
                     manifest = replace(found, base_model=self._base_model_name() or base_model or found.base_model)
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
@@ -186,8 +195,8 @@ class Installer:
             if request.digest == adapter.digest:
                 return adapter.source
         path = self._local_adapters.path(request.lora_id)
-        if path is None and self._cache.has_source(PLUGIN):
-            return f"{PLUGIN}://{request.lora_id}"
+        if path is None and self._cache.has_source(PLUGIN_SCHEME):
+            return f"{PLUGIN_SCHEME}://{request.lora_id}"
         if path is None:
             where = self._local_adapters.folder or "lora_path (not set)"
             raise AgentRequestError(

@@ -102,7 +102,7 @@ class Supervisor:
 
     async def _handle_failure(self, reason: str, *, up_s: float) -> None:
         """Log and count the failure, end the engine and wait before the restart. `up_s`: seconds it was ready."""
-        self._restarts = self._restarts.failed(up_s)
+        self._restarts = self._restarts.after_failure(up_s)
         delay_s = self._restarts.delay_s(self._rng)
         if self._restarts.is_loop:
             reason = f"crash loop ({self._restarts.failures} failures in a row, next try in {delay_s:.0f} s): {reason}"

@@ -1,1 +1,1 @@
-"""Pure decisions: no socket, no clock, no environment; time and chance come in as arguments."""
+"""Pure functions: adapter checks, slots, eviction, retries. No socket, clock or environment: time is an argument."""

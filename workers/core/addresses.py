@@ -1,4 +1,4 @@
-"""Which addresses a source that a tenant may name is allowed to be on."""
+"""IP addresses that https:// sources may have, as tenants choose their hosts."""
 
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -20,10 +20,10 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
-    """Whether to connect there: a public unicast address, or one in the allowed networks.
+    """Whether an address is public unicast or in the allowed networks.
 
-    Private, loopback, link-local (where clouds keep their metadata) and reserved ranges are not public; an IPv6
-    address that only wraps an IPv4 address is judged by what it wraps.
+    Private, loopback, link-local (cloud metadata) and reserved ranges are not public. An IPv6 address that embeds an
+    IPv4 address is checked as that IPv4 address.
     """
     found = _unwrapped(ip_address(address.partition("%")[0]))
     if any(found.version == network.version and found in network for network in allowed):

@@ -1,4 +1,4 @@
-"""What a base model has that an adapter can change: its modules and their shapes."""
+"""The modules of a base model that adapters can change, and their shapes."""
 
 import re
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from typing import Any
 
 from workers.core.tensors import Shape
 
-# Other spellings of the same module, in base models with more than text: trainers, checkpoints and engines differ.
+# Prefixes of module names in multimodal base models, which trainers, checkpoints and engines spell differently.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:model|language_model|text_model)\.")
 
-# Architectures whose embed_tokens and lm_head vLLM lets an adapter change, elsewhere it refuses such an adapter.
+# Architectures for which vLLM accepts adapters on embed_tokens and lm_head; for all others it refuses them.
 # source   vLLM 0.32 model_executor/models: those of registry.py whose class has `embedding_modules`
 _TAKES_EMBEDDINGS = frozenset((
     "Apertus", "Cohere2", "Cohere", "DeciLM", "Ernie4_5", "Exaone4", "Exaone", "ExaoneMoE", "ExaoneMoe",
@@ -20,24 +20,24 @@ _TAKES_EMBEDDINGS = frozenset((
     "Param2MoE", "Phi3", "PhiMoE", "Qwen3", "Qwen3Moe", "Qwen3_5", "Qwen3_5Moe", "Solar", "TeleChat2",
     "TeleChat3", "TeleFLM",
 ))  # fmt: skip
-# model_type of those whose layers are Llama's: separate q, k, v, o, gate, up and down.
+# model_type of models with Llama's layers: separate q, k, v, o, gate, up and down.
 _LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 )
 
-# Keys of a config that only models of several parts have, and those that only mixtures of experts have.
-_PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Config keys that only multimodal models have, and those that only mixtures of experts have.
+_PART_KEYS = ("text_config", "vision_config", "audio_config", "thinker_config")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The base model that adapters are held against.
+    """The base model with which adapters are compared.
 
-    shapes             module -> [out, in] of its weights, as its own checkpoint names them
-    takes_embeddings   whether the engine takes adapters on `embed_tokens` and `lm_head`
-    has_other_names    whether its modules go by other names too, as those of models with a vision part do
-    has_experts        whether it is a mixture; checkpoints store experts in many ways, so `shapes` may lack them
+    shapes             module -> [out, in] of its weights, by the names of its checkpoint
+    takes_embeddings   the engine accepts adapters on `embed_tokens` and `lm_head`
+    has_other_names    its modules have other names in other files, as in models with a vision part
+    has_experts        it is a mixture of experts; `shapes` may lack them, as checkpoints store them in many ways
     """
 
     shapes: Mapping[str, Shape]
@@ -45,32 +45,32 @@ class BaseModel:
     has_other_names: bool = False
     has_experts: bool = False
 
-    def named(self) -> "ModuleShapes":
-        """For looking up many modules."""
+    def module_shapes(self) -> "ModuleShapes":
+        """The shapes of its modules, to look up many of them by name."""
         if not self.has_other_names:
             return ModuleShapes(self.shapes, {})
-        return ModuleShapes(self.shapes, {_plain(module): shape for module, shape in self.shapes.items()})
+        return ModuleShapes(self.shapes, {_without_wrappers(module): shape for module, shape in self.shapes.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleShapes:
-    """Modules by name, and by name without the wrappers around it."""
+    """Module shapes by full name, and by name without prefixes such as `language_model.`."""
 
-    exact: Mapping[str, Shape]
-    plain: Mapping[str, Shape]
+    by_name: Mapping[str, Shape]
+    by_plain_name: Mapping[str, Shape]
 
     def find(self, module: str) -> Shape | None:
-        """[out, in] of a module, None where the base model has none of this name."""
-        return self.exact.get(module) or (self.plain.get(_plain(module)) if self.plain else None)
+        """[out, in] of a module; None if the base model has no such module."""
+        return self.by_name.get(module) or (self.by_plain_name.get(_without_wrappers(module)) if self.by_plain_name else None)
 
 
 def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseModel | None:
-    """From the base model's `config.json` and the shapes of its checkpoint's weights; None where neither tells.
+    """The base model by its `config.json` and the weight shapes of its checkpoint; None if neither gives shapes.
 
-    Quantized weights are packed and their shapes say nothing: there, and where the files are not at hand, the config
-    of Llama-like models does. A model with tied embeddings has no `lm_head` of its own.
+    Quantized or missing weights give no shapes: for Llama-like models the config gives them. A model with tied
+    embeddings gets an `lm_head` with the shape of its embeddings.
     """
-    shapes = dict(_shapes_of(config))
+    shapes = dict(_shapes_from_config(config))
     if not config.get("quantization_config"):
         shapes |= {module: shape for module, shape in weights.items() if len(shape) == 2}
     if not shapes:
@@ -85,22 +85,22 @@ def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseM
     return BaseModel(
         shapes,
         takes_embeddings,
-        has_other_names=any(name in config for name in _PARTS),
+        has_other_names=any(name in config for name in _PART_KEYS),
         has_experts=any(".experts" in module for module in weights) or _has_experts(config),
     )
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config")
-    return any(name in part for part in (config, text) if isinstance(part, Mapping) for name in _EXPERTS)
+    return any(name in part for part in (config, text) if isinstance(part, Mapping) for name in _EXPERT_KEYS)
 
 
-def _plain(module: str) -> str:
+def _without_wrappers(module: str) -> str:
     return _WRAPPERS.sub("", module)
 
 
-def _shapes_of(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of a Llama-like model, or of Phi-3 (which packs q, k, v and gate, up); empty for others."""
+def _shapes_from_config(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Shapes of a Llama-like model, or of Phi-3 (which packs q, k, v and gate, up); empty for other models."""
     try:
         kind, hidden, middle = config["model_type"], int(config["hidden_size"]), int(config["intermediate_size"])
         heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])

@@ -1,4 +1,4 @@
-"""Which adapters leave a full disk: the least recently used of those that nobody holds."""
+"""Choice of the adapters to delete from a full disk: the least recently used that are not in use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,27 +6,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CachedAdapter:
-    """One installed adapter. `used_at`: seconds of the file system's clock; `is_held`: an engine may read it."""
+    """One adapter in the cache folder.
+
+    used_at    last use, in seconds of the file system's clock
+    is_in_use  an engine may read its files
+    """
 
     digest: str
     size_bytes: int
     used_at: float
-    is_held: bool
+    is_in_use: bool
 
 
-def to_free(
+def adapters_to_delete(
     folders: Iterable[CachedAdapter], *, excess_bytes: int, now: float, grace_s: float
 ) -> tuple[list[CachedAdapter], int]:
-    """Folders whose going frees `excess_bytes`, least recently used first, and the bytes that are missing even then.
+    """The least recently used adapters with at least `excess_bytes` in all, and the bytes that are still missing.
 
-    Held ones never go, and none within `grace_s` of its last use: a request that began before the unload, or a load
-    that has not been noted yet, may still read it.
+    Adapters in use are never chosen, nor those used less than `grace_s` ago: a request that began before the unload,
+    or a load that is not recorded yet, may still read them.
     """
     going: list[CachedAdapter] = []
     for folder in sorted(folders, key=lambda folder: (folder.used_at, folder.digest)):
         if excess_bytes <= 0:
             break
-        if folder.is_held or now - folder.used_at < grace_s:
+        if folder.is_in_use or now - folder.used_at < grace_s:
             continue
         going.append(folder)
         excess_bytes -= folder.size_bytes

@@ -1,7 +1,7 @@
-"""What an adapter is: its digest, rank and modules, told from file headers alone. No tensor is ever loaded.
+"""Checks of an adapter's config and tensor headers, and its manifest: digest, rank, modules. No tensor is loaded.
 
-What an engine would refuse is refused here first; so is what it would take and serve wrongly (vLLM 0.32 takes an
-adapter of another base model, of more layers, of no matching module at all, and then serves the base model).
+An adapter is refused if an engine would refuse it, or would load it and serve it wrongly: vLLM 0.32 accepts adapters
+of another base model, with more layers or without any matching module, and then serves the base model.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARTS = frozenset(["q_proj", "qkv_proj"])
 
-# Of a key of rank_pattern against a module's name, a microsecond each: one key a module is fine for 4,000 modules.
+# Limit for rank_pattern keys times modules, a microsecond each: 4,000 modules with a key each are fine.
 _MOST_MATCHES = 16_000_000
 
 BaseModelCheck = Literal["name", "exact", "off"]
@@ -54,7 +54,7 @@ BaseModelCheck = Literal["name", "exact", "off"]
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of an adapter: path relative to its folder with `/`, bytes, sha256 as 64 hex digits."""
+    """One file of an adapter: its path relative to the folder (with `/`), size, and sha256 as 64 hex digits."""
 
     path: str
     size_bytes: int
@@ -63,7 +63,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A verified adapter. `rank` is the largest of its modules'; `base_model` is "" where its config names none."""
+    """A verified adapter. `rank` is the largest of its modules; `base_model` is "" if its config names none."""
 
     digest: str
     rank: int
@@ -74,7 +74,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What config and tensors say of an adapter: a Manifest without its bytes."""
+    """An adapter by its config and tensor headers: a Manifest without digest and size."""
 
     rank: int
     base_model: str
@@ -83,12 +83,12 @@ class AdapterDescription:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRules:
-    """What this worker accepts.
+    """The rules that adapters of this worker must keep.
 
-    max_rank     the largest that its engine takes; None: any, for who only looks
-    base_names   names under which its base model is known
-    base         the base model's modules; None where they are not known, then adapters are not held against them
-    max_bytes    largest adapter on disk, all files together; None for no limit
+    max_rank     largest rank that the engine accepts; None: any, for inspections
+    base_names   names of the worker's base model
+    base         the base model's modules; None if unknown: then adapters are not compared with them
+    max_bytes    largest total size of an adapter's files; None: no limit
     """
 
     max_rank: int | None
@@ -99,9 +99,10 @@ class AdapterRules:
     allow_pickle: bool = False
 
 
-def adapter_names(names: Collection[str], *, allow_pickle: bool) -> frozenset[str]:
-    """Of the files beside each other at a source, those of the adapter; pickled weights where they are all there is.
+def adapter_file_names(names: Collection[str], *, allow_pickle: bool) -> frozenset[str]:
+    """The names of an adapter's files among the names in its source folder.
 
+    Pickled weights count only if there are no safetensors and `allow_pickle` is set.
     raises  SourceError `adapter_pickled`
     """
     found = frozenset(filter(is_adapter_file, names))
@@ -116,7 +117,7 @@ def adapter_names(names: Collection[str], *, allow_pickle: bool) -> frozenset[st
 
 
 def is_adapter_file(name: str) -> bool:
-    """Whether a file of this name belongs to an adapter: only these are copied, hashed and kept."""
+    """Whether a file name belongs to an adapter: only such files are copied, hashed and kept."""
     return name == CONFIG_NAME or name.endswith(".safetensors")
 
 
@@ -137,41 +138,41 @@ def digest(files: Iterable[FileEntry]) -> str:
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
-def inspect(config: bytes, tensors: Mapping[str, TensorHeader], rules: AdapterRules) -> AdapterDescription:
-    """What an adapter that keeps every rule is; raises SourceError naming the first rule that it breaks.
+def check_adapter(config: bytes, tensors: Mapping[str, TensorHeader], rules: AdapterRules) -> AdapterDescription:
+    """Check an adapter against the rules and describe it; raises SourceError with the first rule that it breaks.
 
     config    bytes of its adapter_config.json
     tensors   of its adapter_model.safetensors, by name
     """
-    said = parse_config(config)
-    _check_base(said.base_model, rules)
-    check_rank(said.max_rank, rules)
-    modules = _modules(tensors, rules.base)
-    if len(said.ranks) * len(modules) > _MOST_MATCHES:
-        message = f"rank_pattern has {len(said.ranks)} keys for {len(modules)} modules"
+    lora_config = parse_config(config)
+    _check_base_name(lora_config.base_model, rules)
+    check_rank(lora_config.max_rank, rules)
+    modules = _lora_pairs(tensors, rules.base)
+    if len(lora_config.ranks) * len(modules) > _MOST_MATCHES:
+        message = f"rank_pattern has {len(lora_config.ranks)} keys for {len(modules)} modules"
         raise invalid_config(f"{message}; accepted are fewer: each is held against each, here and in the engine")
-    for module, halves in modules.items():
-        _check_halves(module, halves, said)
+    for module, pair in modules.items():
+        _check_pair(module, pair, lora_config)
     if rules.base:
-        _check_modules(modules, rules.base)
-    rank = max(halves.rank for halves in modules.values())
+        _check_against_base_model(modules, rules.base)
+    rank = max(pair.rank for pair in modules.values())
     check_rank(rank, rules)
-    return AdapterDescription(rank, said.base_model, len(modules))
+    return AdapterDescription(rank, lora_config.base_model, len(modules))
 
 
 def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> bool:
-    """Whether an adapter that declares this base model may run on a base model of these names.
+    """Whether an adapter's declared base model is one of these names; always with `check` "off" or none declared.
 
-    `name` compares the last path part without case, because trainers write local paths and hub names alike.
+    `name` compares the last path part case-insensitively, because trainers write local paths as well as hub names.
     """
     if check == "off" or not declared:
         return True
     if check == "exact":
         return declared in set(names)
-    return _last(declared) in {_last(name) for name in names}
+    return _last_path_part(declared) in {_last_path_part(name) for name in names}
 
 
-def _last(name: str) -> str:
+def _last_path_part(name: str) -> str:
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 
@@ -180,7 +181,7 @@ def _last(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LoraPair:
-    """A module's two matrices: A [rank, in], B [out, rank]; of an embedding A [rank, vocabulary], B [hidden, rank]."""
+    """Shapes of a module's matrices: A [rank, in], B [out, rank]; for embeddings A [rank, vocabulary], B [hidden, rank]."""
 
     a: Shape
     b: Shape
@@ -192,16 +193,16 @@ class _LoraPair:
 
     @property
     def base_shape(self) -> Shape:
-        """The shape of the base model's weight that this pair fits."""
+        """The shape of the base model's weight to which this pair applies."""
         return (self.a[1], self.b[0]) if self.is_embedding else (self.b[0], self.a[1])
 
 
-def _modules(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dict[str, _LoraPair]:
+def _lora_pairs(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dict[str, _LoraPair]:
     found: dict[str, dict[str, Shape]] = {}
-    names = base.named() if base else None
+    names = base.module_shapes() if base else None
     for name, tensor in tensors.items():
         if copied := _BASE_COPY.fullmatch(name):
-            _check_copy(name, copied["module"], tensor, names)
+            _check_embedding_copy(name, copied["module"], tensor, names)
             continue
         match = _TENSOR.fullmatch(name)
         if not match:
@@ -224,32 +225,32 @@ def _modules(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dic
             f"{WEIGHTS_NAME} holds no LoRA tensor; accepted is at least one <module>.lora_A.weight with its lora_B"
         )
         raise SourceError("weights_empty", message)
-    return {module: _paired(module, shapes) for module, shapes in found.items()}
+    return {module: _pair_of(module, shapes) for module, shapes in found.items()}
 
 
-def _paired(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
+def _pair_of(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
     if len(shapes) != 2:
         message = f"module {module} has lora_{next(iter(shapes))} alone; accepted are both lora_A and lora_B"
         raise SourceError("tensor_unpaired", message)
     return _LoraPair(shapes["A"], shapes["B"], module.rpartition(".")[2] == "embed_tokens")
 
 
-def _check_copy(name: str, module: str, tensor: TensorHeader, names: ModuleShapes | None) -> None:
-    """PEFT may save the base model's embeddings beside an adapter. The engine leaves them out: they must not matter."""
+def _check_embedding_copy(name: str, module: str, tensor: TensorHeader, names: ModuleShapes | None) -> None:
+    """Check a copy of the base model's embeddings, which PEFT may save and engines ignore: no tokens may be added."""
     shape = names.find(module) if names else None
     if shape is not None and tensor.shape != shape:
         message = f"tensor {name!r} is {list(tensor.shape)}, the base model's is {list(shape)}: tokens were added"
         raise SourceError("shape_mismatch", f"{message}; accepted are adapters for the base model's own vocabulary")
 
 
-def _check_halves(module: str, halves: _LoraPair, said: LoraConfig) -> None:
-    if halves.a[0] != halves.b[1]:
-        message = f"module {module}: lora_A {list(halves.a)} and lora_B {list(halves.b)} do not share a rank"
+def _check_pair(module: str, pair: _LoraPair, lora_config: LoraConfig) -> None:
+    if pair.a[0] != pair.b[1]:
+        message = f"module {module}: lora_A {list(pair.a)} and lora_B {list(pair.b)} do not share a rank"
         raise SourceError("rank_mismatch", f"{message}; accepted are [rank, in] and [out, rank]")
-    if halves.rank != (expected := said.rank_of(module)):
-        message = f"module {module}: its tensors have rank {halves.rank}, {CONFIG_NAME} says {expected}"
+    if pair.rank != (expected := lora_config.rank_of(module)):
+        message = f"module {module}: its tensors have rank {pair.rank}, {CONFIG_NAME} says {expected}"
         raise SourceError("rank_mismatch", f"{message}; accepted are equal ones, through r or rank_pattern")
-    if said.is_targeted(module) is False:
+    if lora_config.is_targeted(module) is False:
         message = f"tensors of module {module}, which target_modules of {CONFIG_NAME} leaves out"
         raise SourceError("module_untargeted", f"{message}; accepted are tensors of targeted modules")
 
@@ -257,36 +258,36 @@ def _check_halves(module: str, halves: _LoraPair, said: LoraConfig) -> None:
 # --- against the base model ---------------------------------------------------------------------------------------
 
 
-def _check_modules(modules: Mapping[str, _LoraPair], base: BaseModel) -> None:
-    names = base.named()
+def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel) -> None:
+    names = base.module_shapes()
     unknown = [
         module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)
     ]
     if len(unknown) == len(modules):
-        hint = f"accepted are modules such as {_example(base)}"
+        hint = f"accepted are modules such as {_example_module(base)}"
         message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
         raise SourceError("modules_unmatched", message)
     if unknown:
-        message = f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{_hint(unknown[0], names)}"
+        message = f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{_packing_hint(unknown[0], names)}"
         raise SourceError("module_unknown", message)
-    for module, halves in modules.items():
+    for module, pair in modules.items():
         if module.rpartition(".")[2] in ("embed_tokens", "lm_head") and not base.takes_embeddings:
             message = f"module {module}: the engine takes no adapter on the embeddings of this architecture"
             raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
         shape = names.find(module)
-        if shape is not None and halves.base_shape != shape:
+        if shape is not None and pair.base_shape != shape:
             message = (
-                f"module {module} is {list(shape)} in the base model, the adapter is for {list(halves.base_shape)}"
+                f"module {module} is {list(shape)} in the base model, the adapter is for {list(pair.base_shape)}"
             )
             raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
 
 
-def _example(base: BaseModel) -> str:
+def _example_module(base: BaseModel) -> str:
     return next((module for module in base.shapes if module.rpartition(".")[2] in _PARTS), next(iter(base.shapes)))
 
 
-def _hint(module: str, names: ModuleShapes) -> str:
-    """What a packed module is called where the base model keeps its parts apart, and the other way round."""
+def _packing_hint(module: str, names: ModuleShapes) -> str:
+    """A hint for the error message if the base model packs the module's parts together, or keeps them apart."""
     parent, _, last = module.rpartition(".")
     for whole, parts in _PACKED.items():
         if last == whole and names.find(f"{parent}.{parts[0]}"):
@@ -297,13 +298,13 @@ def _hint(module: str, names: ModuleShapes) -> str:
 
 
 def check_rank(rank: int, rules: AdapterRules) -> None:
-    """Raises SourceError `rank_too_big`."""
+    """Raises SourceError `rank_too_big` if the rank exceeds the engine's limit."""
     if rules.max_rank is not None and rank > rules.max_rank:
         message = f"rank {rank} is more than this worker's max_lora_rank {rules.max_rank}"
         raise SourceError("rank_too_big", f"{message}; accepted are smaller ones, or a worker with a higher limit")
 
 
-def _check_base(declared: str, rules: AdapterRules) -> None:
+def _check_base_name(declared: str, rules: AdapterRules) -> None:
     if not is_same_base(declared, rules.base_names, rules.base_check):
         message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
         advice = (

@@ -1,4 +1,4 @@
-"""An adapter's `adapter_config.json`, read and held against what engines can do.
+"""Parsing of an adapter's `adapter_config.json`; refuses features that engines do not support.
 
 source   PEFT 0.17 tuners/lora/config.py for the fields; vLLM 0.32 lora/peft_helper.py for what it refuses
 """
@@ -15,10 +15,10 @@ from workers.core.errors import SourceError
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 
-# Ways to begin training that leave the base model as it is; all others change its weights when PEFT loads the adapter.
+# Initialisations that leave the base model unchanged; with all others PEFT changes its weights on loading.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
-# Features that change what the weights mean and that the engine does not know; set to anything true, they are refused.
+# Config fields that change the meaning of the weights and that engines ignore; any true value is refused.
 _FEATURES: Mapping[str, tuple[str, str]] = {
     "use_dora": ("dora_unsupported", "accepted are plain LoRA weights; merge the magnitudes or train without DoRA"),
     "lora_bias": ("bias_unsupported", "accepted are adapters without biases"),
@@ -45,7 +45,7 @@ class ModulePattern:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What a config says. `is_targeted` answers None where only the trainer could tell."""
+    """A parsed config. `is_targeted(module)` is None if the config does not decide it."""
 
     rank: int
     ranks: tuple[ModulePattern, ...]
@@ -54,11 +54,11 @@ class LoraConfig:
 
     @property
     def max_rank(self) -> int:
-        """The largest rank it mentions: what the engine compares with its own limit, used or not."""
+        """The largest rank in the config, used or not: the engine compares it with its limit."""
         return max([self.rank, *(int(pattern.value) for pattern in self.ranks)])
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module: the first pattern that matches its whole name, or its end after a dot."""
+        """The rank of a module: of the first pattern that matches its name, or its end after a dot; else `rank`."""
         for pattern in self.ranks:
             if pattern.expression.match(module):
                 return int(pattern.value)
@@ -66,7 +66,7 @@ class LoraConfig:
 
 
 def parse_config(raw: bytes) -> LoraConfig:
-    """The config of a LoRA adapter; raises SourceError naming the first rule that it breaks."""
+    """The parsed config of a LoRA adapter; raises SourceError with the first rule that it breaks."""
     try:
         config = json.loads(raw.decode())
     except (ValueError, RecursionError) as exc:
@@ -85,16 +85,17 @@ def parse_config(raw: bytes) -> LoraConfig:
         raise invalid_config(f"r is {rank!r}; accepted is a rank of 1 or more")
     if not _is_scale(alpha):
         raise invalid_config(f"lora_alpha is {alpha!r}; accepted is a number other than 0")
-    list(_patterns(config, "alpha_pattern", _is_scale, "numbers other than 0"))
+    list(_parse_patterns(config, "alpha_pattern", _is_scale, "numbers other than 0"))
     return LoraConfig(
         rank=rank,
-        ranks=tuple(_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more")),
-        base_model=_base_model(config),
-        is_targeted=_targets(config),
+        ranks=tuple(_parse_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more")),
+        base_model=_base_model_name(config),
+        is_targeted=_target_test(config),
     )
 
 
 def invalid_config(message: str) -> SourceError:
+    """A SourceError `adapter_config_invalid`."""
     return SourceError("adapter_config_invalid", f"{CONFIG_NAME}: {message}")
 
 
@@ -109,53 +110,52 @@ def _is_scale(value: Any) -> bool:
 def _check_features(config: Mapping[str, Any]) -> None:
     for name, (code, accepted) in _FEATURES.items():
         if value := config.get(name):
-            raise SourceError(code, f"{CONFIG_NAME}: {name} is {_short(value)}; {accepted}")
+            raise SourceError(code, f"{CONFIG_NAME}: {name} is {_shortened(value)}; {accepted}")
     if (bias := config.get("bias", "none")) != "none":
-        raise SourceError("bias_unsupported", f"{CONFIG_NAME}: bias is {_short(bias)}; accepted is 'none'")
+        raise SourceError("bias_unsupported", f"{CONFIG_NAME}: bias is {_shortened(bias)}; accepted is 'none'")
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
-        message = f"{CONFIG_NAME}: init_lora_weights is {_short(init)}, which changes the base model's weights;"
+        message = f"{CONFIG_NAME}: init_lora_weights is {_shortened(init)}, which changes the base model's weights;"
         accepted = ", ".join(repr(name) for name in _PLAIN_INITS)
         hint = f" accepted are true, false, {accepted}; convert it with path_initial_model_for_weight_conversion"
         raise SourceError("peft_feature_unsupported", message + hint)
     rslora = config.get("use_rslora")
     if rslora is not None and type(rslora) is not bool:
-        raise invalid_config(f"use_rslora is {_short(rslora)}; accepted are true and false")
+        raise invalid_config(f"use_rslora is {_shortened(rslora)}; accepted are true and false")
 
 
-def _base_model(config: Mapping[str, Any]) -> str:
+def _base_model_name(config: Mapping[str, Any]) -> str:
     name = config.get("base_model_name_or_path") or ""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 1000:
-        raise invalid_config(f"base_model_name_or_path is {_short(name)}; accepted is a name")
+        raise invalid_config(f"base_model_name_or_path is {_shortened(name)}; accepted is a name")
     return name
 
 
 # --- modules by name ----------------------------------------------------------------------------------------------
 
 
-def _patterns(
+def _parse_patterns(
     config: Mapping[str, Any], field: str, is_value: Callable[[Any], bool], accepted: str
 ) -> Iterator[ModulePattern]:
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
-        raise invalid_config(f"{field} is {_short(patterns)}; accepted are module names and their {accepted}")
+        raise invalid_config(f"{field} is {_shortened(patterns)}; accepted are module names and their {accepted}")
     for key, value in patterns.items():
-        if not is_quick(key):
-            # The engine matches these itself, between two steps: one that takes hours takes the engine with it.
+        if not is_safe_regex(key):
+            # The engine matches these between two steps: a regex that backtracks for hours would block it.
             hint = "accepted are module names, and expressions with at most two of * and +, two ? and two groups"
-            raise invalid_config(f"{field} has the key {_short(key)}; {hint}")
+            raise invalid_config(f"{field} has the key {_shortened(key)}; {hint}")
         try:
-            re.compile(key)  # by itself first: in the brackets below, half an expression could become a whole one
+            re.compile(key)  # alone first: inside the brackets below an unbalanced expression may become valid
             yield ModulePattern(key, re.compile(rf"(.*\.)?({key})$"), value)
         except re.error as exc:
-            raise invalid_config(f"{field} has the key {_short(key)}, no regular expression: {exc}") from exc
+            raise invalid_config(f"{field} has the key {_shortened(key)}, no regular expression: {exc}") from exc
 
 
-def is_quick(expression: str) -> bool:
-    """Whether matching a regular expression against a module's name surely ends soon.
+def is_safe_regex(expression: str) -> bool:
+    """Whether a regular expression cannot backtrack exponentially on a module's name.
 
-    Refuses what can backtrack exponentially (a repeated group, many alternatives in a row) and all that it does not
-    know, so it refuses harmless ones too.
+    Conservative: any repeated group, many alternatives or unknown syntax counts as unsafe.
     """
     if len(expression) > 1000:
         return False
@@ -168,15 +168,15 @@ def is_quick(expression: str) -> bool:
     return plain.count("*") + plain.count("+") <= 2 and plain.count("?") <= 2 and plain.count("(") <= 2
 
 
-def _targets(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
+def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
     targets = config["target_modules"]
     if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and _are_names(targets))):
         accepted = "accepted are a list of module names, a regular expression, or 'all-linear'"
-        raise invalid_config(f"target_modules is {_short(targets)}; {accepted}")
+        raise invalid_config(f"target_modules is {_shortened(targets)}; {accepted}")
     if config.get("target_parameters") or targets == "all-linear":
         return lambda _module: None
     if isinstance(targets, str):
-        return _expression_targets(targets)
+        return _regex_test(targets)
     names = frozenset(targets)
 
     def is_named(module: str) -> bool:
@@ -186,13 +186,13 @@ def _targets(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
     return is_named
 
 
-def _expression_targets(expression: str) -> Callable[[str], bool | None]:
-    if not is_quick(expression):
-        return lambda _module: None  # not run: a hostile one takes hours. The base model's modules decide alone.
+def _regex_test(expression: str) -> Callable[[str], bool | None]:
+    if not is_safe_regex(expression):
+        return lambda _module: None  # not matched, as it may take hours; the base model's modules decide alone
     try:
         compiled = re.compile(expression)
     except re.error as exc:
-        raise invalid_config(f"target_modules is {_short(expression)}, no regular expression: {exc}") from exc
+        raise invalid_config(f"target_modules is {_shortened(expression)}, no regular expression: {exc}") from exc
     return lambda module: compiled.fullmatch(module) is not None
 
 
@@ -200,6 +200,6 @@ def _are_names(values: list[Any]) -> bool:
     return all(isinstance(value, str) and value for value in values)
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."

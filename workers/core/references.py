@@ -1,4 +1,4 @@
-"""References to adapters, taken apart and judged: `scheme://where/what`. Nothing here opens anything."""
+"""Parsing and checks of adapter references `scheme://host/path`. Nothing is opened."""
 
 import re
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ _REVISION = re.compile(r"[A-Za-z0-9._/-]{1,200}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# How often anybody decodes a path, and one more.
-_MOST_DECODED = 3
+# Servers decode a path at most twice; one more to be safe.
+_MAX_DECODINGS = 3
 
 ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
@@ -25,18 +25,18 @@ class HubReference:
     folder: str
     revision: str
 
-    def at(self, commit: str) -> str:
-        """The same adapter at a commit, which never changes."""
+    def at_commit(self, commit: str) -> str:
+        """The reference of the same adapter at a commit, which is immutable."""
         return f"hf://{self.repo}{'/' + self.folder if self.folder else ''}@{commit}"
 
 
 def scheme(ref: str) -> str:
-    """`file` for a plain path, else what stands before `://`."""
+    """The lower-case scheme of a reference; `file` for a plain path."""
     return ref.split("://", 1)[0].lower() if "://" in ref else "file"
 
 
-def shown(ref: str) -> str:
-    """The reference as messages may have it: without user, password, query and fragment, and not too long."""
+def redacted(ref: str) -> str:
+    """The reference for messages: without user, password, query and fragment, and shortened."""
     if "://" not in ref:
         return ascii(ref[:300])
     head, _, tail = ref.partition("://")
@@ -48,64 +48,65 @@ def shown(ref: str) -> str:
     return ascii(f"{head}://{where}{slash}{path}"[:300] + hidden)
 
 
-def split(ref: str) -> SplitResult:
-    """A `scheme://` reference, taken apart.
+def parse_reference(ref: str) -> SplitResult:
+    """The parts of a `scheme://` reference.
 
-    A reference is stored, shown and told to others, so nothing secret may be in it: no user, no password, no query
-    (where signatures are). raises SourceError `source_invalid`
+    References are stored and shown, so they must not contain secrets: no user, no password, no query (which may hold
+    a signature). raises SourceError `source_invalid`
     """
     try:
         parts = urlsplit(ref)
         secrets = parts.username is not None or parts.password is not None
     except ValueError as exc:
-        raise _invalid(ref, "not a URL") from exc
+        raise _invalid_source(ref, "not a URL") from exc
     if not ref.isprintable() or " " in ref:
-        raise _invalid(ref, "spaces and control characters must be written as %XX")
+        raise _invalid_source(ref, "spaces and control characters must be written as %XX")
     if secrets:
-        raise _invalid(ref, "credentials do not belong in a reference; see `Sources` in the operations guide")
+        raise _invalid_source(ref, "credentials do not belong in a reference; see `Sources` in the operations guide")
     if "?" in ref or "#" in ref:
-        raise _invalid(ref, "a query or fragment may hold a secret and expires; give the plain address")
+        raise _invalid_source(ref, "a query or fragment may hold a secret and expires; give the plain address")
     return parts
 
 
-def hub(ref: str) -> HubReference:
-    """A hub reference; without a revision it is `main`. raises SourceError `source_invalid`"""
+def parse_hub_reference(ref: str) -> HubReference:
+    """A parsed hub reference; the default revision is `main`. raises SourceError `source_invalid`"""
     plain, at, revision = ref.partition("@")
-    parts = split(plain)
+    parts = parse_reference(plain)
     names = [parts.netloc, *parts.path.strip("/").split("/")]
     if len(names) < 2 or not all(_REPO_PART.fullmatch(name) and ".." not in name for name in names):
-        raise _invalid(ref, "expected hf://org/repo, hf://org/repo@revision or hf://org/repo/folder@revision")
+        raise _invalid_source(ref, "expected hf://org/repo, hf://org/repo@revision or hf://org/repo/folder@revision")
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
-        raise _invalid(ref, "the revision after @ must be a branch, a tag or a commit")
+        raise _invalid_source(ref, "the revision after @ must be a branch, a tag or a commit")
     return HubReference("/".join(names[:2]), "/".join(names[2:]), revision or "main")
 
 
 def bucket_and_folder(ref: str) -> tuple[str, str]:
-    """An object store's bucket (or container) and the folder in it. raises SourceError `source_invalid`"""
-    parts = split(ref)
+    """Bucket (or container) and folder of an object-store reference. raises SourceError `source_invalid`"""
+    parts = parse_reference(ref)
     folder = unquote(parts.path).strip("/")
     if not _BUCKET.fullmatch(parts.netloc) or not folder:
-        raise _invalid(ref, f"expected {parts.scheme}://bucket/folder")
+        raise _invalid_source(ref, f"expected {parts.scheme}://bucket/folder")
     if any(part in {"", ".", ".."} for part in folder.split("/")) or any(char in folder for char in "*?[]{}"):
-        raise _invalid(ref, "the folder may have no empty part, no `.` or `..`, and no wildcard")
+        raise _invalid_source(ref, "the folder may have no empty part, no `.` or `..`, and no wildcard")
     return parts.netloc, folder
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision names one commit for ever, and not a branch or a tag."""
+    """Whether a revision is a commit, not a branch or a tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def is_archive(ref: str) -> bool:
+    """Whether a reference names a `.tar.gz`, `.tgz` or `.zip` file."""
     return ref.lower().endswith(ARCHIVES)
 
 
 def is_below(ref: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a reference is one of the prefixes or below one; a prefix ends at a `/`, so `s3://a` is not `s3://ab`.
+    """Whether a reference equals a prefix or is below it: `s3://a` allows `s3://a/b` but not `s3://ab`.
 
-    Of a hub's repository also at an `@`: a revision follows.
+    For a hub repository a revision (`@`) may follow the prefix, too.
     """
-    if _leads_up(ref):
+    if _may_leave_folder(ref):
         return False
     ends = "/@" if scheme(ref) == "hf" else "/"
     return any(
@@ -116,12 +117,12 @@ def is_below(ref: str, prefixes: tuple[str, ...]) -> bool:
     )
 
 
-def _leads_up(ref: str) -> bool:
-    """Whether any server might take it so: some decode twice, some read `\\` as `/`, Tomcat leaves out `;` and more."""
-    for _ in range(_MOST_DECODED):
+def _may_leave_folder(ref: str) -> bool:
+    """Whether some server may read `..` in the path: some decode twice, read `\\` as `/`, or (Tomcat) drop `;...`."""
+    for _ in range(_MAX_DECODINGS):
         ref = unquote(ref)
     return ref != unquote(ref) or any(part.partition(";")[0] in {".", ".."} for part in re.split(r"[/\\]", ref))
 
 
-def _invalid(ref: str, why: str) -> SourceError:
-    return SourceError("source_invalid", f"source {shown(ref)}: {why}")
+def _invalid_source(ref: str, why: str) -> SourceError:
+    return SourceError("source_invalid", f"source {redacted(ref)}: {why}")

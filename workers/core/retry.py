@@ -1,4 +1,4 @@
-"""How often a source is asked again, and how long to wait in between."""
+"""Number of attempts at a source, and the waits between them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +14,6 @@ class RetryPolicy:
     max_s: float = 20.0
 
     def delays_s(self, rng: Random) -> Iterator[float]:
-        """One wait for each attempt after the first, drawn between half and all of it: not all in step."""
+        """The wait before each further attempt, with jitter of up to half."""
         for failures in range(self.attempts - 1):
             yield min(self.max_s, self.base_s * 2**failures) * rng.uniform(0.5, 1.0)

@@ -1,7 +1,7 @@
-"""What a safetensors file holds, told from its header: names, dtypes, shapes. No tensor is ever loaded.
+"""Names, dtypes and shapes of the tensors in a safetensors file, from its header. No tensor is loaded.
 
 A file is 8 bytes of header length (little-endian), the header (JSON), then the tensors without gap or overlap.
-source   safetensors 0.8 tensor.rs: what its `validate` refuses is refused here, with the tensor's name
+source   safetensors 0.8 tensor.rs `validate`: the same files are refused, with the tensor's name
 """
 
 import json
@@ -16,7 +16,7 @@ MAX_NAME = 500
 
 Shape = tuple[int, ...]
 
-# Bits of one element, by dtype, in safetensors' own words.
+# Bits of one element, by safetensors' dtype name.
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -36,72 +36,72 @@ class TensorHeader:
 
 
 def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
-    """Length of the header of a file of `file_bytes`, from its first 8 bytes; raises SourceError when impossible."""
+    """Length of a file's header, from its first 8 bytes; raises SourceError if it exceeds the file or the limit."""
     if file_bytes < 8 or len(start) < 8:
-        raise _corrupt(name, f"it has {file_bytes} bytes; a safetensors file begins with 8 bytes of header length")
+        raise _corrupt_error(name, f"it has {file_bytes} bytes; a safetensors file begins with 8 bytes of header length")
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
-        raise _corrupt(name, f"its header claims {length} bytes; accepted are at most {MAX_HEADER_BYTES}")
+        raise _corrupt_error(name, f"its header claims {length} bytes; accepted are at most {MAX_HEADER_BYTES}")
     if length > file_bytes - 8:
-        raise _corrupt(name, f"its header claims {length} bytes, the file has {file_bytes - 8} after it: cut short")
+        raise _corrupt_error(name, f"its header claims {length} bytes, the file has {file_bytes - 8} after it: cut short")
     return length
 
 
 def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHeader]:
-    """Every tensor of a file, from its header and the number of bytes that come after it."""
+    """All tensors of a file by name, from its header and the number of bytes after it. Raises SourceError."""
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_no_key_twice)
+        header = json.loads(raw.decode(), object_pairs_hook=_dict_without_duplicates)
     except (ValueError, RecursionError) as exc:
-        raise _corrupt(name, f"its header is not JSON: {exc}") from exc
+        raise _corrupt_error(name, f"its header is not JSON: {exc}") from exc
     if not raw.startswith(b"{") or not isinstance(header, dict):
-        raise _corrupt(name, "its header is not a JSON object")
+        raise _corrupt_error(name, "its header is not a JSON object")
     notes = header.pop("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-        raise _corrupt(name, "__metadata__ of its header does not map strings to strings")
-    spans = sorted(_span(name, key, value) for key, value in header.items())
+        raise _corrupt_error(name, "__metadata__ of its header does not map strings to strings")
+    spans = sorted(_checked_span(name, key, value) for key, value in header.items())
     end = 0
     for begins, ends, key in spans:
         if begins != end:
             what = "overlaps the one before" if begins < end else f"leaves {begins - end} bytes unused before it"
-            raise _corrupt(name, f"tensor {key!r} begins at {begins} and {what}")
+            raise _corrupt_error(name, f"tensor {key!r} begins at {begins} and {what}")
         end = ends
     if end != data_bytes:
-        raise _corrupt(name, f"its tensors take {end} bytes, the file has {data_bytes}: cut short or padded")
+        raise _corrupt_error(name, f"its tensors take {end} bytes, the file has {data_bytes}: cut short or padded")
     return {key: TensorHeader(value["dtype"], tuple(value["shape"])) for key, value in header.items()}
 
 
-def _span(name: str, key: str, value: Any) -> tuple[int, int, str]:
+def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:
     if not key.isprintable() or len(key) > MAX_NAME:
-        raise _corrupt(name, f"a tensor is called {key[:80]!r}; accepted are {MAX_NAME} printable characters")
+        raise _corrupt_error(name, f"a tensor is called {key[:80]!r}; accepted are {MAX_NAME} printable characters")
     if not isinstance(value, dict):
-        raise _corrupt(name, f"tensor {key!r} is described by no object")
+        raise _corrupt_error(name, f"tensor {key!r} is described by no object")
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _corrupt(name, f"tensor {key!r} has dtype {dtype!r}; accepted are {', '.join(_BITS)}")
+        raise _corrupt_error(name, f"tensor {key!r} has dtype {dtype!r}; accepted are {', '.join(_BITS)}")
     if not _are_sizes(shape):
-        raise _corrupt(name, f"tensor {key!r} has shape {shape!r}; accepted is a list of sizes")
+        raise _corrupt_error(name, f"tensor {key!r} has shape {shape!r}; accepted is a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise _corrupt(name, f"tensor {key!r} has data_offsets {offsets!r}; accepted is [begin, end]")
+        raise _corrupt_error(name, f"tensor {key!r} has data_offsets {offsets!r}; accepted is [begin, end]")
     bits = math.prod(shape) * _BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         found = f"{dtype} of shape {shape} takes {bits / 8:g} bytes"
-        raise _corrupt(name, f"tensor {key!r}: {found}, its data_offsets {offsets} give {offsets[1] - offsets[0]}")
+        raise _corrupt_error(name, f"tensor {key!r}: {found}, its data_offsets {offsets} give {offsets[1] - offsets[0]}")
     return offsets[0], offsets[1], key
 
 
 def _are_sizes(value: Any) -> bool:
-    # 2**63: what a size can be at all. Larger ones would also make products of a million digits.
+    # Sizes are below 2**63; larger numbers would give products of a million digits.
     return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return found
 
 
-def _corrupt(name: str, message: str) -> SourceError:
+def _corrupt_error(name: str, message: str) -> SourceError:
     return SourceError("weights_corrupt", f"{name}: {message}")

@@ -80,5 +80,5 @@ def _gated(base: Path | None) -> Callable[[str], bool]:
         found = None
     if found is None:
         return lambda _gate: True
-    names = found.named()
+    names = found.module_shapes()
     return lambda gate: names.find(gate) is not None

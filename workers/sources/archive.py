@@ -1,4 +1,4 @@
-"""An adapter out of a `.tar.gz` or `.zip` that anybody may have made."""
+"""Unpacking of an adapter from an untrusted `.tar.gz` or `.zip`."""
 
 import gzip
 import io
@@ -13,13 +13,13 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, adapter_names, is_adapter_file
-from workers.core.references import shown
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, adapter_file_names, is_adapter_file
+from workers.core.references import redacted
 from workers.sources.base import Transfer
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 1000
-# tarfile keeps a member's extended headers in memory, and zipfile a directory: what asks for more than this is a bomb.
+# Limit for headers, which tarfile and zipfile keep in memory: larger ones are an attack.
 _MAX_READ_BYTES = 4 << 20
 
 _DAMAGED = (
@@ -30,7 +30,7 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """One entry as the archive states it; `kind` is "file", "folder", or what it is instead."""
+    """One entry of an archive; `kind` is "file", "folder", "link" or another text for error messages."""
 
     name: str
     size_bytes: int
@@ -40,63 +40,64 @@ class ArchiveMember:
 def unpack(
     packed: Path, into: Path, ref: str, max_bytes: int, transfer: Transfer, *, allow_pickle: bool = False
 ) -> None:
-    """Write the files of the one adapter in the archive into the folder and delete the archive.
+    """Unpack the files of the one adapter in the archive into the folder and delete the archive.
 
-    Judged before a byte of a member is read: its kind, its name, and the sum of all sizes. Nothing is extracted under
-    a name that the archive gives but its last part.
+    Kind, name and total size are checked before a member is read. Of a member's path only the last part is used.
 
     raises  SourceError: `source_unsafe`, `source_too_big`, `source_invalid`, `source_not_found`, `adapter_pickled`
     """
     try:
         members = _zip_members(packed) if ref.lower().endswith(".zip") else _tar_members(packed)
-        _choose(_unpack(members, into, ref, max_bytes, transfer), into, ref, allow_pickle=allow_pickle)
+        _keep_adapter_folder(
+            _unpack_adapter_files(members, into, ref, max_bytes, transfer), into, ref, allow_pickle=allow_pickle
+        )
         packed.unlink()
     except _DAMAGED:
-        message = f"source {shown(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
+        message = f"source {redacted(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
 
 
-Entries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
+ArchiveEntries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
 
 
-def _unpack(
-    entries: Entries, into: Path, ref: str, max_bytes: int, transfer: Transfer
+def _unpack_adapter_files(
+    entries: ArchiveEntries, into: Path, ref: str, max_bytes: int, transfer: Transfer
 ) -> dict[PurePosixPath, list[str]]:
-    """Takes adapter files of every folder into folders of their own; folder -> names."""
+    """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names."""
     total, count = 0, 0
     found: dict[PurePosixPath, list[str]] = {}
     for member, content in entries:
         count, total = count + 1, total + member.size_bytes
-        path = _safe_path(member, ref)
+        path = _checked_path(member, ref)
         if count > _MAX_MEMBERS or total > max_bytes:
-            message = f"source {shown(ref)}: unpacks to more than {max_bytes} bytes or {_MAX_MEMBERS} entries"
+            message = f"source {redacted(ref)}: unpacks to more than {max_bytes} bytes or {_MAX_MEMBERS} entries"
             raise SourceError("source_too_big", message)
-        if content is None or not _is_wanted(path.name):
+        if content is None or not _is_unpacked(path.name):
             continue
         if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
-            message = f"source {shown(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
+            message = f"source {redacted(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
             raise SourceError("source_too_big", message)
         names = found.setdefault(path.parent, [])
         if path.name in names:
-            raise SourceError("source_unsafe", f"source {shown(ref)}: has {path.name} twice in one folder")
+            raise SourceError("source_unsafe", f"source {redacted(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
         _write(content, into / f".{list(found).index(path.parent)}" / path.name, transfer)
     return found
 
 
-def _is_wanted(name: str) -> bool:
-    # macOS adds `._<name>` beside each file
+def _is_unpacked(name: str) -> bool:
+    # macOS adds a file `._<name>` beside each file.
     return (is_adapter_file(name) or name in PICKLES) and not name.startswith(".")
 
 
-def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool) -> None:
-    """Keeps the one folder that holds an adapter."""
+def _keep_adapter_folder(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool) -> None:
+    """Move the files of the one folder with an adapter up, and delete all others. Raises SourceError."""
     folders = [folder for folder, names in found.items() if CONFIG_NAME in names]
     if len(folders) != 1:
         code = "source_invalid" if folders else "source_not_found"
-        message = f"source {shown(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
+        message = f"source {redacted(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
         raise SourceError(code, message)
-    wanted = adapter_names(found[folders[0]], allow_pickle=allow_pickle)
+    wanted = adapter_file_names(found[folders[0]], allow_pickle=allow_pickle)
     for number, (folder, names) in enumerate(found.items()):
         for name in names:
             if folder == folders[0] and name in wanted:
@@ -106,14 +107,14 @@ def _choose(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allo
         (into / f".{number}").rmdir()
 
 
-def _safe_path(member: ArchiveMember, ref: str) -> PurePosixPath:
+def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     path = PurePosixPath(member.name.replace("\\", "/"))
     name = ascii(member.name[:100])
     if member.kind not in {"file", "folder"}:
-        message = f"source {shown(ref)}: {name} is a {member.kind}; only files and folders are taken"
+        message = f"source {redacted(ref)}: {name} is a {member.kind}; only files and folders are taken"
         raise SourceError("source_unsafe", message)
     if path.is_absolute() or ".." in path.parts or "\0" in member.name:
-        raise SourceError("source_unsafe", f"source {shown(ref)}: {name} leads out of the archive's folder")
+        raise SourceError("source_unsafe", f"source {redacted(ref)}: {name} leads out of the archive's folder")
     return path
 
 
@@ -122,16 +123,16 @@ def _write(content: IO[bytes], to: Path, transfer: Transfer) -> None:
     with to.open("xb") as target:
         while chunk := content.read(_CHUNK_BYTES):
             target.write(chunk)
-            transfer.advance(0)  # counted when it came over the network; asked whether anybody still waits
+            transfer.advance(0)  # counted on download; raises if the fetch was cancelled
 
 
-def _zip_members(packed: Path) -> Entries:
+def _zip_members(packed: Path) -> ArchiveEntries:
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
             kind = "folder" if info.is_dir() else _KINDS.get(mode, "special file")
             member = ArchiveMember(info.filename, info.file_size, kind)
-            if kind != "file" or not _is_wanted(PurePosixPath(info.filename).name):
+            if kind != "file" or not _is_unpacked(PurePosixPath(info.filename).name):
                 yield member, None
                 continue
             if info.compress_type not in _METHODS:
@@ -140,12 +141,12 @@ def _zip_members(packed: Path) -> Entries:
                 yield member, content
 
 
-# Of every Python: 3.14 knows Zstandard, too, and one fleet would take and refuse the same archive.
+# The methods of every supported Python; 3.14 has Zstandard, too, but all workers must accept the same archives.
 _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA}
 _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 
 
-def _tar_members(packed: Path) -> Entries:
+def _tar_members(packed: Path) -> ArchiveEntries:
     with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
@@ -162,10 +163,10 @@ def _tar_kind(info: tarfile.TarInfo) -> str:
 
 
 class _BoundedReader(io.RawIOBase):
-    """A file that refuses to be read on and on; for libraries that believe the sizes in a header.
+    """A file that allows only `_MAX_READ_BYTES` between two seeks, as tarfile and zipfile trust header sizes.
 
-    source  CPython: tarfile and zipfile seek before they read a piece of a member, and not within one member's headers.
-            tarfile reads a header in one piece, and since 2026 (gh-151497) in pieces of 1 MiB.
+    source  CPython: tarfile and zipfile seek before they read a piece of a member, but not within headers. tarfile
+            reads a header in one piece, since 2026 (gh-151497) in pieces of 1 MiB.
     """
 
     def __init__(self, file: IO[bytes] | gzip.GzipFile) -> None:

@@ -1,4 +1,4 @@
-"""Where an adapter's files come from: one class a scheme, and what all of them share."""
+"""The interface of adapter sources, and helpers that all of them share."""
 
 import asyncio
 import contextlib
@@ -13,43 +13,43 @@ from random import Random
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from workers.core.errors import SourceError
-from workers.core.references import is_below, scheme, shown, split
+from workers.core.references import is_below, parse_reference, redacted, scheme
 from workers.core.retry import RetryPolicy
 
 T = TypeVar("T")
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""An OSError with one of these is our disk's, in the middle of a library that has network errors of that class too."""
+"""An OSError with one of these is about our disk; libraries raise OSErrors for network errors, too."""
 
-PLUGIN = "plugin"
-"""The scheme of a downloader plugin, where one is set; also for adapters that name no source."""
+PLUGIN_SCHEME = "plugin"
+"""Scheme of the downloader plugin, also used for adapters without a source if a plugin is set."""
 
-_TELL_EVERY_S = 1.0
+_PROGRESS_INTERVAL_S = 1.0
 
 
 class TransferCancelled(Exception):
-    """Nobody waits for these bytes any more; ends a library's download from within."""
+    """The fetch was cancelled; ends a library's download from within."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """How far a fetch is; `total_bytes` is None until the source has said it."""
+    """Progress of a fetch; `total_bytes` is None until the source reports it."""
 
     done_bytes: int
     total_bytes: int | None
 
 
 class Transfer:
-    """One fetch under way: how much may come, how much has, and whether anybody waits. Any thread may call it.
+    """Progress, cancellation and result of one fetch. Any thread may call it.
 
-    pinned      what names these very bytes (a branch resolved to its commit); the reference itself where there is none
-    credential  for this fetch alone, in place of the worker's own; "": none was named
+    pinned      the immutable reference of the files (a branch resolved to its commit); else the reference itself
+    credential  used for this fetch in place of the worker's own; "" for none
     """
 
     def __init__(
-        self, *, on_progress: Callable[[FetchProgress], None] = lambda _: None, every_s: float = _TELL_EVERY_S
+        self, *, on_progress: Callable[[FetchProgress], None] = lambda _: None, every_s: float = _PROGRESS_INTERVAL_S
     ) -> None:
-        """`on_progress` is called about every so many seconds, from whatever thread has the bytes."""
+        """`on_progress` is called about every `every_s` seconds, in the thread that received the bytes."""
         self.pinned = ""
         self.credential = ""
         self._on_progress = on_progress
@@ -62,14 +62,15 @@ class Transfer:
 
     @property
     def progress(self) -> FetchProgress:
+        """The current progress."""
         return FetchProgress(self._done_bytes, self._total_bytes)
 
     def expect(self, total_bytes: int) -> None:
-        """What the source says that it will send in all."""
+        """Set the total that the source reports."""
         self._total_bytes = total_bytes
 
     def advance(self, size_bytes: int) -> None:
-        """So many bytes more, or fewer when some must come again. Raises TransferCancelled."""
+        """Add received bytes; negative if some must be fetched again. Raises TransferCancelled."""
         if self._is_cancelled:
             raise TransferCancelled
         with self._lock:
@@ -82,7 +83,7 @@ class Transfer:
             self._on_progress(self.progress)
 
     def cancel(self) -> None:
-        """Whoever still moves bytes for it stops at its next call of `advance`."""
+        """Make the next call of `advance` raise TransferCancelled."""
         self._is_cancelled = True
 
 
@@ -90,11 +91,11 @@ class Source(Protocol):
     """Fetches adapters of one scheme."""
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Put `adapter_config.json` and `*.safetensors` of the adapter at `ref` into the empty folder `into`.
+        """Fetch `adapter_config.json` and `*.safetensors` of the adapter at `ref` into the empty folder `into`.
 
-        Nothing else may be put there. What is left in `into` after an error is thrown away by the caller. Bytes are
-        counted in `transfer`, and `transfer.pinned` is set where a reference can be made immutable. Messages name the
-        reference by `shown`, and never repeat what a library or a server said: addresses and signatures are in it.
+        No other files may be left there; after an error the caller deletes them all. Count bytes in `transfer`, and set
+        `transfer.pinned` if the reference can be made immutable. Error messages name the reference by `redacted` and
+        never quote libraries or servers, whose texts may contain addresses and signatures.
 
         raises  SourceError: not found, forbidden, too big, or not reachable
         """
@@ -102,9 +103,9 @@ class Source(Protocol):
 
 @runtime_checkable
 class ResumingSource(Source, Protocol):
-    """One that goes on where it stopped: `into` may hold what its own earlier fetch of the same `ref` left there.
+    """A source that resumes: `into` may have files of an earlier fetch of the same `ref`.
 
-    It takes of that what is still the source's version, and clears away everything else.
+    The source keeps what is still its current version and deletes everything else.
     """
 
     resumes: bool
@@ -112,10 +113,10 @@ class ResumingSource(Source, Protocol):
 
 @runtime_checkable
 class CheckingSource(Source, Protocol):
-    """One that can tell before any fetch what this worker may never read."""
+    """A source that can refuse a forbidden reference without a fetch."""
 
     def check(self, ref: str) -> None:
-        """Raises SourceError `source_forbidden` or `source_invalid`. Whether there is anything is not looked at."""
+        """Raises SourceError `source_forbidden` or `source_invalid`; does not check that the adapter exists."""
 
 
 Sources = Mapping[str, Source]
@@ -123,11 +124,12 @@ Sources = Mapping[str, Source]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every source keeps to.
+    """Limits of every source.
 
-    timeout_s     without a byte; the time for all of them is the caller's
-    parts         of one file that are fetched at the same time, where a source can
-    allow_pickle  whether `adapter_model.bin` is fetched where there are no safetensors
+    max_bytes     of an adapter's files together
+    timeout_s     without a byte; the caller limits the total time
+    parts         parts of one file fetched at a time, if the source can
+    allow_pickle  fetch `adapter_model.bin` if there are no safetensors
     """
 
     max_bytes: int
@@ -139,36 +141,36 @@ class Limits:
 
 
 def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> Source:
-    """The source that fetches this reference; with `prefixes`, only what is one of them or below one.
+    """The source for a reference.
 
-    raises  SourceError: no such scheme, something secret in the reference, or outside the allowed prefixes
+    raises  SourceError: unknown scheme, secrets in the reference, or outside the allowed `prefixes`
     """
     found = sources.get(scheme(ref))
     if found is None:
         known = ", ".join(f"{name}://" for name in sorted(sources))
-        message = f"source {shown(ref)}: scheme {scheme(ref)[:20]!r} is not known; known: {known} and plain paths"
+        message = f"source {redacted(ref)}: scheme {scheme(ref)[:20]!r} is not known; known: {known} and plain paths"
         raise SourceError("source_unsupported", message)
     if scheme(ref) != "file":
-        split(ref.partition("@")[0] if scheme(ref) == "hf" else ref)
+        parse_reference(ref.partition("@")[0] if scheme(ref) == "hf" else ref)
         if prefixes and not is_below(ref, prefixes):
             allowed = ", ".join(prefixes)
-            message = f"source {shown(ref)}: outside the allowed ones ({allowed}); see source_prefixes"
+            message = f"source {redacted(ref)}: outside the allowed ones ({allowed}); see source_prefixes"
             raise SourceError("source_forbidden", message)
     return found
 
 
 class TransientSourceError(Exception):
-    """One attempt failed; another may do better. The message is ours, without anything secret."""
+    """An attempt failed and may be repeated. The message must not contain secrets."""
 
     def __init__(self, why: str, *, wait_s: float = 0.0, has_moved: bool = False) -> None:
-        """`wait_s`: what the server asked for. `has_moved`: bytes came before it failed, so the count starts over."""
+        """`wait_s`: wait that the server requests. `has_moved`: bytes came, so attempts count from 0 again."""
         super().__init__(why)
         self.wait_s = wait_s
         self.has_moved = has_moved
 
 
-async def retried(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
-    """What `step` returns, tried again for as long as it raises Transient; then SourceError `source_failed`."""
+async def with_retries(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
+    """Run `step`, repeated with backoff while it raises TransientSourceError; then SourceError `source_failed`."""
     delays = limits.retry.delays_s(limits.rng)
     while True:
         try:
@@ -178,13 +180,13 @@ async def retried(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) ->
                 delays = limits.retry.delays_s(limits.rng)
             delay_s = next(delays, None)
             if delay_s is None:
-                message = f"source {shown(ref)}: {exc}; tried {limits.retry.attempts} times"
+                message = f"source {redacted(ref)}: {exc}; tried {limits.retry.attempts} times"
                 raise SourceError("source_failed", message, retry_after_s=30) from exc
             await asyncio.sleep(max(delay_s, min(exc.wait_s, limits.retry.max_s)))
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """As `asyncio.to_thread`, but in a thread that no end of a process waits for: a library may hang in it."""
+async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """As `asyncio.to_thread`, but in a daemon thread, because a hanging library must not block the process's end."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -200,7 +202,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         result, error = None, None
         try:
             result = function(*args, **kwargs)
-        except BaseException as exc:  # noqa: BLE001  (it is raised again, where it is waited for)
+        except BaseException as exc:  # noqa: BLE001  (raised again by the future)
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, error)
@@ -209,8 +211,8 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return await future
 
 
-def clear(folder: Path, kept: Collection[str]) -> None:
-    """Remove everything from a folder but these names."""
+def clear_folder(folder: Path, kept: Collection[str]) -> None:
+    """Delete everything in a folder except these names."""
     for path in folder.iterdir():
         if path.name in kept:
             continue
@@ -220,10 +222,10 @@ def clear(folder: Path, kept: Collection[str]) -> None:
             path.unlink()
 
 
-async def settled(step: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
-    """What `step` returns. Who is cancelled meanwhile waits for its end all the same: it is a thread, and quick.
+async def finish_even_if_cancelled(step: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Await `step` to its end even if the caller is cancelled, because it runs in a thread.
 
-    on_cancel  tells it to be
+    on_cancel  called at a cancellation, to end the step soon
     """
     task = asyncio.ensure_future(step)
     try:
@@ -234,11 +236,11 @@ async def settled(step: Awaitable[T], *, on_cancel: Callable[[], None] = lambda:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # looked at: nobody else will
+            task.exception()  # marks it as retrieved
         raise
 
 
-def too_big(ref: str, found_bytes: int, limits: Limits) -> SourceError:
-    """More than the whole adapter may have."""
-    message = f"source {shown(ref)}: {found_bytes} bytes or more, at most {limits.max_bytes} are allowed"
+def too_big_error(ref: str, found_bytes: int, limits: Limits) -> SourceError:
+    """A SourceError `source_too_big` for the adapter as a whole."""
+    message = f"source {redacted(ref)}: {found_bytes} bytes or more, at most {limits.max_bytes} are allowed"
     return SourceError("source_too_big", f"{message}; see max_adapter_bytes")

@@ -1,4 +1,4 @@
-"""HTTPS to public addresses only: what a tenant names must not make this machine call its neighbours."""
+"""HTTPS to public addresses only, because tenants choose the hosts: protects internal services from requests (SSRF)."""
 
 import asyncio
 import socket
@@ -14,19 +14,18 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class GuardedTransport(httpx.AsyncBaseTransport):
-    """Connects to an address that was judged, not to a name that may mean another one a moment later.
+    """Resolves a host, checks its addresses and connects to a checked address (no DNS rebinding).
 
-    Each hop of a redirect comes through here again. The name stays in the Host header, in SNI and in the check of the
-    certificate.
+    Each redirect is checked, too. The host name stays in the Host header, in SNI and in the certificate check.
     """
 
     def __init__(self, verify: SSLContext, *, allowed: tuple[Network, ...], resolve: Resolve | None = None) -> None:
-        # A connection is known to the pool by its address alone, so it is never used for a second name: no keep-alive.
+        # No keep-alive: the pool knows a connection only by address, and would reuse it for another host name.
         self._inner = httpx.AsyncHTTPTransport(
             verify=verify, http2=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
         self._allowed = allowed
-        self._resolve = resolve or _resolve
+        self._resolve = resolve or _resolve_host
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -35,7 +34,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
             raise SourceError("source_address_forbidden", message)
         for address in await self._addresses(url.host, url.port or 443):
             try:
-                return await self._inner.handle_async_request(_to(address, request))
+                return await self._inner.handle_async_request(_request_to_address(address, request))
             except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
                 failed = exc
         raise failed
@@ -58,7 +57,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         return addresses
 
 
-def _to(address: str, request: httpx.Request) -> httpx.Request:
+def _request_to_address(address: str, request: httpx.Request) -> httpx.Request:
     return httpx.Request(
         request.method,
         request.url.copy_with(host=address),
@@ -68,6 +67,6 @@ def _to(address: str, request: httpx.Request) -> httpx.Request:
     )
 
 
-async def _resolve(host: str, port: int) -> list[str]:
+async def _resolve_host(host: str, port: int) -> list[str]:
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(row[4][0]) for row in found))

@@ -1,4 +1,4 @@
-"""Adapters of a Hugging Face hub, by default the one that HF_ENDPOINT names: `hf://org/repo[/folder][@revision]`."""
+"""Adapters on a Hugging Face hub (the one of HF_ENDPOINT by default): `hf://org/repo[/folder][@revision]`."""
 
 import asyncio
 import shutil
@@ -7,58 +7,70 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
-from workers.core.references import HubReference, hub, shown
-from workers.sources.base import DISK_ERRORS, Limits, Transfer, TransientSourceError, in_thread, retried, too_big
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_file_names
+from workers.core.references import HubReference, parse_hub_reference, redacted
+from workers.sources.base import (
+    DISK_ERRORS,
+    Limits,
+    Transfer,
+    TransientSourceError,
+    run_in_daemon_thread,
+    too_big_error,
+    with_retries,
+)
 
 T = TypeVar("T")
 
 
 class HubSource:
-    """Resolves the revision to a commit first, then fetches that commit's files, so that no push falls in between.
+    """The source for `hf://`: resolves the revision to a commit, then fetches that commit's files.
 
-    huggingface_hub (2.4) resumes a download that broke off, though not one of an earlier process, and fetches from Xet
-    storage in parallel parts.
+    huggingface_hub 2.4 resumes an interrupted download, but not one of an earlier process, and fetches from Xet storage
+    in parallel.
     """
 
     def __init__(self, limits: Limits, *, token_file: Path | None = None, endpoint: str | None = None) -> None:
-        """Without `token_file`, read anew for each fetch, it is what huggingface_hub finds (HF_TOKEN)."""
+        """`token_file` is read for each fetch; without it huggingface_hub finds the token (HF_TOKEN)."""
         self._limits = limits
         self._token_file = token_file
         self._endpoint = endpoint
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        asked = hub(ref)
+        reference = parse_hub_reference(ref)
         api = await asyncio.to_thread(self._api, ref, transfer.credential)
 
-        async def called(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-            return await retried(lambda: _call(ref, transfer, function, *args, **kwargs), ref, self._limits)
+        async def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            return await with_retries(lambda: _call_hub(ref, transfer, function, *args, **kwargs), ref, self._limits)
 
-        info = await called(
-            api.model_info, asked.repo, revision=asked.revision, files_metadata=True, timeout=self._limits.timeout_s
+        info = await call(
+            api.model_info,
+            reference.repo,
+            revision=reference.revision,
+            files_metadata=True,
+            timeout=self._limits.timeout_s,
         )
-        names = self._choose(ref, asked, info, transfer)
-        transfer.pinned = asked.at(info.sha)
+        names = self._adapter_files(ref, reference, info, transfer)
+        transfer.pinned = reference.at_commit(info.sha)
         scratch = into / ".hub"
-        bar = _counting_bar(transfer)
+        bar = _progress_bar_class(transfer)
         for name in names:
-            await called(
-                api.hf_hub_download, asked.repo, name, revision=info.sha, local_dir=scratch, tqdm_class=bar,
+            await call(
+                api.hf_hub_download, reference.repo, name, revision=info.sha, local_dir=scratch, tqdm_class=bar,
                 etag_timeout=self._limits.timeout_s,
             )  # fmt: skip
-        await asyncio.to_thread(_take, scratch, names, into)
+        await asyncio.to_thread(_move_files, scratch, names, into)
 
     def _api(self, ref: str, credential: str) -> Any:
         try:
             from huggingface_hub import HfApi, constants  # noqa: PLC0415  (heavy, and used by few)
             from huggingface_hub.utils import logging  # noqa: PLC0415
         except ImportError as exc:
-            message = f"source {shown(ref)}: hf:// needs huggingface_hub; pip install huggingface_hub"
+            message = f"source {redacted(ref)}: hf:// needs huggingface_hub; pip install huggingface_hub"
             raise SourceError("source_extra_missing", message) from exc
-        # CRITICAL: its warnings have the addresses that downloads were redirected to, and those are signed.
+        # CRITICAL only: its warnings contain signed URLs of redirects.
         logging.set_verbosity(50)
         if constants.is_offline_mode():
-            message = f"source {shown(ref)}: HF_HUB_OFFLINE is set for this agent, so hf:// is not called"
+            message = f"source {redacted(ref)}: HF_HUB_OFFLINE is set for this agent, so hf:// is not called"
             raise SourceError("source_unsupported", message)
         return HfApi(endpoint=self._endpoint, token=credential or self._token(ref), library_name="lorafleet")
 
@@ -68,55 +80,55 @@ class HubSource:
         try:
             return self._token_file.read_text().strip()
         except (OSError, UnicodeError) as exc:
-            message = f"source {shown(ref)}: hf_token_file {str(self._token_file)!r} cannot be read"
+            message = f"source {redacted(ref)}: hf_token_file {str(self._token_file)!r} cannot be read"
             raise SourceError("source_unauthorized", message) from exc
 
-    def _choose(self, ref: str, asked: HubReference, info: Any, transfer: Transfer) -> list[str]:
-        """Paths in the repository of the adapter's files; raises SourceError for none, or for too many bytes."""
-        prefix = f"{asked.folder}/" if asked.folder else ""
+    def _adapter_files(self, ref: str, reference: HubReference, info: Any, transfer: Transfer) -> list[str]:
+        """Paths of the adapter's files in the repository; raises SourceError if there are none, or too many bytes."""
+        prefix = f"{reference.folder}/" if reference.folder else ""
         beside = {
             file.rfilename[len(prefix) :]: file.size or 0
             for file in info.siblings or ()
             if file.rfilename.startswith(prefix) and "/" not in file.rfilename[len(prefix) :]
         }
-        wanted = adapter_names(beside, allow_pickle=self._limits.allow_pickle)
+        wanted = adapter_file_names(beside, allow_pickle=self._limits.allow_pickle)
         sizes = {prefix + name: size for name, size in beside.items() if name in wanted}
         if prefix + CONFIG_NAME not in sizes:
-            message = f"source {shown(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
+            message = f"source {redacted(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
             raise SourceError("source_not_found", message)
         if (size := sizes[prefix + CONFIG_NAME]) > MAX_CONFIG_BYTES:
-            message = f"source {shown(ref)}: {CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed"
+            message = f"source {redacted(ref)}: {CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed"
             raise SourceError("source_too_big", message)
         if (total := sum(sizes.values())) > self._limits.max_bytes:
-            raise too_big(ref, total, self._limits)
+            raise too_big_error(ref, total, self._limits)
         transfer.expect(total)
         return sorted(sizes)
 
 
-async def _call(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """One call of the library in a thread. Its errors hold addresses, so only their class and status are told."""
+async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call the library in a thread; errors are translated to class and status, as their messages contain addresses."""
     before = transfer.progress.done_bytes
     try:
-        return await in_thread(function, *args, **kwargs)
+        return await run_in_daemon_thread(function, *args, **kwargs)
     except asyncio.CancelledError:
         transfer.cancel()
         raise
     except Exception as exc:
         if isinstance(exc, OSError) and exc.errno in DISK_ERRORS:
             raise
-        raise _judged(ref, exc, has_moved=transfer.progress.done_bytes > before) from None
+        raise _translated_error(ref, exc, has_moved=transfer.progress.done_bytes > before) from None
 
 
-def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | TransientSourceError:
+def _translated_error(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | TransientSourceError:
     name = type(exc).__name__
     status = getattr(getattr(exc, "response", None), "status_code", 0)
     if not status:
         return TransientSourceError(name, has_moved=has_moved)
-    what = f"source {shown(ref)}: {name} (HTTP {status})"
+    what = f"source {redacted(ref)}: {name} (HTTP {status})"
     if name in {"RevisionNotFoundError", "RemoteEntryNotFoundError", "EntryNotFoundError"}:
         return SourceError("source_not_found", f"{what}: the repository has no such revision or file")
     if name == "GatedRepoError" or status in {401, 403}:
-        # The hub says 401 for a repository that does not exist, too, to whoever may not know.
+        # The hub also answers 401 if the repository does not exist.
         message = f"{what}: no such repository, or one that this worker's token may not read; see HF_TOKEN"
         return SourceError("source_unauthorized", message)
     if status in {404, 410}:
@@ -126,8 +138,8 @@ def _judged(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | Trans
     return TransientSourceError(f"{name} (HTTP {status})", has_moved=has_moved)
 
 
-def _counting_bar(transfer: Transfer) -> type:
-    """What huggingface_hub believes to be a progress bar."""
+def _progress_bar_class(transfer: Transfer) -> type:
+    """A tqdm-like class for huggingface_hub that counts bytes in `transfer` and draws nothing."""
 
     class Bar:
         def __init__(self, *_: object, **__: object) -> None:
@@ -151,7 +163,7 @@ def _counting_bar(transfer: Transfer) -> type:
     return Bar
 
 
-def _take(scratch: Path, names: list[str], into: Path) -> None:
+def _move_files(scratch: Path, names: list[str], into: Path) -> None:
     for name in names:
         file = scratch / name
         if file.is_symlink() or not file.is_file():

@@ -1,4 +1,4 @@
-"""Adapters in folders of this machine: `file:///path` and plain paths, below allowed roots only."""
+"""Adapters in local folders: `file:///path` and plain paths, below allowed roots only."""
 
 import asyncio
 import os
@@ -9,12 +9,12 @@ from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_names
-from workers.sources.base import Transfer, settled
+from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_file_names
+from workers.sources.base import Transfer, finish_even_if_cancelled
 
 
 class LocalSource:
-    """Copies an adapter's files from below `roots`. A link may point anywhere below them and nowhere else."""
+    """The source for local folders: copies files below `roots`. Symbolic links must stay below them."""
 
     def __init__(self, roots: Iterable[Path], *, max_bytes: int, allow_pickle: bool = False) -> None:
         self._roots = tuple(root.resolve() for root in roots)
@@ -22,29 +22,29 @@ class LocalSource:
         self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        folder = self._folder(ref)
-        await settled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
+        folder = self._existing_folder(ref)
+        await finish_even_if_cancelled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
 
     def check(self, ref: str) -> None:
-        """Raises SourceError where the folder is not below the roots."""
-        self._within(ref)
+        """Raises SourceError if the folder is not below the roots."""
+        self._resolved_path(ref)
 
-    def _within(self, ref: str) -> Path:
+    def _resolved_path(self, ref: str) -> Path:
         path = Path(_path_of(ref))
         if not path.is_absolute():
             raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
-        return self._allowed(path, ref)
+        return self._resolve_below_roots(path, ref)
 
-    def _folder(self, ref: str) -> Path:
-        found = self._within(ref)
+    def _existing_folder(self, ref: str) -> Path:
+        found = self._resolved_path(ref)
         if not stat.S_ISDIR(mode_of(found)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
         return found
 
-    def _allowed(self, path: Path, ref: str) -> Path:
-        # Judged before it is looked at: whether a path outside the roots exists is nobody's business.
+    def _resolve_below_roots(self, path: Path, ref: str) -> Path:
+        # Checked before any access: the answer must not reveal whether a path outside the roots exists.
         try:
-            resolved = Path(os.path.realpath(path))  # unlike `resolve()`, on no Python raises for links in a circle
+            resolved = Path(os.path.realpath(path))  # unlike `resolve()`, never raises for circular links
         except ValueError as exc:
             raise SourceError("source_invalid", f"source {ref!r}: not a path: {exc}") from exc
         if not any(resolved.is_relative_to(root) for root in self._roots):
@@ -55,7 +55,7 @@ class LocalSource:
         return resolved
 
     def _copy(self, folder: Path, into: Path, transfer: Transfer) -> None:
-        names = sorted(adapter_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
+        names = sorted(adapter_file_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
         if CONFIG_NAME not in names:
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
         left = self._max_bytes
@@ -64,9 +64,9 @@ class LocalSource:
             left -= self._copy_file(folder / name, into / name, limit, transfer)
 
     def _copy_file(self, path: Path, to: Path, limit: int, transfer: Transfer) -> int:
-        resolved = self._allowed(path, str(path))
+        resolved = self._resolve_below_roots(path, str(path))
         try:
-            # NONBLOCK: opening a FIFO must not wait for a writer. NOFOLLOW: resolved already, so a link is a swap.
+            # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.
             fd = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as exc:
             raise SourceError("source_not_found", f"source {str(path)!r}: {exc.strerror}") from exc
@@ -82,7 +82,7 @@ class LocalSource:
                 while chunk := source.read(1 << 20):
                     target.write(chunk)
                     transfer.advance(len(chunk))
-                    if target.tell() > limit:  # it grew while it was read
+                    if target.tell() > limit:  # the file grew during the copy
                         raise SourceError("source_too_big", f"source {str(path)!r}: at most {limit} bytes are allowed")
                 return target.tell()
 

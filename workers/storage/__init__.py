@@ -1,4 +1,4 @@
-"""Adapters on this worker's disk: fetched, verified, kept, and evicted when there is no room.
+"""Adapters on this worker's disk: fetched, verified, cached, and deleted when the disk is full.
 
 May import `sources` and `core`.
 """

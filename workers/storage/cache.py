@@ -1,8 +1,7 @@
-"""Adapters on this worker's disk: `<cache>/<digest>/`, written once, never changed. The stages fetch, verify, install.
+"""The stages fetch, verify and install: verified adapters in `<cache>/<digest>/`, written once, never changed.
 
-vLLM reads an adapter's files again whenever its host LRU dropped it, inside the engine's step: files that vanish or
-change there kill the engine (vLLM 0.32, seen running). So the folder is real, complete before it has its name, and
-its files are read-only.
+vLLM 0.32 reads an adapter's files again, inside an engine step, whenever its host LRU dropped the adapter: missing or
+changed files kill the engine. So a folder is complete before it gets its name, and its files are read-only.
 """
 
 import asyncio
@@ -22,26 +21,26 @@ import structlog
 from workers.core import manifest as manifests
 from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import AdapterRules, Manifest, is_adapter_file
-from workers.core.references import shown
-from workers.sources.base import CheckingSource, ResumingSource, Sources, Transfer, settled, source_for
+from workers.core.references import redacted
+from workers.sources.base import CheckingSource, ResumingSource, Sources, Transfer, finish_even_if_cancelled, source_for
 from workers.storage.cache_folder import CacheFolder
-from workers.storage.pickled import unpickled
-from workers.storage.verify import read_entry, read_manifest
+from workers.storage.pickled import convert_pickles
+from workers.storage.verify import read_file_entry, read_manifest
 
 log = structlog.get_logger()
 
-InUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
-"""Digests whose files an engine may read; raises EngineError when nobody can say."""
+ListDigestsInUse: TypeAlias = Callable[[], Awaitable[frozenset[str]]]
+"""Lists the digests whose files an engine may read; raises EngineError if the engine does not answer."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class AdapterCache:
-    """The verified adapters of one folder, which several agents may share."""
+    """The verified adapters of one cache folder, which agents may share."""
 
     def __init__(
         self,
-        disk: CacheFolder,
+        folder: CacheFolder,
         *,
         sources: Sources,
         rules: AdapterRules,
@@ -49,23 +48,23 @@ class AdapterCache:
         source_prefixes: tuple[str, ...] = (),
         parallel_fetches: int = 4,
     ) -> None:
-        self.disk = disk
-        self.used_bytes, self.held_bytes, self.adapters = 0, 0, 0  # at the last sweep; held: what cannot go
-        self.free_bytes = 0  # at the last look
+        self.folder = folder
+        self.used_bytes, self.held_bytes, self.adapters = 0, 0, 0  # at the last sweep; held_bytes: in use
+        self.free_bytes = 0  # at the last `update_free_bytes`
         self.rules = rules
         self._sources, self._prefixes = sources, source_prefixes
         self._fetch_deadline_s = fetch_deadline_s
         self.is_stopping = False
-        """What is under way when the process ends is kept, for the next start to go on with."""
-        self._turns = asyncio.Semaphore(parallel_fetches)
+        """Set when the process stops: unfinished downloads are then kept for the next start."""
+        self._fetch_slots = asyncio.Semaphore(parallel_fetches)
         self._verified: set[str] = set()
 
     @asynccontextmanager
     async def fetch(self, ref: str, transfer: Transfer | None = None) -> AsyncIterator[Path]:
-        """A temporary folder holding the adapter's files as the source has them; gone afterwards unless installed.
+        """Fetch an adapter's files into a temporary folder, which exists during the block unless it is installed.
 
-        `transfer` tells how far it is while it runs, and afterwards the reference that names these very bytes. What a
-        failing source has sent so far stays for the next fetch of the same, where the source can go on from there.
+        `transfer` has the progress, and afterwards the immutable reference of the files. The files of a failed fetch
+        are kept for the next one if the source can resume. Raises SourceError.
         """
         source = source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
@@ -73,12 +72,12 @@ class AdapterCache:
         again = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
         is_kept = False
         try:
-            with self.disk.partial(again) as partial:
+            with self.folder.download_folder(again) as partial:
                 try:
-                    async with self._turns, asyncio.timeout(self._fetch_deadline_s):
+                    async with self._fetch_slots, asyncio.timeout(self._fetch_deadline_s):
                         await source.fetch(ref, partial, transfer)
                         if self.rules.allow_pickle:
-                            await unpickled(partial)
+                            await convert_pickles(partial)
                     yield partial
                 except SourceError as exc:
                     is_kept = exc.code == "source_failed"
@@ -86,7 +85,7 @@ class AdapterCache:
                 except TimeoutError as exc:
                     is_kept = True
                     message = (
-                        f"source {shown(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
+                        f"source {redacted(ref)}: not fetched within {self._fetch_deadline_s:g} s; see fetch_deadline_s"
                     )
                     raise SourceError("source_failed", message, retry_after_s=5) from exc
                 except asyncio.CancelledError:
@@ -94,100 +93,104 @@ class AdapterCache:
                     raise
                 finally:
                     if not (again and is_kept):
-                        await settled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
+                        await finish_even_if_cancelled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
         except OSError as exc:
-            raise self._disk_error(ref, exc) from exc
+            raise self._translated_disk_error(ref, exc) from exc
 
     async def check_source(self, ref: str) -> None:
-        """Raises SourceError where this worker's settings forbid the source; nothing is fetched."""
+        """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
         source = source_for(ref, self._sources, self._prefixes)
         if isinstance(source, CheckingSource):
             await asyncio.to_thread(source.check, ref)
 
     def has_source(self, scheme: str) -> bool:
+        """Whether there is a source for a scheme."""
         return scheme in self._sources
 
-    async def verify(self, folder: Path, *, is_vouched_for: bool = False, is_any_rank: bool = False) -> Manifest:
-        """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks.
+    async def verify(self, folder: Path, *, trust_base_model: bool = False, allow_any_rank: bool = False) -> Manifest:
+        """The manifest of the adapter in a folder; raises SourceError with the rule that it breaks.
 
-        is_vouched_for  it is of this worker's base model, whatever its own config says
-        is_any_rank     also what is too large for this worker's engine
+        trust_base_model  do not compare the base model in its config: the caller has named it
+        allow_any_rank    accept ranks above the engine's limit
         """
-        rules = replace(self.rules, max_rank=None) if is_any_rank else self.rules
-        rules = replace(rules, base_check="off") if is_vouched_for else rules
+        rules = replace(self.rules, max_rank=None) if allow_any_rank else self.rules
+        rules = replace(rules, base_check="off") if trust_base_model else rules
         return await asyncio.to_thread(read_manifest, folder, rules)
 
     async def install(self, partial: Path, digest: str) -> Path:
-        """Give a verified temporary folder its name. If another agent was faster, its copy is used once checked."""
-        # Not left half-way, or whoever clears up after a cancelled fetch would take files from under the new name.
-        return await settled(asyncio.to_thread(self._install, partial, digest))
+        """Rename a verified folder to its digest, or verify and use another agent's copy; returns the path."""
+        # Not cancellable: the cleanup of a cancelled fetch would delete files of the renamed folder.
+        return await finish_even_if_cancelled(asyncio.to_thread(self._install, partial, digest))
 
     async def update_free_bytes(self) -> None:
-        """See how much is free. In a thread, because a network file system may not answer."""
+        """Update `free_bytes`, in a thread because a network file system may hang."""
         with contextlib.suppress(OSError):
-            self.free_bytes = await asyncio.to_thread(self.disk.free_bytes)
+            self.free_bytes = await asyncio.to_thread(self.folder.free_bytes)
 
     def path(self, digest: str) -> Path:
-        return self.disk.path(digest)
+        """The folder of an installed adapter."""
+        return self.folder.path(digest)
 
-    async def has(self, digest: str) -> bool:
-        """Whether the adapter is here with every byte as its digest says; read through once a process.
+    async def has_intact(self, digest: str) -> bool:
+        """Whether the adapter is installed and its files match the digest; they are read once per process.
 
-        It stays, too, for as long as it is wanted here or the grace lasts.
+        Takes a lease, so that no agent deletes the adapter.
         """
-        return await asyncio.to_thread(self._has, digest)
+        return await asyncio.to_thread(self._check_intact, digest)
 
-    def _has(self, digest: str) -> bool:
-        if not self.disk.claim(digest):  # before it is looked at: what is claimed is not deleted meanwhile
+    def _check_intact(self, digest: str) -> bool:
+        if not self.folder.claim(digest):  # first, so that it is not deleted meanwhile
             return False
         if digest not in self._verified and is_intact(self.path(digest), digest):
             self._verified.add(digest)
         return digest in self._verified
 
-    async def make_room(self, manifest: Manifest, in_use: InUse) -> list[str]:
-        """Digests that were deleted, least recently used first, to install this one within the limit.
+    async def make_room(self, manifest: Manifest, in_use: ListDigestsInUse) -> list[str]:
+        """Delete adapters, least recently used first, until this one fits; returns the deleted digests.
 
-        raises  SourceError `disk_full` when what is in use leaves no room, EngineError when nobody knows what that is
+        raises  SourceError `disk_full` if adapters in use leave no room, EngineError if `in_use` fails
         """
-        if self.path(manifest.digest).exists() or await asyncio.to_thread(self.disk.has_room, manifest.size_bytes):
+        if self.path(manifest.digest).exists() or await asyncio.to_thread(self.folder.has_room, manifest.size_bytes):
             return []
-        gone, missing = await asyncio.to_thread(self.disk.make_room, manifest.size_bytes, await in_use())
-        if missing and not self.path(manifest.digest).exists():  # another agent may have been faster, meanwhile
-            used, _ = await asyncio.to_thread(self.disk.usage)
+        gone, missing = await asyncio.to_thread(self.folder.make_room, manifest.size_bytes, await in_use())
+        if missing and not self.path(manifest.digest).exists():  # another agent may have installed it meanwhile
+            used, _ = await asyncio.to_thread(self.folder.usage)
             raise SourceError(
                 "disk_full",
-                f"the adapter has {manifest.size_bytes} bytes; max_disk_bytes is {self.disk.max_bytes}, of which {used}"
-                f" are taken by adapters in use: {missing} bytes too few. Unload some, or raise max_disk_bytes",
+                f"the adapter has {manifest.size_bytes} bytes; max_disk_bytes is {self.folder.max_bytes}, of which"
+                f" {used} are taken by adapters in use: {missing} bytes too few. Unload some, or raise max_disk_bytes",
                 retry_after_s=30,
             )
         return gone
 
-    async def sweep(self, wanted: frozenset[str], known: frozenset[str], in_use: InUse) -> tuple[list[str], list[str]]:
-        """Renew our leases and keep the limit: what is wanted and not here, and what else is known and not here now."""
-        lost = await asyncio.to_thread(self._renew, wanted)
-        if not await asyncio.to_thread(self.disk.has_room, 0):
+    async def sweep(
+        self, wanted: frozenset[str], known: frozenset[str], in_use: ListDigestsInUse
+    ) -> tuple[list[str], list[str]]:
+        """Renew leases and enforce the limit; returns the wanted and the other known digests that are not installed."""
+        lost = await asyncio.to_thread(self._clean_and_renew, wanted)
+        if not await asyncio.to_thread(self.folder.has_room, 0):
             try:
-                await asyncio.to_thread(self.disk.make_room, 0, await in_use())
+                await asyncio.to_thread(self.folder.make_room, 0, await in_use())
             except EngineError as exc:
                 log.warning("nothing deleted from the cache: the engine cannot be asked what it uses", error=str(exc))
-        folders = await asyncio.to_thread(self.disk.folders, wanted)
+        folders = await asyncio.to_thread(self.folder.adapters, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
-        self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_held)
-        return lost, await asyncio.to_thread(self._missing, known - wanted)
+        self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_in_use)
+        return lost, await asyncio.to_thread(self._missing_digests, known - wanted)
 
-    def _missing(self, digests: Collection[str]) -> list[str]:
+    def _missing_digests(self, digests: Collection[str]) -> list[str]:
         return [digest for digest in digests if not self.path(digest).exists()]
 
-    def _renew(self, wanted: frozenset[str]) -> list[str]:
-        self.disk.clean()
-        return self.disk.renew(wanted)
+    def _clean_and_renew(self, wanted: frozenset[str]) -> list[str]:
+        self.folder.remove_leftovers()
+        return self.folder.renew_leases(wanted)
 
-    def _disk_error(self, ref: str, exc: OSError) -> SourceError:
+    def _translated_disk_error(self, ref: str, exc: OSError) -> SourceError:
         if exc.errno not in _FULL:
-            return SourceError("source_failed", f"source {shown(ref)}: {exc}", retry_after_s=30)
-        used, free = self.disk.usage()[0], self.disk.free_bytes()
+            return SourceError("source_failed", f"source {redacted(ref)}: {exc}", retry_after_s=30)
+        used, free = self.folder.usage()[0], self.folder.free_bytes()
         message = (
-            f"source {shown(ref)}: no space left in {self.disk.folder}: {free} bytes are free, {used} are taken by"
+            f"source {redacted(ref)}: no space left in {self.folder.folder}: {free} bytes are free, {used} are taken by"
             " installed adapters; give it more room, or unload adapters"
         )
         return SourceError("disk_full", message, retry_after_s=30)
@@ -196,36 +199,38 @@ class AdapterCache:
         target = self.path(digest)
         for file in partial.iterdir():
             file.chmod(0o444)
-            _sync(file)
+            _fsync(file)
         partial.chmod(0o755)
-        if not self.disk.claim(digest):
+        if not self.folder.claim(digest):
             with contextlib.suppress(OSError):  # another agent was faster
                 partial.rename(target)
-            self.disk.claim(digest)
+            self.folder.claim(digest)
         if not is_intact(target, digest):
-            self.disk.replace(digest, partial)
-        _sync(self.disk.folder)
+            self.folder.replace_adapter(digest, partial)
+        _fsync(self.folder.folder)
         self._verified.add(digest)
         return target
 
 
 def is_intact(folder: Path, digest: str) -> bool:
-    """Whether an installed adapter has every byte that its digest says: reads all of them."""
+    """Whether an installed adapter's files match its digest; reads all of them."""
     try:
-        return manifests.digest(read_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
+        return (
+            manifests.digest(read_file_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
+        )
     except (OSError, SourceError):
         return False
 
 
 @functools.cache
 def _boot_id() -> str:
-    """This boot of the machine. What was written before its crash may have holes that no size tells of."""
+    """The machine's boot id: files written before a crash of the machine may have holes despite their size."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,12 +1,12 @@
-"""The cache folder, shared by any number of agents: who uses which adapter, what may go, what a crash left behind.
+"""The cache folder, which agents may share: leases, deletion of unused adapters, downloads, leftovers of crashes.
 
-    <digest>/                an installed adapter, never changed
-    <digest>/.users/<agent>  that agent's lease: renewed while its engine holds the adapter or should; says which engine
-    .partial-<agent>-…/      a download under way
-    .partial-<agent>-again-… one that can go on where it stopped, also after a restart
-    .gone-<agent>-…/         renamed away, being deleted
+    <digest>/                 an installed adapter, never changed
+    <digest>/.users/<agent>   that agent's lease, renewed while it wants the adapter; contains its engine's URL
+    .partial-<agent>-…/       a download in progress
+    .partial-<agent>-again-…  a download that can be resumed, also after a restart
+    .gone-<agent>-…/          an adapter that is being deleted
 
-Time is the file system's own (the mtime of a file touched now): agents on several machines share no other clock.
+Times are the file system's (the mtime of a file touched now): agents on several machines share no other clock.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.core.eviction import CachedAdapter, to_free
+from workers.core.eviction import CachedAdapter, adapters_to_delete
 from workers.core.manifest import is_adapter_file
 from workers.storage import leases
 
@@ -32,61 +32,63 @@ PARTIAL = ".partial-"
 _GONE = ".gone-"
 _AGAIN = re.compile(r"\.partial-.+-again-[0-9a-f]{24}")
 _ABANDONED_S = 3600.0
-"""A download in which no file has grown for this long, another agent's or an unfinished one of ours; a guess."""
+"""A download of another agent, or a resumable one of ours, is deleted after this long without growth (a guess)."""
 _LOCK_S = 5.0
 
 
 class CacheFolder:
-    """Blocking calls, for threads. `user` names this agent: no other one that shares the folder may have its name."""
+    """One agent's view of the cache folder. All methods block: call them in threads."""
 
     def __init__(
         self,
         folder: Path,
         *,
-        user: str,
+        agent_id: str,
         max_bytes: int = 0,
         grace_s: float,
         lease_s: float,
-        outlives_s: float = 0.0,
-        listed: leases.Listed = lambda _: (),
+        engine_outlives_s: float = 0.0,
+        served_digests: leases.ServedDigests = lambda _: (),
     ) -> None:
         """
-        max_bytes   of installed adapters; 0 for as many as fit
-        grace_s     after its last use an adapter stays so long
-        lease_s     how long others count who have fallen silent
-        outlives_s  how much longer our engine may go on without us; our leases reach so far into the future
-        listed      digests that the engine at a URL serves; nothing where none answers
+        agent_id           this agent's name, unique among the agents that share the folder
+        max_bytes          limit for installed adapters; 0: none
+        grace_s            an adapter is kept so long after its last use
+        lease_s            other agents' leases expire so long after their last renewal
+        engine_outlives_s  our engine may run so much longer than this agent: our leases last so much longer
+        served_digests     lists the digests that the engine at a URL serves; empty if it does not answer
         """
         self.folder = folder.resolve()
-        self._exist()
+        self._create_folder()
         self.max_bytes = max_bytes
-        self._user = user
+        self._agent_id = agent_id
         self._grace_s = grace_s
         self._lease_s = lease_s
-        self._outlives_s = outlives_s
-        self._in_use: set[Path] = set()
+        self._engine_outlives_s = engine_outlives_s
+        self._open_downloads: set[Path] = set()
         self._sizes: dict[str, int] = {}  # of installed adapters, which never change
-        self._listed = listed
+        self._served_digests = served_digests
         self.engine_url = ""
-        """Our engine, for those who wonder whether it still runs when we have fallen silent."""
+        """URL of this agent's engine, stored in its leases."""
 
-    # --- what is here --------------------------------------------------------------------------------------------
+    # --- installed adapters --------------------------------------------------------------------------------------
 
     def path(self, digest: str) -> Path:
+        """The folder of an installed adapter."""
         return self.folder / digest
 
-    def folders(self, wanted: frozenset[str]) -> list[CachedAdapter]:
-        """Every installed adapter; what is `wanted` here, or leased by another agent, is held."""
+    def adapters(self, wanted: frozenset[str]) -> list[CachedAdapter]:
+        """All installed adapters; in use are those `wanted` by this agent or leased by another one."""
         now = self._now()
-        found = []
+        adapters = []
         for path in self.folder.iterdir():
             if not path.name.startswith("."):
                 with contextlib.suppress(OSError):  # on its way out
-                    found.append(self._look(path.name, wanted, now))
-        return found
+                    adapters.append(self._cached_adapter(path.name, wanted, now))
+        return adapters
 
     def usage(self) -> tuple[int, int]:
-        """Bytes and number of the installed adapters."""
+        """Total bytes and number of the installed adapters."""
         sizes = {}
         for name in os.listdir(self.folder):  # noqa: PTH208  (names alone, of thousands)
             if not name.startswith("."):
@@ -96,77 +98,92 @@ class CacheFolder:
         return sum(sizes.values()), len(sizes)
 
     def free_bytes(self) -> int:
+        """Free bytes of the file system."""
         return shutil.disk_usage(self.folder).free
 
     # --- leases --------------------------------------------------------------------------------------------------
 
     def claim(self, digest: str) -> bool:
-        """Whether the adapter is here; from now on nobody deletes it until the lease is over."""
+        """Take a lease on an adapter, so that no agent deletes it; False if it is not installed."""
         with self._locked():
             try:
-                leases.renew(self.path(digest), self._user, engine_url=self.engine_url, outlives_s=self._outlives_s)
+                leases.renew(
+                    self.path(digest),
+                    self._agent_id,
+                    engine_url=self.engine_url,
+                    engine_outlives_s=self._engine_outlives_s,
+                )
             except FileNotFoundError:
                 return False
-            except OSError as exc:  # a disk that is full, or another user's folder: it can be read all the same
+            except OSError as exc:  # the disk is full, or the folder is another user's: it can still be read
                 log.warning("no lease on an adapter of the cache", digest=digest, error=str(exc))
                 return self.path(digest).is_dir()
             return True
 
-    def renew(self, wanted: Iterable[str]) -> list[str]:
-        """Keep the leases of what is wanted and give up the others; digests that are wanted and not here."""
+    def renew_leases(self, wanted: Iterable[str]) -> list[str]:
+        """Renew the leases on wanted adapters and drop all others; returns wanted digests that are not installed."""
         names = frozenset(wanted)
         lost = [digest for digest in sorted(names) if not self.claim(digest)]
         now = self._now()
-        for lease in self.folder.glob(f"*/{leases.USERS}/{self._user}"):
+        for lease in self.folder.glob(f"*/{leases.USERS}/{self._agent_id}"):
             with contextlib.suppress(OSError):
                 if (
                     lease.parent.parent.name not in names
-                    and now + self._outlives_s - lease.stat().st_mtime > self._grace_s
+                    and now + self._engine_outlives_s - lease.stat().st_mtime > self._grace_s
                 ):
                     lease.unlink()
         return lost
 
-    def replace(self, digest: str, by: Path) -> None:
-        """Put a whole folder in the place of a damaged or missing one; its leases stay. Raises OSError.
+    def replace_adapter(self, digest: str, by: Path) -> None:
+        """Replace a damaged or missing adapter by the folder `by`, keeping its leases. Raises OSError.
 
-        The old one is moved aside, not deleted: an engine may have it open.
+        The old folder is moved aside, not deleted, because an engine may have its files open.
         """
         with self._locked():
             old = self.path(digest)
             if old.exists():
                 if (old / leases.USERS).is_dir():
                     (old / leases.USERS).rename(by / leases.USERS)
-                old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder)) / digest)
+                old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder)) / digest)
             by.rename(old)
             self._sizes.pop(digest, None)
         self.claim(digest)
 
-    # --- room ----------------------------------------------------------------------------------------------------
+    # --- deletion ------------------------------------------------------------------------------------------------
 
     def has_room(self, need_bytes: int) -> bool:
-        """Whether so many bytes more stay within `max_bytes`."""
+        """Whether `need_bytes` more are within `max_bytes`."""
         return not self.max_bytes or self.usage()[0] + need_bytes <= self.max_bytes
 
     def make_room(self, need_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
-        """Delete until `need_bytes` more stay within `max_bytes`: the digests that went, the bytes still missing."""
+        """Delete adapters until `need_bytes` more are within `max_bytes`; returns deleted digests and missing bytes.
+
+        Nothing is deleted if it would not be enough.
+        """
         if not self.max_bytes:
             return [], 0
-        folders = self.folders(wanted)
+        folders = self.adapters(wanted)
         excess = sum(folder.size_bytes for folder in folders) + need_bytes - self.max_bytes
-        missing = to_free(folders, excess_bytes=excess, now=self._now(), grace_s=self._grace_s)[1]
+        missing = adapters_to_delete(folders, excess_bytes=excess, now=self._now(), grace_s=self._grace_s)[1]
         if need_bytes and missing:
-            return [], missing  # it would not do, so nobody loses anything
-        return self._free(folders, excess, wanted)
+            return [], missing
+        return self.delete_until_freed(folders, excess, wanted)
 
-    def free_half(self, wanted: frozenset[str]) -> list[str]:
-        """Delete half the bytes that nobody uses, oldest first: for a disk that is full below any limit of ours."""
-        folders = self.folders(wanted)
-        idle = sum(folder.size_bytes for folder in folders if not folder.is_held)
-        return self._free(folders, (idle + 1) // 2, wanted)[0]
+    def delete_half_of_idle(self, wanted: frozenset[str]) -> list[str]:
+        """Delete half of the unused bytes, oldest first: for a disk that is full below `max_bytes`."""
+        folders = self.adapters(wanted)
+        idle = sum(folder.size_bytes for folder in folders if not folder.is_in_use)
+        return self.delete_until_freed(folders, (idle + 1) // 2, wanted)[0]
 
-    def _free(self, folders: list[CachedAdapter], excess_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
+    def delete_until_freed(
+        self, folders: list[CachedAdapter], excess_bytes: int, wanted: frozenset[str]
+    ) -> tuple[list[str], int]:
+        """Delete the least recently used of `folders` until `excess_bytes` are freed, as `make_room` returns it.
+
+        An adapter that another agent has leased meanwhile is not deleted.
+        """
         now = self._now()
-        going, missing = to_free(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)
+        going, missing = adapters_to_delete(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)
         gone = []
         for folder in going:
             if self._delete(folder.digest, wanted):
@@ -176,18 +193,18 @@ class CacheFolder:
         return gone, missing
 
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
-        """Rename away, then delete; False when somebody has taken it into use meanwhile, or never stopped using it."""
-        if engine_url := leases.serving(self.path(digest), self._user, self._listed):
+        """Rename the adapter away and delete it; False if an agent or an engine uses it."""
+        if engine_url := leases.engine_using(self.path(digest), self._agent_id, self._served_digests):
             log.info("an engine without its agent keeps an adapter in the cache", digest=digest, engine_url=engine_url)
             return False
-        aside = Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._user}-", dir=self.folder))
+        aside = Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder))
         try:
             with self._locked():
                 if not self._is_idle(digest, wanted):
                     return False
                 self.path(digest).rename(aside / digest)
-                # Where the file system knows no locks, somebody's lease may have come in between.
-                if self._has_user(aside / digest, self._now()):
+                # On a file system without locks another agent may have taken a lease meanwhile.
+                if self._has_other_user(aside / digest, self._now()):
                     with contextlib.suppress(OSError):
                         (aside / digest).rename(self.path(digest))
                     return False
@@ -202,43 +219,43 @@ class CacheFolder:
 
     # --- downloads -----------------------------------------------------------------------------------------------
 
-    def clean(self, *, is_full: bool = False) -> None:
-        """Remove what a crash left, and downloads in which nothing has grown for an hour.
+    def remove_leftovers(self, *, is_full: bool = False) -> None:
+        """Remove what a crash left behind, and downloads without growth for an hour.
 
-        Ours that can go on where they stopped are kept that long, unless the disk is full.
+        Our own resumable downloads are kept so long, too, unless `is_full`.
         """
         now = self._now()
         for path in [*self.folder.glob(f"{PARTIAL}*"), *self.folder.glob(f"{_GONE}*")]:
             kind = PARTIAL if path.name.startswith(PARTIAL) else _GONE
-            is_ours = path.name.startswith(f"{kind}{self._user}-")
-            is_done_for = is_ours and (is_full or not is_leftover(path))
-            if path not in self._in_use and (is_done_for or now - _newest(path) > _ABANDONED_S):
+            is_ours = path.name.startswith(f"{kind}{self._agent_id}-")
+            is_useless = is_ours and (is_full or not is_resumable_download(path))
+            if path not in self._open_downloads and (is_useless or now - _newest_mtime(path) > _ABANDONED_S):
                 _remove(path)
 
     @contextlib.contextmanager
-    def partial(self, again: str = "") -> Iterator[Path]:
-        """A folder for a download, in use until the end of the block, which removes it or leaves it. Raises OSError.
+    def download_folder(self, again: str = "") -> Iterator[Path]:
+        """A folder for a download during the block; it is left to the caller to delete it. Raises OSError.
 
-        again  what names the bytes: the folder holds what an earlier download of the same left; empty for a new one
+        again  key of a resumable download: the folder has the files of an earlier download with this key; "": none
         """
-        path = self.folder / f"{PARTIAL}{self._user}-again-{hashlib.sha256(again.encode()).hexdigest()[:24]}"
-        self._exist()
-        if not again or path in self._in_use:
-            path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._user}-", dir=self.folder))
-        self._in_use.add(path)
+        path = self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(again.encode()).hexdigest()[:24]}"
+        self._create_folder()
+        if not again or path in self._open_downloads:
+            path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._agent_id}-", dir=self.folder))
+        self._open_downloads.add(path)
         try:
             path.mkdir(exist_ok=True)
             yield path
         finally:
-            self._in_use.discard(path)
+            self._open_downloads.discard(path)
 
-    # --- small things --------------------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------------------
 
-    def _look(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
+    def _cached_adapter(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
         path = self.path(digest)
         size = self._size(digest)
-        is_held = digest in wanted or self._has_user(path, now)
-        return CachedAdapter(digest, size, leases.used_at(path), is_held)
+        is_in_use = digest in wanted or self._has_other_user(path, now)
+        return CachedAdapter(digest, size, leases.last_used_at(path), is_in_use)
 
     def _size(self, digest: str) -> int:
         known = self._sizes.get(digest)
@@ -247,20 +264,20 @@ class CacheFolder:
             known = self._sizes[digest] = sum(each.stat().st_size for each in files)
         return known
 
-    def _has_user(self, path: Path, now: float) -> bool:
-        return leases.has_other(path, self._user, now=now, lease_s=self._lease_s)
+    def _has_other_user(self, path: Path, now: float) -> bool:
+        return leases.has_other_user(path, self._agent_id, now=now, lease_s=self._lease_s)
 
     def _is_idle(self, digest: str, wanted: frozenset[str]) -> bool:
         now = self._now()
-        folder = self._look(digest, wanted, now)
-        return not folder.is_held and now - folder.used_at >= self._grace_s
+        folder = self._cached_adapter(digest, wanted, now)
+        return not folder.is_in_use and now - folder.used_at >= self._grace_s
 
-    def _exist(self) -> None:
-        """Also after somebody deleted all of it, as caches are deleted."""
+    def _create_folder(self) -> None:
+        """Create the folder, which a user may have deleted as a cache."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _now(self) -> float:
-        clock = self.folder / f".clock-{self._user}"
+        clock = self.folder / f".clock-{self._agent_id}"
         try:
             clock.touch()
             return clock.stat().st_mtime
@@ -269,8 +286,8 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else claims or deletes; some network file systems know no locks, and go without."""
-        self._exist()
+        """Hold the folder's lock, so that no other agent claims or deletes; skipped where there are no file locks."""
+        self._create_folder()
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             deadline = time.monotonic() + _LOCK_S
@@ -287,12 +304,12 @@ class CacheFolder:
             os.close(handle)
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether a download may go on in that folder."""
+def is_resumable_download(path: Path) -> bool:
+    """Whether a `.partial-` folder is a resumable download."""
     return _AGAIN.fullmatch(path.name) is not None
 
 
-def _newest(path: Path) -> float:
+def _newest_mtime(path: Path) -> float:
     newest = 0.0
     for folder, _, names in os.walk(path):
         for entry in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118  (thousands of them)

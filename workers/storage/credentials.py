@@ -1,7 +1,7 @@
-"""Credentials that an adapter names by reference: files that an operator has put here, read for each fetch, never kept.
+"""Credentials that adapters refer to: files that an operator has provided, read for each fetch.
 
-Whoever may register an adapter chooses where its bytes come from, and so where a credential would be sent. So a secret
-says itself what it is for: beside its keys lies a file `sources` with one prefix a line, as hf://acme.
+A tenant who registers an adapter chooses its source, and thus where a credential would be sent. Therefore each secret
+has a file `sources` with the allowed prefixes, one per line, for example hf://acme.
 """
 
 import asyncio
@@ -9,24 +9,24 @@ import re
 from pathlib import Path
 
 from workers.core.errors import SourceError
-from workers.core.references import is_below, shown
+from workers.core.references import is_below, redacted
 
 _SECRET = re.compile(r"([a-z0-9][-a-z0-9.]{0,252})/([-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252})")
 _SOURCES = "sources"
 
 
 class Credentials:
-    """`<folder>/<name>/<key>`: what a Secret is where a pod has it mounted."""
+    """Files `<folder>/<name>/<key>`, the layout of mounted Kubernetes Secrets."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     async def read(self, secret: str, ref: str) -> str:
-        """The credential for this source. Raises SourceError when there is none here, or it is not for this source."""
+        """The credential for a source; raises SourceError if it is missing or not allowed for this source."""
         return await asyncio.to_thread(self._read, secret, ref)
 
     def _read(self, secret: str, ref: str) -> str:
-        what = f"source {shown(ref)}: its secret {secret[:520]!r}"
+        what = f"source {redacted(ref)}: its secret {secret[:520]!r}"
         found = _SECRET.fullmatch(secret)
         if found is None or found[2] == _SOURCES:
             raise SourceError("source_unauthorized", f"{what} is no name/key of a credential")

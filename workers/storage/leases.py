@@ -1,6 +1,6 @@
-"""Who uses an adapter of the cache folder: `<digest>/.users/<agent>`, a file whose mtime says until when.
+"""Leases on adapters in a shared cache folder: files `<digest>/.users/<agent>`, renewed by touching them.
 
-It holds where that agent's engine is, so that the engine can be asked when its agent has fallen silent.
+A lease contains the URL of the agent's engine, so that other agents can ask that engine after the lease has expired.
 """
 
 import contextlib
@@ -12,47 +12,50 @@ from pathlib import Path
 
 USERS = ".users"
 
-Listed = Callable[[str], Collection[str]]
-"""Digests that the engine at a URL serves; nothing where none answers."""
+ServedDigests = Callable[[str], Collection[str]]
+"""Lists the digests that the engine at a URL serves; empty if it does not answer."""
 
 
-def renew(adapter: Path, user: str, *, engine_url: str, outlives_s: float) -> None:
-    """Raises FileNotFoundError when the adapter is not here, OSError when no lease can be written."""
+def renew(adapter: Path, agent_id: str, *, engine_url: str, engine_outlives_s: float) -> None:
+    """Take or renew an agent's lease on an adapter.
+
+    raises  FileNotFoundError if the adapter is not in the cache, OSError if the lease cannot be written
+    """
     users = adapter / USERS
     with contextlib.suppress(FileExistsError):
         users.mkdir()
-    lease = users / user
-    told = json.dumps({"engine": engine_url, "host": socket.gethostname()})
-    if not lease.exists() or lease.read_text() != told:
-        lease.write_text(told)
+    lease = users / agent_id
+    content = json.dumps({"engine": engine_url, "host": socket.gethostname()})
+    if not lease.exists() or lease.read_text() != content:
+        lease.write_text(content)
     lease.touch()
-    if outlives_s:
-        until = lease.stat().st_mtime + outlives_s
+    if engine_outlives_s:
+        until = lease.stat().st_mtime + engine_outlives_s
         os.utime(lease, (until, until))
 
 
-def has_other(adapter: Path, user: str, *, now: float, lease_s: float) -> bool:
-    """Whether another agent's lease is running. Our own says nothing: what we want is known better."""
+def has_other_user(adapter: Path, agent_id: str, *, now: float, lease_s: float) -> bool:
+    """Whether another agent has an unexpired lease on the adapter."""
     users = adapter / USERS
     with contextlib.suppress(FileNotFoundError):
-        others = [lease for lease in users.iterdir() if lease.name != user]
+        others = [lease for lease in users.iterdir() if lease.name != agent_id]
         return any(now - lease.stat().st_mtime <= lease_s for lease in others)
     return False
 
 
-def serving(adapter: Path, user: str, listed: Listed) -> str:
-    """The engine of another agent that still lists the adapter; the lease is renewed for it. "" when there is none."""
+def engine_using(adapter: Path, agent_id: str, served_digests: ServedDigests) -> str:
+    """URL of another agent's engine that still lists the adapter, or ""; renews that agent's lease."""
     for lease in (adapter / USERS).glob("*"):
-        engine_url = "" if lease.name == user else _engine_of(lease)
-        if engine_url and adapter.name in listed(engine_url):
+        engine_url = "" if lease.name == agent_id else _reachable_engine_url(lease)
+        if engine_url and adapter.name in served_digests(engine_url):
             with contextlib.suppress(OSError):
                 lease.touch()
             return engine_url
     return ""
 
 
-def used_at(adapter: Path) -> float:
-    """When a lease was last taken, renewed or given up; the folder's own time before the first."""
+def last_used_at(adapter: Path) -> float:
+    """Time when a lease on the adapter was last taken, renewed or removed; before the first, the folder's mtime."""
     users = adapter / USERS
     try:
         return max(each.stat().st_mtime for each in (users, *users.iterdir()))
@@ -60,11 +63,11 @@ def used_at(adapter: Path) -> float:
         return adapter.stat().st_mtime
 
 
-def _engine_of(lease: Path) -> str:
-    """Where the engine beside an agent can be called from here; "" where that is not known."""
+def _reachable_engine_url(lease: Path) -> str:
+    """The engine URL in a lease if it can be reached from this host, else ""."""
     try:
-        told = json.loads(lease.read_text())
-        url, host = str(told["engine"]), told["host"]
+        content = json.loads(lease.read_text())
+        url, host = str(content["engine"]), content["host"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     is_loopback = any(name in url for name in ("//127.", "//[::1]", "//localhost"))

@@ -1,4 +1,4 @@
-"""Adapters that this worker can see in its folder (`lora_path`), hashed once and again when they change."""
+"""The adapters in the folder `lora_path`, verified once and again when their files change."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ _Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LocalAdapter:
-    """One adapter of the folder: its manifest, or why it cannot be served."""
+    """One adapter in `lora_path`: its manifest, or the error why it cannot be served."""
 
     lora_id: str
     path: Path
@@ -29,56 +29,57 @@ class LocalAdapter:
 
 
 class LocalAdapters:
-    """One folder. Every subfolder with an `adapter_config.json` is an adapter; its path below is its lora_id."""
+    """The adapters in one folder: every subfolder with an `adapter_config.json`; its relative path is the lora_id."""
 
     def __init__(self, folder: Path | None, rules: AdapterRules) -> None:
         self.folder = folder
         self.rules = rules
-        self.revision = 0  # grows with every scan that found a change
-        self._seen: dict[str, tuple[_Stamp, LocalAdapter]] = {}
+        self.revision = 0  # grows with every scan that finds a change
+        self._scanned: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         self._is_stopping = False
         self.has_scanned = asyncio.Event()
-        """Set after the first scan, which reads every adapter."""
+        """Set after the first scan, which verifies every adapter."""
         if folder is None:
             self.has_scanned.set()
 
     def stop(self) -> None:
-        """Whatever has not been read yet is not read any more: this process ends."""
+        """End a running scan, because the process stops."""
         self._is_stopping = True
 
     @property
     def adapters(self) -> tuple[LocalAdapter, ...]:
-        return tuple(shelved for _, shelved in self._seen.values())
+        """The adapters of the last scan."""
+        return tuple(shelved for _, shelved in self._scanned.values())
 
     def find(self, lora_id: str) -> LocalAdapter | None:
-        """The adapter as the last scan found it."""
-        found = self._seen.get(lora_id)
-        return None if found is None else found[1]
+        """The adapter in the last scan; None if it was not there."""
+        adapters = self._scanned.get(lora_id)
+        return None if adapters is None else adapters[1]
 
     def path(self, lora_id: str) -> Path | None:
-        """The adapter's folder, also of one that was put there after the last scan."""
+        """The adapter's folder, even if it was added after the last scan; None without one."""
         if self.folder is None:
             return None
         path = self.folder / lora_id
         return path if (path / CONFIG_NAME).is_file() else None
 
     async def scan(self) -> bool:
-        """Look again; whether anything changed. New and changed adapters are read through once."""
+        """Scan the folder and verify new and changed adapters; returns whether anything changed."""
         if self.folder is None:
             return False
         try:
-            found = await asyncio.to_thread(self._scan, self.folder)
+            adapters = await asyncio.to_thread(self._scan, self.folder)
         finally:
             self.has_scanned.set()
         if self._is_stopping:
             return False
-        changed = found != self._seen
-        self._seen = found
+        changed = adapters != self._scanned
+        self._scanned = adapters
         self.revision += changed
         return changed
 
     def _scan(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
-        found: dict[str, tuple[_Stamp, LocalAdapter]] = {}
+        adapters: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:
                 break
@@ -88,14 +89,14 @@ class LocalAdapters:
             path = Path(folder)
             lora_id = path.relative_to(root).as_posix()
             try:
-                stamp = _stamp(path)
+                stamp = _folder_stamp(path)
             except OSError as exc:
-                # Going away, or not ours to read: the next look tells which. It costs no other adapter its place.
+                # The folder is being deleted or is unreadable; the other adapters are not affected.
                 log.warning("adapter in lora_path left out", lora_id=lora_id, error=str(exc))
                 continue
-            known = self._seen.get(lora_id)
-            found[lora_id] = known if known and known[0] == stamp else (stamp, self._read_adapter(lora_id, path))
-        return found
+            known = self._scanned.get(lora_id)
+            adapters[lora_id] = known if known and known[0] == stamp else (stamp, self._read_adapter(lora_id, path))
+        return adapters
 
     def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:
         try:
@@ -106,7 +107,7 @@ class LocalAdapters:
             return LocalAdapter(lora_id, path, None, str(exc))
 
 
-def _stamp(path: Path) -> _Stamp:
+def _folder_stamp(path: Path) -> _Stamp:
     rows = []
     for file in sorted(path.iterdir()):
         if is_adapter_file(file.name) and mode_of(file):

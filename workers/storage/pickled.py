@@ -1,4 +1,4 @@
-"""Pickled weights, where sources may bring them (`allow_pickle`): converted before anything is verified."""
+"""Conversion of pickled weights (`allow_pickle`) to safetensors, before the adapter is verified."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,11 @@ _SCRIPT = Path(__file__).with_name("unpickle.py")
 _TORCH_MISSING, _NOT_WRITTEN = 3, 4
 
 
-async def unpickled(folder: Path) -> None:
-    """Puts safetensors in the place of pickled weights, if there are any; the digest is theirs.
+async def convert_pickles(folder: Path) -> None:
+    """Replace pickled weights in the folder, if there are any, by safetensors.
 
-    raises  SourceError `adapter_pickled` for what is not a state dict, `source_extra_missing` without torch,
-            `source_failed` when the conversion was killed; OSError when the disk does not take the result
+    raises  SourceError `adapter_pickled` if the file is no state dict, `source_extra_missing` without torch,
+            `source_failed` if the conversion was killed; OSError if the result cannot be written
     """
     pickle = next((folder / name for name in PICKLES if (folder / name).exists()), None)
     if pickle is None:
@@ -32,7 +32,7 @@ async def unpickled(folder: Path) -> None:
         _, said = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()  # nobody waits for it any more
+            process.kill()  # after a cancellation it may still run
     if process.returncode == _TORCH_MISSING:
         message = f"{pickle.name} needs torch and safetensors beside this agent to be converted; install them"
         raise SourceError("source_extra_missing", message)

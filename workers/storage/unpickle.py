@@ -1,8 +1,8 @@
-"""Turns pickled weights into safetensors: `python unpickle.py PICKLE SAFETENSORS`, in a process of its own.
+"""Converts pickled weights to safetensors: `python unpickle.py PICKLE SAFETENSORS`, in a process of its own.
 
-By torch's `weights_only`, which makes tensors and plain containers and calls nothing else. The agent never imports
-torch: it would cost it several hundred MB. Exit status 3 says that torch or safetensors is missing, 4 that the disk did
-not take the result: then the error's number is on stderr.
+torch's `weights_only` creates tensors and plain containers and calls nothing else. The agent itself never imports
+torch, which takes several hundred MB. Exit status 3: torch or safetensors is missing. Exit status 4: the result could
+not be written; the errno is on stderr.
 """
 
 import re
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """The exit status; 1 with one line on stderr, the error's class, for what is not a state dict of tensors."""
+    """Convert the file; returns the exit status. 1, with the error's class on stderr, if it is no state dict."""
     try:
         import torch  # noqa: PLC0415  (whether it is here is the question)
         from safetensors import SafetensorError  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""The stage `verify`: an adapter's folder read and held against the rules. Opens headers, hashes bytes, runs nothing.
+"""The stage `verify`: reads an adapter's folder and checks it against the rules. Executes nothing from it.
 
-Headers first, in milliseconds whatever the size; the digest reads every byte, and is made only of what passed.
+Config and tensor headers are checked first, in milliseconds. Only then every byte is read for the digest.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from workers.core.manifest import (
     AdapterRules,
     FileEntry,
     Manifest,
-    adapter_names,
-    inspect,
+    adapter_file_names,
+    check_adapter,
     is_adapter_file,
 )
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -35,9 +35,9 @@ _BASE_CONFIG = "config.json"
 
 
 def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
-    """The manifest of the adapter in a folder; raises SourceError naming the rule it breaks."""
-    described = describe(folder, rules)
-    files = tuple(read_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
+    """The manifest of the adapter in a folder; raises SourceError with the rule that it breaks."""
+    described = read_description(folder, rules)
+    files = tuple(read_file_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
     size_bytes = sum(entry.size_bytes for entry in files)
     return Manifest(
         digest=manifests.digest(files),
@@ -48,37 +48,37 @@ def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
     )
 
 
-def describe(folder: Path, rules: AdapterRules) -> AdapterDescription:
-    """What its config and the header of its weights say: reads those alone. Raises SourceError."""
+def read_description(folder: Path, rules: AdapterRules) -> AdapterDescription:
+    """The checked description of an adapter, from its config and tensor header only. Raises SourceError."""
     files = sorted(folder.iterdir())
     _check_files(files, rules)
     config = folder / CONFIG_NAME
     if (size := config.stat().st_size) > MAX_CONFIG_BYTES:
         message = f"{CONFIG_NAME} has {size} bytes; accepted are at most {MAX_CONFIG_BYTES}"
         raise SourceError("source_too_big", message)
-    return inspect(config.read_bytes(), read_tensors(folder / WEIGHTS_NAME), rules)
+    return check_adapter(config.read_bytes(), read_tensors(folder / WEIGHTS_NAME), rules)
 
 
 def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
-    """Every tensor of a safetensors file, by name; reads its header. Raises SourceError when it is none."""
+    """The tensors of a safetensors file by name; reads only its header. Raises SourceError if it is invalid."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = header_bytes(file.read(8), size, path.name)
         return parse_header(file.read(length), size - 8 - length, path.name)
 
 
-def read_entry(path: Path) -> FileEntry:
+def read_file_entry(path: Path) -> FileEntry:
     """Size and sha256 of a file: reads every byte."""
-    _check_regular(path)
+    _check_regular_file(path)
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256")
         return FileEntry(path.name, file.tell(), found.hexdigest())
 
 
 def read_base_model(folder: Path) -> BaseModel | None:
-    """The base model in a folder, from its config and the headers of its weights; None where they do not tell.
+    """The base model in a folder, from its config and tensor headers; None if they give no shapes.
 
-    Raises SourceError for weights that are no safetensors, OSError, ValueError for a config that is no JSON.
+    Raises SourceError for invalid safetensors, ValueError for a config that is no JSON, OSError.
     """
     config = folder / _BASE_CONFIG
     said = json.loads(config.read_bytes()) if config.is_file() else {}
@@ -92,9 +92,7 @@ def read_base_model(folder: Path) -> BaseModel | None:
 
 
 def model_folder(model: str) -> Path | None:
-    """Where a base model is on this disk: the folder that was given, or what an engine has fetched of a repository into
-    Hugging Face's cache. None where there is neither.
-    """
+    """The base model's folder: `model` itself, or the repository's snapshot in Hugging Face's cache, or None."""
     if not model:
         return None
     if (folder := Path(model)).is_dir():
@@ -104,12 +102,12 @@ def model_folder(model: str) -> Path | None:
     try:
         config = try_to_load_from_cache(model, _BASE_CONFIG)
     except (OSError, ValueError):
-        return None  # a cache that is not ours to read; no name that a repository may have
+        return None  # the cache is unreadable, or the name is no repository's
     return Path(config).parent if isinstance(config, str) else None
 
 
-def known_base_model(folder: Path) -> BaseModel | None:
-    """As `read_base_model`; None, and a line in the log, where the folder cannot be read."""
+def base_model_or_none(folder: Path) -> BaseModel | None:
+    """As `read_base_model`, but None and a log line if the folder cannot be read."""
     try:
         return read_base_model(folder)
     except (SourceError, OSError, ValueError) as exc:
@@ -119,20 +117,20 @@ def known_base_model(folder: Path) -> BaseModel | None:
 
 def _check_files(files: list[Path], rules: AdapterRules) -> None:
     names = [path.name for path in files]
-    adapter_names(names, allow_pickle=False)
+    adapter_file_names(names, allow_pickle=False)
     if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
         found = ", ".join(names[:10]) or "nothing"
         message = f"{' and '.join(missing)} missing, found {found}; accepted are both, not pickled and not in parts"
         raise SourceError("adapter_incomplete", message)
     for path in files:
         if is_adapter_file(path.name):
-            _check_regular(path)
+            _check_regular_file(path)
     size_bytes = sum(path.stat().st_size for path in files if is_adapter_file(path.name))
     if rules.max_bytes is not None and size_bytes > rules.max_bytes:
         message = f"the adapter has {size_bytes} bytes; accepted are at most {rules.max_bytes}, see max_adapter_bytes"
         raise SourceError("source_too_big", message)
 
 
-def _check_regular(path: Path) -> None:
-    if not stat.S_ISREG(mode_of(path)):  # opening a FIFO would wait for a writer for ever
+def _check_regular_file(path: Path) -> None:
+    if not stat.S_ISREG(mode_of(path)):  # opening a FIFO would block
         raise SourceError("adapter_invalid", f"{path.name} is not a regular file; accepted are files")

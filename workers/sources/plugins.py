@@ -1,4 +1,4 @@
-"""Sources that others wrote: a `LoraManager`, and entry points of the group `lorafleet.sources`."""
+"""Third-party sources: a `LoraManager` plugin, and entry points of the group `lorafleet.sources`."""
 
 import importlib
 import inspect
@@ -11,9 +11,9 @@ import structlog
 
 from lorafleet.service.settings import SettingsError
 from workers.core.errors import SourceError, WorkerError
-from workers.core.references import shown
+from workers.core.references import redacted
 from workers.plugin import LoraEvent, LoraEventType, LoraManager, LoraModel
-from workers.sources.base import Limits, Source, Transfer, in_thread
+from workers.sources.base import Limits, Source, Transfer, run_in_daemon_thread
 from workers.sources.local import LocalSource
 from workers.wire import AgentEvent
 
@@ -23,7 +23,7 @@ GROUP = "lorafleet.sources"
 
 
 class PluginSource:
-    """`plugin://name`: what a `LoraManager` downloads is copied as a local folder would be, and then given back."""
+    """`plugin://name`: copies the folder that a `LoraManager` downloads, and then lets it delete that folder."""
 
     def __init__(self, manager: LoraManager, limits: Limits) -> None:
         self._manager = manager
@@ -32,32 +32,32 @@ class PluginSource:
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         name = ref.partition("://")[2]
         try:
-            model = await self._called(ref, self._manager.download_lora_to_disk, name)
+            model = await self._call_plugin(ref, self._manager.download_lora_to_disk, name)
             if not isinstance(model, LoraModel):
-                message = f"source {shown(ref)}: the plugin returned a {type(model).__name__}, not a LoraModel"
+                message = f"source {redacted(ref)}: the plugin returned a {type(model).__name__}, not a LoraModel"
                 raise SourceError("source_failed", message)
             local = LocalSource([model.path], max_bytes=self._limits.max_bytes, allow_pickle=self._limits.allow_pickle)
             await local.fetch(str(model.path), into, transfer)
         finally:
-            await self._called(ref, self._manager.delete_lora_from_disk, name)
+            await self._call_plugin(ref, self._manager.delete_lora_from_disk, name)
 
-    async def _called(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
+    async def _call_plugin(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(name)
-            found = await in_thread(function, name)
+            found = await run_in_daemon_thread(function, name)
             return await found if inspect.isawaitable(found) else found
         except WorkerError:
             raise
         except FileNotFoundError:
-            raise SourceError("source_not_found", f"source {shown(ref)}: the plugin knows no such adapter") from None
+            raise SourceError("source_not_found", f"source {redacted(ref)}: the plugin knows no such adapter") from None
         except Exception as exc:  # noqa: BLE001  (somebody else's code)
             what = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
-            raise SourceError("source_failed", f"source {shown(ref)}: {what}", retry_after_s=30) from None
+            raise SourceError("source_failed", f"source {redacted(ref)}: {what}", retry_after_s=30) from None
 
 
-def manager_of(path: str) -> LoraManager:
-    """The plugin that `package.module.Class` names, made. Raises SettingsError."""
+def create_manager(path: str) -> LoraManager:
+    """Import and create the plugin `package.module.Class`. Raises SettingsError."""
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -72,8 +72,8 @@ def manager_of(path: str) -> LoraManager:
     return manager
 
 
-def installed(limits: Limits, taken: frozenset[str]) -> dict[str, Source]:
-    """A source for each entry point: its name is the scheme, and it is called with the limits. Raises SettingsError."""
+def entry_point_sources(limits: Limits, taken: frozenset[str]) -> dict[str, Source]:
+    """Sources by scheme from installed entry points, which are called with the limits. Raises SettingsError."""
     found: dict[str, Source] = {}
     for point in entry_points(group=GROUP):
         if point.name in taken or point.name in found:
@@ -85,8 +85,8 @@ def installed(limits: Limits, taken: frozenset[str]) -> dict[str, Source]:
     return found
 
 
-def listener(manager: LoraManager) -> Callable[[AgentEvent], None]:
-    """Tells the manager of what it can hear; an error there is logged and harms nothing else."""
+def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:
+    """A callback that passes adapter events to the manager and logs errors of `on_event`."""
     kinds = {kind.value for kind in LoraEventType}
 
     def listen(event: AgentEvent) -> None:
