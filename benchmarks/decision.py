@@ -163,9 +163,9 @@ def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decisi
         depths = index.match(chain)
         return PrefixMatch(depths, index.lower_tiers(chain, depths))
 
-    mind = Scheduler(roster=fleet.roster, match=matched, rng=rng)
+    scheduler = Scheduler(roster=fleet.roster, match=matched, rng=rng)
     for replica in fleet.replicas.values():
-        mind.load.reported(replica)
+        scheduler.load.apply_report(replica)
     asks = []
     for number in range(size.prompts):
         adapter = number % adapters
@@ -173,10 +173,10 @@ def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decisi
         hashes = block_hashes(tokens, block_size=BLOCK_SIZE, root=root_hash(BASE, engine_name(adapter)))
         for i in range(64):
             index.add(worker_id(i), hashes[: PROMPT_BLOCKS * ((i + number) % 64) // 64], is_chain=True)
-        asks.append(partial(decide, fleet, mind, lora_id(adapter), tokens))
+        asks.append(partial(decide, fleet, scheduler, lora_id(adapter), tokens))
     # Something is under way everywhere, so that no term of the cost is trivially nought.
     for ask in islice(asks * 64, 64):
-        mind.begin(ask(), NOW)
+        scheduler.record_dispatch(ask(), NOW)
     return asks
 
 
@@ -344,7 +344,7 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
                 pauses.append(time.perf_counter() - began)
             if is_chain:
                 # The request that brought them.
-                index.release(index.hold(worker_id(number % 64), chain))
+                index.remove_pending(index.add_pending(worker_id(number % 64), chain))
         return index
 
     def flat(kind: type[FlatMap], chains: Sequence[list[BlockHash]]) -> FlatMap:

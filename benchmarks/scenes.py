@@ -18,14 +18,14 @@ PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 NOW = 1000.0
 
 
-def decide(fleet: RouterFleet, mind: Scheduler, model: str, tokens: "array[int]") -> Decision:
+def decide(fleet: RouterFleet, scheduler: Scheduler, model: str, tokens: "array[int]") -> Decision:
     """The router's stages from resolve to decide."""
-    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=mind.rng)
+    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=scheduler.rng)
     name = target.adapter.engine_name or "" if target.adapter else ""
     root = root_hash(target.base_model, name)
     chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
-    ask = RoutingRequest(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
-    return mind.decide(HashedRequest(ask, chains), NOW)
+    request = RoutingRequest(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
+    return scheduler.decide(HashedRequest(request, chains), NOW)
 
 
 def a_fleet(replicas: int, adapters: int) -> RouterFleet:

@@ -102,7 +102,7 @@ class _Router(asyncio.DatagramProtocol):
     def __init__(self, feeds: KvFeeds) -> None:
         self._feeds = feeds
         self._fleet = a_fleet(_REPLICAS, _ADAPTERS)
-        self._mind = Scheduler(roster=self._fleet.roster, match=partial(match, feeds), rng=Random(1))
+        self._scheduler = Scheduler(roster=self._fleet.roster, match=partial(match, feeds), rng=Random(1))
         rng = Random(3)
         self._prompts = [some_tokens(rng, PROMPT_TOKENS) for _ in range(_PROMPTS)]
         self._asked = 0
@@ -115,7 +115,7 @@ class _Router(asyncio.DatagramProtocol):
     def datagram_received(self, data: bytes, addr: object) -> None:  # noqa: ARG002  (the protocol's signature)
         number = self._asked % _PROMPTS
         self._asked += 1
-        decide(self._fleet, self._mind, lora_id(number), self._prompts[number])
+        decide(self._fleet, self._scheduler, lora_id(number), self._prompts[number])
         self._times_us.append((time.monotonic_ns() - int.from_bytes(data, "big")) / 1e3)
 
     async def measured(self, seconds: float) -> _Spell:
@@ -132,7 +132,7 @@ class _Router(asyncio.DatagramProtocol):
     async def filled(self) -> None:
         """Wait until every feed has begun, which empties its replica; then give each a share of each prompt."""
         index = self._feeds.index(BASE, BLOCK_SIZE)
-        while len([blocks for blocks in index.workers().values() if blocks]) < _REPLICAS:  # noqa: ASYNC110  (polls)
+        while len([blocks for blocks in index.block_counts().values() if blocks]) < _REPLICAS:  # noqa: ASYNC110  (polls)
             await asyncio.sleep(0.05)
         for number, tokens in enumerate(self._prompts):
             root = root_hash(BASE, engine_name(number))

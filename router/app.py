@@ -105,17 +105,17 @@ class _WorkerListener:
     learning: set[asyncio.Task[None]] = field(default_factory=set)
 
     def on_report(self, replica: Replica, metadata: Metadata) -> None:
-        self.load.reported(replica)
+        self.load.apply_report(replica)
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
-        self.feeds.hear(replica.id, replica.base_model, replica.block_size, metadata)
+        self.feeds.update_worker(replica.id, replica.base_model, replica.block_size, metadata)
         if replica.state == "ready" and not self.tokenizers.has_asked(replica.base_model, _as_told(replica)):
             task = asyncio.create_task(self._learn(replica))
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
 
     def on_agent_silent(self, worker: WorkerId) -> None:
-        self.load.unreported(worker)
+        self.load.forget_report(worker)
 
     def on_gone(self, worker: WorkerId) -> None:
         self.feeds.forget(worker)
@@ -190,12 +190,12 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         metrics=metrics,
     )
     discovery = _discovery(config, control, agents, own, joined, metrics)
-    mind = _mind(config, discovery, feeds, load, breaker, metrics)
-    looks = _looks(config, mind, agents, metrics)
-    breaker.look = looks.probe
-    usage.waits_s = partial(_waits_s, mind)
+    scheduler = _scheduler(config, discovery, feeds, load, breaker, metrics)
+    looks = _looks(config, scheduler, agents, metrics)
+    breaker.probe = looks.probe
+    usage.waits_s = partial(_waits_s, scheduler)
     waiting = RequestQueue(
-        mind,
+        scheduler,
         metrics,
         most_waiting=config.max_waiting_requests,
         most_wait_s=config.max_wait_s,
@@ -230,7 +230,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         discovery=discovery,
         tokenizers=tokenizers,
         feeds=feeds,
-        scheduler=mind,
+        scheduler=scheduler,
         queue=waiting,
         accuracy=trust,
         cold_starts=cold,
@@ -265,7 +265,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     return app, services
 
 
-def _mind(
+def _scheduler(
     config: RouterSettings,
     discovery: Discovery,
     feeds: KvFeeds,
@@ -278,8 +278,8 @@ def _mind(
         match=partial(match, feeds),
         policy=POLICIES[config.policy](),
         shadows=[POLICIES[name]() for name in config.shadow_policies],
-        shadowed=lambda shadow: _count_shadow(metrics, shadow),
-        shadow_failed=lambda name, exc: _count_shadow_failure(metrics, name, exc),
+        on_shadow=lambda shadow: _count_shadow(metrics, shadow),
+        on_shadow_failure=lambda name, exc: _count_shadow_failure(metrics, name, exc),
         costs=CostSettings(**config.costs),
         late_binding_s=config.late_binding_s,
         most_in_flight_tokens=config.max_in_flight_tokens,
@@ -375,7 +375,7 @@ def _background(config: RouterSettings, keys: ApiKeys, discovery: Discovery, age
     )
 
 
-def _looks(config: RouterSettings, mind: Scheduler, agents: EnginePool, metrics: RouterMetrics) -> HealthProbes:
+def _looks(config: RouterSettings, scheduler: Scheduler, agents: EnginePool, metrics: RouterMetrics) -> HealthProbes:
     async def ask(replica: Replica, path: str, body: bytes) -> bytes:
         return await fetch(
             agents,
@@ -389,7 +389,7 @@ def _looks(config: RouterSettings, mind: Scheduler, agents: EnginePool, metrics:
     def told(replica: Replica, finding: Finding) -> None:
         metrics.circuit_looks.labels(finding).inc()
         if finding != "unknown":
-            mind.looked(replica, time.monotonic(), is_well=finding == "well")
+            scheduler.record_probe(replica, time.monotonic(), is_well=finding == "well")
 
     return HealthProbes(ask, told)
 
@@ -437,10 +437,10 @@ def _discovery(
     )
 
 
-def _waits_s(mind: Scheduler) -> dict[WorkerId, float]:
+def _waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
     """Seconds until what waits here for each worker has gone there, as fast as its line moves."""
-    waiting = mind.waiting
-    return {worker: work_s / waiting.drain.rate(worker) for worker, work_s in waiting.backlog.items()}
+    waiting = scheduler.queue
+    return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
 
 
 def _front_limits(config: RouterSettings, keys: ApiKeys) -> FrontLimits:
@@ -489,27 +489,31 @@ async def _sweep(feeds: KvFeeds, metrics: RouterMetrics) -> None:
 
 
 async def _watch(services: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
-    mind, pool = services.scheduler, services.pool
+    scheduler, pool = services.scheduler, services.pool
 
     async def step() -> None:
         replicas = list(discovery.fleet.replicas.values())
         heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
         for replica in replicas:
-            mind.load.heard(replica.id, heard_at.get(replica.engine_url, -inf))
+            scheduler.load.record_data(replica.id, heard_at.get(replica.engine_url, -inf))
         now = time.monotonic()
-        mind.watch(replicas, now)
+        scheduler.check_engines(replicas, now)
         services.poison_requests.forget(now)
         services.poison_adapters.forget(now)
         for replica in replicas:
             if replica.is_suspect:
-                _leave(replica, mind, pool, now)
+                _leave(replica, scheduler, pool, now)
 
     await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
 
 
-def _leave(hung: Replica, mind: Scheduler, pool: EnginePool, now: float) -> None:
+def _leave(hung: Replica, scheduler: Scheduler, pool: EnginePool, now: float) -> None:
     """What waits at an engine that hangs goes elsewhere, where somebody may serve it; else it may come back yet."""
-    others = [replica for replica in mind.able(hung.base_model, now) if replica.max_model_len >= hung.max_model_len]
+    others = [
+        replica
+        for replica in scheduler.healthy_replicas(hung.base_model, now)
+        if replica.max_model_len >= hung.max_model_len
+    ]
     if others:
         served = {name for replica in others for name in replica.residents if name not in replica.draining}
         pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.may_move(served))

@@ -42,7 +42,7 @@ class LorafleetRouter:
         self._ids = [WorkerId(f"w{n}") for n in workers]
         self._index = KvIndex(BLOCK)
         self._roster = Roster(tuple(self._replica(n) for n in workers))
-        self._mind = Scheduler(
+        self._scheduler = Scheduler(
             roster=lambda _: self._roster,
             match=self._match,
             policy=POLICIES[policy](),
@@ -66,11 +66,11 @@ class LorafleetRouter:
             first_blocks=(request.keys or [0])[min(1, len(request.keys) - 1)],
         )
         ticket = QueuedRequest(
-            prompt=HashedRequest(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
+            hashed=HashedRequest(ask, {BLOCK: [BlockHash(key) for key in request.keys]}),
             adapter=ask.engine_name,
             payload=request,
         )
-        decision = self._mind.offer(ticket, now)
+        decision = self._scheduler.decide_or_enqueue(ticket, now)
         if decision is not None:
             self._send(request, decision, now)
             return
@@ -82,8 +82,8 @@ class LorafleetRouter:
         """Its prefill is over."""
         now = self._fleet.now
         flight, hold = self._flights[request]
-        self._mind.load.first_token(flight, now)
-        self._fleet.at(now + HOLD_S, lambda _: self._index.release(hold))
+        self._scheduler.load.record_first_token(flight, now)
+        self._fleet.at(now + HOLD_S, lambda _: self._index.remove_pending(hold))
         self._ready(now)
 
     def ended(self, request: TraceRequest) -> None:
@@ -91,12 +91,12 @@ class LorafleetRouter:
         now = self._fleet.now
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
-            self._mind.waiting.withdraw(ticket)
+            self._scheduler.queue.remove(ticket)
         flying = self._flights.pop(request, None)
         if flying is not None:
-            self._mind.load.end(flying[0], now)
+            self._scheduler.load.remove(flying[0], now)
             if request.first_token < 0:
-                self._index.release(flying[1])
+                self._index.remove_pending(flying[1])
         self._ready(now)
 
     def read(self, reading: EngineReading) -> None:
@@ -104,7 +104,7 @@ class LorafleetRouter:
         replicas = list(self._roster.replicas)
         replicas[reading.worker] = self._replica(reading.worker, reading)
         self._roster = Roster(tuple(replicas))
-        self._mind.load.reported(replicas[reading.worker])
+        self._scheduler.load.apply_report(replicas[reading.worker])
         self._ready(self._fleet.now)
 
     def cached(self, worker: int, changes: Changes) -> None:
@@ -154,22 +154,22 @@ class LorafleetRouter:
         )
 
     def _send(self, request: TraceRequest, decision: Decision, now: float) -> None:
-        flight = self._mind.begin(decision, now)
-        hold = self._index.hold(decision.replica.id, [BlockHash(key) for key in request.keys])
+        flight = self._scheduler.record_dispatch(decision, now)
+        hold = self._index.add_pending(decision.replica.id, [BlockHash(key) for key in request.keys])
         self._flights[request] = flight, hold
         self._fleet.send(request, decision.position)
 
     def _give_up(self, request: TraceRequest) -> None:
         ticket = self._tickets.pop(request, None)
         if ticket is not None:
-            self._mind.waiting.withdraw(ticket)
+            self._scheduler.queue.remove(ticket)
             self._fleet.shed(request)
 
     def _ready(self, now: float) -> None:
         if not self._tickets or now - self._looked < self._pause_s() / 2:
             return
         self._looked = now
-        for ticket, decision in self._mind.ready(now):
+        for ticket, decision in self._scheduler.take_admissible(now):
             request = ticket.payload
             del self._tickets[request]
             if isinstance(decision, NoReplica):

@@ -100,7 +100,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
             adapter = target.adapter.lora_id if target.adapter else "base"
             note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
             return undecided(
-                prompt.ask,
+                prompt.request,
                 request_id=question.request_id,
                 at=time.time(),
                 adapter=adapter,
@@ -152,7 +152,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
 def exposed(services: Services, clients: Front) -> bytes:
     """This process's metrics, in Prometheus' text."""
-    metrics, room = services.metrics, services.scheduler.waiting.room
+    metrics, room = services.metrics, services.scheduler.queue.usage
     if services.config.orchestrator_url:
         age_s = services.discovery.catalog_age_s()
         metrics.catalog_age.set(float("inf") if age_s is None else age_s)
@@ -163,13 +163,13 @@ def exposed(services: Services, clients: Front) -> bytes:
     for worker, share in services.accuracy.error_shares():
         if worker in services.discovery.fleet.replicas:
             metrics.kv_error.labels(worker).set(share)
-    metrics.in_flight.set(services.scheduler.load.all_in_flight)
+    metrics.in_flight.set(services.scheduler.load.total_in_flight)
     metrics.token_cache_bytes.set(services.tokenizers.cache_bytes)
     metrics.waiting_bytes.set(room.size_bytes)
     metrics.held_bytes.set(services.cold_starts.held_bytes)
     metrics.connections.set(len(clients.connections))
     metrics.engine_connections.set(services.pool.connections)
-    metrics.circuit_ignored.labels().set(services.scheduler.breaker.panics)
+    metrics.circuit_ignored.labels().set(services.scheduler.breaker.ignored_circuits)
     metrics.retries_refused.labels().set(services.scheduler.retries_refused)
     for code, count in clients.refused.items():
         metrics.refused.labels(code).set(count)
@@ -238,7 +238,7 @@ def _half_open(services: Services, base_model: str) -> list[str]:
 
 
 def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, request: str | None) -> bool:
-    name = record.decision.ask.engine_name or "base"
+    name = record.decision.request.engine_name or "base"
     return (
         worker in (None, record.decision.replica.id)
         and adapter in (None, name, name.rpartition("@")[0])

@@ -24,30 +24,30 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
     trust   how far each worker's predictions are to be believed now; the record has the winner's as it was
     """
     decision = record.decision
-    ask, scene = decision.ask, decision.scene
+    request, snapshot = decision.request, decision.snapshot
     guarded = _guarded(decision)
     return RouteAnswer(
         request_id=record.request_id,
         at=_iso(record.at),
-        base_model=ask.base_model,
-        adapter=ask.engine_name or "base",
+        base_model=request.base_model,
+        adapter=request.engine_name or "base",
         policy=decision.policy,
         worker_id=decision.replica.id,
-        prompt_tokens=ask.prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         cached_tokens=decision.score.cached_tokens,
         engine_cached_tokens=record.cached_tokens,
         tokens_from=record.tokens_from,
         trust=record.trust,
         waited_s=record.waited_s,
         first_data_s=record.first_data_s,
-        kappa=scene.kappa,
-        rho=scene.rho,
+        kappa=snapshot.kappa,
+        rho=snapshot.rho,
         scores=tuple(
             ScoreItem(
                 worker_id=score.replica,
                 winner=score.replica == decision.replica.id,
                 passed_over=score.replica in guarded,
-                trust="estimate" if ask.is_approximate else trust(score.replica),
+                trust="estimate" if request.is_approximate else trust(score.replica),
                 depth_blocks=score.depth_blocks,
                 cached_tokens=score.cached_tokens,
                 prefill_s=score.prefill_s,
@@ -69,23 +69,25 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
 
 
 def undecided(
-    ask: RoutingRequest, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
+    request: RoutingRequest, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
 ) -> RouteAnswer:
     """No replica can take it now: which filter each one failed, and what a real request would do."""
     return RouteAnswer(
         request_id=request_id,
         at=_iso(at),
-        base_model=ask.base_model,
+        base_model=request.base_model,
         adapter=adapter,
         worker_id=None,
-        prompt_tokens=ask.prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         cached_tokens=0,
         tokens_from=tokens_from,
         kappa=1.0,
         rho=0.0,
         scores=(),
         rejected=tuple(
-            RejectedItem(worker_id=r.id, reason=rejection(r, ask.engine_name) or too_short(roster, i, ask) or "able")
+            RejectedItem(
+                worker_id=r.id, reason=rejection(r, request.engine_name) or too_short(roster, i, request) or "able"
+            )
             for i, r in enumerate(roster.replicas)
         ),
         note=note,
@@ -129,9 +131,9 @@ def _guarded(decision: Decision) -> frozenset[WorkerId]:
     """Those that the working-set guard passed over: this adapter would be one more than their slots."""
     if decision.policy != KvLoraPolicy.name:
         return frozenset()
-    able = decision.scene.able(decision.ask)
-    fits = within_slots(decision.ask, decision.scene, able)
-    return frozenset(decision.scene.roster.replicas[i].id for i in set(able) - set(fits))
+    able = decision.snapshot.able(decision.request)
+    fits = within_slots(decision.request, decision.snapshot, able)
+    return frozenset(decision.snapshot.roster.replicas[i].id for i in set(able) - set(fits))
 
 
 def _iso(at: float) -> str:

@@ -38,7 +38,7 @@ class Scheduler:
 
     roster    the replicas of a base model, now
     match     what they have cached of a prompt
-    shadowed  told what each shadow policy would have done; shadows decide nothing. `shadow_failed`: one raised
+    shadowed  told what each shadow policy would have done; shadows decide nothing. `on_shadow_failure`: one raised
     late_binding_s   how much work is queued at an engine at most; infinite: everything is sent at once
     most_in_flight_tokens  prompt tokens that this router has at a base model's engines at most; what is beyond waits;
                            0: no bound. A prompt that is larger than it all goes when nothing else is there
@@ -50,8 +50,8 @@ class Scheduler:
     match: Callable[[HashedRequest], PrefixMatch]
     policy: RoutingPolicy = field(default_factory=KvLoraPolicy)
     shadows: Sequence[RoutingPolicy] = ()
-    shadowed: Callable[[ShadowComparison], None] = lambda _: None
-    shadow_failed: Callable[[str, Exception], None] = lambda _name, _exc: None
+    on_shadow: Callable[[ShadowComparison], None] = lambda _: None
+    on_shadow_failure: Callable[[str, Exception], None] = lambda _name, _exc: None
     costs: CostSettings = field(default_factory=CostSettings)
     late_binding_s: float = 1.0
     most_in_flight_tokens: int = 0
@@ -59,67 +59,68 @@ class Scheduler:
     budget: Callable[[], RetryBudget] = RetryBudget
     rng: Random = field(default_factory=Random)
     load: LoadBook = field(default_factory=LoadBook)
-    waiting: FairQueue = field(init=False)
+    queue: FairQueue = field(init=False)
     _turns: dict[tuple[str, str], int] = field(default_factory=dict)
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = FairQueue(
+        self.queue = FairQueue(
             self._decide_ticket,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
-            self.load.pace,
+            self.load.prefill_pace,
         )
 
-    def decide(self, prompt: HashedRequest, now: float) -> Decision:
+    def decide(self, hashed: HashedRequest, now: float) -> Decision:
         """Where this request would go now, behind all that waits. Raises NoReplica."""
-        return self._decided(prompt, self.match(prompt), self.waiting.backlog, now)
+        return self._decided(hashed, self.match(hashed), self.queue.backlog, now)
 
-    def offer(self, ticket: QueuedRequest, now: float) -> Decision | None:
+    def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
         """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
-        return self.waiting.offer(ticket, now)
+        return self.queue.decide_or_enqueue(queued, now)
 
-    def ready(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
+    def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """What may be sent now of what waits; see Dispatcher.ready."""
-        return self.waiting.ready(now)
+        return self.queue.take_admissible(now)
 
-    def begin(self, decision: Decision, now: float) -> LoadEntry:
+    def record_dispatch(self, decision: Decision, now: float) -> LoadEntry:
         """Note that a request is about to be sent as decided."""
         if self.shadows:
             self._ask_shadows(decision)
-        ask, score, replica = decision.ask, decision.score, decision.replica
-        flight = self.load.begin(
+        request, score, replica = decision.request, decision.score, decision.replica
+        flight = self.load.add(
             replica.id,
-            ask.engine_name,
+            request.engine_name,
             score.prefill_s,
             now,
-            ask.prompt_tokens,
+            request.prompt_tokens,
             score.cached_tokens,
-            ask.base_model,
+            request.base_model,
             score.adapter_s,
-            ask.sequences,
+            request.sequences,
         )
-        if not ask.excluded:
-            (self._budgets.get(ask.base_model) or self._budget_of(ask.base_model, now)).requests += 1
-        self.breaker.sent(replica, flight, now)
+        if not request.excluded:
+            (self._budgets.get(request.base_model) or self._budget_of(request.base_model, now)).requests += 1
+        self.breaker.record_dispatch(replica, flight, now)
         return flight
 
-    def succeeded(self, replica: Replica, now: float, sent_at: float) -> None:
+    def record_success(self, replica: Replica, now: float, sent_at: float) -> None:
         """It answered with a status below 400."""
-        self.breaker.succeeded(replica, now, sent_at)
+        self.breaker.record_success(replica, now, sent_at)
 
-    def failed(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
+    def record_failure(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
         """An attempt there failed before any of it reached the client; see Breaker.failed."""
         if self._current(replica) is not None:
             fleet = self.roster(replica.base_model).replicas
-            self.breaker.failed(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
+            self.breaker.record_failure(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
 
-    def looked(self, replica: Replica, now: float, *, is_well: bool) -> None:
+    def record_probe(self, replica: Replica, now: float, *, is_well: bool) -> None:
         """It was asked for something of our own; see Breaker.looked."""
-        self.breaker.looked(replica, now, self.rng, is_well=is_well)
+        self.breaker.record_probe(replica, now, self.rng, is_well=is_well)
 
-    def may_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
-        """Whether a request that failed there may be sent once more; to be asked after `failed`, once for each retry.
+    def take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
+        """Whether a request that failed there may be sent once more; call once for each retry,
+        after `record_failure`.
 
         What was under way when a replica was lost is no sign of a storm: it goes elsewhere and draws on no budget.
         """
@@ -129,23 +130,23 @@ class Scheduler:
             is_lost = sent_at <= self.breaker.changed_at(replica)
         return is_lost or self._budget_of(replica.base_model, now).take(now)
 
-    def watch(self, replicas: Collection[Replica], now: float) -> None:
+    def check_engines(self, replicas: Collection[Replica], now: float) -> None:
         """Look for engines that have fallen silent, or that their agents suspect, and forget the circuits of others
         than these; once a second.
         """
-        self.breaker.known(replicas, now)
+        self.breaker.forget_others(replicas, now)
         for replica in replicas:
             if replica.is_suspect:
-                self.failed(replica, HUNG, now)
+                self.record_failure(replica, HUNG, now)
                 continue
-            self.breaker.trusted(replica, now)
+            self.breaker.record_not_hung(replica, now)
             silent_s = self.load.silent_s(replica.id, now, since=self.breaker.changed_at(replica))
             if silent_s > self.breaker.rules.silent_s:
-                self.failed(replica, SILENT, now)
+                self.record_failure(replica, SILENT, now)
 
-    def able(self, base_model: str, now: float) -> list[Replica]:
+    def healthy_replicas(self, base_model: str, now: float) -> list[Replica]:
         """The replicas that take new requests, and are not known to fail."""
-        shut = self.breaker.shut(now)
+        shut = self.breaker.open_incarnations(now)
         well = [replica for replica in self.roster(base_model).replicas if not replica.is_suspect]
         return [replica for replica in well if replica.state == "ready" and replica.incarnation not in shut]
 
@@ -157,12 +158,12 @@ class Scheduler:
     def _ask_shadows(self, decision: Decision) -> None:
         for policy in self.shadows:
             try:
-                shadow = decide(policy, decision.ask, decision.scene)
+                shadow = decide(policy, decision.request, decision.snapshot)
             except Exception as exc:  # noqa: BLE001  (a shadow decides nothing, so it fails nothing)
-                self.shadow_failed(policy.name, exc)
+                self.on_shadow_failure(policy.name, exc)
                 continue
             is_same = shadow.position == decision.position
-            self.shadowed(ShadowComparison(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
+            self.on_shadow(ShadowComparison(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
 
     def _current(self, replica: Replica) -> Replica | None:
         """It as it is now, if that is still the same incarnation."""
@@ -179,28 +180,28 @@ class Scheduler:
     def _is_full(self, decision: Decision) -> bool:
         if not self.most_in_flight_tokens:
             return False
-        there = self.load.in_flight_tokens(decision.ask.base_model)
-        return there > 0 and there + decision.ask.prompt_tokens > self.most_in_flight_tokens
+        there = self.load.in_flight_tokens(decision.request.base_model)
+        return there > 0 and there + decision.request.prompt_tokens > self.most_in_flight_tokens
 
-    def _decide_ticket(self, ticket: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
-        if ticket.matched is None or now - ticket.matched[1] > _MATCH_KEPT_S:
-            ticket.matched = self.match(ticket.prompt), now
-        return self._decided(ticket.prompt, ticket.matched[0], backlog, now)
+    def _decide_ticket(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+        if queued.matched is None or now - queued.matched[1] > _MATCH_KEPT_S:
+            queued.matched = self.match(queued.hashed), now
+        return self._decided(queued.hashed, queued.matched[0], backlog, now)
 
     def _decided(
-        self, prompt: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
+        self, hashed: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
     ) -> Decision:
-        ask, load = prompt.ask, self.load
-        roster = self.roster(ask.base_model)
-        loads = load.owns(ask.base_model, roster.replicas)
-        rho, context_tokens = load.work(ask.base_model, loads, now)
+        request, load = hashed.request, self.load
+        roster = self.roster(request.base_model)
+        loads = load.fleet_load(request.base_model, roster.replicas)
+        rho, context_tokens = load.utilisation(request.base_model, loads, now)
         # Of each model by itself: who asks two of them in turn would else ask the same half of each one's replicas.
-        names = ask.base_model, ask.engine_name
+        names = request.base_model, request.engine_name
         if len(self._turns) >= _MOST_TURNS:
             self._turns.clear()
         turn = self._turns[names] = self._turns.get(names, 0) + 1
         # In order, not by name: that takes a third of the time.
-        scene = FleetSnapshot(
+        snapshot = FleetSnapshot(
             roster,
             loads,
             matched.depths,
@@ -208,7 +209,7 @@ class Scheduler:
             matched.ranks,
             # A copy: the scene is kept, and what waits goes on changing.
             dict(backlog) if backlog else NOTHING,
-            self.breaker.shut(now),
+            self.breaker.open_incarnations(now),
             rho,
             context_tokens,
             now,
@@ -216,11 +217,11 @@ class Scheduler:
             turn,
             self.costs,
         )
-        return decide(self.policy, ask, scene)
+        return decide(self.policy, request, snapshot)
 
     def has_room(self, decision: Decision) -> bool:
         """Whether its replica may be given this request now."""
-        return self.waiting.has_room(decision) and not self._is_full(decision)
+        return self.queue.has_room(decision) and not self._is_full(decision)
 
 
 def first_blocks(chains: HashChains, *, tokens: int = 256) -> int:

@@ -129,7 +129,7 @@ class UsageCounts:
 
     def report(self, revision_seen: int, now: float) -> UsageReport:
         """All counts so far. The receiver takes differences, so a lost report loses nothing."""
-        in_flight = {(worker, name): count for worker, name, count in self.load.in_flight()}
+        in_flight = {(worker, name): count for worker, name, count in self.load.counts_by_name()}
         # An entry that is dropped and used again starts at zero, as a new one does.
         for key, use in list(self._uses.items()):
             if key not in in_flight and now - max(use.last_at, use.ended_at) > _FORGET_AFTER_S:

@@ -225,7 +225,7 @@ class WorkerFeed:
     def lost(self) -> None:
         """Something is missing now that nothing brings back. What is known is kept."""
         self._is_lost = True
-        self._feeds.trust.lost(self.source.worker)
+        self._feeds.trust.record_lost_events(self.source.worker)
         self.metrics.kv_degraded.labels(self.source.worker).set(1)
 
     def forget_adapter(self, engine_name: str) -> None:
@@ -276,7 +276,7 @@ class WorkerFeed:
 
     def engine_opened(self) -> None:
         if self._task is None:
-            self._feeds.trust.opened(self.source.worker, "exact")
+            self._feeds.trust.record_feed_start(self.source.worker, "exact")
             # What of its past the engine had forgotten was noticed before.
             if self._is_lost:
                 self.lost()
@@ -402,7 +402,7 @@ class WorkerFeed:
         drafts: list[tuple[int, IndexDraft]] = []
         try:
             for rank in taken.ranks:
-                drafts.append((rank.rank, self._index.draft()))
+                drafts.append((rank.rank, self._index.new_draft()))
                 await self._fill(drafts[-1][1], rank)
         except BaseException:
             for _, draft in drafts:
@@ -416,7 +416,7 @@ class WorkerFeed:
         self._is_lost = False
         self.metrics.kv_snapshots.labels(source.worker).inc()
         self.metrics.kv_degraded.labels(source.worker).set(0)
-        self._feeds.trust.opened(source.worker, "exact")
+        self._feeds.trust.record_feed_start(source.worker, "exact")
         if not taken.is_whole:
             self.lost()
 
@@ -442,7 +442,7 @@ class WorkerFeed:
         log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)
         self._epoch = ""
         self._follow_engine()
-        self._feeds.trust.opened(self.source.worker, "exact")
+        self._feeds.trust.record_feed_start(self.source.worker, "exact")
         # Whatever the engine still tells of its past, what changed meanwhile may be missing.
         self.lost()
 

@@ -107,7 +107,7 @@ class KvFeeds:
         feed = self._running.get(worker)
         return member_name(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
-    def hear(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+    def update_worker(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
         """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
         transport = metadata.transport
         if not block_size or not metadata.engine_boot_id:
@@ -151,16 +151,16 @@ class KvFeeds:
         feed.start()
         self.ranks_changed()
 
-    def served(
+    def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> PredictedCache | None:
         """Note a prompt's first token: where no events tell, its blocks are taken for cached from now on."""
         estimated = self._estimated.get(worker)
         if estimated is None or not hashes:
             return None
-        return estimated.by.served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
+        return estimated.by.record_served(worker, hashes, began_at=began_at, now=now, most_blocks=estimated.most_blocks)
 
-    def served_approximate(
+    def record_served_approximate(
         self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> None:
         """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
@@ -175,13 +175,13 @@ class KvFeeds:
         if sent is None:
             sent = self._sent[names] = CacheEstimate(self.index(*names, is_approximate=True))
             self._start_keeping()
-        sent.served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
+        sent.record_served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
-    def answered(self, guess: PredictedCache, cached_blocks: int) -> None:
+    def learn_from_answer(self, guess: PredictedCache, cached_blocks: int) -> None:
         """Correct what is taken for cached by the engine's own word on that prompt."""
         estimated = self._estimated.get(guess.worker)
         if estimated is not None:
-            estimated.by.compared(guess, cached_blocks)
+            estimated.by.learn_from_answer(guess, cached_blocks)
 
     def may_repeat(self, worker: WorkerId) -> bool:
         """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
@@ -273,7 +273,7 @@ class KvFeeds:
         self.forget(worker)
         by = self._estimates.setdefault((base_model, block_size), CacheEstimate(self.index(base_model, block_size)))
         self._estimated[worker] = _EventlessWorker(metadata.engine_boot_id, by, _most_blocks(metadata))
-        self.trust.opened(worker, "estimate")
+        self.trust.record_feed_start(worker, "estimate")
         self._start_keeping()
 
     def _start_keeping(self) -> None:

@@ -164,7 +164,7 @@ class ColdStarts:
             flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
         wanted = self._wanted.setdefault(tenant, Counter())
         wanted[lora_id] += 1
-        self._held.enter(tenant, size_bytes)
+        self._held.add(tenant, size_bytes)
         flight.waiting += 1
         self.metrics.held.set(len(self._held))
         began_at = self.clock()
@@ -175,7 +175,7 @@ class ColdStarts:
             raise
         finally:
             self.holds.record_hold(lora_id, self.clock() - began_at, self.clock())
-            self._held.leave(tenant, size_bytes)
+            self._held.remove(tenant, size_bytes)
             self.metrics.held.set(len(self._held))
             wanted[lora_id] -= 1
             if not wanted[lora_id]:

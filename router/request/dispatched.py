@@ -53,11 +53,11 @@ class DispatchedRequest:
         decision: Decision,
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
-        now = decision.scene.now
-        replica, score, ask = decision.replica, decision.score, prompt.ask
+        now = decision.snapshot.now
+        replica, score, ask = decision.replica, decision.score, prompt.request
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
-        self.load = services.scheduler.begin(decision, now)
+        self.load = services.scheduler.record_dispatch(decision, now)
         self.load.is_streamed = is_streamed
         self._services = services
         self.target = target
@@ -72,9 +72,9 @@ class DispatchedRequest:
         self._hold: PendingBlocks | None = None
         if self.hashes:
             self._index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
-            ranks = decision.scene.ranks
+            ranks = decision.snapshot.ranks
             member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
-            self._hold = self._index.hold(member, self.hashes)
+            self._hold = self._index.add_pending(member, self.hashes)
         is_known = bool(prompt.chains) and not is_approximate
         prompt_tokens = ask.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
@@ -90,7 +90,7 @@ class DispatchedRequest:
     def first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
         services, now = self._services, self._services.clock()
-        services.scheduler.load.first_token(self.load, now)
+        services.scheduler.load.record_first_token(self.load, now)
         services.queue.poke()
         self._prefilled(now)
 
@@ -101,14 +101,14 @@ class DispatchedRequest:
     def _prefilled(self, now: float) -> None:
         services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
-        is_approximate = self.prompt.ask.is_approximate
+        is_approximate = self.prompt.request.is_approximate
         if record.trust == "estimate" and not is_approximate:
-            self._guess = services.feeds.served(self.replica.id, self.hashes, began_at=began_at, now=now)
+            self._guess = services.feeds.record_served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
             if is_approximate:
                 name = self._hold.worker
-                services.feeds.served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
-            services.speculations.add(self._index.release, self._hold)
+                services.feeds.record_served_approximate(self.replica, name, self.hashes, began_at=began_at, now=now)
+            services.speculations.add(self._index.remove_pending, self._hold)
             self._hold = None
 
     def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
@@ -119,7 +119,7 @@ class DispatchedRequest:
         cached = usage.cached_tokens
         if cached is None or not self.prompt.chains:
             return
-        if self.prompt.ask.is_approximate:
+        if self.prompt.request.is_approximate:
             # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
             self.record.cached_tokens = None if is_one_of_many else cached
             return
@@ -131,9 +131,11 @@ class DispatchedRequest:
         predicted = score.cached_tokens
         # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
         if predicted <= cached or score.queue_s <= _PROMPT_START_S:
-            services.accuracy.compared(self.replica.id, predicted, cached, usage.prompt_tokens, services.clock())
+            services.accuracy.record_comparison(
+                self.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
+            )
         if self._guess is not None:
-            services.feeds.answered(self._guess, cached // self.replica.block_size)
+            services.feeds.learn_from_answer(self._guess, cached // self.replica.block_size)
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
         """Over, however it ended; repeats change nothing. Returns its share of the engine's seconds of decoding, 0.0
@@ -156,9 +158,9 @@ class DispatchedRequest:
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
             self._use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)
-        services.scheduler.load.end(self.load, now, is_answered=first_data_s is not None)
+        services.scheduler.load.remove(self.load, now, is_answered=first_data_s is not None)
         services.queue.poke()
         if self._hold is not None:
-            self._index.release(self._hold)
+            self._index.remove_pending(self._hold)
             self._hold = None
         return decode_s

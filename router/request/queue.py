@@ -73,7 +73,7 @@ class RequestQueue:
 
     def __init__(
         self,
-        mind: Scheduler,
+        scheduler: Scheduler,
         metrics: RouterMetrics,
         *,
         most_waiting: int,
@@ -88,7 +88,7 @@ class RequestQueue:
         holds         told of each request that waited or was turned away
         """
         self._holds = holds or HeldRequests()
-        self._mind = mind
+        self._scheduler = scheduler
         self._metrics = metrics
         self._most_wait_s = most_wait_s
         self._clock = clock
@@ -96,46 +96,46 @@ class RequestQueue:
         # To be called when there may be room.
         self.poke = self._poke.set
         self._somebody = asyncio.Event()
-        mind.waiting.room = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
+        scheduler.queue.usage = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
-    async def admit(self, ticket: QueuedRequest, begin: Callable[[Decision], S]) -> S:
+    async def admit(self, queued: QueuedRequest, begin: Callable[[Decision], S]) -> S:
         """What `begin` made of the decision, as soon as there is room for this request: for most of them at once.
 
         raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
                 it may, at once; Displaced, Saturated and DeadlineExceeded later
         """
-        waiting, began_at = self._mind.waiting, self._clock()
-        ticket.most_wait_s = self._most_wait_s
-        if ticket.deadline_at is not None:
-            ticket.most_wait_s = min(self._most_wait_s, _left_s(ticket.deadline_at, began_at))
+        waiting, began_at = self._scheduler.queue, self._clock()
+        queued.most_wait_s = self._most_wait_s
+        if queued.deadline_at is not None:
+            queued.most_wait_s = min(self._most_wait_s, _left_s(queued.deadline_at, began_at))
         try:
-            decision = waiting.offer(ticket, began_at)
+            decision = waiting.decide_or_enqueue(queued, began_at)
         except Saturated:
-            self._holds.record_shed(ticket.adapter, began_at)
+            self._holds.record_shed(queued.adapter, began_at)
             raise
         self._metrics.decide.observe(self._clock() - began_at)
         if decision is not None:
             return begin(decision)
         wait = _Wait(begin)
-        ticket.payload = wait
-        self._holds.start_wait(ticket.adapter, began_at)
+        queued.payload = wait
+        self._holds.start_wait(queued.adapter, began_at)
         try:
             self._metrics.waiting.set(len(waiting))
             self._somebody.set()
             await leave_batch()
-            async with asyncio.timeout(ticket.most_wait_s):
+            async with asyncio.timeout(queued.most_wait_s):
                 return await wait.sent
         except TimeoutError as exc:
             wait.undo()
-            self._holds.record_shed(ticket.adapter, self._clock())
-            raise self._too_late(ticket) from exc
+            self._holds.record_shed(queued.adapter, self._clock())
+            raise self._too_late(queued) from exc
         except BaseException:
             wait.undo()
             raise
         finally:
             now = self._clock()
-            self._holds.end_wait(ticket.adapter, now - began_at, now)
-            waiting.withdraw(ticket)
+            self._holds.end_wait(queued.adapter, now - began_at, now)
+            waiting.remove(queued)
             self._metrics.waiting.set(len(waiting))
 
     async def run(self) -> None:
@@ -144,17 +144,17 @@ class RequestQueue:
         await forever(self._look, name="waiting", every_s=_LOOK_EVERY_S, poke=self._poke, on_failure=on_failure)
 
     async def _look(self) -> None:
-        if not len(self._mind.waiting):
+        if not len(self._scheduler.queue):
             self._somebody.clear()
             await self._somebody.wait()
-        for ticket, outcome in self._mind.waiting.ready(self._clock()):
+        for queued, outcome in self._scheduler.queue.take_admissible(self._clock()):
             if isinstance(outcome, NoReplica) and outcome.__cause__ is not None:
                 log.error("a waiting request could not be decided", exc_info=outcome.__cause__)
-            wait = ticket.payload
+            wait = queued.payload
             assert isinstance(wait, _Wait)
             wait.tell(outcome)
 
-    def _too_late(self, ticket: QueuedRequest) -> RouterError:
-        if ticket.deadline_at is not None and self._clock() >= ticket.deadline_at:
+    def _too_late(self, queued: QueuedRequest) -> RouterError:
+        if queued.deadline_at is not None and self._clock() >= queued.deadline_at:
             return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
-        return self._mind.waiting.gave_up(ticket, self._clock())
+        return self._scheduler.queue.time_out(queued, self._clock())

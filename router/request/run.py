@@ -221,12 +221,12 @@ class RequestRun(msgspec.Struct, eq=False):
 
     def _take(self, attempt: EngineAttempt, flight: DispatchedRequest) -> None:
         """Tell the circuit breaker what an answer that is the client's says of its engine."""
-        mind, status, sent_at = self.services.scheduler, attempt.status, flight.load.began_at
+        scheduler, status, sent_at = self.services.scheduler, attempt.status, flight.load.began_at
         if status < 400:
-            mind.succeeded(flight.replica, self.services.clock(), sent_at)
+            scheduler.record_success(flight.replica, self.services.clock(), sent_at)
         elif is_fault(status):
             # The client's to have, and a word against the engine all the same.
-            mind.failed(flight.replica, "engine_error", self.services.clock(), sent_at=sent_at)
+            scheduler.record_failure(flight.replica, "engine_error", self.services.clock(), sent_at=sent_at)
 
     def _failed(self, exc: ReplicaUnreachable) -> None:
         """Note that the try failed; `begun` goes on with another.
@@ -256,19 +256,19 @@ class RequestRun(msgspec.Struct, eq=False):
             self._died(flight)
         elif attempt.is_whole:
             for deadly, which in self._suspected(flight):
-                deadly.survived(which)
+                deadly.clear(which)
 
     def _died(self, flight: DispatchedRequest) -> None:
         services, there, sent_at = self.services, flight.replica.incarnation, flight.load.began_at
         for deadly, which in self._suspected(flight):
-            held_s = deadly.died(which, there, services.clock(), sent_at=sent_at)
+            held_s = deadly.record_death(which, there, services.clock(), sent_at=sent_at)
             if held_s:
                 self.deaths = _MAX_DEATHS
                 log.warning(
                     "engines died while this was in them; it is held back",
                     what="adapter" if deadly is services.poison_adapters else "request",
                     request_id=self.question.request_id,
-                    adapter=flight.prompt.ask.engine_name or "base",
+                    adapter=flight.prompt.request.engine_name or "base",
                     worker=there[0],
                     key=self.caller.name,
                     held_s=round(held_s, 1),
@@ -277,8 +277,8 @@ class RequestRun(msgspec.Struct, eq=False):
     def _suspected(self, flight: DispatchedRequest) -> Iterator[tuple[PoisonRequests, Hashable]]:
         """What an engine may have died of, in which book."""
         yield self.services.poison_requests, digest_of(self.question)
-        if flight.prompt.ask.engine_name:
-            yield self.services.poison_adapters, flight.prompt.ask.engine_name
+        if flight.prompt.request.engine_name:
+            yield self.services.poison_adapters, flight.prompt.request.engine_name
 
     async def _resolve(self) -> None:
         """resolve -> authorise, within the limits of the caller's key, in a fleet that this router has met.
@@ -306,10 +306,12 @@ class RequestRun(msgspec.Struct, eq=False):
                 raise
             target = resolve_target(services, self.caller, question)
         self.target = target
-        if services.poison_requests.suspects and services.poison_requests.check(digest_of(question), services.clock()):
+        if services.poison_requests.suspects and services.poison_requests.check_held(
+            digest_of(question), services.clock()
+        ):
             self.deaths = 1
         if services.poison_adapters.suspects and target.adapter is not None:
-            self.deaths |= services.poison_adapters.check(target.adapter.engine_name, services.clock())
+            self.deaths |= services.poison_adapters.check_held(target.adapter.engine_name, services.clock())
         if question.route.state == "makes":
             if question.decoded.get("background"):
                 services.background.enter(self.caller.tenant or "")
@@ -415,7 +417,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if not self.failures:
             return self.excluded
         return excluded(
-            self.failures, self.services.discovery.fleet.replicas, self.services.scheduler.breaker.served_at
+            self.failures, self.services.discovery.fleet.replicas, self.services.scheduler.breaker.last_success_at
         )
 
     def _asked(self, only: Incarnation | None = None) -> HashedRequest:
@@ -461,7 +463,7 @@ class RequestRun(msgspec.Struct, eq=False):
         return min(now + _LOOKED_AGAIN_S, flight.load.began_at + config.max_answer_s) if is_at_work else now
 
     def _call(self, flight: DispatchedRequest, tokens: Tokens) -> EngineRequest:
-        services, question, ask = self.services, self.question, flight.prompt.ask
+        services, question, ask = self.services, self.question, flight.prompt.request
         route, replica = question.route, flight.replica
         dialect = dialect_of(replica.dialect, ask.engine_name, route.path)
         model = dialect.model(replica.model_name, ask.engine_name)
@@ -528,7 +530,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace.fail_stage(exc.reason)
         services.metrics.retries.labels(exc.reason).inc()
-        services.scheduler.failed(replica, exc.reason, now, sent_at=sent_at)
+        services.scheduler.record_failure(replica, exc.reason, now, sent_at=sent_at)
         services.discovery.poll_now(replica.id)
         self.deaths += exc.reason in _DEATHS
         if exc.reason == "answer_too_large":
@@ -539,7 +541,7 @@ class RequestRun(msgspec.Struct, eq=False):
         # A second engine that dies of it says more about the request than about the engine.
         is_hopeless = self.deaths >= _MAX_DEATHS or self.tries >= services.config.max_tries
         # An engine that lacks the adapter has computed nothing: asking again doubles no load.
-        may_retry = exc.reason == _COMPUTED_NOTHING or services.scheduler.may_retry(replica, now, sent_at=sent_at)
+        may_retry = exc.reason == _COMPUTED_NOTHING or services.scheduler.take_retry(replica, now, sent_at=sent_at)
         if is_hopeless or not may_retry:
             raise NoReplica(f"{self.tries} attempts failed before an answer began; the last: {exc}", retry_after_s=1.0)
 
@@ -551,7 +553,7 @@ def _told(route: Route, flight: DispatchedRequest, usage: EngineUsage | None) ->
         "gen_ai.request.model": flight.target.asked,
         "lorafleet.request_id": flight.record.request_id,
         "lorafleet.worker": flight.replica.id,
-        "lorafleet.adapter": flight.prompt.ask.engine_name or "base",
+        "lorafleet.adapter": flight.prompt.request.engine_name or "base",
         "lorafleet.cached_tokens": flight.predicted_tokens,
         "lorafleet.waited_s": flight.record.waited_s,
     }

@@ -384,16 +384,16 @@ def sized(roster: Roster, question: ParsedRequest, tokens: Tokens) -> int:
 
 def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
     """Every replica's contiguous cached blocks, at its own block size, and salted where its prompts are."""
-    ask, salted_at = prompt.ask, prompt.salted_at
+    ask, salted_at = prompt.request, prompt.salted_workers
     of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
-    if len(prompt.chains) == 1 and not prompt.salted:
+    if len(prompt.chains) == 1 and not prompt.salted_chains:
         ((block_size, chain),) = prompt.chains.items()
         return of(ask.base_model, block_size, chain)
     found = [of(ask.base_model, block_size, chain) for block_size, chain in prompt.chains.items()]
-    if prompt.salted:
+    if prompt.salted_chains:
         # What a salted worker has of unsalted prompts came from elsewhere, and no request finds it.
         found = [_of(matched, lambda worker: worker not in salted_at) for matched in found]
-        salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted.items()]
+        salted = [feeds.match(ask.base_model, block_size, chain) for block_size, chain in prompt.salted_chains.items()]
         found += [_of(matched, salted_at.__contains__) for matched in salted]
     whole = PrefixMatch()
     for matched in found:
@@ -436,7 +436,7 @@ async def dispatch(
         return begin(services.scheduler.decide(prompt, began_at))
     adapter = target.adapter
     ticket = QueuedRequest(
-        prompt=prompt,
+        hashed=prompt,
         tenant=caller.tenant or "",
         adapter=adapter.lora_id if adapter else "",
         weight=_weight(adapter),
@@ -449,9 +449,9 @@ async def dispatch(
 
 def answered(services: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:
     """An answer is over that took its engine so many seconds besides its prefill: its tenant has had them."""
-    waiting, adapter = services.scheduler.waiting, target.adapter
+    waiting, adapter = services.scheduler.queue, target.adapter
     if decode_s and waiting:
-        waiting.answered(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
+        waiting.charge_answer(caller.tenant or "", adapter.lora_id if adapter else "", _weight(adapter), decode_s)
 
 
 def _weight(adapter: RoutableAdapter | None) -> float:
@@ -465,10 +465,10 @@ def _session(named: str) -> str:
 def shown_cached_tokens(services: Services, caller: Caller, flight: DispatchedRequest) -> int:
     """The predicted hit as far as this caller's tenant has earned it: a hit on a neighbour's prompt would betray it."""
     cached_tokens = flight.predicted_tokens
-    if caller.tenant is None or flight.prompt.ask.is_approximate:
+    if caller.tenant is None or flight.prompt.request.is_approximate:
         return cached_tokens
-    own_blocks = services.cache_disclosure.depth(caller.tenant, flight.hashes)
-    services.cache_disclosure.sent(caller.tenant, flight.hashes)
+    own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, flight.hashes)
+    services.cache_disclosure.record_prompt(caller.tenant, flight.hashes)
     return min(cached_tokens, own_blocks * flight.replica.block_size)
 
 

@@ -644,9 +644,9 @@ async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_t
             (use,) = parts.usage._uses.values()
             before = use.output_tokens
             await until(lambda: len(parts.background) == 1)
-            assert [name for _, name, _ in parts.scheduler.load.in_flight()] == [ENGINE_NAME]
+            assert [name for _, name, _ in parts.scheduler.load.counts_by_name()] == [ENGINE_NAME]
             await until(lambda: not len(parts.background), within_s=60)
-            assert not list(parts.scheduler.load.in_flight())
+            assert not list(parts.scheduler.load.counts_by_name())
             assert use.output_tokens == before + 100
 
 
@@ -736,4 +736,4 @@ async def test_a_client_that_leaves_ends_the_work_in_the_engine(
             else:
                 pytest.fail(f"never {count} at work")
             await comes_to(direct, 0)
-        assert not list(parts.scheduler.load.in_flight())
+        assert not list(parts.scheduler.load.counts_by_name())

@@ -77,7 +77,7 @@ async def test_every_route_is_answered_behind_a_router_as_without_one(direct: Di
 
 async def test_an_engine_that_pools_is_found_well_by_what_it_can_do(direct: DirectEngine, model_dir: Path) -> None:
     async with routed(direct, model_dir) as (_client, parts):
-        look = parts.scheduler.breaker.look
+        look = parts.scheduler.breaker.probe
         assert look is not None
         look(next(iter(parts.discovery.fleet.replicas.values())))
         await until(lambda: parts.metrics.circuit_looks.labels("well").value)

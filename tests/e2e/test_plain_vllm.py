@@ -63,7 +63,7 @@ async def test_a_router_alone_serves_what_a_real_vllm_lists_and_knows_what_it_ha
         assert (own.status_code, base.status_code) == (200, 200)
         assert own.json()["choices"][0]["text"] != base.json()["choices"][0]["text"]
         async with within(20):
-            while parts.accuracy.state("e0") != "exact" or not parts.feeds.index(BASE, 32).workers().get("e0"):
+            while parts.accuracy.state("e0") != "exact" or not parts.feeds.index(BASE, 32).block_counts().get("e0"):
                 await asyncio.sleep(0.02)
         again = await ask(client, "own")
         told = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -107,7 +107,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
                     | ({"cache_salt": salt} if salt else {})
                 )
                 for is_second in (False, True):
-                    before = index.workers().get("e0", 0)
+                    before = index.block_counts().get("e0", 0)
                     answer = await client.post(path, json=body, timeout=60)
                     assert answer.status_code == 200, answer.text
                     details = answer.json()["usage"]["prompt_tokens_details"] or {}
@@ -115,7 +115,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
                     assert (model, salt, int(answer.headers["x-lorafleet-cached-tokens"])) == (model, salt, told)
                     assert (told > 128) == is_second
                     async with within(20):
-                        while not is_second and index.workers().get("e0", 0) == before:
+                        while not is_second and index.block_counts().get("e0", 0) == before:
                             await asyncio.sleep(0.02)
 
 

@@ -36,9 +36,9 @@ def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, r
     inside = []
     for tenant, size, is_leaving in steps:
         if is_leaving and inside:
-            room.leave(*inside.pop(size % len(inside)))
+            room.remove(*inside.pop(size % len(inside)))
         elif room.refusal(tenant, size) is None:
-            room.enter(tenant, size)
+            room.add(tenant, size)
             inside.append((tenant, size))
         assert (room.requests, room.size_bytes) == (len(inside), sum(size for _, size in inside))
         assert len(inside) <= requests
@@ -48,31 +48,31 @@ def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, r
             assert len(own) <= max(1, share * requests)
             assert len(own) <= 1 or sum(own) <= max(share * size_bytes, *own)
     while inside:
-        room.leave(*inside.pop())
+        room.remove(*inside.pop())
     assert not room._tenants
 
 
 def test_a_refusal_says_which_bound_was_reached():
     room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.5))
-    room.enter("a", 30)
+    room.add("a", 30)
     assert "bytes" in room.refusal("b", 90)
     assert "of yours hold 30 bytes" in room.refusal("a", 30)
-    room.enter("a", 10)
+    room.add("a", 10)
     assert "2 requests of yours" in room.refusal("a", 0)
-    room.enter("b", 0)
-    room.enter("c", 0)
+    room.add("b", 0)
+    room.add("c", 0)
     assert "4 requests wait already" in room.refusal("d", 0)
 
 
 def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
     room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.2))
     assert room.refusal("a", 1000) is None
-    room.enter("a", 60)
+    room.add("a", 60)
     assert room.refusal("b", 40) is None
     assert "60 bytes already" in room.refusal("b", 41)
     shared = QueueUsage(QueueLimits(requests=8, size_bytes=100, tenant_share=0.5))
     for tenant, size in (("a", 30), ("b", 0)):
-        shared.enter(tenant, size)
+        shared.add(tenant, size)
     assert shared.refusal("a", 20) is None
     assert shared.refusal("b", 50) is None
     assert "of yours hold 30 bytes" in shared.refusal("a", 21)
@@ -97,19 +97,19 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
     for _ in range(finished):
         if fleet.running:
             fleet.finish()
-    line = fleet.mind.waiting
+    line = fleet.scheduler.queue
     for who, what, seconds in answers:
-        line.answered(who, what, weight if what else 1.0, seconds)
+        line.charge_answer(who, what, weight if what else 1.0, seconds)
     weighs = weight if adapter else 1.0
-    ticket = QueuedRequest(
-        prompt=HashedRequest(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
+    queued = QueuedRequest(
+        hashed=HashedRequest(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
     )
-    predicted = line._ahead_s(ticket)
-    if fleet.mind.offer(ticket, fleet.now) is not None:
+    predicted = line._ahead_s(queued)
+    if fleet.scheduler.decide_or_enqueue(queued, fleet.now) is not None:
         assert predicted == 0
         return
     order = list(line._in_order())
-    served = sum(t.bound_s for t in order[: order.index(ticket)])
+    served = sum(t.bound_s for t in order[: order.index(queued)])
     # Requests are served whole: each adapter of its tenant, and each tenant, may be ahead or behind by one.
     slack = sum(sorted((t.bound_s * max(1.0, t.weight) for t in order), reverse=True)[:5])
     assert predicted == pytest.approx(served, abs=slack)
@@ -119,12 +119,12 @@ def test_what_a_request_is_told_is_how_long_it_waits():
     fleet = SchedulerUnderTest()
     for _ in range(40):
         fleet.ask(seconds=0.5)
-    ticket = QueuedRequest(prompt=HashedRequest(RoutingRequest("m", "", RATE // 2)))
-    decision = fleet.mind._decide_ticket(ticket, fleet.mind.waiting.backlog, fleet.now)
-    told_s = fleet.mind.waiting.wait_s(ticket, decision)
+    queued = QueuedRequest(hashed=HashedRequest(RoutingRequest("m", "", RATE // 2)))
+    decision = fleet.scheduler._decide_ticket(queued, fleet.scheduler.queue.backlog, fleet.now)
+    told_s = fleet.scheduler.queue.wait_s(queued, decision)
     began_at = fleet.now
-    fleet.mind.offer(ticket, began_at)
-    while ticket not in fleet.sent:
+    fleet.scheduler.decide_or_enqueue(queued, began_at)
+    while queued not in fleet.sent:
         fleet.finish()
     assert told_s == pytest.approx(fleet.now - began_at, rel=0.1)
 
@@ -137,7 +137,7 @@ def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slo
     for _ in range(60):
         fleet.now += (slower - 1) * fleet.running[0][1].prefill_s
         fleet.finish()
-    assert fleet.mind.waiting.drain.rate("w0") == pytest.approx(1 / slower, rel=0.3)
+    assert fleet.scheduler.queue.rates.rate("w0") == pytest.approx(1 / slower, rel=0.3)
 
 
 def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
@@ -148,7 +148,7 @@ def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
             fleet.ask(seconds=0.5, most_wait_s=10.0)
         except Saturated as exc:
             refused = exc
-    assert 10 <= len(fleet.mind.waiting) <= 20
+    assert 10 <= len(fleet.scheduler.queue) <= 20
     assert refused.retry_after_s == pytest.approx(1.0, abs=0.6)
     assert "may wait 10 s" in str(refused)
     came_back_at = fleet.now + refused.retry_after_s
@@ -202,19 +202,19 @@ def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_anothe
 
 def test_who_is_refused_leaves_nothing_behind():
     fleet = SchedulerUnderTest()
-    fleet.mind.waiting.room = QueueUsage(QueueLimits(requests=5))
+    fleet.scheduler.queue.usage = QueueUsage(QueueLimits(requests=5))
     for _ in range(7):
         fleet.ask(seconds=0.5)
-    waiting, backlog = len(fleet.mind.waiting), dict(fleet.mind.waiting.backlog)
+    waiting, backlog = len(fleet.scheduler.queue), dict(fleet.scheduler.queue.backlog)
     for more in ({}, {"most_wait_s": 0.1}):
         with pytest.raises(Saturated) as refused:
             fleet.ask("other", seconds=0.5, **more)
         assert refused.value.retry_after_s >= 1
-    assert (len(fleet.mind.waiting), dict(fleet.mind.waiting.backlog)) == (waiting, backlog)
-    assert "other" not in fleet.mind.waiting._tenants
+    assert (len(fleet.scheduler.queue), dict(fleet.scheduler.queue.backlog)) == (waiting, backlog)
+    assert "other" not in fleet.scheduler.queue._tenants
     while fleet.running:
         fleet.finish()
-    assert fleet.mind.waiting.room.requests == 0
+    assert fleet.scheduler.queue.usage.requests == 0
 
 
 def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wait_for_nothing():
@@ -229,7 +229,7 @@ def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wai
 def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():
     drain = ServiceRates()
     drain.begin(0.0)
-    drain.passed(["w0"], 300.0)
+    drain.advance(["w0"], 300.0)
     assert drain.rate("w0") > 0.05
 
 
@@ -241,14 +241,14 @@ def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_t
     fleet = SchedulerUnderTest(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)
     for each in seconds:
         fleet.ask(seconds=each)
-        there = fleet.mind.load.in_flight_tokens("m")
+        there = fleet.scheduler.load.in_flight_tokens("m")
         assert there == sum(flight.prompt_tokens for _, flight in fleet.running)
         assert there <= RATE or len(fleet.running) == 1
     while fleet.running:
         fleet.finish()
-        assert fleet.mind.load.in_flight_tokens("m") <= RATE or len(fleet.running) == 1
+        assert fleet.scheduler.load.in_flight_tokens("m") <= RATE or len(fleet.running) == 1
     assert len(fleet.sent) == len(seconds)
-    assert fleet.mind.load.in_flight_tokens("m") == 0
+    assert fleet.scheduler.load.in_flight_tokens("m") == 0
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
@@ -272,10 +272,10 @@ def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
 class SentDecision:
     def __init__(self, fleet, decision):
         self.fleet = fleet
-        self.flight = fleet.mind.begin(decision, time.monotonic())
+        self.flight = fleet.scheduler.record_dispatch(decision, time.monotonic())
 
     def end(self):
-        self.fleet.mind.load.end(self.flight, time.monotonic())
+        self.fleet.scheduler.load.remove(self.flight, time.monotonic())
 
 
 class QueueUnderTest:
@@ -284,52 +284,56 @@ class QueueUnderTest:
     def __init__(self, **limits):
         self.fleet = SchedulerUnderTest(late_binding_s=0.1)
         limits = {"most_waiting": 100, "most_wait_s": 60.0} | limits
-        self.room = RequestQueue(self.fleet.mind, RouterMetrics(), clock=time.monotonic, **limits)
+        self.room = RequestQueue(self.fleet.scheduler, RouterMetrics(), clock=time.monotonic, **limits)
 
-    def prompt(self, seconds=0.5):
-        return HashedRequest(RoutingRequest("m", "", int(seconds * RATE)))
-
-    def ticket(self, tenant="", seconds=0.5, **more):
-        return QueuedRequest(prompt=self.prompt(seconds), tenant=tenant, **more)
+    def queued(self, tenant="", seconds=0.5, **more):
+        request = HashedRequest(RoutingRequest("m", "", int(seconds * RATE)))
+        return QueuedRequest(hashed=request, tenant=tenant, **more)
 
     def begin(self, decision):
         return SentDecision(self.fleet, decision)
 
-    def sent(self, seconds=0.5):
-        decision = self.room.at_once(self.prompt(seconds))
-        return SentDecision(self.fleet, decision)
+    def send_at_once(self, queued=None):
+        """The request that was sent, or None where it would have waited; it has left the queue then."""
+        admission = self.room.admit(queued or self.queued(), self.begin)
+        try:
+            admission.send(None)
+        except StopIteration as done:
+            return done.value
+        admission.close()
+        return None
 
-    async def admitted(self, *args, **more):
-        return await self.room.admitted(self.ticket(*args, **more), self.begin)
+    async def admit(self, *args, **more):
+        return await self.room.admit(self.queued(*args, **more), self.begin)
 
 
 async def test_where_there_is_room_nothing_is_awaited():
     hall = QueueUnderTest()
-    hall.sent()
-    assert hall.room.at_once(hall.prompt()) is None
-    assert not len(hall.fleet.mind.waiting)
-    ticket = hall.ticket()
-    waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
+    hall.send_at_once()
+    assert hall.send_at_once() is None
+    assert not len(hall.fleet.scheduler.queue)
+    queued = hall.queued()
+    waiting = asyncio.create_task(hall.room.admit(queued, hall.begin))
     await asyncio.sleep(0)
-    assert ticket.is_waiting
+    assert queued.is_waiting
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert not ticket.is_waiting
+    assert not queued.is_waiting
 
 
 async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     hall = QueueUnderTest()
-    first = hall.sent()
-    ticket = hall.ticket()
-    assert hall.room.at_once(ticket.prompt) is None
+    first = hall.send_at_once()
+    queued = hall.queued()
+    assert hall.send_at_once(queued) is None
     running = asyncio.create_task(hall.room.run())
-    waiting = asyncio.create_task(hall.room.admitted(ticket, hall.begin))
+    waiting = asyncio.create_task(hall.room.admit(queued, hall.begin))
     await asyncio.sleep(0)
-    assert len(hall.fleet.mind.waiting) == 1
+    assert len(hall.fleet.scheduler.queue) == 1
     first.end()
     hall.room.poke()
     assert isinstance(await asyncio.wait_for(waiting, patience(5)), SentDecision)
-    assert len(hall.fleet.mind.load._books["w0"].flights) == 1
+    assert len(hall.fleet.scheduler.load._books["w0"].flights) == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -337,47 +341,47 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
 async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
     hall = QueueUnderTest()
     with pytest.raises(DeadlineExceeded):
-        await hall.admitted(deadline_at=time.monotonic() - 1)
-    assert not list(hall.fleet.mind.load.in_flight())
-    hall.sent(0.2)
+        await hall.admit(deadline_at=time.monotonic() - 1)
+    assert not list(hall.fleet.scheduler.load.counts_by_name())
+    hall.send_at_once(hall.queued(seconds=0.2))
     began_at = time.monotonic()
     async with within(20):
         with pytest.raises(DeadlineExceeded):
-            await hall.admitted(seconds=0.1, deadline_at=began_at + 0.3)
+            await hall.admit(seconds=0.1, deadline_at=began_at + 0.3)
     assert time.monotonic() - began_at > 0.25
-    assert not len(hall.fleet.mind.waiting)
+    assert not len(hall.fleet.scheduler.queue)
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     hall = QueueUnderTest()
-    hall.sent(5.0)
+    hall.send_at_once(hall.queued(seconds=5.0))
     with pytest.raises(Saturated) as refused:  # who waits for the deadline is told of that
-        await hall.admitted(deadline_at=time.monotonic() + 2)
+        await hall.admit(deadline_at=time.monotonic() + 2)
     assert refused.value.retry_after_s > 1.5
 
 
 async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
     hall = QueueUnderTest(most_waiting=8, tenant_share=0.5, most_waiting_bytes=1000)
-    hall.sent()
+    hall.send_at_once()
     rng = Random(1)
-    waiting = [asyncio.create_task(hall.admitted("a", 0.001, size_bytes=rng.randrange(50))) for _ in range(4)]
+    waiting = [asyncio.create_task(hall.admit("a", 0.001, size_bytes=rng.randrange(50))) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(Saturated, match="of yours"):
-        await hall.admitted("a", 0.001)
-    waiting.append(asyncio.create_task(hall.admitted("b", 0.001, size_bytes=300)))
+        await hall.admit("a", 0.001)
+    waiting.append(asyncio.create_task(hall.admit("b", 0.001, size_bytes=300)))
     await asyncio.sleep(0)
     with pytest.raises(Saturated, match="of yours hold 300 bytes"):
-        await hall.admitted("b", 0.001, size_bytes=300)
+        await hall.admit("b", 0.001, size_bytes=300)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert hall.fleet.mind.waiting.room.requests == 0
+    assert hall.fleet.scheduler.queue.usage.requests == 0
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["as it is sent", "just before"])
 async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_sent):
     hall, begun = QueueUnderTest(), []
-    first = hall.sent()
+    first = hall.send_at_once()
     running = asyncio.create_task(hall.room.run())
 
     def begin(decision):
@@ -385,9 +389,9 @@ async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_se
         asyncio.get_running_loop().call_soon(waiting.cancel)
         return begun[-1]
 
-    waiting = asyncio.create_task(hall.room.admitted(hall.ticket(), begin))
+    waiting = asyncio.create_task(hall.room.admit(hall.queued(), begin))
     await asyncio.sleep(0)
-    assert len(hall.fleet.mind.waiting) == 1
+    assert len(hall.fleet.scheduler.queue) == 1
     first.end()
     hall.room.poke()
     if not is_sent:
@@ -395,22 +399,22 @@ async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_se
     (told,) = await asyncio.gather(waiting, return_exceptions=True)
     assert isinstance(told, asyncio.CancelledError)
     assert len(begun) == is_sent
-    assert not list(hall.fleet.mind.load.in_flight())
-    assert not len(hall.fleet.mind.waiting)
+    assert not list(hall.fleet.scheduler.load.counts_by_name())
+    assert not len(hall.fleet.scheduler.queue)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_counts_nowhere():
     hall, begun = QueueUnderTest(most_wait_s=0.3), []
-    first = hall.sent(0.2)
+    first = hall.send_at_once(hall.queued(seconds=0.2))
     running = asyncio.create_task(hall.room.run())
 
     def begin(decision):
         begun.append(hall.begin(decision))
         return begun[-1]
 
-    waiting = asyncio.create_task(hall.room.admitted(hall.ticket(seconds=0.1), begin))
+    waiting = asyncio.create_task(hall.room.admit(hall.queued(seconds=0.1), begin))
     await asyncio.sleep(0)
     first.end()
     hall.room.poke()
@@ -418,23 +422,23 @@ async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_cou
     with pytest.raises(Saturated):
         await waiting
     assert len(begun) == 1
-    assert not list(hall.fleet.mind.load.in_flight())
+    assert not list(hall.fleet.scheduler.load.counts_by_name())
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
     hall = QueueUnderTest()
-    first = hall.sent()
+    first = hall.send_at_once()
     running = asyncio.create_task(hall.room.run())
 
     def begin(decision):
         raise RuntimeError("cannot")
 
-    broken = asyncio.create_task(hall.room.admitted(hall.ticket(seconds=0.01), begin))
-    behind = asyncio.create_task(hall.admitted(seconds=0.01))
+    broken = asyncio.create_task(hall.room.admit(hall.queued(seconds=0.01), begin))
+    behind = asyncio.create_task(hall.admit(seconds=0.01))
     await asyncio.sleep(0)
-    assert len(hall.fleet.mind.waiting) == 2
+    assert len(hall.fleet.scheduler.queue) == 2
     first.end()
     hall.room.poke()
     with pytest.raises(RuntimeError, match="cannot"):
@@ -446,11 +450,11 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
 
 async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
     hall = QueueUnderTest(most_waiting=1, holds=HeldRequests())
-    hall.sent()
-    waiting = asyncio.create_task(hall.admitted(seconds=0.01, adapter=SQL))
+    hall.send_at_once()
+    waiting = asyncio.create_task(hall.admit(seconds=0.01, adapter=SQL))
     await asyncio.sleep(0)
     with pytest.raises(Saturated):
-        await hall.admitted("other", 0.01, adapter=SQL)
+        await hall.admit("other", 0.01, adapter=SQL)
 
     def told():
         (hold,) = hall.room._holds.report(time.monotonic())
@@ -465,10 +469,10 @@ async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turne
 @pytest.mark.parametrize(("behind_s", "least_s"), [(0.05, 1.0), (5.0, 5.0)])
 async def test_who_found_no_room_in_time_is_told_to_come_back_when_what_waits_is_worked_off(behind_s, least_s):
     hall = QueueUnderTest(most_wait_s=0.3)
-    hall.sent(0.2)
-    short = asyncio.create_task(hall.admitted("a", 0.05))
+    hall.send_at_once(hall.queued(seconds=0.2))
+    short = asyncio.create_task(hall.admit("a", 0.05))
     await asyncio.sleep(0)
-    behind = asyncio.create_task(hall.admitted("b", behind_s))
+    behind = asyncio.create_task(hall.admit("b", behind_s))
     with pytest.raises(Saturated, match="no engine had room") as refused:
         await short
     assert least_s <= refused.value.retry_after_s <= 2 * least_s

@@ -332,23 +332,23 @@ async def test_two_routers_that_know_nothing_of_each_other_keep_a_conversation_t
     engines = [EveryRoute(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (one, _, parts), fleet(*engines) as (other, _, _):
         # What one of them has sent besides is news to the other: to it that replica is a little dearer.
-        busy = parts.scheduler.load.begin("w0", "", 0.0, parts.clock(), 0, 0, BASE, 0.0, 1)
+        busy = parts.scheduler.load.add("w0", "", 0.0, parts.clock(), 0, 0, BASE, 0.0, 1)
         homes = []
         for c in range(8):
             workers = [await ask([one, other][turn % 2], CHATS, chat(c, turn)) for turn in range(TURNS_OF_EACH)]
             assert len(set(workers)) == 1, workers
             homes.append(workers[0])
         assert len(set(homes)) > 2
-        parts.scheduler.load.end(busy, parts.clock(), is_answered=True)
+        parts.scheduler.load.remove(busy, parts.clock(), is_answered=True)
 
 
 async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do():
     async with fleet(EveryRoute("w0"), EveryRoute("w1")) as (client, _, parts):
         home = await ask(client, CHATS, chat(1, 5))
         now = parts.clock()
-        load = parts.scheduler.load.begin(home, "", 60.0, now, 600_000, 0, BASE, 0.0, 1)
+        load = parts.scheduler.load.add(home, "", 60.0, now, 600_000, 0, BASE, 0.0, 1)
         assert await ask(client, CHATS, chat(1, 6)) != home
-        parts.scheduler.load.end(load, now, is_answered=True)
+        parts.scheduler.load.remove(load, now, is_answered=True)
 
 
 async def test_a_conversation_stays_at_its_data_parallel_rank():
@@ -367,9 +367,9 @@ async def test_a_conversation_stays_at_its_data_parallel_rank():
             ranks.append({headers["x-data-parallel-rank"] for headers in engine.headers[-4:]})
         assert [len(of_one) for of_one in ranks] == [1] * 8
         assert set.union(*ranks) == {"0", "1"}
-        assert set(parts.feeds.index(BASE, BLOCK, is_approximate=True).workers()) == {"w0#0", "w0#1"}
+        assert set(parts.feeds.index(BASE, BLOCK, is_approximate=True).block_counts()) == {"w0#0", "w0#1"}
         parts.feeds.forget("w0")
-        assert not parts.feeds.index(BASE, BLOCK, is_approximate=True).workers()
+        assert not parts.feeds.index(BASE, BLOCK, is_approximate=True).block_counts()
 
 
 async def test_what_was_sent_is_forgotten_with_its_engine():
@@ -383,7 +383,7 @@ async def test_what_was_sent_is_forgotten_with_its_engine():
         await ask(client, CHATS, chat(1, 9))
         assert await depth() > 20
         control.boot_id = "second"
-        await until(lambda: not parts.feeds.index(BASE, BLOCK, is_approximate=True).workers())
+        await until(lambda: not parts.feeds.index(BASE, BLOCK, is_approximate=True).block_counts())
         assert await depth() == 0
         await ask(client, CHATS, chat(1, 9))
         assert await depth() > 20
@@ -395,11 +395,11 @@ async def test_what_was_sent_is_bounded_in_number_and_time():
         sent, now = parts.feeds, parts.clock()
         for start in range(0, 30_000, 1000):
             hashes = [BlockHash(start + i) for i in range(1000)]
-            sent.served_approximate(replica, replica.id, hashes, began_at=now, now=now + start)
+            sent.record_served_approximate(replica, replica.id, hashes, began_at=now, now=now + start)
         index = sent.index(BASE, BLOCK, is_approximate=True)
         # As many as the engine has, of the last 600 s.
         assert 0 < index.blocks("w0", "device") <= 10_000
-        sent.served_approximate(replica, replica.id, [BlockHash(1)], began_at=now, now=now + 10**6)
+        sent.record_served_approximate(replica, replica.id, [BlockHash(1)], began_at=now, now=now + 10**6)
         assert index.blocks("w0", "device") == 1
         assert await ask(client, CHATS, chat(1, 1)) == "w0"
 
@@ -412,7 +412,7 @@ async def test_an_approximate_decision_says_so_and_predicts_nothing():
     async with fleet(EngineDouble("w0", with_usage), EngineDouble("w1", with_usage)) as (client, _, parts):
         for turn in (8, 9):
             await ask(client, CHATS, chat(1, turn))
-        await until(lambda: not list(parts.scheduler.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.counts_by_name()))
         last, first = (await client.get("/v1/decisions")).json()["data"]
         assert (last["tokens_from"], last["trust"]) == ("approximate", "estimate")
         assert (first["cached_tokens"], first["engine_cached_tokens"], last["engine_cached_tokens"]) == (0, 512, 512)

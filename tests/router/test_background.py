@@ -102,7 +102,7 @@ def level(parts):
 
 
 def in_flight(parts):
-    return [(worker, count) for worker, _, count in parts.scheduler.load.in_flight()]
+    return [(worker, count) for worker, _, count in parts.scheduler.load.counts_by_name()]
 
 
 def over(parts):

@@ -39,22 +39,22 @@ class BreakerUnderTest:
 
     def fail(self, i=0, reason="no_answer", times=1, **more):
         for _ in range(times):
-            self.breaker.failed(self.fleet[i], reason, self.now, self.rng, fleet=self.fleet, **more)
+            self.breaker.record_failure(self.fleet[i], reason, self.now, self.rng, fleet=self.fleet, **more)
 
     def answer(self, i=0, times=1, **more):
         for _ in range(times):
-            self.breaker.succeeded(self.fleet[i], self.now, **more)
+            self.breaker.record_success(self.fleet[i], self.now, **more)
 
     def send(self, i=0):
         request = FakeTrial()
-        self.breaker.sent(self.fleet[i], request, self.now)
+        self.breaker.record_dispatch(self.fleet[i], request, self.now)
         return request
 
     def state(self, i=0):
         return self.breaker.state(self.fleet[i], self.now)
 
     def shut(self):
-        return {worker for worker, _ in self.breaker.shut(self.now)}
+        return {worker for worker, _ in self.breaker.open_incarnations(self.now)}
 
 
 def test_failures_in_a_row_open_a_circuit_and_an_answer_between_them_does_not():
@@ -212,17 +212,17 @@ def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_chang
     book = BreakerUnderTest(open_s=2.0, most_open_s=90.0)
     book.fail(times=5)
     book.now += 1000.0
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     assert book.state() == "half_open"
     book.answer()
     book.now += 80.0
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     book.fail(times=5)
     book.now += 2.0
     assert book.state() == "open"  # the second one in a row, for 4 s
     book.answer(sent_at=book.now)
     book.now += 91.0
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     assert not book.breaker._circuits
 
 
@@ -240,7 +240,7 @@ def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     book.fail(times=5)
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     assert book.told == [("w0", "open", "no_answer")] * 2
 
 
@@ -249,18 +249,18 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     assert book.state() == "closed"
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     assert not book.breaker._circuits
-    assert not book.breaker.shut(book.now)
+    assert not book.breaker.open_incarnations(book.now)
     book.fail()
-    book.breaker.known(book.fleet, book.now + 59)
+    book.breaker.forget_others(book.fleet, book.now + 59)
     assert book.breaker._circuits
-    book.breaker.known(book.fleet, book.now + 61)
+    book.breaker.forget_others(book.fleet, book.now + 61)
     assert not book.breaker._circuits  # nothing has failed there for long
     book.fail(times=5)
     book.breaker.forget("w0")
     assert not book.breaker._circuits
-    assert not book.breaker.shut(book.now)
+    assert not book.breaker.open_incarnations(book.now)
 
 
 def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_took_its_place_and_not_where_none_did():
@@ -268,9 +268,9 @@ def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_too
     book.fail(0, times=5)
     book.fail(1, times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
-    book.breaker.known([book.fleet[0], *book.fleet[2:]], book.now)
+    book.breaker.forget_others([book.fleet[0], *book.fleet[2:]], book.now)
     assert book.told[2:] == [("w0", "closed", "restarted")]
-    book.breaker.known(book.fleet, book.now)
+    book.breaker.forget_others(book.fleet, book.now)
     assert len(book.told) == 3
 
 
@@ -367,7 +367,7 @@ def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas,
             book.now += 0.7
         assert len(book.breaker._shut) <= share * replicas
         for replica in book.fleet:
-            is_shut = replica.incarnation in book.breaker.shut(book.now)
+            is_shut = replica.incarnation in book.breaker.open_incarnations(book.now)
             assert not is_shut or book.breaker.state(replica, book.now) != "closed"
 
 
@@ -377,10 +377,10 @@ class BreakerWithProbes(BreakerUnderTest):
     def __init__(self, **rules):
         super().__init__(**rules)
         self.looked = []
-        self.breaker.look = lambda replica: self.looked.append(replica.id)
+        self.breaker.probe = lambda replica: self.looked.append(replica.id)
 
     def find(self, i=0, *, is_well):
-        self.breaker.looked(self.fleet[i], self.now, self.rng, is_well=is_well)
+        self.breaker.record_probe(self.fleet[i], self.now, self.rng, is_well=is_well)
 
 
 @pytest.mark.parametrize("reason", sorted(ANSWERED))
@@ -467,8 +467,8 @@ def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_o
     book = BreakerWithProbes()
     book.fail(reason="engine_error", times=5)
     before, book.fleet[0] = book.fleet[0], a_replica("w0", engine_boot_id="b")
-    book.breaker.known(book.fleet, book.now)
-    book.breaker.looked(before, book.now, book.rng, is_well=False)
+    book.breaker.forget_others(book.fleet, book.now)
+    book.breaker.record_probe(before, book.now, book.rng, is_well=False)
     assert (book.shut(), book.told) == (set(), [])
 
 
@@ -515,7 +515,7 @@ def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why
         assert decision.replica.id == "w2"
         assert decision.rejected == {"w0": "circuit open", "w1": "circuit open"}
         again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
-        assert again == decision or again.scene.shut == shut
+        assert again == decision or again.snapshot.shut == shut
         assert again.replica.id == "w2"
 
 
@@ -552,8 +552,8 @@ class FailingFleet(SchedulerUnderTest):
     def fail(self, reason="no_answer"):
         _, flight = self.running.pop(0)
         replica = next(r for r in self.roster.replicas if r.id == flight.worker)
-        self.mind.load.end(flight, self.now)
-        return self.mind.failed(replica, reason, self.now, sent_at=flight.began_at)
+        self.scheduler.load.remove(flight, self.now)
+        return self.scheduler.record_failure(replica, reason, self.now, sent_at=flight.began_at)
 
 
 def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_succeeds():
@@ -571,7 +571,7 @@ def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_suc
     assert fleet.running[0][1].worker == "w0"
     fleet.ask(seconds=0.2)
     assert fleet.running[1][1].worker == "w1"  # one trial at a time
-    fleet.mind.succeeded(fleet.roster.replicas[0], fleet.now, sent_at=fleet.now)
+    fleet.scheduler.record_success(fleet.roster.replicas[0], fleet.now, sent_at=fleet.now)
     fleet.ask(seconds=0.2)
     assert fleet.running[2][1].worker == "w0"
 
@@ -582,14 +582,14 @@ def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeou
     fleet.ask(seconds=0.2)
     for _ in range(5):
         fleet.now += 5
-        fleet.mind.watch(fleet.roster.replicas, fleet.now)
-    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) != "closed"
+        fleet.scheduler.check_engines(fleet.roster.replicas, fleet.now)
+    assert fleet.scheduler.breaker.state(fleet.roster.replicas[0], fleet.now) != "closed"
     fleet.ask(seconds=0.2)
     assert [flight.worker for _, flight in fleet.running[1:]] == ["w1"]
     # Half-open: the one that hangs since before does not keep it shut, its trial does.
     fleet.now += 10
-    fleet.mind.watch(fleet.roster.replicas[:1], fleet.now)
-    assert not fleet.mind.breaker.shut(fleet.now)
+    fleet.scheduler.check_engines(fleet.roster.replicas[:1], fleet.now)
+    assert not fleet.scheduler.breaker.open_incarnations(fleet.now)
 
 
 def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts_it_again():
@@ -597,32 +597,32 @@ def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts
     suspect, other = fleet.roster.replicas
     hung = replace(suspect, is_suspect=True)
     for _ in range(5):
-        fleet.mind.watch([hung, other], fleet.now)
-        assert suspect.incarnation in fleet.mind.breaker.shut(fleet.now)
+        fleet.scheduler.check_engines([hung, other], fleet.now)
+        assert suspect.incarnation in fleet.scheduler.breaker.open_incarnations(fleet.now)
         fleet.now += 5
     fleet.roster = Roster((hung, other))
-    assert fleet.mind.able("m", fleet.now) == [other]
-    fleet.mind.watch([suspect, other], fleet.now)
-    assert fleet.mind.breaker.state(suspect, fleet.now) == "closed"
+    assert fleet.scheduler.healthy_replicas("m", fleet.now) == [other]
+    fleet.scheduler.check_engines([suspect, other], fleet.now)
+    assert fleet.scheduler.breaker.state(suspect, fleet.now) == "closed"
 
 
 def test_an_agents_trust_closes_nothing_that_it_did_not_open():
     fleet = FailingFleet(replicas=2)
     for _ in range(5):
-        fleet.mind.failed(fleet.roster.replicas[0], "no_answer", fleet.now)
-    fleet.mind.watch(fleet.roster.replicas, fleet.now)
-    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
+        fleet.scheduler.record_failure(fleet.roster.replicas[0], "no_answer", fleet.now)
+    fleet.scheduler.check_engines(fleet.roster.replicas, fleet.now)
+    assert fleet.scheduler.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
 
 
 def test_a_long_prompt_and_a_full_engine_are_not_taken_for_silence():
     fleet = FailingFleet()
     fleet.ask(seconds=60.0)
     fleet.now += fleet.running[0][1].prefill_s + 15
-    fleet.mind.watch(fleet.roster.replicas, fleet.now)
-    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "closed"
+    fleet.scheduler.check_engines(fleet.roster.replicas, fleet.now)
+    assert fleet.scheduler.breaker.state(fleet.roster.replicas[0], fleet.now) == "closed"
     fleet.now += 10
-    fleet.mind.watch(fleet.roster.replicas, fleet.now)
-    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
+    fleet.scheduler.check_engines(fleet.roster.replicas, fleet.now)
+    assert fleet.scheduler.breaker.state(fleet.roster.replicas[0], fleet.now) == "open"
 
 
 @pytest.mark.parametrize(("is_heard", "state"), [(True, "closed"), (False, "open")])
@@ -630,14 +630,14 @@ def test_an_engine_that_streams_is_not_silent(is_heard, state):
     fleet = FailingFleet(late_binding_s=inf)
     fleet.ask(seconds=0.1)
     streaming = fleet.running[0][1]
-    fleet.mind.load.first_token(streaming, fleet.now)
+    fleet.scheduler.load.record_first_token(streaming, fleet.now)
     fleet.ask(seconds=0.1)
     for _ in range(5):
         fleet.now += 5
         if is_heard:
-            fleet.mind.load.heard(streaming.worker, fleet.now)
-        fleet.mind.watch(fleet.roster.replicas, fleet.now)
-    assert fleet.mind.breaker.state(fleet.roster.replicas[0], fleet.now) == state
+            fleet.scheduler.load.record_data(streaming.worker, fleet.now)
+        fleet.scheduler.check_engines(fleet.roster.replicas, fleet.now)
+    assert fleet.scheduler.breaker.state(fleet.roster.replicas[0], fleet.now) == state
 
 
 def test_being_sent_to_a_shut_fleet_is_counted():
@@ -645,9 +645,9 @@ def test_being_sent_to_a_shut_fleet_is_counted():
     for _ in range(5):
         fleet.ask(seconds=0.2)
         fleet.fail()
-    assert fleet.mind.breaker.panics == 0
+    assert fleet.scheduler.breaker.ignored_circuits == 0
     fleet.ask(seconds=0.2)
-    assert fleet.mind.breaker.panics == 1
+    assert fleet.scheduler.breaker.ignored_circuits == 1
 
 
 # --- the retry budget -------------------------------------------------------------------------------------------------
@@ -656,7 +656,7 @@ def test_being_sent_to_a_shut_fleet_is_counted():
 def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
     fleet = FailingFleet(replicas=2, late_binding_s=inf)
     fleet.depths = {"w0": 100}
-    fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.4)  # four in all
+    fleet.scheduler.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.4)  # four in all
     for _ in range(100):
         fleet.ask(seconds=0.001)
     lost = [flight for _, flight in fleet.running if flight.worker == "w0"]
@@ -664,22 +664,22 @@ def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
     replica = fleet.roster.replicas[0]
     allowed = []
     for flight in lost:
-        fleet.mind.load.end(flight, fleet.now)
-        fleet.mind.failed(replica, "no_answer", fleet.now, sent_at=flight.began_at)
-        allowed.append(fleet.mind.may_retry(replica, fleet.now, sent_at=flight.began_at))
+        fleet.scheduler.load.remove(flight, fleet.now)
+        fleet.scheduler.record_failure(replica, "no_answer", fleet.now, sent_at=flight.began_at)
+        allowed.append(fleet.scheduler.take_retry(replica, fleet.now, sent_at=flight.began_at))
     assert all(allowed)
     # What is sent there although it is known to fail is no surprise.
     fleet.now += 0.001
-    assert not fleet.mind.may_retry(replica, fleet.now, sent_at=fleet.now)
+    assert not fleet.scheduler.take_retry(replica, fleet.now, sent_at=fleet.now)
 
 
 def test_a_replica_that_is_gone_from_the_fleet_or_started_again_was_lost():
     fleet = FailingFleet(replicas=1)
-    fleet.mind.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
+    fleet.scheduler.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
     replica = fleet.roster.replicas[0]
-    assert not fleet.mind.may_retry(replica, 0.0, sent_at=0.0)
-    assert fleet.mind.may_retry(a_replica("w0", engine_boot_id="before"), 0.0, sent_at=0.0)
-    assert fleet.mind.may_retry(a_replica("w9"), 0.0, sent_at=0.0)
+    assert not fleet.scheduler.take_retry(replica, 0.0, sent_at=0.0)
+    assert fleet.scheduler.take_retry(a_replica("w0", engine_boot_id="before"), 0.0, sent_at=0.0)
+    assert fleet.scheduler.take_retry(a_replica("w9"), 0.0, sent_at=0.0)
 
 
 @given(
@@ -707,7 +707,7 @@ def test_the_first_storm_after_a_quiet_day_is_bounded_as_every_other():
             fleet.ask()
             fleet.finish()
     replica = fleet.roster.replicas[0]
-    granted = sum(fleet.mind.may_retry(replica, fleet.now + 3600.0, sent_at=fleet.now) for _ in range(1000))
+    granted = sum(fleet.scheduler.take_retry(replica, fleet.now + 3600.0, sent_at=fleet.now) for _ in range(1000))
     assert granted <= 30 + 1
 
 

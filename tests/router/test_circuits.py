@@ -87,7 +87,7 @@ async def test_when_the_only_engine_fails_it_goes_on_being_asked_and_serves_as_s
         for _ in range(3):
             assert error_of(await ask(client)) == (503, "no_replica")
         assert len(sick.bodies) == 3
-        assert parts.scheduler.breaker.panics == 1
+        assert parts.scheduler.breaker.ignored_circuits == 1
         sick.is_well = True
         assert (await ask(client)).status_code == 200
 
@@ -102,13 +102,13 @@ async def test_an_engine_that_answers_everything_with_an_error_of_its_own_gets_n
         breaker = parts.scheduler.breaker
         breaker.rules = BreakerRules(failures=3, **FAST | {"open_s": 60.0, "most_open_s": 60.0})
         statuses = []
-        while not breaker.shut(parts.clock()):
+        while not breaker.open_incarnations(parts.clock()):
             statuses.append((await ask(client)).status_code)
         assert statuses.count(500) == len(sick.bodies) - 1 >= 3  # and one that is the router's own
         assert OURS in sick.bodies
         assert OURS not in sound.bodies
         assert parts.metrics.circuit_looks.labels("unwell").value == 1
-        (shut,) = breaker.shut(parts.clock())
+        (shut,) = breaker.open_incarnations(parts.clock())
         assert shut[0] == "w0"
         for _ in range(20):
             assert (await ask(client)).status_code == 200
@@ -139,7 +139,7 @@ async def test_requests_that_engines_answer_with_errors_though_they_are_well_shu
             assert answer.status_code == status
         looks = parts.metrics.circuit_looks.labels
         await until(lambda: looks("well").value == sum(engine.bodies.count(OURS) for engine in engines) > 0)
-        assert not parts.scheduler.breaker.shut(parts.clock())
+        assert not parts.scheduler.breaker.open_incarnations(parts.clock())
         assert not parts.metrics.circuit_openings._children
         asked = {(await ask(client)).headers["x-lorafleet-worker"] for _ in range(60)}
         assert asked == {"w0", "w1", "w2"}
@@ -173,8 +173,8 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
         await until(lambda: hanging.bodies)
 
         def is_shut():
-            parts.scheduler.watch(list(parts.discovery.fleet.replicas.values()), parts.clock())
-            return parts.scheduler.breaker.shut(parts.clock())
+            parts.scheduler.check_engines(list(parts.discovery.fleet.replicas.values()), parts.clock())
+            return parts.scheduler.breaker.open_incarnations(parts.clock())
 
         await until(is_shut)
         drawn = len(hanging.bodies)
@@ -183,7 +183,7 @@ async def test_an_engine_that_hangs_is_found_out_by_its_silence_and_comes_back_w
         assert len(hanging.bodies) == drawn
         hanging.awake.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
-        assert not parts.scheduler.breaker.shut(parts.clock())
+        assert not parts.scheduler.breaker.open_incarnations(parts.clock())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -199,7 +199,7 @@ async def test_what_waits_at_an_engine_that_its_agent_suspects_goes_elsewhere_at
         assert [(answer.status_code, answer.headers["x-lorafleet-worker"]) for answer in answers] == [(200, "w1")] * 12
         assert (len(hanging.bodies), len(sound.bodies)) == (waiting, 12)
         assert parts.metrics.retries.labels("hung").value == waiting
-        assert not parts.scheduler.load.all_in_flight
+        assert not parts.scheduler.load.total_in_flight
 
 
 @pytest.mark.parametrize("other", ["lacks the adapter", "drains it", "starts", "takes less", "fails"])
@@ -216,11 +216,11 @@ async def test_what_waits_at_a_suspect_engine_waits_on_where_nobody_else_could_a
     async with fleet(hanging, EngineDouble("w1"), control=control) as (client, _, parts):
         if other == "fails":
             parts.scheduler.breaker.rules = BreakerRules(failures=1, open_s=60.0, most_open_s=60.0)
-            parts.scheduler.failed(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
+            parts.scheduler.record_failure(parts.discovery.fleet.replicas["w1"], "no_answer", parts.clock())
         waits = asyncio.create_task(ask(client, model=model, max_tokens=100))
         await until(lambda: hanging.bodies)
         control.suspects = frozenset({"w0"})
-        await until(lambda: "w0" in {name for name, _ in parts.scheduler.breaker.shut(parts.clock())})
+        await until(lambda: "w0" in {name for name, _ in parts.scheduler.breaker.open_incarnations(parts.clock())})
         hanging.awake.set()
         assert (await waits).headers["x-lorafleet-worker"] == "w0"
         assert not parts.metrics.retries._children
@@ -248,7 +248,7 @@ async def test_an_engine_whose_counters_stand_still_is_passed_over_though_nobody
         asking = [asyncio.create_task(ask(client)) for _ in range(12)]
         await until(lambda: hanging.bodies)
         control.figures = Load(running=1, still_s=1000.0)
-        await until(lambda: parts.scheduler.breaker.shut(parts.clock()))
+        await until(lambda: parts.scheduler.breaker.open_incarnations(parts.clock()))
         drawn = len(hanging.bodies)
         for _ in range(20):
             assert (await ask(client)).headers["x-lorafleet-worker"] == "w1"
@@ -263,9 +263,9 @@ async def test_what_a_suspect_engine_has_begun_to_answer_is_its_own():
         engine.go_on.clear()
     async with fleet(*engines) as (client, control, parts):
         streams = [asyncio.create_task(ask(client, stream=True)) for _ in range(8)]
-        await until(lambda: sum(parts.scheduler.load.own(engine.name).in_decode for engine in engines) == 8)
+        await until(lambda: sum(parts.scheduler.load.replica_load(engine.name).in_decode for engine in engines) == 8)
         control.suspects = frozenset({"w0"})
-        await until(lambda: parts.scheduler.breaker.shut(parts.clock()))
+        await until(lambda: parts.scheduler.breaker.open_incarnations(parts.clock()))
         for engine in engines:
             engine.go_on.set()
         answers = await asyncio.gather(*streams)
@@ -281,8 +281,8 @@ async def test_an_answer_that_is_not_streamed_may_take_long_and_a_stream_that_do
 
         def shut_in_an_hour():
             now = parts.clock() + 3600.0
-            parts.scheduler.watch(list(parts.discovery.fleet.replicas.values()), now)
-            return breaker.shut(now)
+            parts.scheduler.check_engines(list(parts.discovery.fleet.replicas.values()), now)
+            return breaker.open_incarnations(now)
 
         whole = asyncio.create_task(ask(client))
         await until(lambda: len(slow.bodies) == 1)
@@ -299,7 +299,7 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
     async with fleet(*engines, max_tries=1, trial_timeout_s=0.05) as (client, _, parts):
         parts.scheduler.breaker.rules = BreakerRules(failures=1, **FAST)
         for replica in parts.discovery.fleet.replicas.values():
-            parts.scheduler.failed(replica, "no_answer", parts.clock() - 10.0)
+            parts.scheduler.record_failure(replica, "no_answer", parts.clock() - 10.0)
         whole = asyncio.create_task(ask(client))
         await until(lambda: any(engine.bodies for engine in engines))
         assert error_of(await ask(client, stream=True)) == (503, "no_replica")
@@ -307,7 +307,7 @@ async def test_a_trial_that_is_not_streamed_has_as_long_as_any_request():
         for engine in engines:
             engine.awake.set()
         assert (await whole).status_code == 200
-        assert not parts.scheduler.breaker.shut(parts.clock() + 10.0)
+        assert not parts.scheduler.breaker.open_incarnations(parts.clock() + 10.0)
 
 
 async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewhere():
@@ -315,7 +315,7 @@ async def test_a_stream_that_tries_an_engine_which_is_not_well_yet_goes_elsewher
     async with fleet(hanging, sound, trial_timeout_s=0.05) as (client, _, parts):
         parts.scheduler.breaker.rules = BreakerRules(failures=1, **FAST)
         (replica,) = (r for r in parts.discovery.fleet.replicas.values() if r.id == "w0")
-        parts.scheduler.failed(replica, "no_answer", parts.clock() - 10.0)
+        parts.scheduler.record_failure(replica, "no_answer", parts.clock() - 10.0)
         for _ in range(40):
             assert (await ask(client, stream=True)).status_code == 200
         assert hanging.bodies

@@ -8,16 +8,16 @@ def prompt(n, start=0):
 
 def test_a_tenant_has_credit_for_the_longest_prefix_that_it_sent_and_for_nothing_of_its_neighbours():
     credit = CacheDisclosure()
-    credit.sent("acme", prompt(8))
-    assert credit.depth("acme", prompt(12)) == 4
-    assert credit.depth("acme", prompt(4)) == 2
-    assert credit.depth("acme", prompt(8, start=1)) == 0
-    assert credit.depth("rival", prompt(8)) == 0
+    credit.record_prompt("acme", prompt(8))
+    assert credit.disclosed_depth("acme", prompt(12)) == 4
+    assert credit.disclosed_depth("acme", prompt(4)) == 2
+    assert credit.disclosed_depth("acme", prompt(8, start=1)) == 0
+    assert credit.disclosed_depth("rival", prompt(8)) == 0
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_prompts_ends_go_first():
     credit = CacheDisclosure(most_blocks=5)
-    credit.sent("acme", prompt(8))
-    credit.sent("acme", prompt(4, start=100))
-    assert credit.depth("acme", prompt(4, start=100)) == 2
-    assert credit.depth("acme", prompt(8)) == 3
+    credit.record_prompt("acme", prompt(8))
+    credit.record_prompt("acme", prompt(4, start=100))
+    assert credit.disclosed_depth("acme", prompt(4, start=100)) == 2
+    assert credit.disclosed_depth("acme", prompt(8)) == 3

@@ -22,7 +22,7 @@ KILLER = {**CHAT, "messages": [{"role": "user", "content": "kill"}]}
 def held_s(deadly, now, which=1):
     """For how long it is still held back, None where it is not; asks as a request does."""
     try:
-        deadly.check(which, now)
+        deadly.check_held(which, now)
     except PoisonRequestHeld as exc:
         return exc.retry_after_s
     return None
@@ -34,69 +34,69 @@ class PoisonRequestsUnderTest(PoisonRequests):
     def __init__(self, hold_s=30.0, enough=2):
         super().__init__("this was", enough=enough, hold_s=hold_s)
 
-    def died(self, which, engine, now, *, sent_at=None):
-        return super().died(which, engine, now, sent_at=now if sent_at is None else sent_at)
+    def record_death(self, which, engine, now, *, sent_at=None):
+        return super().record_death(which, engine, now, sent_at=now if sent_at is None else sent_at)
 
 
 def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one_is_not():
     deadly = PoisonRequestsUnderTest()
-    assert deadly.check(1, 0.0) is False
-    assert deadly.died(1, A, 0.0) == 0.0
-    assert deadly.check(1, 1.0) is False
-    assert deadly.died(1, B, 2.0) == 30.0
+    assert deadly.check_held(1, 0.0) is False
+    assert deadly.record_death(1, A, 0.0) == 0.0
+    assert deadly.check_held(1, 1.0) is False
+    assert deadly.record_death(1, B, 2.0) == 30.0
     assert held_s(deadly, 12.0) == 20.0
-    assert deadly.check(2, 12.0) is False
+    assert deadly.check_held(2, 12.0) is False
 
 
 def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
     deadly = PoisonRequestsUnderTest()
     for _ in range(50):
-        deadly.died(1, A, 0.0)
-    assert deadly.check(1, 1.0) is False
-    assert deadly.died(1, ("w0", "b"), 2.0) == 30.0  # the same worker, started again
-    assert deadly.died(1, ("w0", "b"), 12.0) == 20.0
+        deadly.record_death(1, A, 0.0)
+    assert deadly.check_held(1, 1.0) is False
+    assert deadly.record_death(1, ("w0", "b"), 2.0) == 30.0  # the same worker, started again
+    assert deadly.record_death(1, ("w0", "b"), 12.0) == 20.0
 
 
 def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
     deadly = PoisonRequestsUnderTest()
     for i in range(8):
-        deadly.died(1, ("w", str(i)), 10.0 + i, sent_at=9.9)
-    assert deadly.check(1, 20.0) is False
-    deadly.died(1, C, 21.0, sent_at=10.0)  # tried again after the first of them
+        deadly.record_death(1, ("w", str(i)), 10.0 + i, sent_at=9.9)
+    assert deadly.check_held(1, 20.0) is False
+    deadly.record_death(1, C, 21.0, sent_at=10.0)  # tried again after the first of them
     assert held_s(deadly, 21.0) == 30.0
 
 
 def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twice_as_long_if_that_kills_too():
     deadly = PoisonRequestsUnderTest()
-    deadly.died(1, A, 0.0)
-    deadly.died(1, B, 0.0)
-    assert deadly.check(1, 30.0) is True
+    deadly.record_death(1, A, 0.0)
+    deadly.record_death(1, B, 0.0)
+    assert deadly.check_held(1, 30.0) is True
     assert held_s(deadly, 31.0) == 29.0  # until it is known what came of that one
-    assert deadly.died(1, C, 32.0) == 60.0
-    assert deadly.check(1, 92.0) is True
+    assert deadly.record_death(1, C, 32.0) == 60.0
+    assert deadly.check_held(1, 92.0) is True
     now, lengths = 92.0, []
     for i in range(8):
-        lengths.append(deadly.died(1, ("w", str(i)), now))
+        lengths.append(deadly.record_death(1, ("w", str(i)), now))
         now += lengths[-1]
     assert lengths == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0, 3600.0]
 
 
 def test_an_answer_clears_it():
     deadly = PoisonRequestsUnderTest()
-    deadly.died(1, A, 0.0)
-    deadly.died(1, B, 0.0)
-    deadly.survived(1)
-    deadly.survived(2)
+    deadly.record_death(1, A, 0.0)
+    deadly.record_death(1, B, 0.0)
+    deadly.clear(1)
+    deadly.clear(2)
     assert not deadly.suspects
-    deadly.died(1, C, 1.0)
-    assert deadly.check(1, 1.0) is False
+    deadly.record_death(1, C, 1.0)
+    assert deadly.check_held(1, 1.0) is False
 
 
 def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
     deadly = PoisonRequestsUnderTest(3600.0)
-    deadly.died(1, A, 0.0)
-    deadly.died(2, A, 0.0)
-    deadly.died(2, B, 0.0)
+    deadly.record_death(1, A, 0.0)
+    deadly.record_death(2, A, 0.0)
+    deadly.record_death(2, B, 0.0)
     deadly.forget(600.0)
     assert set(deadly.suspects) == {1, 2}
     deadly.forget(600.1)
@@ -110,9 +110,9 @@ def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
 def test_so_many_are_remembered_and_of_more_those_that_killed_last():
     deadly = PoisonRequestsUnderTest()
     for which in range(4096):
-        deadly.died(which, A, 0.0)
-    deadly.died(0, B, 0.0)
-    deadly.died(4096, A, 0.0)
+        deadly.record_death(which, A, 0.0)
+    deadly.record_death(0, B, 0.0)
+    deadly.record_death(4096, A, 0.0)
     assert len(deadly.suspects) == 4096
     assert 1 not in deadly.suspects
     assert held_s(deadly, 0.0, which=0) == 30.0
@@ -120,8 +120,8 @@ def test_so_many_are_remembered_and_of_more_those_that_killed_last():
 
 def test_nothing_is_held_back_where_it_is_so_set():
     deadly = PoisonRequestsUnderTest(0.0)
-    assert [deadly.died(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
-    assert deadly.check(1, 0.0) is False
+    assert [deadly.record_death(1, engine, 0.0) for engine in (A, B, C)] == [0.0, 0.0, 0.0]
+    assert deadly.check_held(1, 0.0) is False
 
 
 def question_of(parts, path, body):
@@ -192,7 +192,7 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
             assert b"stream_broken" in answer.content
             ended.add(answer.headers["x-lorafleet-worker"])
             replica = parts.discovery.fleet.replicas[answer.headers["x-lorafleet-worker"]]
-            parts.scheduler.failed(replica, "hung", parts.clock())  # as whoever has died gets no more
+            parts.scheduler.record_failure(replica, "hung", parts.clock())  # as whoever has died gets no more
         assert error_of(await chat(client, stream)) == (503, "deadly_request")
 
 
@@ -229,7 +229,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
         which = digest_of(question_of(parts, "/v1/completions", IDS))
         which = which if suspect == "request" else engine_name("sql/v1", DIGEST)
         for elsewhere in (A, B, C):
-            deadly.died(which, elsewhere, 0.0, sent_at=0.0)
+            deadly.record_death(which, elsewhere, 0.0, sent_at=0.0)
         deadly.suspects[which].held_until = parts.clock()
         async with parts.alone(here):  # something else, that may be what an engine died of
             tries = asyncio.create_task(client.post("/v1/completions", json=IDS))
@@ -249,12 +249,12 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
         engine.go_on.clear()
     async with fleet(*dying, sound, breaker_failures=1) as (client, _, parts):
         replicas = parts.discovery.fleet.replicas
-        parts.scheduler.failed(replicas["w2"], "hung", parts.clock())  # so that nothing goes there
+        parts.scheduler.record_failure(replicas["w2"], "hung", parts.clock())  # so that nothing goes there
         asking = [asyncio.create_task(chat(client, KILLER)) for _ in range(12)]
         await until(lambda: all(engine.bodies for engine in dying) and killed(dying) == 12)
-        parts.scheduler.breaker.trusted(replicas["w2"], parts.clock())
+        parts.scheduler.breaker.record_not_hung(replicas["w2"], parts.clock())
         for engine in dying:
-            parts.scheduler.failed(
+            parts.scheduler.record_failure(
                 replicas[engine.name], "hung", parts.clock()
             )  # nor what the other one died with, there
             engine.go_on.set()
@@ -271,13 +271,13 @@ async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
         now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
-        parts.poison_requests.died(digest, A, now, sent_at=now)
+        parts.poison_requests.record_death(digest, A, now, sent_at=now)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             pieces = answer.aiter_bytes()
             await anext(pieces)
             if "silent" in end:
                 assert b"stream_broken" in b"".join([piece async for piece in pieces])
-        await until(lambda: not parts.scheduler.load.all_in_flight)
+        await until(lambda: not parts.scheduler.load.total_in_flight)
         assert digest in parts.poison_requests.suspects
 
 
@@ -292,7 +292,7 @@ async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it
 
     async with fleet(EngineDouble("w0", said_all)) as (client, _, parts):
         assert (await chat(client, {**CHAT, "stream": True})).content.endswith(b"data: [DONE]\n\n")
-        await until(lambda: not parts.scheduler.load.all_in_flight)
+        await until(lambda: not parts.scheduler.load.total_in_flight)
         assert not parts.poison_requests.suspects
 
 
@@ -310,7 +310,7 @@ async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adap
 async def test_a_router_forgets_of_itself():
     async with fleet(EngineDouble("w0")) as (_, _, parts):
         for deadly in (parts.poison_requests, parts.poison_adapters):
-            deadly.died("x", A, parts.clock() - 601, sent_at=0.0)
+            deadly.record_death("x", A, parts.clock() - 601, sent_at=0.0)
         await until(lambda: not parts.poison_requests.suspects and not parts.poison_adapters.suspects)
 
 
@@ -339,7 +339,7 @@ async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are
         assert error_of(await say("one")) == (503, "no_replica")
         for engine in engines:
             if engine.bodies:  # as who has died gets nothing
-                parts.scheduler.failed(parts.discovery.fleet.replicas[engine.name], "hung", parts.clock())
+                parts.scheduler.record_failure(parts.discovery.fleet.replicas[engine.name], "hung", parts.clock())
         assert error_of(await say("two")) == (503, "no_replica")
         refused = await say("three")
         assert error_of(refused) == (503, "deadly_request")
@@ -363,7 +363,9 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
     async with fleet(EngineDouble("w0", refuse)) as (client, _, parts):
-        parts.poison_requests.died(digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0)
+        parts.poison_requests.record_death(
+            digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0
+        )
         assert (await chat(client)).status_code == status
         assert not parts.poison_requests.suspects
 
@@ -378,6 +380,6 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
         digest = digest_of(question_of(parts, "/v1/responses", ask))
         for _ in range(8):
             for engine in (A, B):
-                parts.poison_requests.died(digest, engine, 0.0, sent_at=0.0)
+                parts.poison_requests.record_death(digest, engine, 0.0, sent_at=0.0)
             parts.poison_requests.suspects[digest].held_until = parts.clock()
             assert (await client.post("/v1/responses", json=ask)).headers["x-lorafleet-worker"] == "w1"

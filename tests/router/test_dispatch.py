@@ -28,7 +28,7 @@ class SchedulerUnderTest:
             tuple(a_replica(f"w{i}", residents=[SQL], max_num_seqs=99, report=measured) for i in range(replicas))
         )
         self.depths = {}
-        self.mind = Scheduler(
+        self.scheduler = Scheduler(
             roster=lambda _: self.roster,
             match=lambda _: PrefixMatch(self.depths),
             late_binding_s=late_binding_s,
@@ -42,29 +42,29 @@ class SchedulerUnderTest:
 
     def ask(self, tenant="", adapter="", seconds=0.5, **more):
         prompt = HashedRequest(RoutingRequest("m", adapter, int(seconds * RATE)))
-        ticket = QueuedRequest(prompt=prompt, tenant=tenant, adapter=adapter, **more)
-        decision = self.mind.offer(ticket, self.now)
+        queued = QueuedRequest(hashed=prompt, tenant=tenant, adapter=adapter, **more)
+        decision = self.scheduler.decide_or_enqueue(queued, self.now)
         if decision is not None:
-            self.send(ticket, decision)
-        return ticket
+            self.send(queued, decision)
+        return queued
 
-    def send(self, ticket, decision):
-        self.sent.append(ticket)
-        self.work_s[ticket] = decision.score.prefill_s
-        self.running.append((ticket, self.mind.begin(decision, self.now)))
+    def send(self, queued, decision):
+        self.sent.append(queued)
+        self.work_s[queued] = decision.score.prefill_s
+        self.running.append((queued, self.scheduler.record_dispatch(decision, self.now)))
 
     def finish(self):
         """The oldest request ends; then whatever has room goes."""
         _, flight = self.running.pop(0)
         self.now += flight.prefill_s
-        self.mind.load.first_token(flight, self.now)
-        self.mind.load.end(flight, self.now)
+        self.scheduler.load.record_first_token(flight, self.now)
+        self.scheduler.load.remove(flight, self.now)
         self.look()
 
     def look(self):
-        for ticket, outcome in self.mind.ready(self.now):
+        for queued, outcome in self.scheduler.take_admissible(self.now):
             assert isinstance(outcome, Decision)
-            self.send(ticket, outcome)
+            self.send(queued, outcome)
 
 
 def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
@@ -72,12 +72,12 @@ def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
     for _ in range(10):
         fleet.ask(seconds=0.4)
     assert len(fleet.sent) == 3  # 0.4 and 0.8 s queued leave room for one more, 1.2 s do not
-    assert len(fleet.mind.waiting) == 7
+    assert len(fleet.scheduler.queue) == 7
     while fleet.running:
         fleet.finish()
     assert len(fleet.sent) == 10
-    assert not len(fleet.mind.waiting)
-    assert not fleet.mind.waiting.backlog
+    assert not len(fleet.scheduler.queue)
+    assert not fleet.scheduler.queue.backlog
 
 
 def test_an_idle_engine_takes_a_request_however_long_it_is():
@@ -101,7 +101,7 @@ def test_a_tenant_that_asks_a_hundred_times_does_not_starve_one_that_asks_ten_ti
         fleet.ask("modest")
     while fleet.running:
         fleet.finish()
-    modest_at = [i for i, ticket in enumerate(fleet.sent) if ticket.tenant == "modest"]
+    modest_at = [i for i, queued in enumerate(fleet.sent) if queued.tenant == "modest"]
     # From when it came, every other request is its own.
     assert modest_at[-1] <= 3 + 2 * 10
 
@@ -115,7 +115,7 @@ def test_a_tenant_gets_no_more_for_spreading_over_many_adapters():
         fleet.ask("one", "a0@0")
     while len(fleet.sent) < 40:
         fleet.finish()
-    counts = Counter(ticket.tenant for ticket in fleet.sent[3:40])
+    counts = Counter(queued.tenant for queued in fleet.sent[3:40])
     assert abs(counts["many"] - counts["one"]) <= 3
 
 
@@ -127,7 +127,7 @@ def test_within_a_tenant_a_weight_of_two_gets_twice_the_share():
         fleet.ask("t", "b@0", weight=2.0)
     while len(fleet.sent) < 63:
         fleet.finish()
-    counts = Counter(ticket.adapter for ticket in fleet.sent[3:63])
+    counts = Counter(queued.adapter for queued in fleet.sent[3:63])
     assert counts["b@0"] == pytest.approx(40, abs=3)
 
 
@@ -139,8 +139,8 @@ def test_shares_are_counted_in_seconds_of_work_not_in_requests():
     while len(fleet.sent) < 80:
         fleet.finish()
     work = Counter()
-    for ticket in fleet.sent[3:80]:
-        work[ticket.tenant] += fleet.work_s[ticket]
+    for queued in fleet.sent[3:80]:
+        work[queued.tenant] += fleet.work_s[queued]
     assert work["short"] == pytest.approx(work["long"], abs=1.0)
 
 
@@ -150,17 +150,17 @@ def test_whose_answers_are_long_has_had_them_too(by, weight):
     fleet = SchedulerUnderTest()
     fleet.roster = Roster((a_replica("w0", residents=["a@0", "b@0"], max_loras=99, max_num_seqs=99),))
     wordy, terse = (("w", "a@0"), ("t", "b@0")) if by == "tenant" else (("t", "a@0"), ("t", "b@0"))
-    had, line = Counter(), fleet.mind.waiting
+    had, line = Counter(), fleet.scheduler.queue
     for _ in range(200):
         fleet.ask(*wordy, seconds=0.2, weight=weight)
         fleet.ask(*terse, seconds=0.2)
     while len(fleet.sent) < 150:
-        ticket, _ = fleet.running[0]
+        queued, _ = fleet.running[0]
         fleet.finish()
-        is_wordy = ticket.adapter == "a@0"
-        had[ticket.adapter] += 0.2 + 0.6 * is_wordy
+        is_wordy = queued.adapter == "a@0"
+        had[queued.adapter] += 0.2 + 0.6 * is_wordy
         if is_wordy:
-            line.answered(ticket.tenant, ticket.adapter, weight, 0.6)
+            line.charge_answer(queued.tenant, queued.adapter, weight, 0.6)
     share = weight if by == "adapter" else 1.0
     # Within what is in flight, whose answers are not known yet.
     assert had["a@0"] == pytest.approx(share * had["b@0"], abs=5 * 0.8 * share)
@@ -168,15 +168,15 @@ def test_whose_answers_are_long_has_had_them_too(by, weight):
 
 def test_what_was_answered_while_nobody_waited_is_not_remembered():
     fleet = SchedulerUnderTest()
-    fleet.mind.waiting.answered("a", "", 1.0, 5.0)
-    assert not fleet.mind.waiting._tenants
+    fleet.scheduler.queue.charge_answer("a", "", 1.0, 5.0)
+    assert not fleet.scheduler.queue._tenants
     for _ in range(10):
         fleet.ask("b")
-    fleet.mind.waiting.answered("a", "", 1.0, 5.0)
-    assert fleet.mind.waiting._tenants["a"].had_s == pytest.approx(5.0)
+    fleet.scheduler.queue.charge_answer("a", "", 1.0, 5.0)
+    assert fleet.scheduler.queue._tenants["a"].had_s == pytest.approx(5.0)
     while fleet.running:
         fleet.finish()
-    assert not fleet.mind.waiting._tenants
+    assert not fleet.scheduler.queue._tenants
 
 
 def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
@@ -187,11 +187,11 @@ def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
         fleet.ask("long", seconds=seconds)
     while len(fleet.sent) < 30:
         fleet.finish()
-    line = fleet.mind.waiting
+    line = fleet.scheduler.queue
     before_s, level_s = line._tenants["long"].had_s, line._level_s
     assert before_s > level_s + 10 > 15
-    line.answered("long", "", 1.0, 1.0)
-    line.answered("idle", "", 1.0, 2.0)
+    line.charge_answer("long", "", 1.0, 1.0)
+    line.charge_answer("idle", "", 1.0, 2.0)
     assert line._tenants["long"].had_s == before_s
     assert line._tenants["idle"].had_s == pytest.approx(level_s + 2.0)
 
@@ -201,7 +201,7 @@ def test_nobody_is_set_back_for_long_whatever_it_was_answered():
     for _ in range(100):
         fleet.ask("others", seconds=0.5)
     for _ in range(50):
-        fleet.mind.waiting.answered("a", "", 1.0, 30.0)
+        fleet.scheduler.queue.charge_answer("a", "", 1.0, 30.0)
     late = fleet.ask("a", seconds=0.5)
     served = 0.0
     while late.is_waiting:
@@ -220,26 +220,26 @@ class SchedulerModel(SchedulerUnderTest):
                 self.come(tenant, "x")
 
     def come(self, tenant, adapter):
-        ticket = QueuedRequest(
-            prompt=HashedRequest(RoutingRequest("m", "", RATE // 10)), tenant=tenant, adapter=adapter
+        queued = QueuedRequest(
+            hashed=HashedRequest(RoutingRequest("m", "", RATE // 10)), tenant=tenant, adapter=adapter
         )
-        decision = self.mind.offer(ticket, self.now)
+        decision = self.scheduler.decide_or_enqueue(queued, self.now)
         if decision is not None:
-            self.send(ticket, decision)
+            self.send(queued, decision)
 
     def finish(self):
         before = len(self.sent)
         super().finish()
-        for ticket in self.sent[before:]:
-            if ticket.adapter == "x":
-                self.come(ticket.tenant, "x")
+        for queued in self.sent[before:]:
+            if queued.adapter == "x":
+                self.come(queued.tenant, "x")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["tenants", "adapters"])
 def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_and_shares_stay_even(others):
     fleet, most = SchedulerModel(), 0
-    line = fleet.mind.waiting
+    line = fleet.scheduler.queue
     for number in range(2000):
         fleet.come(f"t{number}", "") if others == "tenants" else fleet.come("steady", f"a{number}")
         fleet.finish()
@@ -247,7 +247,7 @@ def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_
         most = max(most, len(line._tenants) + sum(len(tenant.flows) for tenant in line._tenants.values()))
         assert len(line)
     assert most < 1400
-    counts = Counter(ticket.tenant for ticket in fleet.sent)
+    counts = Counter(queued.tenant for queued in fleet.sent)
     assert counts["steady"] == pytest.approx(counts["greedy"], abs=20)
 
 
@@ -267,11 +267,11 @@ def test_who_left_while_waiting_is_not_sent_and_leaves_nothing_behind():
     fleet = SchedulerUnderTest()
     tickets = [fleet.ask() for _ in range(6)]
     waiting = [t for t in tickets if t.is_waiting]
-    for ticket in waiting:
-        fleet.mind.waiting.withdraw(ticket)
-        fleet.mind.waiting.withdraw(ticket)
-    assert not len(fleet.mind.waiting)
-    assert not fleet.mind.waiting.backlog
+    for queued in waiting:
+        fleet.scheduler.queue.remove(queued)
+        fleet.scheduler.queue.remove(queued)
+    assert not len(fleet.scheduler.queue)
+    assert not fleet.scheduler.queue.backlog
     while fleet.running:
         fleet.finish()
     assert not set(waiting) & set(fleet.sent)
@@ -291,14 +291,14 @@ def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_
     fleet.depths = {"w0": 100}
     for _ in range(20):
         fleet.ask(seconds=0.3)
-    waiting = len(fleet.mind.waiting)
+    waiting = len(fleet.scheduler.queue)
     assert {flight.worker for _, flight in fleet.running[1:]} == {"w0"}
     (_, long), *fleet.running = fleet.running
-    fleet.mind.load.first_token(long, fleet.now)
-    fleet.mind.load.end(long, fleet.now)
+    fleet.scheduler.load.record_first_token(long, fleet.now)
+    fleet.scheduler.load.remove(long, fleet.now)
     fleet.look()
     assert "w1" in {flight.worker for _, flight in fleet.running}
-    assert len(fleet.mind.waiting) < waiting
+    assert len(fleet.scheduler.queue) < waiting
 
 
 def test_no_replica_idles_while_somebody_waits_who_could_run_there():
@@ -313,12 +313,12 @@ def test_when_the_last_replica_goes_those_who_wait_are_told():
     fleet = SchedulerUnderTest()
     for _ in range(6):
         fleet.ask()
-    waiting = len(fleet.mind.waiting)
+    waiting = len(fleet.scheduler.queue)
     fleet.roster = Roster(())
-    outcomes = [outcome for _, outcome in fleet.mind.ready(fleet.now)]
+    outcomes = [outcome for _, outcome in fleet.scheduler.take_admissible(fleet.now)]
     assert len(outcomes) == waiting
     assert all(isinstance(outcome, NoReplica) for outcome in outcomes)
-    assert not len(fleet.mind.waiting)
+    assert not len(fleet.scheduler.queue)
 
 
 STEPS = st.lists(
@@ -344,31 +344,31 @@ def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who
         elif step == "look":
             fleet.look()
         elif step == "leave" and asked:
-            ticket = rng.choice(asked)
-            if ticket.is_waiting:
-                left.add(ticket)
-            fleet.mind.waiting.withdraw(ticket)
+            queued = rng.choice(asked)
+            if queued.is_waiting:
+                left.add(queued)
+            fleet.scheduler.queue.remove(queued)
         waiting = [t for t in asked if t.is_waiting]
-        assert len(fleet.mind.waiting) == len(waiting)
-        assert sum(fleet.mind.waiting.backlog.values()) == pytest.approx(sum(t.bound_s for t in waiting))
+        assert len(fleet.scheduler.queue) == len(waiting)
+        assert sum(fleet.scheduler.queue.backlog.values()) == pytest.approx(sum(t.bound_s for t in waiting))
     while fleet.running:
         fleet.finish()
     assert len(fleet.sent) == len(set(fleet.sent))
     assert set(fleet.sent) == set(asked) - left
-    assert not fleet.mind.waiting.backlog
-    assert not fleet.mind.waiting._tenants
+    assert not fleet.scheduler.queue.backlog
+    assert not fleet.scheduler.queue._tenants
 
 
 def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_model():
     seen = []
     fleet = SchedulerUnderTest(
-        replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], shadowed=seen.append
+        replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], on_shadow=seen.append
     )
     fleet.depths = {"w0": 200}
     for _ in range(4):
         fleet.ask(seconds=0.4)
         fleet.finish()
-    assert {flight.worker for flight in fleet.mind.load._books["w0"].flights} == set()
+    assert {flight.worker for flight in fleet.scheduler.load._books["w0"].flights} == set()
     assert [t for t in fleet.sent if t] == fleet.sent
     by = {name: [s for s in seen if s.policy == name] for name in ("round_robin", "kv_lora")}
     assert all(s.agrees for s in by["kv_lora"])
@@ -384,7 +384,7 @@ def test_a_shadow_policy_that_fails_fails_nothing():
             raise ZeroDivisionError
 
     failed = []
-    fleet = SchedulerUnderTest(shadows=[Broken()], shadow_failed=lambda name, exc: failed.append((name, type(exc))))
+    fleet = SchedulerUnderTest(shadows=[Broken()], on_shadow_failure=lambda name, exc: failed.append((name, type(exc))))
     fleet.ask()
     assert len(fleet.sent) == 1
     assert failed == [("broken", ZeroDivisionError)]

@@ -25,17 +25,17 @@ def a_fleet():
     fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["b@0"])))
     for number in range(MANY + 4):
         fleet.ask(f"t{number:02}", "a@0", seconds=1.5)
-    assert len(fleet.mind.waiting) >= MANY
+    assert len(fleet.scheduler.queue) >= MANY
     return fleet
 
 
 def finish_at(fleet, worker):
     """Everything that runs there ends at once; then whatever has room goes."""
-    for ticket, flight in list(fleet.running):
+    for queued, flight in list(fleet.running):
         if flight.worker == worker:
-            fleet.running.remove((ticket, flight))
-            fleet.mind.load.first_token(flight, fleet.now)
-            fleet.mind.load.end(flight, fleet.now)
+            fleet.running.remove((queued, flight))
+            fleet.scheduler.load.record_first_token(flight, fleet.now)
+            fleet.scheduler.load.remove(flight, fleet.now)
     fleet.look()
 
 
@@ -43,16 +43,16 @@ def finish_at(fleet, worker):
 def test_a_replica_does_not_idle_behind_a_long_line_for_another_one(looked_over, monkeypatch):
     monkeypatch.setattr(fair_queue, "_LOOKED_OVER", looked_over)
     fleet = a_fleet()
-    before = len(fleet.mind.waiting)
+    before = len(fleet.scheduler.queue)
     tickets = [fleet.ask("z", "b@0", seconds=0.9) for _ in range(8)]
-    waiting = [ticket for ticket in tickets if ticket.is_waiting]
+    waiting = [queued for queued in tickets if queued.is_waiting]
     assert waiting  # behind all the others in fair order
     finish_at(fleet, "w1")
-    assert [ticket for ticket in waiting if not ticket.is_waiting]
+    assert [queued for queued in waiting if not queued.is_waiting]
     while any(flight.worker == "w1" for _, flight in fleet.running):
         finish_at(fleet, "w1")
-    assert not any(ticket.is_waiting for ticket in waiting)
-    assert len(fleet.mind.waiting) == before
+    assert not any(queued.is_waiting for queued in waiting)
+    assert len(fleet.scheduler.queue) == before
 
 
 def test_those_beyond_the_first_go_in_fair_order_too():
@@ -65,7 +65,7 @@ def test_those_beyond_the_first_go_in_fair_order_too():
         finish_at(fleet, "w1")
         rounds += 1
         assert rounds < 10
-    assert sum(ticket.is_waiting for ticket in greedy) > 10
+    assert sum(queued.is_waiting for queued in greedy) > 10
 
 
 @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
@@ -78,13 +78,13 @@ def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fle
         fleet.ask(tenants[1], "b@0")
     for _ in range(100):
         finish_at(fleet, "w1")
-        while fleet.ask(tenants[1], "b@0").is_waiting and len(fleet.mind.waiting) < 400:
+        while fleet.ask(tenants[1], "b@0").is_waiting and len(fleet.scheduler.queue) < 400:
             pass
     sent = len(fleet.sent)
     fleet.roster = Roster((a_replica("w0", residents=["a@0"]), a_replica("w1", residents=["a@0", "b@0"])))
     while len(fleet.sent) < sent + 200:
         finish_at(fleet, "w1")
-    lead = sum(1 if ticket.adapter == "a@0" else -1 for ticket in fleet.sent[sent:])
+    lead = sum(1 if queued.adapter == "a@0" else -1 for queued in fleet.sent[sent:])
     assert abs(lead) * 0.5 <= _MOST_LAG_S + 1.0
 
 
@@ -96,7 +96,7 @@ def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less
     for _ in range(200):
         fleet.ask(tenants[0], "a@0")
         fleet.ask(tenants[1], "b@0")
-    line = fleet.mind.waiting
+    line = fleet.scheduler.queue
 
     def owed_s():
         tenant = line._tenants["a"]
@@ -108,7 +108,7 @@ def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less
         finish_at(fleet, "w1")
     before_s = owed_s()
     assert before_s > 4.0
-    line.answered("a", "a@0", 1.0, 1.0)
+    line.charge_answer("a", "a@0", 1.0, 1.0)
     assert owed_s() == pytest.approx(before_s - 1.0)
 
 
@@ -121,17 +121,17 @@ def test_a_request_that_cannot_be_decided_stops_nobody_behind_it():
 
     fleet = SchedulerUnderTest(policy=Picky())
     tickets = [fleet.ask() for _ in range(4)]
-    fleet.mind.waiting.withdraw(tickets[-1])
-    odd = QueuedRequest(prompt=HashedRequest(RoutingRequest("m", "", 5000, session="odd")))
-    assert fleet.mind.offer(odd, fleet.now) is None
+    fleet.scheduler.queue.remove(tickets[-1])
+    odd = QueuedRequest(hashed=HashedRequest(RoutingRequest("m", "", 5000, session="odd")))
+    assert fleet.scheduler.decide_or_enqueue(odd, fleet.now) is None
     behind = fleet.ask()
     assert behind.is_waiting
     for _, flight in fleet.running:
-        fleet.mind.load.end(flight, 1.0)
-    told = dict(fleet.mind.ready(1.0))
+        fleet.scheduler.load.remove(flight, 1.0)
+    told = dict(fleet.scheduler.take_admissible(1.0))
     assert isinstance(told[odd], NoReplica)
     assert isinstance(told[behind], Decision)
-    assert not len(fleet.mind.waiting)
+    assert not len(fleet.scheduler.queue)
 
 
 def a_fleet_without_slots(adapters="bc", replicas=1):
@@ -142,7 +142,7 @@ def a_fleet_without_slots(adapters="bc", replicas=1):
         tuple(a_replica(f"w{i}", residents=names, max_loras=1, max_num_seqs=99) for i in range(replicas))
     )
     for replica in fleet.roster.replicas:
-        fleet.mind.load.reported(replica)
+        fleet.scheduler.load.apply_report(replica)
         fleet.ask("t", "a@0", seconds=0.1)
     decode(fleet)
     return fleet
@@ -151,7 +151,7 @@ def a_fleet_without_slots(adapters="bc", replicas=1):
 def decode(fleet):
     """All that was sent has its first token: what is queued there is nothing."""
     for _, flight in fleet.running:
-        fleet.mind.load.first_token(flight, fleet.now)
+        fleet.scheduler.load.record_first_token(flight, fleet.now)
 
 
 def test_who_waits_for_an_adapter_slot_holds_up_nobody_who_takes_none():
@@ -159,7 +159,7 @@ def test_who_waits_for_an_adapter_slot_holds_up_nobody_who_takes_none():
     slotless = fleet.ask("b", "b@0")
     assert slotless.is_waiting
     base = [fleet.ask("base", seconds=0.7) for _ in range(3)]
-    assert [ticket.is_waiting for ticket in base] == [False, False, True]  # until an engine has its second of work
+    assert [queued.is_waiting for queued in base] == [False, False, True]  # until an engine has its second of work
     decode(fleet)
     fleet.look()
     assert not base[-1].is_waiting
@@ -185,13 +185,13 @@ def test_a_long_line_for_an_adapter_slot_does_not_hide_who_takes_none(adapters):
     for i in range(3):
         fleet.ask("base", seconds=0.7 if i < 2 else 0.01)
     behind = [fleet.ask("base", seconds=0.01) for _ in range(20)]
-    assert all(ticket.is_waiting for ticket in behind)
+    assert all(queued.is_waiting for queued in behind)
     for number in range(MANY * len(adapters)):
         fleet.ask(f"a{number:03}", f"{adapters[number % len(adapters)]}@0", seconds=0.01)
     decode(fleet)
     fleet.look()
-    assert not any(ticket.is_waiting for ticket in behind)
-    assert len(fleet.mind.waiting) == MANY * len(adapters)
+    assert not any(queued.is_waiting for queued in behind)
+    assert len(fleet.scheduler.queue) == MANY * len(adapters)
 
 
 def test_who_goes_by_those_who_wait_for_a_slot_has_had_it():
@@ -202,8 +202,8 @@ def test_who_goes_by_those_who_wait_for_a_slot_has_had_it():
         decode(fleet)
     fleet.ask("greedy", seconds=1.5)
     later = [fleet.ask(tenant, seconds=0.2) for tenant in ("greedy", "modest", "modest")]
-    assert all(ticket.is_waiting for ticket in later)
-    waiting = [ticket.tenant for ticket in fleet.mind.waiting._in_order() if not ticket.adapter]
+    assert all(queued.is_waiting for queued in later)
+    waiting = [queued.tenant for queued in fleet.scheduler.queue._in_order() if not queued.adapter]
     assert waiting == ["modest", "modest", "greedy"]
 
 
@@ -212,8 +212,8 @@ def test_of_those_who_only_went_by_few_are_remembered():
     fleet.ask("b", "b@0")
     for number in range(2000):
         assert not fleet.ask(f"t{number}", seconds=0.01).is_waiting
-        fleet.mind.load.end(fleet.running.pop()[1], fleet.now)
-    assert len(fleet.mind.waiting._tenants) < 600
+        fleet.scheduler.load.remove(fleet.running.pop()[1], fleet.now)
+    assert len(fleet.scheduler.queue._tenants) < 600
 
 
 STEPS = st.lists(
@@ -240,11 +240,13 @@ def test_no_replica_with_room_has_anybody_waiting_who_takes_no_slot_and_all_are_
             fleet.finish()
         fleet.now += seconds if step == "pass" else 0.0
         fleet.look()
-        waiting = Counter(ticket.bound_to for ticket in asked if ticket.is_waiting and not ticket.adapter)
+        waiting = Counter(queued.bound_to for queued in asked if queued.is_waiting and not queued.adapter)
         for worker in waiting:
-            assert fleet.mind.load.own(worker).queue_s(fleet.now) > fleet.mind.late_binding_s
-        assert sum(fleet.mind.waiting.backlog.values()) == pytest.approx(sum(t.bound_s for t in asked if t.is_waiting))
+            assert fleet.scheduler.load.replica_load(worker).queue_s(fleet.now) > fleet.scheduler.late_binding_s
+        assert sum(fleet.scheduler.queue.backlog.values()) == pytest.approx(
+            sum(t.bound_s for t in asked if t.is_waiting)
+        )
     while fleet.running:
         fleet.finish()
     assert set(asked) <= set(fleet.sent)
-    assert not fleet.mind.waiting._lines
+    assert not fleet.scheduler.queue._lines

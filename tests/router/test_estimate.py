@@ -25,7 +25,7 @@ def estimate():
 
 
 def serve(guesses, hashes, at, worker=W, took_s=0.0, most_blocks=CAP):
-    return guesses.served(worker, hashes, began_at=at - took_s, now=at, most_blocks=most_blocks)
+    return guesses.record_served(worker, hashes, began_at=at - took_s, now=at, most_blocks=most_blocks)
 
 
 def test_a_prompt_served_is_thought_to_be_cached_until_its_time_is_up():
@@ -59,7 +59,7 @@ def test_an_engine_that_had_nothing_left_of_a_prompt_is_not_believed_to_have_any
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 1.0)
     serve(guesses, prompt(7), 2.0)
-    guesses.compared(serve(guesses, LONG, 4.0), cached_blocks=0)
+    guesses.learn_from_answer(serve(guesses, LONG, 4.0), cached_blocks=0)
     assert index.match(prompt(5, 6)) == {}
     assert index.match(prompt(7)) == {W: 1}
     assert index.match(LONG) == {W: 4}  # it has just been computed
@@ -70,9 +70,9 @@ def test_an_engine_that_had_nothing_left_of_a_prompt_is_not_believed_to_have_any
 def test_an_engine_that_had_more_than_was_thought_is_given_more_time_again_but_not_more_than_at_first():
     index, guesses = estimate()
     serve(guesses, LONG, 0.0)
-    guesses.compared(serve(guesses, LONG, 2.0), cached_blocks=0)
+    guesses.learn_from_answer(serve(guesses, LONG, 2.0), cached_blocks=0)
     for _ in range(4):
-        guesses.compared(PredictedCache(W, 3.0, ()), cached_blocks=4)
+        guesses.learn_from_answer(PredictedCache(W, 3.0, ()), cached_blocks=4)
     serve(guesses, LONG, 4.0)
     guesses.expire(4.0 + TTL_S - 0.1)
     assert index.match(LONG) == {W: 4}
@@ -85,7 +85,7 @@ def test_the_last_block_that_an_engine_computes_always_is_no_news(cached_blocks)
     index, guesses = estimate()
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 0.0)
-    guesses.compared(serve(guesses, LONG, 9.0), cached_blocks=cached_blocks)
+    guesses.learn_from_answer(serve(guesses, LONG, 9.0), cached_blocks=cached_blocks)
     assert index.match(prompt(5, 6)) == {W: 2}
 
 
@@ -93,7 +93,7 @@ def test_what_was_stored_after_a_prompt_was_sent_proves_nothing_about_it():
     index, guesses = estimate()
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 2.0)  # a twin, sent and served while the one below was waiting
-    guesses.compared(serve(guesses, LONG, 3.0, took_s=2.0), cached_blocks=0)
+    guesses.learn_from_answer(serve(guesses, LONG, 3.0, took_s=2.0), cached_blocks=0)
     assert index.match(prompt(5, 6)) == {W: 2}
 
 
@@ -102,7 +102,7 @@ def test_what_comes_after_forget_leaves_nothing_behind():
     guess = serve(guesses, LONG, 0.0)
     guesses.forget(W)
     guesses.forget(W)
-    guesses.compared(guess, cached_blocks=0)
+    guesses.learn_from_answer(guess, cached_blocks=0)
     guesses.expire(1.0)
     assert (len(index), guesses._workers) == (0, {})
 
@@ -126,7 +126,9 @@ class LikeTheSimplestList(RuleBasedStateMachine):
     @rule(worker=st.sampled_from([W, OTHER]), hashes=st.sampled_from(FOREST), took_s=st.sampled_from([0, 1, 4]))
     def serve(self, worker, hashes, took_s):
         held = dict(self.model.get(worker, []))
-        self.guess = self.guesses.served(worker, hashes, began_at=self.now - took_s, now=self.now, most_blocks=CAP)
+        self.guess = self.guesses.record_served(
+            worker, hashes, began_at=self.now - took_s, now=self.now, most_blocks=CAP
+        )
         first = [held.get(block) for block in hashes]
         known = next((i for i, at in enumerate(first) if at is None or at > self.now - took_s), len(first))
         assert self.guess.last_used == tuple(first[:known])
@@ -140,7 +142,7 @@ class LikeTheSimplestList(RuleBasedStateMachine):
         guess = getattr(self, "guess", None)
         if guess is None or guess.worker not in self.model:
             return
-        self.guesses.compared(guess, cached_blocks)
+        self.guesses.learn_from_answer(guess, cached_blocks)
         ttl_s, known = self.ttl_s[guess.worker], len(guess.last_used)
         if cached_blocks > known:
             self.ttl_s[guess.worker] = min(TTL_S, ttl_s * 2)

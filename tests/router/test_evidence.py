@@ -79,8 +79,8 @@ def test_prediction_that_a_first_token_contradicts_refuses_nobody():
     _, flight = fleet.running.pop(0)
     assert flight.prefill_s > 1
     fleet.now += 0.02
-    fleet.mind.load.first_token(flight, fleet.now)
-    fleet.mind.load.end(flight, fleet.now)
+    fleet.scheduler.load.record_first_token(flight, fleet.now)
+    fleet.scheduler.load.remove(flight, fleet.now)
     for _ in range(60):
         fleet.ask(seconds=0.003, most_wait_s=60.0)
 
@@ -100,13 +100,13 @@ def test_predictions_count_again_when_first_tokens_take_as_long():
     fleet = SchedulerUnderTest()
     fleet.ask(seconds=2.0)
     _, flight = fleet.running.pop(0)
-    fleet.mind.load.first_token(flight, fleet.now + 0.1)
-    fleet.mind.load.end(flight, fleet.now + 0.1)
-    assert fleet.mind.load.pace("w0") == pytest.approx(0.1 / flight.expected_s)
+    fleet.scheduler.load.record_first_token(flight, fleet.now + 0.1)
+    fleet.scheduler.load.remove(flight, fleet.now + 0.1)
+    assert fleet.scheduler.load.prefill_pace("w0") == pytest.approx(0.1 / flight.expected_s)
     for _ in range(20):
         fleet.ask(seconds=2.0)
         fleet.finish()
-    assert fleet.mind.load.pace("w0") > 0.9
+    assert fleet.scheduler.load.prefill_pace("w0") > 0.9
 
 
 def test_unmeasured_fleet_refuses_nobody_before_a_line_was_waited_in():

@@ -67,7 +67,7 @@ async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_sti
     async with fleet(EngineDouble("w0")) as (client, _, parts):
         for user in ("a" * 100_000 + "1", "a" * 100_000 + "2", "short", "é" * 150):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "user": user})).status_code == 200
-        names = [kept.decision.ask.session for kept in parts.decisions]
+        names = [kept.decision.request.session for kept in parts.decisions]
     assert len(set(names)) == 4
     assert max(map(len, names)) <= 200
     assert names[2:] == ["short", "é" * 150]
@@ -79,7 +79,7 @@ async def test_any_priority_is_taken_or_ignored_and_nobody_waits_for_ever(priori
         asks = [{"model": BASE, "prompt": [1] * 64, "priority": p} for p in (priority, 0, priority, 3)]
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asks))
         assert [answer.status_code for answer in answers] == [200] * 4
-        assert not len(parts.scheduler.waiting)
+        assert not len(parts.scheduler.queue)
 
 
 async def test_a_prompt_that_the_engine_refused_is_not_taken_for_cached_there():
@@ -104,7 +104,7 @@ async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_count
         parts.scheduler.shadows = [Broken()]
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
         assert answer.status_code == 200
-        assert not list(parts.scheduler.load.in_flight())
+        assert not list(parts.scheduler.load.counts_by_name())
         counted = 'lorafleet_router_shadow_decisions_total{agrees="failed",policy="broken"} 1.0'
         assert counted in (await client.get("/metrics")).text
 
@@ -241,10 +241,10 @@ async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_ag
 async def test_a_worker_that_left_leaves_nothing_in_any_index():
     async with fleet(EngineDouble("w0")) as (client, _, parts):
         await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(64))})
-        assert parts.feeds.index(BASE, 16).workers() == {"w0": 4}
+        assert parts.feeds.index(BASE, 16).block_counts() == {"w0": 4}
         parts.feeds.forget("w0")
         await until(lambda: len(parts.feeds.index(BASE, 16)) == 0)
-        assert parts.feeds.index(BASE, 16).workers() == {}
+        assert parts.feeds.index(BASE, 16).block_counts() == {}
 
 
 async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs():
@@ -256,7 +256,7 @@ async def test_a_usage_report_forgets_what_nobody_used_for_long_unless_it_runs()
             await anext(answer.aiter_bytes())
             assert len(parts.usage.report(1, parts.clock() + 10_000).uses) == 1
             engine.go_on.set()
-        await until(lambda: not list(parts.scheduler.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.counts_by_name()))
         assert len(parts.usage.report(1, parts.clock()).uses) == 1
         assert parts.usage.report(1, parts.clock() + 10_000).uses == ()
 

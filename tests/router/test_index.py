@@ -86,7 +86,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(target=drafts)
     def draft(self):
-        self.drafted.append((self.index.draft(), IndexModel()))
+        self.drafted.append((self.index.new_draft(), IndexModel()))
         return self.drafted[-1]
 
     @rule(draft=drafts, part=parts, tier=tiers)
@@ -113,7 +113,7 @@ class IndexMachine(RuleBasedStateMachine):
         model = self.of(worker)
         missing = set(part[run(part, model.has["device"]) :])
         model.held.update(missing)
-        return self.index.hold(worker, part), model, missing
+        return self.index.add_pending(worker, part), model, missing
 
     @rule(
         target=held, worker=workers, prompt=prompts, part=parts, between=st.sampled_from(["", "add", "drop", "forget"])
@@ -135,7 +135,7 @@ class IndexMachine(RuleBasedStateMachine):
     def release(self, hold, twice):
         taken, model, part = hold
         for _ in range(1 + twice):
-            self.index.release(taken)
+            self.index.remove_pending(taken)
         model.held.subtract(part)  # a forgotten worker's model is nobody's by now, so this tells nothing there
 
     @rule(budget=st.integers(0, 5))
@@ -179,7 +179,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_the_models(self):
-        assert self.index.workers() == {w: sum(map(len, m.has.values())) for w, m in self.model.items()}
+        assert self.index.block_counts() == {w: sum(map(len, m.has.values())) for w, m in self.model.items()}
         assert all(self.index.blocks(w, t) == len(m.has[t]) for w, m in self.model.items() for t in TIERS)
 
 
@@ -193,18 +193,18 @@ TestIndex.settings = settings(max_examples=examples(120), stateful_step_count=40
 
 def test_a_hold_from_before_a_forget_takes_nothing_from_what_came_after():
     index = KvIndex(1)
-    old = index.hold("w0", FOREST[0])
+    old = index.add_pending("w0", FOREST[0])
     index.forget("w0")
-    index.hold("w0", FOREST[0])
-    index.release(old)
+    index.add_pending("w0", FOREST[0])
+    index.remove_pending(old)
     assert index.match(FOREST[0]) == {"w0": 12}
 
 
 def test_a_prompt_that_is_matched_again_is_matched_as_things_are_now():
     index, prompt = KvIndex(1), tuple(FOREST[0])
-    hold = index.hold("w0", prompt)
+    hold = index.add_pending("w0", prompt)
     assert index.match(prompt) == {"w0": 12}
-    index.release(hold)
+    index.remove_pending(hold)
     assert index.match(prompt) == {}
     index.add("w1", prompt)
     assert index.match(prompt) == {"w1": 12}
@@ -232,21 +232,21 @@ def test_a_prompt_of_many_runs_matches_to_the_block_wherever_it_is_cut():
 
 def test_a_prompt_under_way_outlives_the_snapshot_of_its_worker():
     index = KvIndex(1)
-    hold = index.hold("w0", FOREST[0])
+    hold = index.add_pending("w0", FOREST[0])
     index.replace("w0", {"device": FOREST[4]})
     assert index.match(FOREST[0]) == {"w0": 12}
-    index.release(hold)
+    index.remove_pending(hold)
     assert index.match(FOREST[0]) == {}
     assert index.match(FOREST[4]) == {"w0": 2}
 
 
 def test_two_prompts_under_way_at_a_snapshot_are_let_go_one_by_one():
     index = KvIndex(1)
-    holds = [index.hold("w0", FOREST[0]), index.hold("w0", FOREST[0])]
+    holds = [index.add_pending("w0", FOREST[0]), index.add_pending("w0", FOREST[0])]
     index.replace("w0", {})
-    index.release(holds[0])
+    index.remove_pending(holds[0])
     assert index.match(FOREST[0]) == {"w0": 12}
-    index.release(holds[1])
+    index.remove_pending(holds[1])
     assert index.match(FOREST[0]) == {}
 
 
@@ -254,7 +254,7 @@ def test_only_chains_become_runs():
     index = KvIndex(1)
     index.add("w0", FOREST[0])
     assert not index._device._runs
-    index.hold("w1", FOREST[0])
+    index.add_pending("w1", FOREST[0])
     assert [run.blocks for run in index._device._runs.values()] == [tuple(FOREST[0])]
     assert index.match(FOREST[0]) == {"w0": 12, "w1": 12}
 
@@ -281,7 +281,7 @@ def test_workers_that_come_and_go_leave_neither_blocks_nor_wider_masks():
     index = KvIndex(1)
     for n in range(1000):
         index.add(f"w{n}", FOREST[n % 6])
-        index.hold(f"w{n}", FOREST[n % 6])
+        index.add_pending(f"w{n}", FOREST[n % 6])
         index.forget(f"w{n}")
         while index.sweep(2):
             pass

@@ -137,7 +137,7 @@ async def test_repetitions_are_no_copies_while_degraded_and_are_again_later():
     engine = KvEngine()
     engine.batches.append(msgspec.msgpack.encode([0.0, chain(1), None]))
     async with following(engine, tail_poll_s=0.05) as (feeds, trust):
-        trust.lost("w0")
+        trust.record_lost_events("w0")
         feeds.keep()
         await engine.publish(*chain(2), lost=True)
         await engine.publish(removed(1), lost=True)
@@ -152,13 +152,13 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh():
     async with following(old) as (feeds, trust), new.running():
         assert depth(feeds, range(6)) == 3
         new.batches.append(msgspec.msgpack.encode([0.0, [stored([9], [50, 51])], None]))
-        trust.lost("w0")
+        trust.record_lost_events("w0")
         feeds.follow(source(new, boot="2"))
         assert depth(feeds, range(6)) == 0
         await until(lambda: depth(feeds, [50, 51]) == 1)
         assert trust.state("w0") == "exact"
         feeds.forget("w0")
-        assert feeds.index("m", 2).workers() == {}
+        assert feeds.index("m", 2).block_counts() == {}
 
 
 async def test_undecodable_batches_are_counted_and_passed_over_and_may_have_held_removals():
@@ -199,7 +199,7 @@ async def test_a_flood_of_garbage_stops_nothing_and_once_it_is_over_agreements_h
     async with following(engine) as (feeds, trust):
         assert depth(feeds, range(4)) == 2
         for now in range(30):
-            trust.compared("w0", 100, 100, 100, float(now))
+            trust.record_comparison("w0", 100, 100, 100, float(now))
         assert trust.state("w0") == "exact"
 
 
@@ -211,7 +211,7 @@ async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
     for engine, events in zip(engines, ([*chain(1)], [*chain(3)]), strict=True):
         engine.batches.append(msgspec.msgpack.encode([0.0, events, None]))
     async with following(*engines) as (feeds, _trust):
-        await until(lambda: len(feeds.index("m", 2).workers()) == 2)
+        await until(lambda: len(feeds.index("m", 2).block_counts()) == 2)
         await until(lambda: feeds.match("m", 2, ours(range(6))) == PrefixMatch({"w0": 3}, {}, {"w0": 1}))
         assert feeds.match("m", 2, ours(range(2))) == PrefixMatch(
             {"w0": 1}, {}, {}
@@ -219,15 +219,15 @@ async def test_the_best_rank_of_a_worker_counts_and_is_named_where_it_matters():
         assert feeds.match("m", 2, ours([7, 7])) == PrefixMatch({}, {}, {})
         index = feeds.index("m", 2)
         assert index.match(ours(range(6))) == {member_name("w0", 0, 2): 1, member_name("w0", 1, 2): 3}
-        index.hold(feeds.member_name("w0", 0), ours(range(8)))
+        index.add_pending(feeds.member_name("w0", 0), ours(range(8)))
         assert feeds.match("m", 2, ours(range(8))) == PrefixMatch({"w0": 4}, {}, {"w0": 0})
-        held = index.hold(feeds.member_name("w0", None), ours(range(10)))
+        held = index.add_pending(feeds.member_name("w0", None), ours(range(10)))
         assert feeds.match("m", 2, ours(range(10))) == PrefixMatch(
             {"w0": 5}, {}, {}
         )  # some rank has it, nobody knows which
-        index.release(held)
+        index.remove_pending(held)
         feeds.forget("w0")
-        assert feeds.index("m", 2).workers() == {}
+        assert feeds.index("m", 2).block_counts() == {}
 
 
 # --- agents' ledgers -------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ async def test_changes_follow_the_snapshot():
         assert feeds.match("m", 2, ours(range(2))).lower == {"w0": (1, 0)}
         await filled(engine, agent, CLEARED, stored([9], [50, 51]))
         await until(lambda: depth(feeds, [50, 51]) == 1)
-        assert len(feeds.index("m", 2).workers()) == 1
-        assert feeds.index("m", 2).workers()["w0"] == 1
+        assert len(feeds.index("m", 2).block_counts()) == 1
+        assert feeds.index("m", 2).block_counts()["w0"] == 1
         feeds.keep()
         assert value(feeds.metrics.kv_changed_blocks, "w0", "added") == 5
         assert value(feeds.metrics.kv_snapshots, "w0") == 1
@@ -376,7 +376,7 @@ async def test_a_whole_ledger_that_answers_contradict_is_taken_again():
         await filled(engine, agent, *chain(2))
         await until(lambda: depth(feeds, range(4)) == 2)
         feeds.index("m", 2).drop("w0", ours(range(4)))
-        trust.lost("w0")
+        trust.record_lost_events("w0")
         feeds._running["w0"]._taken_at = -100.0
         feeds.keep()
         await until(lambda: trust.state("w0") == "exact")
@@ -510,7 +510,7 @@ async def test_a_worker_that_goes_while_its_snapshot_is_taken_leaves_nothing():
         index = feeds.index("m", 2)
         while not len(index):
             await asyncio.sleep(0)
-        assert not index.workers()
+        assert not index.block_counts()
         feeds.forget("w0")
         await feeds.close()
         while index.sweep(1000):
@@ -539,7 +539,7 @@ async def test_a_snapshot_of_16000_blocks_takes_less_than_a_second_of_cpu():
         try:
             began = time.process_time()
             late.follow(source(engine, agent_url=agent.url, ledger=1))
-            await until(lambda: late.index("m", 2).workers().get("w0") == 16_000)
+            await until(lambda: late.index("m", 2).block_counts().get("w0") == 16_000)
             assert time.process_time() - began < 1
         finally:
             await late.close()
@@ -563,12 +563,12 @@ def metadata(transport, *, boot="boot", loaded=(), agent_url=""):
 
 async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
     feeds = KvFeeds(RouterMetrics(), 60.0)
-    feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
+    feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url="")))
     assert feeds.trust.state("w0") == "estimate"
     feeds.index("m", 2).add("w0", ours([1, 2]))
-    feeds.hear("w0", "m", 2, metadata(Transport(engine_url="")))
+    feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url="")))
     assert depth(feeds, [1, 2]) == 1
-    feeds.hear("w0", "m", 2, metadata(Transport(engine_url=""), boot="another"))
+    feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url=""), boot="another"))
     assert depth(feeds, [1, 2]) == 0
     feeds.keep()
     assert value(feeds.metrics.kv_feeds, "estimate") == 1
@@ -577,8 +577,8 @@ async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
 async def test_a_worker_that_is_still_starting_is_not_followed():
     feeds = KvFeeds(RouterMetrics(), 60.0)
     transport = Transport(engine_url="", kv_events=("ipc://@nobody",), kv_replay=("ipc://@nobody",))
-    feeds.hear("w0", "m", 0, metadata(transport))
-    feeds.hear("w0", "m", 2, metadata(transport, boot=""))
+    feeds.update_worker("w0", "m", 0, metadata(transport))
+    feeds.update_worker("w0", "m", 2, metadata(transport, boot=""))
     assert feeds._running == {}
 
 
@@ -597,7 +597,7 @@ async def test_an_adapter_that_was_loaded_afresh_has_no_blocks_where_loads_start
                 lora_id="sql", digest="", engine_name="sql@1", state="ready", location="device", loaded_at=loaded_at
             )
             loaded = [lora] if loaded_at else []
-            feeds.hear("w0", "m", 2, metadata(transport, loaded=loaded, agent_url="http://an.older.agent"))
+            feeds.update_worker("w0", "m", 2, metadata(transport, loaded=loaded, agent_url="http://an.older.agent"))
 
         def held():
             return len(feeds.index("m", 2).match(ours([1, 2], name="sql@1")))
@@ -622,7 +622,7 @@ async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_h
 
         def hear(path, boot):
             lora = LoadedLora(lora_id="sql", digest="", engine_name="sql", state="ready", location="device", path=path)
-            feeds.hear("w0", "m", 2, metadata(transport, loaded=[lora] if path else [], boot=boot))
+            feeds.update_worker("w0", "m", 2, metadata(transport, loaded=[lora] if path else [], boot=boot))
 
         def held():
             return feeds.index("m", 2).match(ours(range(8), name="sql")).get("w0", 0)
@@ -633,7 +633,7 @@ async def test_a_name_with_another_path_under_it_at_an_engine_without_an_agent_h
         hear("/v1", "100.00")
         assert held() == 3
         await until(lambda: trust.state("w0") == "exact")
-        trust.lost("w0")
+        trust.record_lost_events("w0")
         hear("/v2", "100.00+1")
         assert held() == 0
         # What it says from now on is of the new one; nothing is read a second time.

@@ -16,29 +16,29 @@ def test_the_load_book_forgets_every_request_exactly_once(steps, rng):
     for step in steps:
         now += 0.1
         if step == "begin":
-            open_.append(book.begin("w0", rng.choice(["", SQL]), 0.25, now, prompt_tokens=100))
+            open_.append(book.add("w0", rng.choice(["", SQL]), 0.25, now, prompt_tokens=100))
         elif step == "first_token" and open_:
-            book.first_token(rng.choice(open_), now)
+            book.record_first_token(rng.choice(open_), now)
         elif step == "end" and open_:
             done.append(open_.pop(rng.randrange(len(open_))))
-            book.end(done[-1], now)
+            book.remove(done[-1], now)
         elif step == "end_again" and done:
-            book.end(rng.choice(done), now)
-            book.first_token(rng.choice(done), now)
+            book.remove(rng.choice(done), now)
+            book.record_first_token(rng.choice(done), now)
         elif step == "forget":
             book.forget("w0")
             done += open_
             open_.clear()
-        own = book.own("w0")
+        own = book.replica_load("w0")
         assert own.in_prefill == sum(f.in_prefill for f in open_)
         assert own.in_decode == sum(not f.in_prefill for f in open_)
         assert own.engine_names == {f.engine_name for f in open_}
         assert own.queue_s(now) <= 0.25 * own.in_prefill + 1e-9
-        assert sum(count for _, _, count in book.in_flight()) == len(open_)
+        assert sum(count for _, _, count in book.counts_by_name()) == len(open_)
     for flight in open_:
-        book.end(flight, now)
-    assert book.own("w0").in_flight == 0
-    assert not list(book.in_flight())
+        book.remove(flight, now)
+    assert book.replica_load("w0").in_flight == 0
+    assert not list(book.counts_by_name())
 
 
 STEPS = st.tuples(st.sampled_from(["begin", "begin", "first_token", "end", "report"]), st.integers(0, 9))
@@ -53,24 +53,24 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
         if step == "begin":
             name = names[number % 3]
             many = {"prompt_tokens": 10 * number, "sequences": 1 + number // 4}
-            flights.append(book.begin("w0", name, 0.25 * number, now, **many))
+            flights.append(book.add("w0", name, 0.25 * number, now, **many))
             flights[-1].is_streamed = number % 2 == 0
             dispatched[name] = now
         elif step == "report":
             report_at, freed = now - 0.25 * (number % 4), 0
-            book.reported(a_replica("w0", max_loras=1, total_kv_blocks=100, report=EngineReport(at=report_at)))
+            book.apply_report(a_replica("w0", max_loras=1, total_kv_blocks=100, report=EngineReport(at=report_at)))
             dispatched = {
                 n: at for n, at in dispatched.items() if at > report_at or n in {f.engine_name for f in flights}
             }
         elif flights:
             flight = flights[number % len(flights)]
             if step == "first_token":
-                book.first_token(flight, now)
+                book.record_first_token(flight, now)
             else:
                 flights.remove(flight)
-                book.end(flight, now)
+                book.remove(flight, now)
                 freed += flight.uncached_tokens * (flight.began_at <= report_at)
-        own, waits = book.own("w0"), [f.prefill_s for f in flights if f.in_prefill]
+        own, waits = book.replica_load("w0"), [f.prefill_s for f in flights if f.in_prefill]
         assert own.in_prefill == sum(f.sequences for f in flights if f.in_prefill)
         assert own.in_decode == sum(f.sequences for f in flights if not f.in_prefill)
         assert own.behind_s == pytest.approx(sum(waits) - max(waits, default=0.0))
@@ -84,22 +84,22 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
 
 def test_our_queue_drains_by_the_clock_but_not_below_what_must_still_be_behind_the_first():
     book = LoadBook()
-    flights = [book.begin("w0", "", 1.0, 0.0) for _ in range(3)]
-    assert book.own("w0").queue_s(0.0) == pytest.approx(3.0)
-    assert book.own("w0").queue_s(0.5) == pytest.approx(2.5)
-    assert book.own("w0").queue_s(9.0) == pytest.approx(2.0)
-    book.first_token(flights[0], 9.0)
-    assert book.own("w0").queue_s(9.0) == pytest.approx(2.0)
-    assert book.own("w0").queue_s(9.5) == pytest.approx(1.5)
+    flights = [book.add("w0", "", 1.0, 0.0) for _ in range(3)]
+    assert book.replica_load("w0").queue_s(0.0) == pytest.approx(3.0)
+    assert book.replica_load("w0").queue_s(0.5) == pytest.approx(2.5)
+    assert book.replica_load("w0").queue_s(9.0) == pytest.approx(2.0)
+    book.record_first_token(flights[0], 9.0)
+    assert book.replica_load("w0").queue_s(9.0) == pytest.approx(2.0)
+    assert book.replica_load("w0").queue_s(9.5) == pytest.approx(1.5)
 
 
 def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_report_was_read():
     book = LoadBook()
     for at in (0.0, 0.0, 0.0):
-        book.begin("w0", "", 0.2, at)
-    book.begin("w0", "", 0.2, 2.0)  # after the engine was asked: not in what it said
-    book.reported(a_replica("w0", report=EngineReport(running=1, waiting=4, at=1.0)))
-    own = book.own("w0")
+        book.add("w0", "", 0.2, at)
+    book.add("w0", "", 0.2, 2.0)  # after the engine was asked: not in what it said
+    book.apply_report(a_replica("w0", report=EngineReport(running=1, waiting=4, at=1.0)))
+    own = book.replica_load("w0")
     assert own.others_in_flight == 2
     # Of ours one runs and two wait: two of the four that wait are others'.
     assert own.others_until == pytest.approx(1.0 + 2 * 0.2)
@@ -108,20 +108,20 @@ def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_repor
 
 def test_the_answers_of_one_request_are_nobody_elses_load():
     book = LoadBook()
-    many = book.begin("w0", "", 0.8, 0.0, base_model=a_replica("w0").base_model, sequences=8)
-    book.reported(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=5, at=1.0)))
-    own = book.own("w0")
+    many = book.add("w0", "", 0.8, 0.0, base_model=a_replica("w0").base_model, sequences=8)
+    book.apply_report(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=5, at=1.0)))
+    own = book.replica_load("w0")
     assert (own.in_flight, own.others_in_flight, own.others_until) == (8, 0, -inf)
     # One more finds no seat.
     assert own.full_s > 0
-    book.first_token(many, 1.5)
+    book.record_first_token(many, 1.5)
     # Its first answer has begun, and most of them wait still: that is no line of others.
-    book.reported(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=7, at=2.0)))
-    own = book.own("w0")
+    book.apply_report(a_replica("w0", max_num_seqs=8, report=EngineReport(running=3, waiting=7, at=2.0)))
+    own = book.replica_load("w0")
     # A prefill in that line is thought as long as that of one of the eight.
     assert (own.others_in_flight, own.others_until) == (2, pytest.approx(2.0 + 2 * (0.2 - 0.1 * (0.2 - 0.1))))
-    book.end(many, 3.0)
-    assert book.own("w0").in_flight == 0
+    book.remove(many, 3.0)
+    assert book.replica_load("w0").in_flight == 0
 
 
 @pytest.mark.parametrize(("waiting", "left"), [(0, 0), (1, 4), (4, 4), (5, 7)])
@@ -129,13 +129,13 @@ def test_what_asks_for_several_answers_runs_when_all_of_them_do(waiting, left):
     book = LoadBook()
     for sequences in (3, 4):
         unstreamed(book, 0.5, 0.0, sequences=sequences)
-    book.reported(a_replica("w0", report=EngineReport(running=7 - waiting, waiting=waiting, at=2.0)))
-    own = book.own("w0")
+    book.apply_report(a_replica("w0", report=EngineReport(running=7 - waiting, waiting=waiting, at=2.0)))
+    own = book.replica_load("w0")
     assert (own.in_prefill, own.in_decode) == (left, 7 - left)
 
 
 def unstreamed(book, prefill_s, now, **more):
-    flight = book.begin("w0", "", prefill_s, now, **more)
+    flight = book.add("w0", "", prefill_s, now, **more)
     flight.is_streamed = False
     return flight
 
@@ -146,8 +146,8 @@ def test_what_shows_nothing_before_its_answer_leaves_prefill_when_a_report_shows
     for at in (0.0, 0.1, 0.2):
         unstreamed(book, 0.5, at)
     unstreamed(book, 5.0, 0.3)  # running perhaps, and not prefilled yet
-    book.reported(a_replica("w0", report=EngineReport(running=4 - min(waiting, 4), waiting=waiting, at=2.0)))
-    own = book.own("w0")
+    book.apply_report(a_replica("w0", report=EngineReport(running=4 - min(waiting, 4), waiting=waiting, at=2.0)))
+    own = book.replica_load("w0")
     assert (own.in_prefill, own.in_decode) == (left, 4 - left)
     assert own.others_in_flight == max(0, waiting - 4)
 
@@ -156,8 +156,8 @@ def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_wit
     book = LoadBook()
     for n in range(20):
         unstreamed(book, 0.2, 0.2 * n)
-        book.reported(a_replica("w0", report=EngineReport(running=n + 1, at=0.2 * n + 0.19)))
-    own = book.own("w0")
+        book.apply_report(a_replica("w0", report=EngineReport(running=n + 1, at=0.2 * n + 0.19)))
+    own = book.replica_load("w0")
     assert (own.in_prefill, own.in_decode, own.others_in_flight) == (1, 19, 0)
     assert own.queue_s(4.0) <= 0.2
 
@@ -165,30 +165,30 @@ def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_wit
 def test_a_request_that_is_never_answered_says_nothing_of_how_long_one_takes():
     book = LoadBook()
     gone, answered = unstreamed(book, 0.1, 0.0), unstreamed(book, 0.1, 0.0)
-    book.reported(a_replica("w0", report=EngineReport(running=2, at=1.0)))
-    assert book.own("w0").in_decode == 2
-    usual_s = book.own("w0").request_s
-    book.end(gone, 70.0)
-    assert book.own("w0").request_s == usual_s
-    book.first_token(answered, 80.0)
-    book.end(answered, 80.0)
-    assert book.own("w0").request_s == pytest.approx(80.0)
+    book.apply_report(a_replica("w0", report=EngineReport(running=2, at=1.0)))
+    assert book.replica_load("w0").in_decode == 2
+    usual_s = book.replica_load("w0").request_s
+    book.remove(gone, 70.0)
+    assert book.replica_load("w0").request_s == usual_s
+    book.record_first_token(answered, 80.0)
+    book.remove(answered, 80.0)
+    assert book.replica_load("w0").request_s == pytest.approx(80.0)
 
 
 def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_for_as_long_as_those_take():
     book = LoadBook()
     for _ in range(10):
         unstreamed(book, 2.0, 0.0)
-    book.begin("w0", "", 1.0, 0.0)
+    book.add("w0", "", 1.0, 0.0)
     assert book.silent_s("w0", 21.0) == pytest.approx(0.0)
     assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
 def test_a_stream_behind_a_full_engines_requests_may_be_silent_for_as_long_as_one_takes():
     book = LoadBook()
-    book.reported(a_replica("w0", max_num_seqs=1, report=EngineReport(request_s=7.0, at=0.0)))
-    book.first_token(book.begin("w0", "", 1.0, 0.0), 1.0)
-    book.begin("w0", "", 1.0, 1.0)
+    book.apply_report(a_replica("w0", max_num_seqs=1, report=EngineReport(request_s=7.0, at=0.0)))
+    book.record_first_token(book.add("w0", "", 1.0, 0.0), 1.0)
+    book.add("w0", "", 1.0, 1.0)
     assert book.silent_s("w0", 12.0) == pytest.approx(12.0 - 1.0 - 1.0 - 7.0)
 
 
@@ -197,7 +197,7 @@ def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_wait
     flight = unstreamed(book, 2.0, 10.0)
 
     def silent_s(*, at, moved_at=inf):
-        book.reported(a_replica("w0", report=EngineReport(running=1, at=at, moved_at=moved_at)))
+        book.apply_report(a_replica("w0", report=EngineReport(running=1, at=at, moved_at=moved_at)))
         return book.silent_s("w0", at + 1.0)
 
     assert silent_s(at=30.0) == 0.0  # it does not tell
@@ -206,99 +206,99 @@ def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_wait
     assert silent_s(at=33.0, moved_at=12.0) == pytest.approx(21.0)
     late = unstreamed(book, 0.5, 33.5)  # its prefill is not over, as far as is known
     assert silent_s(at=33.6, moved_at=12.0) == pytest.approx(21.1)
-    book.end(late, 33.6)
-    book.heard("w0", 32.0)
+    book.remove(late, 33.6)
+    book.record_data("w0", 32.0)
     assert silent_s(at=34.0, moved_at=12.0) == pytest.approx(2.0)
     assert book.silent_s("w0", 35.0, since=10.5) == 0.0
     assert book.silent_s("w0", 500.0) == pytest.approx(2.0)  # of what was not read nothing is known
-    book.first_token(flight, 35.0)  # and its client reads it slowly
+    book.record_first_token(flight, 35.0)  # and its client reads it slowly
     assert silent_s(at=90.0, moved_at=12.0) == 0.0
 
 
 def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
     book = LoadBook()
     for _ in range(100):
-        book.end(book.begin("w0", "", 0.001, 0.0, base_model="embed"), 0.0)
-        book.end(book.begin("w1", "", 2.0, 0.0, base_model="chat"), 0.0)
+        book.remove(book.add("w0", "", 0.001, 0.0, base_model="embed"), 0.0)
+        book.remove(book.add("w1", "", 2.0, 0.0, base_model="chat"), 0.0)
     for worker, base_model, each_s in (("w0", "embed", 0.001), ("w1", "chat", 2.0)):
-        book.reported(a_replica(worker, base_model=base_model, report=EngineReport(waiting=20, at=1.0)))
-        assert book.own(worker).queue_s(1.0) == pytest.approx(20 * each_s, rel=0.05)
+        book.apply_report(a_replica(worker, base_model=base_model, report=EngineReport(waiting=20, at=1.0)))
+        assert book.replica_load(worker).queue_s(1.0) == pytest.approx(20 * each_s, rel=0.05)
 
 
 def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
     book = LoadBook()
-    book.reported(a_replica("w0", max_loras=2))
-    book.begin("w0", SQL, 0.1, 0.0)
-    assert book.own("w0").slot_at < 0
-    book.begin("w0", OTHERS[0], 0.1, 1.0)
-    book.begin("w0", SQL, 0.1, 5.0)
-    own = book.own("w0")
+    book.apply_report(a_replica("w0", max_loras=2))
+    book.add("w0", SQL, 0.1, 0.0)
+    assert book.replica_load("w0").slot_at < 0
+    book.add("w0", OTHERS[0], 0.1, 1.0)
+    book.add("w0", SQL, 0.1, 5.0)
+    own = book.replica_load("w0")
     usual_s = own.slot_at - 1.0  # the adapter begun at 1.0 ends first
     assert usual_s > 0
-    ended = book.begin("w0", "", 0.1, 5.0)  # the base model needs no slot
-    assert book.own("w0").slot_at == own.slot_at
-    book.end(ended, 5.1)
+    ended = book.add("w0", "", 0.1, 5.0)  # the base model needs no slot
+    assert book.replica_load("w0").slot_at == own.slot_at
+    book.remove(ended, 5.1)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_who_is_passed_over_for_a_slot_is_given_way_by_whoever_has_one(is_streamed):
     book = LoadBook()
-    book.reported(a_replica("w0", max_loras=1))
-    book.first_token(book.begin("w0", SQL, 0.1, 0.0), 0.2)
-    waits = book.begin("w0", OTHERS[0], 0.1, 0.5)
+    book.apply_report(a_replica("w0", max_loras=1))
+    book.record_first_token(book.add("w0", SQL, 0.1, 0.0), 0.2)
+    waits = book.add("w0", OTHERS[0], 0.1, 0.5)
     waits.is_streamed = is_streamed
     for at in range(1, 30):
-        book.first_token(book.begin("w0", SQL, 0.1, at - 0.5), at - 0.4)  # it never pauses
-        book.reported(a_replica("w0", max_loras=1, report=EngineReport(running=at + 1, waiting=1, at=float(at))))
-        own, is_given_way = book.own("w0"), at >= 10.5
+        book.record_first_token(book.add("w0", SQL, 0.1, at - 0.5), at - 0.4)  # it never pauses
+        book.apply_report(a_replica("w0", max_loras=1, report=EngineReport(running=at + 1, waiting=1, at=float(at))))
+        own, is_given_way = book.replica_load("w0"), at >= 10.5
         assert waits.in_prefill
         assert (SQL in own.engine_names) != is_given_way
         assert (own.slot_at - at >= 5.0) == is_given_way
-    book.first_token(waits, 30.0)
-    assert book.own("w0").engine_names == {SQL, OTHERS[0]}
+    book.record_first_token(waits, 30.0)
+    assert book.replica_load("w0").engine_names == {SQL, OTHERS[0]}
 
 
 def test_nobody_gives_way_while_there_are_slots_or_to_the_base_model():
     book = LoadBook()
-    book.reported(a_replica("w0", max_loras=2))
+    book.apply_report(a_replica("w0", max_loras=2))
     for name in (SQL, OTHERS[0], OTHERS[1]):
-        flight = book.begin("w0", name, 0.1, 0.0)
-    book.first_token(book.begin("w0", SQL, 0.1, 0.0), 0.2)
-    book.begin("w0", "", 0.1, 0.0)
-    book.reported(a_replica("w0", max_loras=2, report=EngineReport(running=2, waiting=2, at=60.0)))
-    assert len(book.own("w0").engine_names) == 4
-    book.end(flight, 61.0)
-    book.first_token(book.begin("w0", OTHERS[0], 0.1, 61.0), 61.2)
-    book.reported(a_replica("w0", max_loras=2, report=EngineReport(running=3, waiting=2, at=99.0)))
-    assert len(book.own("w0").engine_names) == 3
+        flight = book.add("w0", name, 0.1, 0.0)
+    book.record_first_token(book.add("w0", SQL, 0.1, 0.0), 0.2)
+    book.add("w0", "", 0.1, 0.0)
+    book.apply_report(a_replica("w0", max_loras=2, report=EngineReport(running=2, waiting=2, at=60.0)))
+    assert len(book.replica_load("w0").engine_names) == 4
+    book.remove(flight, 61.0)
+    book.record_first_token(book.add("w0", OTHERS[0], 0.1, 61.0), 61.2)
+    book.apply_report(a_replica("w0", max_loras=2, report=EngineReport(running=3, waiting=2, at=99.0)))
+    assert len(book.replica_load("w0").engine_names) == 3
 
 
 def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
     book = LoadBook()
-    old = book.begin("w0", "", 0.1, 0.0, prompt_tokens=400)
-    book.first_token(old, 0.5)
-    book.reported(
+    old = book.add("w0", "", 0.1, 0.0, prompt_tokens=400)
+    book.record_first_token(old, 0.5)
+    book.apply_report(
         a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.5, at=1.0))
     )  # 800 of 1,600 tokens
-    assert book.own("w0").kv_free_tokens == pytest.approx(800)
-    book.begin("w0", "", 0.1, 2.0, prompt_tokens=300)
-    assert book.own("w0").kv_free_tokens == pytest.approx(500)
-    book.end(old, 3.0)
-    assert book.own("w0").kv_free_tokens == pytest.approx(900)
+    assert book.replica_load("w0").kv_free_tokens == pytest.approx(800)
+    book.add("w0", "", 0.1, 2.0, prompt_tokens=300)
+    assert book.replica_load("w0").kv_free_tokens == pytest.approx(500)
+    book.remove(old, 3.0)
+    assert book.replica_load("w0").kv_free_tokens == pytest.approx(900)
 
 
 def test_a_prefix_that_many_requests_share_takes_room_once():
     book = LoadBook()
-    book.reported(a_replica("w0", total_kv_blocks=1000, report=EngineReport(kv_usage=0.1, at=1.0)))
+    book.apply_report(a_replica("w0", total_kv_blocks=1000, report=EngineReport(kv_usage=0.1, at=1.0)))
     for _ in range(60):
-        book.begin("w0", "", 0.01, 2.0, prompt_tokens=8100, cached_tokens=8000)
-    assert book.own("w0").kv_free_tokens == pytest.approx(16_000 * 0.9 - 60 * 100)
+        book.add("w0", "", 0.01, 2.0, prompt_tokens=8100, cached_tokens=8000)
+    assert book.replica_load("w0").kv_free_tokens == pytest.approx(16_000 * 0.9 - 60 * 100)
 
 
 def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_all_where_it_never_fits():
     book = LoadBook()
-    book.reported(a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.9, request_s=3.0, at=1.0)))
-    own = book.own("w0")
+    book.apply_report(a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.9, request_s=3.0, at=1.0)))
+    own = book.replica_load("w0")
     assert own.room_s(100) == 0.0
     assert 0.0 < own.room_s(300) < own.room_s(1600) <= 3.0
     assert own.room_s(1601) == 0.0
@@ -306,68 +306,68 @@ def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_a
 
 def test_only_answered_requests_teach_how_long_one_takes():
     book = LoadBook()
-    book.reported(a_replica("w0", report=EngineReport(request_s=20.0, at=0.0)))
+    book.apply_report(a_replica("w0", report=EngineReport(request_s=20.0, at=0.0)))
     for _ in range(10):
-        book.end(book.begin("w0", "", 0.01, 1.0), 1.001)
-    assert book.own("w0").request_s == 20.0
-    flight = book.begin("w0", "", 0.01, 2.0)
-    book.first_token(flight, 3.0)
-    book.end(flight, 7.0)
-    assert book.own("w0").request_s == pytest.approx(5.0)
+        book.remove(book.add("w0", "", 0.01, 1.0), 1.001)
+    assert book.replica_load("w0").request_s == 20.0
+    flight = book.add("w0", "", 0.01, 2.0)
+    book.record_first_token(flight, 3.0)
+    book.remove(flight, 7.0)
+    assert book.replica_load("w0").request_s == pytest.approx(5.0)
 
 
 def test_a_report_older_than_what_is_remembered_does_not_make_our_own_requests_others():
     book = LoadBook()
     for number in range(200):
-        book.first_token(book.begin("w0", "", 0.01, number / 100), number / 100)
+        book.record_first_token(book.add("w0", "", 0.01, number / 100), number / 100)
     for number in range(600):
-        book.end(book.begin("w0", "", 0.01, 3.0 + number / 50), 3.0 + number / 50)
-    book.reported(a_replica("w0", report=EngineReport(running=200, at=2.5)))
-    assert book.own("w0").others_in_flight == 0
+        book.remove(book.add("w0", "", 0.01, 3.0 + number / 50), 3.0 + number / 50)
+    book.apply_report(a_replica("w0", report=EngineReport(running=200, at=2.5)))
+    assert book.replica_load("w0").others_in_flight == 0
 
 
 def test_what_was_ours_is_remembered_for_seconds_however_many_requests_come():
     book = LoadBook()
     for at in (0.5, 1.5, 1.5, 1.5):
-        book.begin("w0", "", 0.01, at)
+        book.add("w0", "", 0.01, at)
     for number in range(3000):
         at = 2.0 + number / 1000
-        flight = book.begin("w0", "", 0.01, at)
-        book.first_token(flight, at)
-        book.end(flight, at)
-    book.reported(a_replica("w0", report=EngineReport(running=3, at=1.0)))
-    assert book.own("w0").others_in_flight == 2
+        flight = book.add("w0", "", 0.01, at)
+        book.record_first_token(flight, at)
+        book.remove(flight, at)
+    book.apply_report(a_replica("w0", report=EngineReport(running=3, at=1.0)))
+    assert book.replica_load("w0").others_in_flight == 2
 
 
 def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():
     book = LoadBook()
-    book.reported(a_replica("w0", report=EngineReport(at=1.0)))
-    book.end(book.begin("w0", SQL, 0.1, 2.0), 2.1)
-    assert book.own("w0").fresh == {SQL}
-    book.reported(a_replica("w0", report=EngineReport(at=3.0)))
-    assert book.own("w0").fresh == frozenset()
+    book.apply_report(a_replica("w0", report=EngineReport(at=1.0)))
+    book.remove(book.add("w0", SQL, 0.1, 2.0), 2.1)
+    assert book.replica_load("w0").fresh == {SQL}
+    book.apply_report(a_replica("w0", report=EngineReport(at=3.0)))
+    assert book.replica_load("w0").fresh == frozenset()
 
 
 def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks_again():
     book, replicas = LoadBook(), tuple(a_replica(f"w{i}", max_loras=1) for i in range(3))
     for replica in replicas:
-        book.reported(replica)
-    flight = book.begin("w1", SQL, 0.1, 0.0, prompt_tokens=100)
-    before = book.owns("m", replicas)
-    assert (before.full, list(before)) == (1, [book.own(r.id) for r in replicas])
-    book.first_token(flight, 1.0)
-    book.reported(a_replica("w2", report=EngineReport(at=1.0, running=4)))
-    now = book.owns("m", replicas)
+        book.apply_report(replica)
+    flight = book.add("w1", SQL, 0.1, 0.0, prompt_tokens=100)
+    before = book.fleet_load("m", replicas)
+    assert (before.full, list(before)) == (1, [book.replica_load(r.id) for r in replicas])
+    book.record_first_token(flight, 1.0)
+    book.apply_report(a_replica("w2", report=EngineReport(at=1.0, running=4)))
+    now = book.fleet_load("m", replicas)
     assert before[1].in_prefill == now[1].in_decode == 1
     assert (before.others_in_flight, now.others_in_flight) == (0, 4)
-    assert list(now) == [book.own(r.id) for r in replicas]
-    book.end(flight, 2.0)
+    assert list(now) == [book.replica_load(r.id) for r in replicas]
+    book.remove(flight, 2.0)
     renewed = tuple(reversed(replicas))
-    assert not book.owns("m", replicas).full
-    assert list(book.owns("m", renewed)) == [book.own(r.id) for r in renewed]
-    book.begin("w0", SQL, 0.1, 3.0)
+    assert not book.fleet_load("m", replicas).full
+    assert list(book.fleet_load("m", renewed)) == [book.replica_load(r.id) for r in renewed]
+    book.add("w0", SQL, 0.1, 3.0)
     again = tuple(replace(r) for r in renewed)
-    assert list(book.owns("m", again)) == [book.own(r.id) for r in again]
+    assert list(book.fleet_load("m", again)) == [book.replica_load(r.id) for r in again]
     assert now.full == 1
 
 
@@ -395,78 +395,86 @@ def test_a_replica_rests_only_where_nothing_is_waited_for_and_nobody_runs(why):
 
 def test_utilisation_fades_and_is_shared_by_the_fleet():
     book = LoadBook()
-    book.begin("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
-    assert book.work("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0] == pytest.approx(1.0)
-    assert book.work("m", FleetLoad.of([ReplicaLoad()] * 4), now=0.0)[0] == pytest.approx(0.25)
-    assert book.work("m", FleetLoad.of([ReplicaLoad()]), now=300.0)[0] < 0.001
+    book.add("w0", "", 25.0, 0.0, base_model="m", adapter_s=5.0)
+    assert book.utilisation("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0] == pytest.approx(1.0)
+    assert book.utilisation("m", FleetLoad.of([ReplicaLoad()] * 4), now=0.0)[0] == pytest.approx(0.25)
+    assert book.utilisation("m", FleetLoad.of([ReplicaLoad()]), now=300.0)[0] < 0.001
 
 
 def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     book = LoadBook()
-    book.end(book.begin("w0", "", 6.0, 0.0, base_model="m"), 0.0)
-    flights = [book.begin("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
-    alone = book.work("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0]
-    assert book.work("m", FleetLoad.of([ReplicaLoad(others_in_flight=30)]), now=0.0)[0] == pytest.approx(4 * alone)
+    book.remove(book.add("w0", "", 6.0, 0.0, base_model="m"), 0.0)
+    flights = [book.add("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
+    alone = book.utilisation("m", FleetLoad.of([ReplicaLoad()]), now=0.0)[0]
+    assert book.utilisation("m", FleetLoad.of([ReplicaLoad(others_in_flight=30)]), now=0.0)[0] == pytest.approx(
+        4 * alone
+    )
     for flight in flights:
-        book.end(flight, now=0.0)
-    assert book.work("m", FleetLoad.of([ReplicaLoad(others_in_flight=3)]), now=0.0)[0] == pytest.approx(4 * alone)
+        book.remove(flight, now=0.0)
+    assert book.utilisation("m", FleetLoad.of([ReplicaLoad(others_in_flight=3)]), now=0.0)[0] == pytest.approx(
+        4 * alone
+    )
 
 
 def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
     book = LoadBook()
     for name, blocks in (("small", 1000), ("large", 4000)):
-        book.reported(a_replica(name, total_kv_blocks=blocks))
-        book.begin(name, "", 0.1, 0.0, prompt_tokens=9000, cached_tokens=1000)
-    small, large = book.own("small"), book.own("large")
+        book.apply_report(a_replica(name, total_kv_blocks=blocks))
+        book.add(name, "", 0.1, 0.0, prompt_tokens=9000, cached_tokens=1000)
+    small, large = book.replica_load("small"), book.replica_load("large")
     assert small.crowding(0.0) == pytest.approx(log(8000 / 16000))
     assert small.crowding(0.0) - large.crowding(0.0) == pytest.approx(log(4))
     assert small.crowding(120.0) == pytest.approx(log(8000 / 16000) - 1)
     assert small.crowding(9999.0) == large.crowding(9999.0) == log(0.05)
-    book.begin("small", "", 0.1, 120.0, prompt_tokens=8000)
-    assert book.own("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
+    book.add("small", "", 0.1, 120.0, prompt_tokens=8000)
+    assert book.replica_load("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
     # More crowded than others is who has more than the least crowded of them has.
     both = (a_replica("small", total_kv_blocks=1000), a_replica("large", total_kv_blocks=4000))
-    assert book.owns("m", both).uncrowded(0.0) == book.own("large").placed < book.own("small").placed
+    assert (
+        book.fleet_load("m", both).uncrowded(0.0)
+        == book.replica_load("large").placed
+        < book.replica_load("small").placed
+    )
 
 
 def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_and_what_is_ours_goes_on():
     book, replica = LoadBook(), a_replica("w0", total_kv_blocks=100)
-    book.reported(replace(replica, report=EngineReport(running=8, waiting=20, kv_usage=1.0, at=1.0)))
-    ours = book.begin("w0", SQL, 0.2, 2.0, prompt_tokens=100)
-    before = book.owns("m", (replica,))[0]
+    book.apply_report(replace(replica, report=EngineReport(running=8, waiting=20, kv_usage=1.0, at=1.0)))
+    ours = book.add("w0", SQL, 0.2, 2.0, prompt_tokens=100)
+    before = book.fleet_load("m", (replica,))[0]
     assert (before.others_in_flight, before.kv_free_tokens) == (28, -100)
     for _ in range(2):
-        book.unreported("w0")
-    own = book.owns("m", (replica,))[0]
-    assert own == book.own("w0")
+        book.forget_report("w0")
+    own = book.fleet_load("m", (replica,))[0]
+    assert own == book.replica_load("w0")
     assert (own.others_in_flight, own.kv_free_tokens, own.in_prefill) == (0, 1500, 1)
     assert own.queue_s(2.0) == pytest.approx(0.2)
     assert before.queue_s(2.0) > 0.2
-    book.end(ours, 3.0)
-    book.reported(replace(replica, report=EngineReport(running=3, at=4.0)))
-    assert book.own("w0").others_in_flight == 3
-    book.unreported("w9")
+    book.remove(ours, 3.0)
+    book.apply_report(replace(replica, report=EngineReport(running=3, at=4.0)))
+    assert book.replica_load("w0").others_in_flight == 3
+    book.forget_report("w9")
 
 
 def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_before():
     book, old = LoadBook(), a_replica("w0", engine_boot_id="a", report=EngineReport(at=1.0))
-    early = book.begin("w0", SQL, 1.0, 0.5)
-    book.reported(old)
-    assert book.own("w0").in_prefill == 1  # sent before anything was heard of it
-    hanging = [book.begin("w0", SQL, 2.0, 2.0) for _ in range(3)]
+    early = book.add("w0", SQL, 1.0, 0.5)
+    book.apply_report(old)
+    assert book.replica_load("w0").in_prefill == 1  # sent before anything was heard of it
+    hanging = [book.add("w0", SQL, 2.0, 2.0) for _ in range(3)]
     new = replace(old, engine_boot_id="b", report=EngineReport(running=2, at=60.0))
-    book.reported(new)
-    own = book.owns("m", (new,))[0]
+    book.apply_report(new)
+    own = book.fleet_load("m", (new,))[0]
     assert (own.in_flight, own.others_in_flight, own.fresh) == (0, 2, frozenset())
     assert book.silent_s("w0", 99.0) == 0.0
-    now = book.begin("w0", "", 0.5, 61.0)
+    now = book.add("w0", "", 0.5, 61.0)
     for flight in (early, *hanging):
-        book.first_token(flight, 62.0)
-        book.end(flight, 62.0)
-    assert book.own("w0").in_prefill == 1
-    book.end(now, 63.0)
-    book.reported(new)
-    assert book.own("w0").in_flight == 0
+        book.record_first_token(flight, 62.0)
+        book.remove(flight, 62.0)
+    assert book.replica_load("w0").in_prefill == 1
+    book.remove(now, 63.0)
+    book.apply_report(new)
+    assert book.replica_load("w0").in_flight == 0
 
 
 def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requests():
@@ -475,8 +483,8 @@ def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requ
     for requests, sequences in ((7, 1), (1, 7)):
         book = LoadBook()
         for _ in range(requests):
-            book.begin("w0", "", 7.0 / requests, 0.0, base_model=replica.base_model, sequences=sequences)
-        book.reported(replica)
-        rhos.append(book.work(replica.base_model, FleetLoad.of([book.own("w0")]), 1.0)[0])
+            book.add("w0", "", 7.0 / requests, 0.0, base_model=replica.base_model, sequences=sequences)
+        book.apply_report(replica)
+        rhos.append(book.utilisation(replica.base_model, FleetLoad.of([book.replica_load("w0")]), 1.0)[0])
     assert rhos[0] == pytest.approx(rhos[1])
     assert rhos[0] > 0

@@ -147,7 +147,7 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
         assert MODEL in [model.id async for model in client.models.list()]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         hanging = asyncio.create_task(client.chat.completions.create(**request("chat") | {"user": "hang"}))
-        await until(lambda: router.parts.scheduler.load.all_in_flight)
+        await until(lambda: router.parts.scheduler.load.total_in_flight)
         with pytest.raises(openai.RateLimitError) as limited:
             await client.chat.completions.create(**request("chat"))
         assert limited.value.code == "rate_limited"

@@ -69,12 +69,12 @@ def test_waits_that_were_longer_than_predicted_widen_the_margin_and_it_narrows_a
     foresight = WaitMargin()
     at_first = foresight.margin
     for _ in range(20):
-        foresight.waited(5.0, 10.0, is_over=True)
+        foresight.record_wait(5.0, 10.0, is_over=True)
     assert foresight.margin == pytest.approx(2.0)
-    foresight.waited(0.01, 10.0, is_over=True)  # says nothing of long waits
+    foresight.record_wait(0.01, 10.0, is_over=True)  # says nothing of long waits
     for _ in range(200):
-        foresight.waited(5.0, 60.0, is_over=False)
+        foresight.record_wait(5.0, 60.0, is_over=False)
     assert foresight.margin == 4.0
     for _ in range(200):
-        foresight.waited(5.0, 5.0, is_over=True)
+        foresight.record_wait(5.0, 5.0, is_over=True)
     assert 1.0 < foresight.margin < at_first

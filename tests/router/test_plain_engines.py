@@ -129,7 +129,7 @@ async def test_an_engines_kv_events_are_found_and_followed_without_being_named(e
         await until(lambda: parts.accuracy.state("a") == "exact")
         await ask(client, "sql", LONG)
         index = parts.feeds.index(BASE, 32)
-        await until(lambda: index.workers().get("a", 0) > 8)
+        await until(lambda: index.block_counts().get("a", 0) > 8)
         again = await ask(client, "sql", LONG)
         assert int(again.headers["x-lorafleet-cached-tokens"]) > 256
         # The same prompt under another name has nothing of it.

@@ -47,15 +47,15 @@ def a_replica(name, *, residents=(), location="device", **more):
     return replace(base, **more)
 
 
-def a_scene(replicas, own=None, **more):
+def a_snapshot(replicas, own=None, **more):
     shares = own or {}
     return FleetSnapshot(
         roster=Roster(tuple(replicas)), loads=FleetLoad.of(shares.get(r.id, ReplicaLoad()) for r in replicas), **more
     )
 
 
-def choose(ask, replicas, depths=None, own=None, *, policy="kv_lora", **more):
-    return decide(POLICIES[policy](), ask, a_scene(replicas, own, depths=depths or {}, **more))
+def choose(request, replicas, depths=None, own=None, *, policy="kv_lora", **more):
+    return decide(POLICIES[policy](), request, a_snapshot(replicas, own, depths=depths or {}, **more))
 
 
 def queued(seconds, **more):
@@ -84,8 +84,8 @@ def test_equal_replicas_share_at_random():
 
 def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs_little_more():
     def chosen(conversation, *, order=1, **more):
-        ask = RoutingRequest("m", "", 1000, first_blocks=conversation, is_approximate=True)
-        return choose(ask, [a_replica(f"w{i}") for i in range(4)][::order], **more).replica.id
+        request = RoutingRequest("m", "", 1000, first_blocks=conversation, is_approximate=True)
+        return choose(request, [a_replica(f"w{i}") for i in range(4)][::order], **more).replica.id
 
     homes = [chosen(conversation) for conversation in range(1, 41)]
     assert set(homes) == {"w0", "w1", "w2", "w3"}
@@ -133,41 +133,42 @@ def test_under_no_policy_a_replica_that_cannot_serve_is_chosen_and_the_decision_
 
 def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_restarted():
     fleet = [a_replica("w0", engine_boot_id="one"), a_replica("w1")]
-    ask = RoutingRequest("m", "", 1000, excluded=frozenset({("w0", "one")}))
-    assert choose(ask, fleet, {"w0": 60}).replica.id == "w1"
-    assert choose(ask, [replace(fleet[0], engine_boot_id="two"), fleet[1]], {"w0": 60}).replica.id == "w0"
+    request = RoutingRequest("m", "", 1000, excluded=frozenset({("w0", "one")}))
+    assert choose(request, fleet, {"w0": 60}).replica.id == "w1"
+    assert choose(request, [replace(fleet[0], engine_boot_id="two"), fleet[1]], {"w0": 60}).replica.id == "w0"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_why(policy):
     short, long = a_replica("short", residents=[SQL], max_model_len=4096), a_replica("long", max_model_len=8192)
-    fleet, ask = [short, long], RoutingRequest("m", "", 4000, total_tokens=4097)
-    decision = choose(ask, fleet, {"short": 200}, policy=policy)
+    fleet, request = [short, long], RoutingRequest("m", "", 4000, total_tokens=4097)
+    decision = choose(request, fleet, {"short": 200}, policy=policy)
     assert decision.replica.id == "long"
     assert decision.rejected == {"short": "takes 4096 tokens, and this may come to 4097"}
     again = replayed(json.loads(json.dumps(record_of(decision))))
     assert (again.replica.id, again.rejected) == ("long", decision.rejected)
     assert (
-        choose(structs.replace(ask, total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id == "short"
+        choose(structs.replace(request, total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id
+        == "short"
     )
 
 
 def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_takes_it():
     short, long = a_replica("short", max_model_len=4096), a_replica("long", max_model_len=8192)
-    ask = RoutingRequest("m", "", 4000, total_tokens=5000)
+    request = RoutingRequest("m", "", 4000, total_tokens=5000)
     for away in (replace(long, state="draining"), replace(long, state="unreachable")):
         with pytest.raises(NoReplica, match="short: takes 4096 tokens, and this may come to 5000"):
-            choose(ask, [short, away])
+            choose(request, [short, away])
     with pytest.raises(NoReplica, match="failed this request before"):
-        choose(structs.replace(ask, excluded=frozenset({long.incarnation})), [short, long])
-    assert choose(ask, [short, replace(long, state="starting", max_model_len=0)]).replica.id == "short"
-    assert choose(structs.replace(ask, total_tokens=9000), [short, long]).rejected == {}
+        choose(structs.replace(request, excluded=frozenset({long.incarnation})), [short, long])
+    assert choose(request, [short, replace(long, state="starting", max_model_len=0)]).replica.id == "short"
+    assert choose(structs.replace(request, total_tokens=9000), [short, long]).rejected == {}
     # Nobody who has the adapter takes it: its engine says so.
     holder = replace(short, residents=a_replica("", residents=[SQL]).residents)
     assert choose(RoutingRequest("m", SQL, 4000, total_tokens=5000), [holder, long]).replica.id == "short"
-    assert choose(structs.replace(ask, only=short.incarnation), [short, long]).replica.id == "short"
+    assert choose(structs.replace(request, only=short.incarnation), [short, long]).replica.id == "short"
     unknown = replace(short, max_model_len=0)
-    assert choose(ask, [unknown, long], {"short": 200}).replica.id == "short"
+    assert choose(request, [unknown, long], {"short": 200}).replica.id == "short"
 
 
 def test_another_digest_of_the_same_adapter_is_not_resident():
@@ -246,9 +247,9 @@ def test_between_equal_replicas_the_one_that_decodes_faster_wins_where_that_coun
     fast, slow = (
         a_replica(n, report=EngineReport(decode_tokens_per_s=r, output_tokens=300)) for n, r in (("f", 90), ("s", 30))
     )
-    costs, ask = CostSettings(decode_share=0.05), RoutingRequest("m", "", 500)
-    assert {choose(ask, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
-    assert {choose(ask, [slow, fast], seed=s).replica.id for s in range(20)} == {"f", "s"}
+    costs, request = CostSettings(decode_share=0.05), RoutingRequest("m", "", 500)
+    assert {choose(request, [slow, fast], seed=s, costs=costs).replica.id for s in range(20)} == {"f"}
+    assert {choose(request, [slow, fast], seed=s).replica.id for s in range(20)} == {"f", "s"}
 
 
 def test_the_last_free_adapter_slots_are_left_to_who_needs_them():
@@ -320,7 +321,7 @@ def moments(draw):
     some = st.dictionaries(st.sampled_from(ids), st.integers(1, 90))
     lower = st.dictionaries(st.sampled_from(ids), st.tuples(st.integers(0, 20), st.integers(0, 20)))
     backlog = st.dictionaries(st.sampled_from(ids), st.floats(0.001, 9))
-    scene = FleetSnapshot(
+    snapshot = FleetSnapshot(
         roster=Roster(tuple(replicas)),
         loads=FleetLoad.of(draw(OWNS | RESTING) for _ in ids),
         depths=draw(some),
@@ -336,7 +337,7 @@ def moments(draw):
             temperature_s=draw(st.sampled_from([0.0, 0.5])), decode_share=draw(st.sampled_from([0.0, 0.05]))
         ),
     )
-    ask = RoutingRequest(
+    request = RoutingRequest(
         "m",
         draw(st.sampled_from(["", SQL])),
         draw(st.integers(0, 3000)),
@@ -344,36 +345,38 @@ def moments(draw):
         draw(st.sampled_from(["", "s1", "s2"])),
         draw(st.integers(0, 3)),
     )
-    return ask, scene
+    return request, snapshot
 
 
-def tidy_score(ask, scene, position):
+def tidy_score(request, snapshot, position):
     """The cost model written to be read: what the loop of `FleetSnapshot.terms` must come to."""
-    costs, middle, now = scene.costs, scene.roster.middle, scene.now
-    replica, own = scene.roster.replicas[position], scene.loads[position]
-    depth, (host, storage) = scene.depths.get(replica.id, 0), scene.lower.get(replica.id, (0, 0))
-    cached = hit_tokens(depth + host + storage, replica.block_size, ask.prompt_tokens)
+    costs, middle, now = snapshot.costs, snapshot.roster.middle, snapshot.now
+    replica, own = snapshot.roster.replicas[position], snapshot.loads[position]
+    depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
+    cached = hit_tokens(depth + host + storage, replica.block_size, request.prompt_tokens)
     device, lower = depth * replica.block_size, (host + storage) * replica.block_size
     fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
     fetched *= max(0, cached - device) / lower if lower else 0.0
-    usual = costs.attention_tokens + scene.context_tokens
-    computed_work = (ask.prompt_tokens - cached) * (costs.attention_tokens + context(ask.prompt_tokens, cached)) / usual
+    usual = costs.attention_tokens + snapshot.context_tokens
+    computed_work = (
+        (request.prompt_tokens - cached) * (costs.attention_tokens + context(request.prompt_tokens, cached)) / usual
+    )
     fetched_work = fetched * (costs.attention_tokens + (device + cached) / 2) / usual
     prefill_s = (computed_work + fetched_work) / prefill_rate(replica, middle, costs)
     adapter_s = slot_s = opening_s = 0.0
-    if ask.engine_name and ask.engine_name not in own.fresh:
-        adapter_s = move_s(replica, ask.engine_name, middle, costs)
-    if ask.engine_name and ask.engine_name not in own.engine_names:
+    if request.engine_name and request.engine_name not in own.fresh:
+        adapter_s = move_s(replica, request.engine_name, middle, costs)
+    if request.engine_name and request.engine_name not in own.engine_names:
         slot_s = max(0.0, own.slot_at - now)
         opening_s = costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    backlog_s = scene.backlog.get(replica.id, 0.0)
-    queue_s = own.queue_s(now) + own.full_s + own.room_s(ask.prompt_tokens) + backlog_s
+    backlog_s = snapshot.backlog.get(replica.id, 0.0)
+    queue_s = own.queue_s(now) + own.full_s + own.room_s(request.prompt_tokens) + backlog_s
     harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
     work_s = prefill_s + adapter_s
-    least = min(share.crowding(now) for share in scene.loads)
+    least = min(share.crowding(now) for share in snapshot.loads)
     crowd_s = costs.crowding * work_s * (own.crowding(now) - least) + opening_s
     waits = [slot_s, queue_s, harm_s, crowd_s, decode_s(replica, middle, costs), zone_s(replica, costs)]
-    cost_s = kappa(scene.rho, costs) * work_s + sum(waits)
+    cost_s = kappa(snapshot.rho, costs) * work_s + sum(waits)
     return ReplicaScore(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
 
 
@@ -381,9 +384,9 @@ def tidy_score(ask, scene, position):
 def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, depth, host, storage):
     fleet = (a_replica("w0"), a_replica("w1"))
     lower, depths = {"w0": (host, storage)} if host + storage else {}, {"w0": depth, "w1": depth}
-    with_lower, without = a_scene(fleet, depths=depths, lower=lower), a_scene(fleet, depths=depths)
-    ask = RoutingRequest("m", "", prompt_tokens)
-    assert with_lower.score(ask, 0).prefill_s <= without.score(ask, 0).prefill_s * (1 + 1e-9)
+    with_lower, without = a_snapshot(fleet, depths=depths, lower=lower), a_snapshot(fleet, depths=depths)
+    request = RoutingRequest("m", "", prompt_tokens)
+    assert with_lower.score(request, 0).prefill_s <= without.score(request, 0).prefill_s * (1 + 1e-9)
 
 
 @st.composite
@@ -403,7 +406,7 @@ def fleets_at_rest(draw):
         ]
     )
     replicas = [a_replica(i, residents=[SQL], report=report, engine_boot_id="b") for i in ids]
-    scene = FleetSnapshot(
+    snapshot = FleetSnapshot(
         roster=Roster(tuple(replicas)),
         loads=FleetLoad.of(draw(owns) for _ in ids),
         depths={i: draw(st.sampled_from([1, 9])) for i in ids},
@@ -412,40 +415,40 @@ def fleets_at_rest(draw):
         seed=draw(st.integers(0, 9)),
         costs=CostSettings(decode_share=0.05),
     )
-    return RoutingRequest("m", SQL, draw(st.sampled_from([16, 144, 200]))), scene
+    return RoutingRequest("m", SQL, draw(st.sampled_from([16, 144, 200]))), snapshot
 
 
 @given(moments() | fleets_at_rest())
 def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
-    ask, scene = moment
-    able = scene.able(ask)
-    tidy = [tidy_score(ask, scene, i) for i in able]
-    at, found = scene.terms(ask, able)
+    request, snapshot = moment
+    able = snapshot.able(request)
+    tidy = [tidy_score(request, snapshot, i) for i in able]
+    at, found = snapshot.terms(request, able)
     assert at == list(able)
     assert found == [pytest.approx(structs.astuple(score)[1:]) for score in tidy]
-    assert [scene.score(ask, i) for i in able] == list(map(scene.named, at, found))
+    assert [snapshot.score(request, i) for i in able] == list(map(snapshot.named, at, found))
 
 
 @settings(max_examples=examples(400))
 @given(moments() | fleets_at_rest())
 def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
-    ask, scene = moment
-    able = scene.able(ask)
-    at, found = scene.terms(ask, able)
-    limit = scene.costs.close_to(min(terms[-1] for terms in found))
+    request, snapshot = moment
+    able = snapshot.able(request)
+    at, found = snapshot.terms(request, able)
+    limit = snapshot.costs.close_to(min(terms[-1] for terms in found))
     close = [(i, terms) for i, terms in zip(at, found, strict=True) if terms[-1] <= limit]
-    assert list(zip(*scene.terms(ask, able, only_close=True), strict=True)) == close
+    assert list(zip(*snapshot.terms(request, able, only_close=True), strict=True)) == close
 
 
 @given(moments())
 def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
-    ask, scene = moment
-    decision = decide(KvLoraPolicy(), ask, structs.replace(scene, costs=CostSettings()))
-    fits = {scene.roster.replicas[i].id for i in within_slots(ask, scene, scene.able(ask))}
+    request, snapshot = moment
+    decision = decide(KvLoraPolicy(), request, structs.replace(snapshot, costs=CostSettings()))
+    fits = {snapshot.roster.replicas[i].id for i in within_slots(request, snapshot, snapshot.able(request))}
     best = min(s.cost_s for s in decision.scores if s.replica in fits)
     assert decision.score.replica in fits
     assert decision.score.cost_s <= best * 1.0501 + 0.0006
-    assert all(s.cached_tokens <= max(0, ask.prompt_tokens - 1) for s in decision.scores)
+    assert all(s.cached_tokens <= max(0, request.prompt_tokens - 1) for s in decision.scores)
 
 
 @pytest.mark.slow
@@ -462,13 +465,13 @@ def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhere(policy):
     fleet = [a_replica("w0", engine_boot_id="a"), a_replica("w1", engine_boot_id="b")]
-    ask = RoutingRequest("m", "", 100, only=fleet[1].incarnation)
-    decision = choose(ask, fleet, {"w0": 6}, {"w1": ReplicaLoad(full_s=9.0)}, policy=policy)
+    request = RoutingRequest("m", "", 100, only=fleet[1].incarnation)
+    decision = choose(request, fleet, {"w0": 6}, {"w1": ReplicaLoad(full_s=9.0)}, policy=policy)
     assert decision.replica.id == "w1"
     assert decision.rejected == {"w0": "does not keep the earlier response"}
-    assert replayed(json.loads(json.dumps(record_of(decision), allow_nan=False))).ask == ask
+    assert replayed(json.loads(json.dumps(record_of(decision), allow_nan=False))).request == request
     with pytest.raises(NoReplica, match="does not keep"):
-        choose(ask, [fleet[0], a_replica("w1", engine_boot_id="c")], policy=policy)
+        choose(request, [fleet[0], a_replica("w1", engine_boot_id="c")], policy=policy)
 
 
 def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
@@ -480,9 +483,9 @@ def test_a_record_has_nothing_of_adapters_that_the_request_did_not_name():
 
 def test_round_robin_gives_each_model_its_own_turns():
     rosters = {m: Roster(tuple(a_replica(f"{m}{i}", base_model=m) for i in range(2))) for m in ("chat", "embed")}
-    mind = Scheduler(roster=rosters.__getitem__, match=lambda _: PrefixMatch(), policy=POLICIES["round_robin"]())
+    scheduler = Scheduler(roster=rosters.__getitem__, match=lambda _: PrefixMatch(), policy=POLICIES["round_robin"]())
     sent = [
-        mind.decide(HashedRequest(RoutingRequest(m, "", 10)), 0.0).replica.id
+        scheduler.decide(HashedRequest(RoutingRequest(m, "", 10)), 0.0).replica.id
         for _ in range(10)
         for m in ("embed", "chat")
     ]
@@ -517,11 +520,11 @@ def test_a_session_keeps_its_replica_and_moves_only_when_that_one_goes():
 
 def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_share():
     fleet = [a_replica(f"w{i}") for i in range(4)]
-    ask = RoutingRequest("m", "", 10, first_blocks=77)
-    home = choose(ask, fleet, policy="prefix_hash").replica.id
+    request = RoutingRequest("m", "", 10, first_blocks=77)
+    home = choose(request, fleet, policy="prefix_hash").replica.id
     busy = {home: ReplicaLoad(in_decode=4), **{r.id: ReplicaLoad(in_decode=3) for r in fleet if r.id != home}}
-    assert choose(ask, fleet, own=busy, policy="prefix_hash").replica.id == home
-    assert choose(ask, fleet, own=busy | {home: ReplicaLoad(in_decode=9)}, policy="prefix_hash").replica.id != home
+    assert choose(request, fleet, own=busy, policy="prefix_hash").replica.id == home
+    assert choose(request, fleet, own=busy | {home: ReplicaLoad(in_decode=9)}, policy="prefix_hash").replica.id != home
 
 
 def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():
@@ -532,7 +535,7 @@ def test_a_snapshot_that_nobody_has_any_more_waits_for_no_collector():
             RoutingRequest("m", SQL, 100),
             [a_replica("a", residents=[SQL]), a_replica("b", residents=[SQL], location="host")],
         )
-        roster = weakref.ref(made.scene.roster)
+        roster = weakref.ref(made.snapshot.roster)
         assert roster() is not None
         del made
         assert roster() is None

@@ -593,7 +593,7 @@ async def test_beyond_its_keys_limits_a_body_is_not_read(tmp_path):
 
 
 def idle(parts):
-    return until(lambda: not list(parts.scheduler.load.in_flight()))
+    return until(lambda: not list(parts.scheduler.load.counts_by_name()))
 
 
 async def test_what_was_read_of_a_stream_is_charged_although_its_client_left_before_the_engine_said_what_it_counted(

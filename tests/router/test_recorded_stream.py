@@ -69,13 +69,13 @@ def hashes_of(asked):
     return block_hashes(asked.ids, block_size=BLOCK_SIZE, root=root)
 
 
-def predictions(mind, entries, *, without=(), encode=bytes):
+def predictions(scheduler, entries, *, without=(), encode=bytes):
     """(request, tokens predicted) in order, having heard all messages but those with these sequence numbers."""
     for entry in entries:
         if isinstance(entry, RecordedRequest):
-            yield entry, mind.predicted_tokens(entry)
+            yield entry, scheduler.predicted_tokens(entry)
         elif entry.seq not in without:
-            mind.hear(encode(entry.payload))
+            scheduler.hear(encode(entry.payload))
 
 
 def events(entries):
@@ -131,35 +131,35 @@ def test_the_recording_has_what_is_hard():
 
 @pytest.mark.parametrize("encode", [bytes, as_arrays, with_bytes_hashes])
 def test_every_prediction_is_the_engines_own_word(encode):
-    mind = Mind()
-    compared = list(predictions(mind, RECORDING.part("incremental"), encode=encode))
+    scheduler = Mind()
+    compared = list(predictions(scheduler, RECORDING.part("incremental"), encode=encode))
     assert len(compared) > 100
     assert [(predicted, asked.cached_tokens) for asked, predicted in compared if predicted != asked.cached_tokens] == []
-    assert not mind.ledger.rejected
-    assert len(mind.ledger) <= RECORDING.total_blocks
+    assert not scheduler.ledger.rejected
+    assert len(scheduler.ledger) <= RECORDING.total_blocks
 
 
 def test_reports_of_reused_blocks_disturb_no_prediction_then_or_later():
-    mind, wrong = Mind(), []
+    scheduler, wrong = Mind(), []
     for name in RECORDING.parts:
-        mind.ledger.expect_repeats(name == "full")
+        scheduler.ledger.expect_repeats(name == "full")
         for entry in RECORDING.part(name):
             if isinstance(entry, RecordedEvent):
-                mind.hear(entry.payload)
+                scheduler.hear(entry.payload)
                 # A repetition taken for a copy would stay when the block goes: more than there is room for.
-                assert len(mind.ledger) <= RECORDING.total_blocks
-            elif mind.predicted_tokens(entry) != entry.cached_tokens:
+                assert len(scheduler.ledger) <= RECORDING.total_blocks
+            elif scheduler.predicted_tokens(entry) != entry.cached_tokens:
                 wrong.append(entry)
     assert wrong == []
 
 
 def test_reports_that_nobody_said_were_asked_for_disturb_no_prediction_either():
-    mind = Mind()
+    scheduler = Mind()
     for entry in RECORDING.entries:
         if isinstance(entry, RecordedEvent):
-            mind.hear(entry.payload)
+            scheduler.hear(entry.payload)
         else:
-            assert mind.predicted_tokens(entry) == entry.cached_tokens
+            assert scheduler.predicted_tokens(entry) == entry.cached_tokens
 
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
@@ -206,21 +206,21 @@ def test_after_a_gap_every_prompt_that_the_gap_did_not_tell_of_is_predicted_exac
 
 def after_gap(missing, payload_of):
     """(trust's states as they change, wrong predictions by part) of a router that lost these messages."""
-    mind, trust, states, wrong = Mind(), PredictionAccuracy(), ["exact"], Counter()
-    trust.opened(W, "exact")
+    scheduler, trust, states, wrong = Mind(), PredictionAccuracy(), ["exact"], Counter()
+    trust.record_feed_start(W, "exact")
     now = 0.0
     for part in RECORDING.parts:
         for entry in RECORDING.part(part):
-            mind.ledger.expect_repeats(part == "full" or trust.state(W) == "degraded")
+            scheduler.ledger.expect_repeats(part == "full" or trust.state(W) == "degraded")
             if isinstance(entry, RecordedRequest):
-                predicted = mind.predicted_tokens(entry)
+                predicted = scheduler.predicted_tokens(entry)
                 wrong[part] += predicted != entry.cached_tokens
                 now += 1
-                trust.compared(W, predicted, entry.cached_tokens, len(entry.ids), now)
+                trust.record_comparison(W, predicted, entry.cached_tokens, len(entry.ids), now)
             elif entry.seq not in missing:
-                mind.hear(payload_of(entry))
+                scheduler.hear(payload_of(entry))
             elif entry.seq == min(missing):
-                trust.lost(W)
+                trust.record_lost_events(W)
             if trust.state(W) != states[-1]:
                 states.append(trust.state(W))
     return states, wrong

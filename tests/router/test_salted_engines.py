@@ -163,17 +163,17 @@ async def test_predictions_stay_exact_at_an_engine_that_is_salted(folders):
         (
             await engine.post("/v1/completions", json={"model": "sql", "prompt": LONG, "max_tokens": 1})
         ).raise_for_status()
-        await until(lambda: index.workers().get("e0", 0) > 10)
+        await until(lambda: index.block_counts().get("e0", 0) > 10)
         for more in (
             {"model": "sql"},
             {"model": "sql", "cache_salt": "a"},
             {"model": BASE},
             {"model": BASE, "cache_salt": "a"},
         ):
-            before = index.workers().get("e0", 0)
+            before = index.block_counts().get("e0", 0)
             predicted, told = await cached(client, **more)
             assert (predicted, told) == (0, 0)
-            await until(lambda before=before: index.workers().get("e0", 0) > before)
+            await until(lambda before=before: index.block_counts().get("e0", 0) > before)
             predicted, told = await cached(client, **more)
             assert predicted == told > 128
 

@@ -111,7 +111,7 @@ async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(m
             made[0].stop()
             rest = b"".join([piece async for piece in pieces])
         assert json.loads(rest.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["code"] == "stopping"
-        assert not list(parts.scheduler.load.in_flight())
+        assert not list(parts.scheduler.load.counts_by_name())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -165,8 +165,8 @@ async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, s
             assert answer.headers["x-lorafleet-worker"] == "good"
             if (how, streamed, len(bad.bodies)) == ("in_band", True, 5):
                 # It is asked for something of the router's own, too, before its circuit opens.
-                await until(lambda: parts.scheduler.breaker.shut(parts.clock()))
-        assert list(parts.scheduler.load.in_flight()) == []
+                await until(lambda: parts.scheduler.breaker.open_incarnations(parts.clock()))
+        assert list(parts.scheduler.load.counts_by_name()) == []
     # After five in a row its circuit is open.
     assert sum("messages" in body for body in bad.bodies) == (0 if how == "refused" else 5)
 
@@ -203,7 +203,7 @@ async def test_a_request_whose_only_replica_died_waits_for_it_to_start_again():
         async with fleet(engine, control=control) as (client, _, parts):
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
             await until(lambda engine=engine: engine.died)
-            await until(lambda parts=parts: not list(parts.scheduler.load.in_flight()))
+            await until(lambda parts=parts: not list(parts.scheduler.load.counts_by_name()))
             assert not asking.done()
             control.boot_id = "again"
             control.tell()
@@ -225,7 +225,7 @@ async def test_loads_are_told_at_once_and_all_agents_figures_make_one_snapshot()
         control.figures = Load(running=7)
         for follow in discovery.followed.values():
             follow.wake.set()
-        await until(lambda: {load.own(worker).others_in_flight for worker in before.replicas} == {7})
+        await until(lambda: {load.replica_load(worker).others_in_flight for worker in before.replicas} == {7})
         assert discovery.fleet is before
         assert await discovery.changes.wait(5)
         assert {replica.report.running for replica in discovery.fleet.replicas.values()} == {7}
@@ -337,7 +337,7 @@ async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_
     engine, other = EngineDouble("w0", breaks), EngineDouble("w1", breaks)
     async with fleet(engine, other) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        assert list(parts.scheduler.load.in_flight()) == []
+        assert list(parts.scheduler.load.counts_by_name()) == []
         assert parts.metrics.requests.labels("/v1/chat/completions", 200, "stream_broken").value == 1
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert json.loads(events[-2])["error"]["code"] == "stream_broken"
@@ -362,8 +362,10 @@ async def test_a_client_that_leaves_aborts_the_engine():
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
             assert await anext(answer.aiter_bytes())
         await asyncio.wait_for(engine.aborted.wait(), patience(5))
-        await parts.discovery.changes.until(lambda: not list(parts.scheduler.load.in_flight()), timeout_s=patience(5))
-        assert list(parts.scheduler.load.in_flight()) == []
+        await parts.discovery.changes.until(
+            lambda: not list(parts.scheduler.load.counts_by_name()), timeout_s=patience(5)
+        )
+        assert list(parts.scheduler.load.counts_by_name()) == []
 
 
 async def test_a_client_that_leaves_before_the_first_token_aborts_the_engine():
@@ -415,7 +417,7 @@ async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_eng
         book = parts.scheduler.load._books["w0"]
         for status, ended in zip(statuses, (0, 1), strict=True):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})).status_code == status
-            await until(lambda: not parts.scheduler.load.all_in_flight)
+            await until(lambda: not parts.scheduler.load.total_in_flight)
             assert (book.ended, book.mean_request_s > 0, book.heard_at > -inf) == (ended, ended == 1, ended == 1)
         assert not book.in_prefill
         assert not book.prefill_s
@@ -514,9 +516,9 @@ async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_o
         body = {**CHAT, "n": 7, "stream": True, **more}
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             await anext(answer.aiter_bytes())
-            assert parts.scheduler.load.own("w0").in_flight == sequences
+            assert parts.scheduler.load.replica_load("w0").in_flight == sequences
             engine.go_on.set()
-        await until(lambda: not parts.scheduler.load.own("w0").in_flight)
+        await until(lambda: not parts.scheduler.load.replica_load("w0").in_flight)
 
 
 async def test_a_body_over_the_limit_is_a_413():
@@ -904,7 +906,7 @@ async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency()
             return (await client.post("/v1/chat/completions", json=body)).json()["seen"]
 
         assert await asyncio.gather(*(ask(n) for n in range(80))) == [str(n) for n in range(80)]
-        assert list(parts.scheduler.load.in_flight()) == []
+        assert list(parts.scheduler.load.counts_by_name()) == []
         assert isinstance(client, httpx.AsyncClient)
 
 
@@ -922,7 +924,7 @@ async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and
         home = first.headers["x-lorafleet-worker"]
         assert parts.accuracy.state(home) == "estimate"
         parts.feeds.index(BASE, 16).sweep(1000)
-        await until(lambda: not list(parts.scheduler.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.counts_by_name()))
         by_name = {engine.name: engine for engine in engines}
         by_name[home].cached = 48
         for _ in range(5):
@@ -1080,13 +1082,13 @@ async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_
     async with fleet(EngineDouble("w0", with_usage)) as (client, _, parts):
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(1, 65)), **more})
         assert answer.status_code == 200
-        await until(lambda: not list(parts.scheduler.load.in_flight()))
+        await until(lambda: not list(parts.scheduler.load.counts_by_name()))
         assert parts.decisions[0].cached_tokens == (48 if is_compared else None)
 
 
 async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(monkeypatch):
     told = []
-    monkeypatch.setattr(FairQueue, "answered", lambda _, *what: told.append(what))
+    monkeypatch.setattr(FairQueue, "charge_answer", lambda _, *what: told.append(what))
     monkeypatch.setattr(FairQueue, "__len__", lambda _: 1)  # somebody waits, as far as others look
 
     async def with_usage(engine, body):
@@ -1113,7 +1115,7 @@ async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what
     async with fleet(engine, control=WithEvents()) as (client, _, parts):
         await until(lambda: parts.feeds.may_repeat("w0"))
         await client.post("/v1/chat/completions", json=CHAT)
-        parts.accuracy.lost("w0")
+        parts.accuracy.record_lost_events("w0")
         await client.post("/v1/chat/completions", json=CHAT)
     assert [body.get("vllm_xargs") for body in engine.bodies] == [None, {"kv_cache_report_mode": "full"}]
 

@@ -14,14 +14,14 @@ W, OTHER = WorkerId("w0"), WorkerId("w1")
 
 def opened(mode="exact"):
     trust = PredictionAccuracy()
-    trust.opened(W, mode)
+    trust.record_feed_start(W, mode)
     return trust
 
 
 def until_state(trust, state, predicted, cached, most=1000):
     """How many such comparisons it takes to reach a state."""
     for count in range(1, most + 1):
-        trust.compared(W, predicted, cached, 1000, now=float(count))
+        trust.record_comparison(W, predicted, cached, 1000, now=float(count))
         if trust.state(W) == state:
             return count
     return None
@@ -37,44 +37,44 @@ def test_a_worker_is_what_its_feed_is_until_answers_say_otherwise():
 def test_persistent_disagreement_degrades_whichever_side_is_too_high(predicted, cached):
     trust = opened()
     for now in range(5):
-        trust.compared(W, predicted, cached, 1000, float(now))
+        trust.record_comparison(W, predicted, cached, 1000, float(now))
     assert trust.state(W) == "exact"
-    trust.compared(W, predicted, cached, 1000, 5.0)
+    trust.record_comparison(W, predicted, cached, 1000, 5.0)
     assert trust.state(W) == "degraded"
 
 
 def test_a_gap_degrades_at_once_and_eighteen_agreements_in_a_row_heal():
     trust = opened()
-    trust.lost(W)
+    trust.record_lost_events(W)
     assert trust.state(W) == "degraded"
     assert until_state(trust, "exact", 900, 900) == 18
 
 
 def test_a_gap_on_a_worker_that_is_degraded_already_begins_its_healing_anew():
     trust = opened()
-    trust.lost(W)
+    trust.record_lost_events(W)
     for now in range(17):
-        trust.compared(W, 900, 900, 1000, float(now))
-    trust.lost(W)
+        trust.record_comparison(W, 900, 900, 1000, float(now))
+    trust.record_lost_events(W)
     assert until_state(trust, "exact", 900, 900) == 18
 
 
 def test_a_gap_means_nothing_to_a_worker_whose_holdings_are_guessed():
     trust = opened("estimate")
-    trust.lost(W)
+    trust.record_lost_events(W)
     assert until_state(trust, "degraded", 900, 0) is None
     assert trust.state(W) == "estimate"
 
 
 def test_agreement_on_prompts_that_nobody_has_cached_neither_heals_nor_hides():
     trust = opened()
-    trust.lost(W)
+    trust.record_lost_events(W)
     assert until_state(trust, "exact", 0, 0) is None
-    trust.opened(W, "exact")
+    trust.record_feed_start(W, "exact")
     for now in range(6):  # an index that hears nothing: right on every new prompt, wrong on every known one
-        trust.compared(W, 0, 900, 1000, float(now))
+        trust.record_comparison(W, 0, 900, 1000, float(now))
         for _ in range(50):
-            trust.compared(W, 0, 0, 1000, float(now))
+            trust.record_comparison(W, 0, 0, 1000, float(now))
     assert trust.state(W) == "degraded"
 
 
@@ -87,18 +87,18 @@ def test_a_block_more_or_less_at_the_end_of_a_long_prompt_is_no_disagreement():
 def test_a_new_boot_starts_without_the_old_ones_doubt_and_error():
     trust = opened()
     assert until_state(trust, "degraded", 900, 0)
-    trust.opened(W, "exact")
+    trust.record_feed_start(W, "exact")
     assert (trust.state(W), trust.error_share(W)) == ("exact", 0.0)
     assert until_state(trust, "degraded", 900, 0) == 6
 
 
 def test_what_comes_after_forget_leaves_nothing_behind():
     trust = opened()
-    trust.compared(W, 900, 0, 1000, 1.0)
+    trust.record_comparison(W, 900, 0, 1000, 1.0)
     trust.forget(W)
     trust.forget(W)
-    trust.lost(W)
-    trust.compared(W, 900, 0, 1000, 2.0)
+    trust.record_lost_events(W)
+    trust.record_comparison(W, 900, 0, 1000, 2.0)
     assert (trust.state(W), trust.error_share(W), trust._workers) == ("estimate", 0.0, {})
 
 
@@ -106,21 +106,21 @@ def test_the_error_is_tokens_off_per_prompt_token_and_the_past_fades():
     trust = opened()
     assert trust.error_share(W) == 0.0
     assert not dict(trust.error_shares())
-    trust.compared(W, 500, 0, 1000, 0.0)
-    trust.compared(W, 0, 100, 1000, 0.0)
+    trust.record_comparison(W, 500, 0, 1000, 0.0)
+    trust.record_comparison(W, 0, 100, 1000, 0.0)
     assert trust.error_share(W) == pytest.approx(0.3)
-    trust.compared(W, 500, 500, 1000, 300.0)
+    trust.record_comparison(W, 500, 500, 1000, 300.0)
     assert trust.error_share(W) == pytest.approx(600 / e / (2000 / e + 1000))
     assert dict(trust.error_shares()) == {W: trust.error_share(W)}
-    trust.compared(W, 500, 500, 1000, 3000.0)
+    trust.record_comparison(W, 500, 500, 1000, 3000.0)
     assert trust.error_share(W) < 0.001
-    trust.compared(W, 10, 0, 0, 3000.0)  # no prompt tokens: nothing to compare with
+    trust.record_comparison(W, 10, 0, 0, 3000.0)  # no prompt tokens: nothing to compare with
     assert trust.error_share(W) < 0.001
 
 
 def test_an_estimates_error_is_measured_too():
     trust = opened("estimate")
-    trust.compared(W, 500, 0, 1000, 0.0)
+    trust.record_comparison(W, 500, 0, 1000, 0.0)
     assert trust.error_share(W) == 0.5
 
 
@@ -134,7 +134,7 @@ def test_noise_is_borne_and_a_broken_index_is_not(disagree, least, most):
     def first(seed):
         rng, trust = Random(seed), opened()
         for count in range(1, 5_001):
-            trust.compared(W, 900, 0 if rng.random() < disagree else 900, 1000, float(count))
+            trust.record_comparison(W, 900, 0 if rng.random() < disagree else 900, 1000, float(count))
             if trust.state(W) == "degraded":
                 return count
         return 10_000
@@ -147,9 +147,9 @@ def test_noise_is_borne_and_a_broken_index_is_not(disagree, least, most):
 def test_a_degraded_worker_heals_under_ordinary_noise():
     def healed(seed):
         rng, trust = Random(seed), opened()
-        trust.lost(W)
+        trust.record_lost_events(W)
         for count in range(1, 1_001):
-            trust.compared(W, 900, 0 if rng.random() < 0.1 else 900, 1000, float(count))
+            trust.record_comparison(W, 900, 0 if rng.random() < 0.1 else 900, 1000, float(count))
             if trust.state(W) == "exact":
                 return count
         return 10_000
@@ -166,24 +166,30 @@ def test_an_engine_computes_a_prompts_last_token_always_and_with_it_its_block(de
 
 
 STEPS = st.one_of(
-    st.tuples(st.just("opened"), st.sampled_from(["exact", "estimate"])),
-    st.tuples(st.just("lost")),
+    st.tuples(st.just("record_feed_start"), st.sampled_from(["exact", "estimate"])),
+    st.tuples(st.just("record_lost_events")),
     st.tuples(st.just("forget")),
-    st.tuples(st.just("compared"), st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000), st.floats(0, 1e6)),
+    st.tuples(
+        st.just("record_comparison"),
+        st.integers(0, 2000),
+        st.integers(0, 2000),
+        st.integers(0, 2000),
+        st.floats(0, 1e6),
+    ),
 )
 
 
 @given(st.lists(STEPS, max_size=80))
 def test_states_and_errors_stay_in_their_ranges_and_one_workers_answers_touch_no_other(steps):
     trust = PredictionAccuracy()
-    trust.opened(OTHER, "exact")
+    trust.record_feed_start(OTHER, "exact")
     is_open = None
     for name, *arguments in steps:
         getattr(trust, name)(W, *arguments)
-        is_open = arguments[0] if name == "opened" else None if name == "forget" else is_open
+        is_open = arguments[0] if name == "record_feed_start" else None if name == "forget" else is_open
         if is_open == "exact":
             assert trust.state(W) in {"exact", "degraded"}
-            assert trust.state(W) == "degraded" or name != "lost"
+            assert trust.state(W) == "degraded" or name != "record_lost_events"
         else:
             assert trust.state(W) == "estimate"
         assert trust.error_share(W) >= 0

@@ -169,7 +169,7 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
     async with fleet(engine, control=with_sql("w0"), max_in_flight_tokens=1) as (client, control, parts):
         engine.go_on.clear()
         asks = [asyncio.create_task(client.post("/v1/chat/completions", json=SQL | {"stream": True})) for _ in range(3)]
-        await until(lambda: len(parts.scheduler.waiting))
+        await until(lambda: len(parts.scheduler.queue))
         assert parts.usage.report(1, time.monotonic()).waits_s.keys() == {"w0"}
         await until(lambda: control.usage and control.usage[-1]["waits_s"])
         engine.go_on.set()
@@ -180,11 +180,11 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
 def test_what_ends_after_a_long_stream_is_told_and_forgotten_a_while_after_that():
     load = LoadBook()
     usage = UsageCounts("r0", load)
-    flight = load.begin("w0", "sql/v1@ab", 0.2, 0.0)
+    flight = load.add("w0", "sql/v1@ab", 0.2, 0.0)
     use = usage.record_dispatch("w0", "sql/v1@ab", 100, 0.0)
     assert usage.report(1, 5000.0).uses[0].in_flight == 1
     use.record_end(60.0, 50_000, 0.5, 5000.0, is_error=True)
-    load.end(flight, 5000.0)
+    load.remove(flight, 5000.0)
     (told,) = usage.report(1, 5001.0).uses
     assert (told.output_tokens, told.work_s, told.errors, told.in_flight) == (50_000, 60.0, 1, 0)
     assert usage.report(1, 5899.0).uses

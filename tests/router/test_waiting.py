@@ -45,7 +45,7 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(6)]
-        await until(lambda: len(parts.scheduler.waiting) == 4)
+        await until(lambda: len(parts.scheduler.queue) == 4)
         await until(lambda: len(engine.bodies) == 2)  # one runs, one is there for when it ends
         assert await value(client, "lorafleet_router_waiting_requests") == 4
         assert not parts.usage.report(1, 0.0).holds  # the base model's are nobody's
@@ -55,18 +55,18 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
         assert await value(client, "lorafleet_router_waited_seconds_count") == 6
         assert await value(client, "lorafleet_router_decide_seconds_count") >= 6
         assert 0 < await value(client, "lorafleet_router_decide_seconds_sum") < 60
-        assert not len(parts.scheduler.waiting)
+        assert not len(parts.scheduler.queue)
 
 
 async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothing_behind():
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
-        await until(lambda: len(parts.scheduler.waiting) == 3 and len(engine.bodies) == 2)
+        await until(lambda: len(parts.scheduler.queue) == 3 and len(engine.bodies) == 2)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
-        await until(lambda: not len(parts.scheduler.waiting) and not list(parts.scheduler.load.in_flight()))
+        await until(lambda: not len(parts.scheduler.queue) and not list(parts.scheduler.load.counts_by_name()))
         engine.first.set()
         assert (await ask(client)).status_code == 200
     assert len(engine.bodies) == 3
@@ -76,10 +76,10 @@ async def test_a_fault_of_ours_among_those_who_wait_is_counted_and_they_go_when_
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
-        await until(lambda: len(parts.scheduler.waiting) == 1)
-        drain, parts.scheduler.waiting.drain = parts.scheduler.waiting.drain, None
+        await until(lambda: len(parts.scheduler.queue) == 1)
+        drain, parts.scheduler.queue.rates = parts.scheduler.queue.rates, None
         await until(lambda: parts.metrics.loop_failures.labels("waiting").value)
-        parts.scheduler.waiting.drain = drain
+        parts.scheduler.queue.rates = drain
         engine.first.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
 
@@ -99,7 +99,7 @@ async def test_who_cannot_wait_gets_429_with_a_time_to_come_back(limit, says):
             assert says in answer.json()["error"]["message"]
         engine.first.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} <= {200, 429}
-        assert not len(parts.scheduler.waiting)
+        assert not len(parts.scheduler.queue)
     assert done
 
 
@@ -151,25 +151,25 @@ async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where
     control.ensure = load_elsewhere
     async with fleet(*engines, control=control, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client, model="sql/v1") for _ in range(5)]
-        await until(lambda: len(parts.scheduler.waiting) == 3)
+        await until(lambda: len(parts.scheduler.queue) == 3)
         control.residents["w0"] = []
         control.tell()
         await until(lambda: len(engines[1].bodies) == 3)
         assert control.ensured == ["sql/v1"]
         engines[0].first.set()
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 5
-        assert not len(parts.scheduler.waiting)
-        assert not list(parts.scheduler.load.in_flight())
+        assert not len(parts.scheduler.queue)
+        assert not list(parts.scheduler.load.counts_by_name())
 
 
 async def test_who_waits_for_room_is_held_until_the_last_engine_of_its_base_model_is_back():
     engine, control = SlowEngine("w0"), AgentDouble()
     async with fleet(engine, control=control, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
-        await until(lambda: len(parts.scheduler.waiting) == 3)
+        await until(lambda: len(parts.scheduler.queue) == 3)
         control.starting = frozenset({"w0"})
         control.tell()
-        await until(lambda: not len(parts.scheduler.waiting))
+        await until(lambda: not len(parts.scheduler.queue))
         assert error_of(await ask(client)) == (503, "no_replica")  # who comes now is told at once
         control.starting = frozenset()
         control.tell()
@@ -181,7 +181,7 @@ async def test_who_waited_is_told_when_no_engine_comes_back():
     engine, control = SlowEngine("w0"), AgentDouble()
     async with fleet(engine, control=control, late_binding_s=0.05, failover_wait_s=0.1) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
-        await until(lambda: len(parts.scheduler.waiting) == 1)
+        await until(lambda: len(parts.scheduler.queue) == 1)
         control.starting = frozenset({"w0"})
         control.tell()
         done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=patience(5))
@@ -194,7 +194,7 @@ async def test_a_request_tells_how_long_it_waited_and_what_became_of_it():
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
-        await until(lambda: len(parts.scheduler.waiting) == 1)
+        await until(lambda: len(parts.scheduler.queue) == 1)
         told = (await client.post("/v1/route", json=a_prompt())).json()
         assert "wait in the router" in told["note"]
         engine.first.set()
@@ -249,7 +249,7 @@ async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_
         body = {**CHAT, "messages": [{"role": "user", "content": [picture]}], "media_io_kwargs": {}}
         asking = [asyncio.create_task(client.post("/v1/chat/completions", json=body))]
         await until(lambda: len(engine.bodies) == 1)
-        assert 1000 < parts.decisions[-1].decision.ask.prompt_tokens <= 2048
+        assert 1000 < parts.decisions[-1].decision.request.prompt_tokens <= 2048
         asking.append(ask(client))
         await until(lambda: len(engine.bodies) == 2)
         engine.first.set()
@@ -259,10 +259,10 @@ async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_
 async def test_what_an_engine_had_of_others_keeps_nobody_waiting_when_its_agent_is_away():
     engine, control = EngineDouble("w0"), AgentDouble(figures=Load(running=8, waiting=20))
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
-        await until(lambda: parts.scheduler.load.own("w0").others_in_flight == 28)
+        await until(lambda: parts.scheduler.load.replica_load("w0").others_in_flight == 28)
         control.silent = True
-        await until(lambda: not parts.scheduler.load.own("w0").others_in_flight)
+        await until(lambda: not parts.scheduler.load.replica_load("w0").others_in_flight)
         assert (await ask(client)).status_code == 200
         control.silent = False
         control.tell()
-        await until(lambda: parts.scheduler.load.own("w0").others_in_flight == 28)
+        await until(lambda: parts.scheduler.load.replica_load("w0").others_in_flight == 28)

@@ -56,7 +56,7 @@ def test_explained_and_replayed_decisions_have_the_zone_in_them(drawn, other_zon
     assert [score.zone_s for score in made.scores] == [other_zone_s * is_far for is_far, _, _ in drawn]
     again = replayed(json.loads(json.dumps(record_of(made))))
     assert (again.replica.id, again.score) == (made.replica.id, made.score)
-    assert decide(KvLoraPolicy(), ASK, made.scene).replica.id == made.replica.id
+    assert decide(KvLoraPolicy(), ASK, made.snapshot).replica.id == made.replica.id
 
 
 class ZonedControl(AgentDouble):

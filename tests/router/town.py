@@ -58,7 +58,7 @@ class SimulatedFleet:
 
     def __init__(
         self, engines: int = 1, *, prefill: float = 8_000, token_s: float = 0.02, max_num_seqs: int = 256,
-        most_wait_s: float = 60.0, seed: int = 0, **mind: object,
+        most_wait_s: float = 60.0, seed: int = 0, **scheduler: object,
     ) -> None:  # fmt: skip
         self.now = 0.0
         self.most_wait_s = most_wait_s
@@ -68,7 +68,9 @@ class SimulatedFleet:
         self.rates = [EngineRates() for _ in range(engines)]
         self.replicas = [a_replica(f"w{i}", max_num_seqs=max_num_seqs, max_model_len=0) for i in range(engines)]
         self.roster = Roster(tuple(self.replicas))
-        self.mind = Scheduler(roster=lambda _: self.roster, match=lambda _: PrefixMatch(), rng=Random(seed), **mind)
+        self.scheduler = Scheduler(
+            roster=lambda _: self.roster, match=lambda _: PrefixMatch(), rng=Random(seed), **scheduler
+        )
         self.asked: list[SimulatedRequest] = []
         self._sent: dict[EngineJob, _SentRequest] = {}
         self._waiting: dict[QueuedRequest, SimulatedRequest] = {}
@@ -90,11 +92,11 @@ class SimulatedFleet:
         """A request comes now; `on_end` is called when it has its answer or its refusal."""
         asked = SimulatedRequest(tenant, prompt_tokens, answer_tokens, self.now, on_end=on_end)
         self.asked.append(asked)
-        ticket = QueuedRequest(
-            prompt=HashedRequest(RoutingRequest("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s
+        queued = QueuedRequest(
+            hashed=HashedRequest(RoutingRequest("m", "", prompt_tokens)), tenant=tenant, most_wait_s=self.most_wait_s
         )
         try:
-            decision = self.mind.offer(ticket, self.now)
+            decision = self.scheduler.decide_or_enqueue(queued, self.now)
         except Saturated as exc:
             asked.refused = exc
             self.at(self.now, lambda: on_end(asked))
@@ -102,8 +104,8 @@ class SimulatedFleet:
         if decision is not None:
             self._send(asked, decision)
             return asked
-        self._waiting[ticket] = asked
-        self.at(self.now + self.most_wait_s, lambda: self._expire(ticket))
+        self._waiting[queued] = asked
+        self.at(self.now + self.most_wait_s, lambda: self._expire(queued))
         self._look_soon()
         return asked
 
@@ -136,7 +138,7 @@ class SimulatedFleet:
     def _send(self, asked: SimulatedRequest, decision: Decision) -> None:
         asked.sent_at = self.now
         engine = self.engines[decision.position]
-        flight = self.mind.begin(decision, self.now)
+        flight = self.scheduler.record_dispatch(decision, self.now)
         self._sent[engine.ask(asked.prompt_tokens, asked.answer_tokens)] = _SentRequest(asked, flight)
 
     def _tell(self, told: "list[EngineJob] | tuple[EngineJob, ...]") -> None:
@@ -144,11 +146,11 @@ class SimulatedFleet:
             sent = self._sent[job]
             if job.produced == 1:
                 sent.asked.first_at = self.now
-                self.mind.load.first_token(sent.flight, self.now)
+                self.scheduler.load.record_first_token(sent.flight, self.now)
             if job.ended is not None:
                 sent.asked.ended_at = self.now
                 del self._sent[job]
-                self.mind.load.end(sent.flight, self.now)
+                self.scheduler.load.remove(sent.flight, self.now)
                 sent.asked.on_end(sent.asked)
             self._look_soon(now=True)
 
@@ -160,18 +162,18 @@ class SimulatedFleet:
     def _look(self, *, is_timed: bool) -> None:
         if is_timed:
             self._is_looking = False
-        for ticket, outcome in self.mind.ready(self.now):
+        for queued, outcome in self.scheduler.take_admissible(self.now):
             assert isinstance(outcome, Decision)
-            self._send(self._waiting.pop(ticket), outcome)
+            self._send(self._waiting.pop(queued), outcome)
         if is_timed:
             self._look_soon()
 
-    def _expire(self, ticket: QueuedRequest) -> None:
-        asked = self._waiting.pop(ticket, None)
+    def _expire(self, queued: QueuedRequest) -> None:
+        asked = self._waiting.pop(queued, None)
         if asked is not None:
             asked.is_late = True
-            asked.refused = self.mind.waiting.gave_up(ticket, self.now)
-            self.mind.waiting.withdraw(ticket)
+            asked.refused = self.scheduler.queue.time_out(queued, self.now)
+            self.scheduler.queue.remove(queued)
             asked.on_end(asked)
 
     def _report(self) -> None:
@@ -187,6 +189,6 @@ class SimulatedFleet:
                 at=self.now,
             )
             self.replicas[i] = replace(self.replicas[i], report=report)
-            self.mind.load.reported(self.replicas[i])
+            self.scheduler.load.apply_report(self.replicas[i])
         self.roster = Roster(tuple(self.replicas))
         self.at(self.now + _REPORT_EVERY_S, self._report)

@@ -64,7 +64,9 @@ class AdapterSlots:
     def unloaded(self, name: str) -> "AdapterSlots":
         """The slots after a successful unload: the adapter becomes a ghost in its place, or is freed."""
         if self.keeps_ghosts:
-            host_lru = tuple(HostEntry(name, is_ghost=True) if entry == HostEntry(name) else entry for entry in self.host_lru)
+            host_lru = tuple(
+                HostEntry(name, is_ghost=True) if entry == HostEntry(name) else entry for entry in self.host_lru
+            )
         else:
             host_lru = tuple(entry for entry in self.host_lru if entry != HostEntry(name))
         return replace(self, registered=self.registered - {name}, host_lru=host_lru)

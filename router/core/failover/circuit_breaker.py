@@ -99,7 +99,7 @@ class BreakerRules:
 @dataclass(slots=True)
 class _Circuit:
     """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row. It was last looked
-    at because of `doubt`, and last served a request at `served_at`.
+    at because of `doubt`, and last served a request at `last_success_at`.
     """
 
     good: int = 0
@@ -117,7 +117,7 @@ class _Circuit:
     tried_at: float = -inf
     looked_at: float = -inf
     doubt: str = ""
-    served_at: float = -inf
+    last_success_at: float = -inf
 
     def counted(self, now: float, window_s: float) -> int:
         """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
@@ -137,19 +137,19 @@ class _Circuit:
 class CircuitBreaker:
     """The circuits of every replica where something failed.
 
-    changed   told (replica, the new state, why) of every opening and closing
-    look      has a replica asked for something of our own, for `looked` to be told; None: errors speak for themselves
-    panics    requests that were sent to a shut replica, because every able one was
+    on_change         called with (replica, new state, reason) at every opening and closing
+    probe             sends a health probe to a replica, whose result goes to `record_probe`; None: errors alone decide
+    ignored_circuits  requests sent to a replica with an open circuit, because every able replica's circuit was open
     """
 
     rules: BreakerRules = field(default_factory=BreakerRules)
-    changed: Callable[[Replica, CircuitState, str], None] = lambda _replica, _state, _why: None
-    look: Callable[[Replica], None] | None = None
-    panics: int = 0
+    on_change: Callable[[Replica, CircuitState, str], None] = lambda _replica, _state, _why: None
+    probe: Callable[[Replica], None] | None = None
+    ignored_circuits: int = 0
     _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
     _shut: dict[Incarnation, _Circuit] = field(default_factory=dict)
 
-    def shut(self, now: float) -> Excluded:
+    def open_incarnations(self, now: float) -> Excluded:
         """Whom no request should be sent to now: open, or half-open with its trial under way."""
         if not self._shut:
             return _NOBODY
@@ -162,7 +162,7 @@ class CircuitBreaker:
             return "closed"
         return "open" if now < circuit.open_until else "half_open"
 
-    def sent(self, replica: Replica, trial: TrialRequest, now: float) -> None:
+    def record_dispatch(self, replica: Replica, trial: TrialRequest, now: float) -> None:
         """A request goes to it; where a circuit is half-open it is the trial."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
@@ -170,14 +170,14 @@ class CircuitBreaker:
         if self._may_try(circuit, now):
             circuit.trial, circuit.tried_at = trial, now
         else:
-            self.panics += 1
+            self.ignored_circuits += 1
 
     def is_trial(self, replica: Replica, request: TrialRequest) -> bool:
         """Whether this request was sent there to find out; it should not be waited for as long as any other."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         return circuit is not None and circuit.trial is request
 
-    def succeeded(self, replica: Replica, now: float, sent_at: float = inf) -> None:
+    def record_success(self, replica: Replica, now: float, sent_at: float = inf) -> None:
         """It answered, below 400. One answer closes a circuit, if it was asked after that opened or silence was why."""
         # Circuits begin with a first failure: where there are none a request that works pays for this look alone.
         circuit = self._circuits.get(replica.incarnation) if self._circuits else None
@@ -185,11 +185,11 @@ class CircuitBreaker:
             return
         circuit.good += 1
         circuit.in_a_row = 0
-        circuit.served_at = now
+        circuit.last_success_at = now
         if circuit.is_shut and (circuit.was_silent or sent_at >= circuit.changed_at):
             self._close(replica, circuit, now, "answered")
 
-    def failed(
+    def record_failure(
         self,
         replica: Replica,
         reason: str,
@@ -220,15 +220,15 @@ class CircuitBreaker:
             if not is_outlier:
                 return False
         why = "outlier" if is_outlier else reason
-        if reason in ANSWERED and self.look is not None:
+        if reason in ANSWERED and self.probe is not None:
             if now - circuit.looked_at > self.rules.look_s:
                 circuit.looked_at, circuit.doubt = now, why
-                self.look(replica)
+                self.probe(replica)
             return circuit.is_shut
         self._open(replica, circuit, why, now, rng)
         return True
 
-    def looked(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
+    def record_probe(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
         """It was asked for something of our own, and gave it or failed."""
         circuit = self._circuits.get(replica.incarnation)
         if circuit is None:
@@ -242,23 +242,23 @@ class CircuitBreaker:
         else:
             circuit.bad = circuit.in_a_row = 0
 
-    def trusted(self, replica: Replica, now: float) -> None:
+    def record_not_hung(self, replica: Replica, now: float) -> None:
         """Its agent does not say that it hangs."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is not None and circuit.was_hung:
             self._close(replica, circuit, now, "trusted")
 
-    def served_at(self, replica: Replica) -> float:
+    def last_success_at(self, replica: Replica) -> float:
         """When it last answered a request since it first failed one; -inf: not since then."""
         circuit = self._circuits.get(replica.incarnation)
-        return -inf if circuit is None else circuit.served_at
+        return -inf if circuit is None else circuit.last_success_at
 
     def changed_at(self, replica: Replica) -> float:
         """When its circuit last opened or closed; what was sent before that says nothing of how it is now."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.changed_at
 
-    def known(self, replicas: Iterable[Replica], now: float) -> None:
+    def forget_others(self, replicas: Iterable[Replica], now: float) -> None:
         """These are all there are: circuits of other incarnations are forgotten, and those without failures of late."""
         if not self._circuits:
             return
@@ -270,7 +270,7 @@ class CircuitBreaker:
             if who not in left or is_quiet:
                 del self._circuits[who]
                 if self._shut.pop(who, None) is not None and who[0] in well:
-                    self.changed(well[who[0]], "closed", "restarted")
+                    self.on_change(well[who[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""
@@ -307,7 +307,7 @@ class CircuitBreaker:
         circuit.was_silent = why == SILENT or circuit.was_hung
         circuit.trial = None
         self._shut[replica.incarnation] = circuit
-        self.changed(replica, "open", why)
+        self.on_change(replica, "open", why)
 
     def _close(self, replica: Replica, circuit: _Circuit, now: float, why: str) -> None:
         circuit.is_shut = False
@@ -317,7 +317,7 @@ class CircuitBreaker:
         circuit.counted_from = now
         circuit.trial = None
         del self._shut[replica.incarnation]
-        self.changed(replica, "closed", why)
+        self.on_change(replica, "closed", why)
 
     def _may_try(self, circuit: _Circuit, now: float) -> bool:
         if now < circuit.open_until:

@@ -47,7 +47,7 @@ class PoisonRequests:
         self._hold_s = hold_s
         self.suspects: dict[Hashable, _Suspect] = {}
 
-    def check(self, which: Hashable, now: float) -> bool:
+    def check_held(self, which: Hashable, now: float) -> bool:
         """Whether it was held back, and is now to be tried, alone; raises PoisonRequestHeld."""
         suspect = self.suspects.get(which)
         if suspect is None:
@@ -63,7 +63,7 @@ class PoisonRequests:
         suspect.held_until = now + suspect.hold_s
         return suspect.hold_s > 0
 
-    def died(self, which: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
+    def record_death(self, which: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
         """An engine died with it; for how many seconds it is held back now.
 
         sent_at  when it was sent there: what was under way in several when they went with their node speaks once
@@ -80,7 +80,7 @@ class PoisonRequests:
             del self.suspects[next(iter(self.suspects))]
         return max(0.0, suspect.held_until - now)
 
-    def survived(self, which: Hashable) -> None:
+    def clear(self, which: Hashable) -> None:
         """An engine answered it, to its end."""
         self.suspects.pop(which, None)
 

@@ -18,7 +18,7 @@ class CacheDisclosure:
         self._most_blocks = most_blocks
         self._sent: OrderedDict[int, None] = OrderedDict()
 
-    def sent(self, tenant: str, hashes: Sequence[BlockHash]) -> None:
+    def record_prompt(self, tenant: str, hashes: Sequence[BlockHash]) -> None:
         """Note a prompt that this tenant has had answered."""
         salt = _salt(tenant)
         # Backwards, so that a prompt's first blocks, without which the others count for nothing, are forgotten last.
@@ -28,7 +28,7 @@ class CacheDisclosure:
         while len(self._sent) > self._most_blocks:
             self._sent.popitem(last=False)
 
-    def depth(self, tenant: str, hashes: Sequence[BlockHash]) -> int:
+    def disclosed_depth(self, tenant: str, hashes: Sequence[BlockHash]) -> int:
         """How many of a prompt's first blocks this tenant has sent before."""
         salt = _salt(tenant)
         for depth, block in enumerate(hashes):

@@ -46,7 +46,7 @@ class CacheEstimate:
         self._ttl_s = ttl_s
         self._workers: dict[WorkerId, _EstimatedBlocks] = {}
 
-    def served(
+    def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float, most_blocks: int
     ) -> PredictedCache:
         """Note a prompt whose first token is there: the engine has all its blocks now.
@@ -54,7 +54,7 @@ class CacheEstimate:
         hashes       of the whole prompt
         began_at     when it was sent: what was stored meanwhile proves nothing about it
         most_blocks  the engine's KV blocks, all of them
-        returns      to be given to `compared` when the answer says what the engine had cached
+        returns      to be given to `learn_from_answer` when the answer says what the engine had cached
         """
         entry = self._workers.setdefault(worker, _EstimatedBlocks(self._ttl_s))
         used = (entry.last_used.get(block, began_at + 1) for block in hashes)
@@ -67,7 +67,7 @@ class CacheEstimate:
         self._evict(worker, entry, unused_since=now - entry.ttl_s, most_blocks=most_blocks)
         return guess
 
-    def compared(self, guess: PredictedCache, cached_blocks: int) -> None:
+    def learn_from_answer(self, guess: PredictedCache, cached_blocks: int) -> None:
         """Learn from the engine's own word on a prompt: forget what it must have evicted, and how long it keeps things.
 
         cached_blocks  the engine's `cached_tokens` in whole blocks

@@ -34,7 +34,7 @@ _NOTHING: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = ((), [])
 
 
 class PendingBlocks(msgspec.Struct, eq=False):
-    """Blocks that count as stored on the device for a while, though no engine has said so; see `release`."""
+    """Blocks that count as stored on the device for a while, though no engine has said so; see `remove_pending`."""
 
     worker: WorkerId
     hashes: tuple[BlockHash, ...]
@@ -91,7 +91,7 @@ class KvIndex:
         masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES + sys.getsizeof(self._held)
         return masks + sum(holders.size_bytes() for holders in self._tiers.values())
 
-    def workers(self) -> Mapping[WorkerId, int]:
+    def block_counts(self) -> Mapping[WorkerId, int]:
         """Blocks added per worker, over its tiers; what is only held does not count."""
         return {worker: sum(entry.blocks.values()) for worker, entry in self._workers.items()}
 
@@ -190,12 +190,12 @@ class KvIndex:
 
     def replace(self, worker: WorkerId, tiers: Mapping[Tier, Iterable[BlockHash]]) -> None:
         """Put what a worker says it has in the place of what was known; `{}` empties it. Holds stay."""
-        draft = self.draft()
+        draft = self.new_draft()
         for tier, hashes in tiers.items():
             self.add_to(draft, hashes, tier)
         self.adopt(worker, draft)
 
-    def draft(self) -> IndexDraft:
+    def new_draft(self) -> IndexDraft:
         """The begin of a `replace` that takes its time: `add_to` it, then `adopt` it or `discard` it."""
         return IndexDraft(self._new_bit())
 
@@ -217,8 +217,8 @@ class KvIndex:
         """It is not to be adopted."""
         self._retired.append(draft.bit)
 
-    def hold(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> PendingBlocks:
-        """Count a prompt's blocks as stored until `release`: it was just sent and will be cached in a moment.
+    def add_pending(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> PendingBlocks:
+        """Count a prompt's blocks as stored until `remove_pending`: it was just sent and will be cached in a moment.
 
         Those that the worker has, from the first on, are left out: they are stored as it is.
         """
@@ -235,7 +235,7 @@ class KvIndex:
             self._hold(entry, held)
         return hold
 
-    def release(self, hold: PendingBlocks) -> None:
+    def remove_pending(self, hold: PendingBlocks) -> None:
         """Give a hold back, once; one taken before its worker was forgotten is already gone."""
         entry = self._workers.get(hold.worker)
         if entry is None or hold not in entry.holds:

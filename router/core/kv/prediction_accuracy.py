@@ -53,18 +53,18 @@ class PredictionAccuracy:
     def __init__(self) -> None:
         self._workers: dict[WorkerId, _WorkerAccuracy] = {}
 
-    def opened(self, worker: WorkerId, mode: FeedMode) -> None:
+    def record_feed_start(self, worker: WorkerId, mode: FeedMode) -> None:
         """A feed begins, at a new engine boot or from a new source: what was held against the former is void."""
         self._workers[worker] = _WorkerAccuracy(mode)
 
-    def lost(self, worker: WorkerId) -> None:
+    def record_lost_events(self, worker: WorkerId) -> None:
         """Events are missing that nothing can bring back: degraded, until predictions agree again."""
         entry = self._workers.get(worker)
         if entry is not None and entry.mode == "exact":
             entry.doubt = _FULL
             entry.is_degraded = True
 
-    def compared(
+    def record_comparison(
         self, worker: WorkerId, predicted_tokens: int, cached_tokens: int, prompt_tokens: int, now: float
     ) -> None:
         """Learn from one answer; one that comes after `forget` changes nothing.

@@ -77,14 +77,14 @@ class QueueUsage:
             return f"waiting requests of yours hold {own_bytes} bytes; one tenant may have {share:.0%} of the room"
         return None
 
-    def enter(self, tenant: str, size_bytes: int) -> None:
+    def add(self, tenant: str, size_bytes: int) -> None:
         """One more waits."""
         own, own_bytes = self._tenants.get(tenant, (0, 0))
         self._tenants[tenant] = own + 1, own_bytes + size_bytes
         self.requests += 1
         self.size_bytes += size_bytes
 
-    def leave(self, tenant: str, size_bytes: int) -> None:
+    def remove(self, tenant: str, size_bytes: int) -> None:
         """One of those that entered, with the same words, waits no more."""
         own, own_bytes = self._tenants.pop(tenant)
         if own > 1:
@@ -115,7 +115,7 @@ class ServiceRates:
         if len(self._speeds) > _MOST_DRAINS:
             self._speeds.clear()
 
-    def passed(self, waited_for: Iterable[str], now: float) -> None:
+    def advance(self, waited_for: Iterable[str], now: float) -> None:
         """Time has passed in which requests waited in these lines."""
         # One long standstill of this process is no slow line.
         passed_s = min(max(0.0, now - self._at), self.horizon_s)
@@ -128,7 +128,7 @@ class ServiceRates:
             speed.work_s *= fading
             speed.passed_s = speed.passed_s * fading + passed_s
 
-    def served(self, line: str, work_s: float) -> None:
+    def record_served(self, line: str, work_s: float) -> None:
         """One that waited was sent."""
         speed = self._speeds.get(line)
         if speed is not None:
@@ -156,7 +156,7 @@ class WaitMargin:
         self._ratios: deque[float] = deque([_FIRST_RATIO] * _FIRST_RATIOS, maxlen=_KEPT_RATIOS)
         self._margin = _FIRST_RATIO
 
-    def waited(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
+    def record_wait(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
         """A request has waited. `is_over`: it was sent; else it left when it might wait no longer."""
         if expected_s < _LEAST_EXPECTED_S:
             return

@@ -53,20 +53,22 @@ _REMEMBERED_IDLE = 256
 class HashedRequest(msgspec.Struct, frozen=True):
     """A request's question and its block hashes, by block size; none when nothing is known of its prompt.
 
-    Of an approximate prompt (`ask.is_approximate`) they are another kind of hashes, with an index of their own.
+    Of an approximate prompt (`request.is_approximate`) they are another kind of hashes, with an index of their own.
 
-    salted     the hashes where its prompt is salted (Replica.is_salted), and `salted_at` who that is; empty where the
-               salt changes nothing, and of an approximate prompt
+    chains          hashes by block size
+    salted_chains   hashes at replicas that salt prompts (Replica.is_salted); empty where no salt applies, and for
+                    approximate prompts
+    salted_workers  the replicas that salt prompts
     """
 
-    ask: RoutingRequest
+    request: RoutingRequest
     chains: HashChains = NOTHING
-    salted: HashChains = NOTHING
-    salted_at: frozenset[WorkerId] = frozenset()
+    salted_chains: HashChains = NOTHING
+    salted_workers: frozenset[WorkerId] = frozenset()
 
     def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
         """Its blocks at this worker."""
-        chains = self.salted if worker in self.salted_at else self.chains
+        chains = self.salted_chains if worker in self.salted_workers else self.chains
         return chains.get(block_size, _NO_BLOCKS)
 
 
@@ -93,7 +95,7 @@ class QueuedRequest:
     wants_slot       an adapter slot is free where it would go neither for it nor for one before it
     """
 
-    prompt: HashedRequest
+    hashed: HashedRequest
     tenant: str = ""
     adapter: str = ""
     weight: float = 1.0
@@ -119,7 +121,7 @@ class _AdapterFlow:
     had_s: float = 0.0
     weight: float = 1.0
     waiting_s: float = 0.0
-    tickets: list[QueuedRequest] = field(default_factory=list)
+    requests: list[QueuedRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -150,13 +152,11 @@ class FairQueue:
     late_binding_s: float = inf
     is_full: Callable[[Decision], bool] | None = None
     pace: Callable[[WorkerId], float] = lambda _: 1.0
-    room: QueueUsage = field(default_factory=QueueUsage)
-    drain: ServiceRates = field(default_factory=ServiceRates)
-    tenant_drains: tuple[ServiceRates, ...] = field(
-        default_factory=lambda: tuple(map(ServiceRates, _TENANT_HORIZONS_S))
-    )
-    promises: RetryTimes = field(default_factory=RetryTimes)
-    foresight: WaitMargin = field(default_factory=WaitMargin)
+    usage: QueueUsage = field(default_factory=QueueUsage)
+    rates: ServiceRates = field(default_factory=ServiceRates)
+    tenant_rates: tuple[ServiceRates, ...] = field(default_factory=lambda: tuple(map(ServiceRates, _TENANT_HORIZONS_S)))
+    retry_times: RetryTimes = field(default_factory=RetryTimes)
+    wait_margin: WaitMargin = field(default_factory=WaitMargin)
     _tenants: dict[str, _TenantFlows] = field(default_factory=dict)
     _level_s: float = 0.0
     _bound: dict[WorkerId, float] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class FairQueue:
 
     def has_room(self, decision: Decision) -> bool:
         """Whether the chosen replica may be given this request now: little is queued there, or it has nothing to do."""
-        return _queued_s(decision) <= self.late_binding_s or not decision.scene.loads.in_flight(decision.position)
+        return _queued_s(decision) <= self.late_binding_s or not decision.snapshot.loads.in_flight(decision.position)
 
     def is_free(self, decision: Decision) -> bool:
         """Whether a request that was decided just now may be sent at once: there is room, and nobody waits for it."""
@@ -189,67 +189,67 @@ class FairQueue:
         slot, and they wait for nothing else.
         """
         worker = decision.replica.id
-        if decision.ask.engine_name or worker not in self._bound or (worker, False) in self._lines:
+        if decision.request.engine_name or worker not in self._bound or (worker, False) in self._lines:
             return False
         return self.has_room(decision) and not self._is_held(decision)
 
-    def offer(self, ticket: QueuedRequest, now: float) -> Decision | None:
+    def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
         """The decision if this request may be sent at once; else None, and it waits.
 
         raises  NoReplica; Saturated when it may not wait, or would for too long
         """
-        decision = self.decide(ticket, self._bound, now)
+        decision = self.decide(queued, self._bound, now)
         if self.is_free(decision):
             return decision
         if self._may_pass(decision):
             # Whoever goes by others has had it, as if it had waited.
-            tenant, _ = self._joined(ticket)
-            self._serve(ticket, _work_s(decision))
+            tenant, _ = self._joined(queued)
+            self._serve(queued, _work_s(decision))
             self._tidy(tenant)
             return decision
-        ticket.since, ticket.expected_s = now, self._check_wait(ticket, decision, now)
+        queued.since, queued.expected_s = now, self._check_wait(queued, decision, now)
         if not self._waiting:
-            self.drain.begin(now)
-            for drain in self.tenant_drains:
+            self.rates.begin(now)
+            for drain in self.tenant_rates:
                 drain.begin(now)
-        self.room.enter(ticket.tenant, ticket.size_bytes)
-        tenant, flow = self._joined(ticket)
-        ticket.number, ticket.is_waiting = next(self._numbers), True
-        insort(flow.tickets, ticket, key=_place)
+        self.usage.add(queued.tenant, queued.size_bytes)
+        tenant, flow = self._joined(queued)
+        queued.number, queued.is_waiting = next(self._numbers), True
+        insort(flow.requests, queued, key=_place)
         tenant.waiting += 1
         self._waiting += 1
-        is_behind_slot = bool(decision.ask.engine_name) and (decision.replica.id, True) in self._lines
-        self._bind(ticket, decision, is_behind_slot=is_behind_slot)
+        is_behind_slot = bool(decision.request.engine_name) and (decision.replica.id, True) in self._lines
+        self._bind(queued, decision, is_behind_slot=is_behind_slot)
         return None
 
-    def _joined(self, ticket: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
+    def _joined(self, queued: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
         """Its tenant and adapter. Whoever was idle joins where the others are: idle time earns nothing."""
-        tenant = self._tenants.setdefault(ticket.tenant, _TenantFlows())
-        flow = tenant.flows.setdefault(ticket.adapter, _AdapterFlow())
+        tenant = self._tenants.setdefault(queued.tenant, _TenantFlows())
+        flow = tenant.flows.setdefault(queued.adapter, _AdapterFlow())
         if not tenant.waiting:
             tenant.had_s = max(tenant.had_s, self._level_s)
-        if not flow.tickets:
+        if not flow.requests:
             flow.had_s = max(flow.had_s, tenant.level_s)
-        flow.weight = ticket.weight
+        flow.weight = queued.weight
         return tenant, flow
 
-    def withdraw(self, ticket: QueuedRequest) -> None:
+    def remove(self, queued: QueuedRequest) -> None:
         """It waits no longer; repeats change nothing."""
-        if not ticket.is_waiting:
+        if not queued.is_waiting:
             return
-        ticket.is_waiting = False
-        self.room.leave(ticket.tenant, ticket.size_bytes)
-        self._unbind(ticket)
-        tenant = self._tenants[ticket.tenant]
-        flow = tenant.flows[ticket.adapter]
-        flow.tickets.remove(ticket)
+        queued.is_waiting = False
+        self.usage.remove(queued.tenant, queued.size_bytes)
+        self._unbind(queued)
+        tenant = self._tenants[queued.tenant]
+        flow = tenant.flows[queued.adapter]
+        flow.requests.remove(queued)
         tenant.waiting -= 1
         self._waiting -= 1
         # One that would join at the level again need not be remembered; when nobody waits nobody need be.
-        if not flow.tickets and flow.had_s <= tenant.level_s:
-            del tenant.flows[ticket.adapter]
+        if not flow.requests and flow.had_s <= tenant.level_s:
+            del tenant.flows[queued.adapter]
         if not tenant.waiting and tenant.had_s <= self._level_s:
-            del self._tenants[ticket.tenant]
+            del self._tenants[queued.tenant]
         self._tidy(tenant)
         if not self._waiting:
             self._tenants.clear()
@@ -258,11 +258,11 @@ class FairQueue:
 
     def _tidy(self, tenant: _TenantFlows) -> None:
         if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
-            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.tickets}, tenant.flows)
+            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.requests}, tenant.flows)
         if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
             _forget({name: it.had_s for name, it in self._tenants.items() if not it.waiting}, self._tenants)
 
-    def answered(self, tenant: str, adapter: str, weight: float, work_s: float) -> None:
+    def charge_answer(self, tenant: str, adapter: str, weight: float, work_s: float) -> None:
         """An answer is over that took so much work besides its prefill. Counts while anybody waits: before, whatever
         was taken was taken from nobody.
         """
@@ -271,28 +271,28 @@ class FairQueue:
         had = self._tenants.setdefault(tenant, _TenantFlows())
         had.had_s = _set_back(had.had_s, self._level_s, work_s, is_waiting=had.waiting > 0)
         flow = had.flows.setdefault(adapter, _AdapterFlow())
-        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.tickets))
+        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.requests))
 
-    def gave_up(self, ticket: QueuedRequest, now: float) -> Saturated:
+    def time_out(self, queued: QueuedRequest, now: float) -> Saturated:
         """The refusal of a request that has waited for as long as it may. Learns from it; to be called once."""
-        self.foresight.waited(ticket.expected_s, now - ticket.since, is_over=False)
-        own_s = self._longest_own_s(ticket)
-        room_s = own_s - ticket.most_wait_s / self.foresight.margin
+        self.wait_margin.record_wait(queued.expected_s, now - queued.since, is_over=False)
+        own_s = self._longest_own_s(queued)
+        room_s = own_s - queued.most_wait_s / self.wait_margin.margin
         if own_s == 0.0:  # its tenant's speed is not known: when all that waits has been worked off
-            room_s = sum(self._bound.values()) / (sum(map(self.drain.rate, self._bound)) or 1.0)
+            room_s = sum(self._bound.values()) / (sum(map(self.rates.rate, self._bound)) or 1.0)
         return Saturated(
-            f"no engine had room within {ticket.most_wait_s:.3g} s; try again",
-            retry_after_s=self._retry_s(ticket, ticket.bound_to, room_s, ticket.bound_s or _LEAST_WORK_S, now),
+            f"no engine had room within {queued.most_wait_s:.3g} s; try again",
+            retry_after_s=self._retry_s(queued, queued.bound_to, room_s, queued.bound_s or _LEAST_WORK_S, now),
         )
 
-    def wait_s(self, ticket: QueuedRequest, decision: Decision) -> float:
+    def wait_s(self, queued: QueuedRequest, decision: Decision) -> float:
         """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
-        own_s = self._own_ahead_s(ticket) / self._tenant_rate(ticket)
-        return max(own_s, self._wait_behind_s(self._ahead_s(ticket), decision))
+        own_s = self._own_ahead_s(queued) / self._tenant_rate(queued)
+        return max(own_s, self._wait_behind_s(self._ahead_s(queued), decision))
 
     def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
-        loads, replicas = decision.scene.loads, decision.scene.roster.replicas
-        position_of = {replicas[i].id: i for i in decision.scene.able(decision.ask)}
+        loads, replicas = decision.snapshot.loads, decision.snapshot.roster.replicas
+        position_of = {replicas[i].id: i for i in decision.snapshot.able(decision.request)}
         workers = list(position_of)
         until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s) * self.pace(decision.replica.id)
         each_s = max(_LEAST_WORK_S, sum(self._bound.values()) / self._waiting if self._waiting else _work_s(decision))
@@ -302,76 +302,76 @@ class FairQueue:
             own, replica = loads[position_of[worker]], replicas[position_of[worker]]
             return min(1 / self.pace(worker), each_s * replica.max_num_seqs / max(own.request_s, each_s))
 
-        return until_room_s + wait_s(ahead_s, self._bound, workers, self.drain, guess)
+        return until_room_s + wait_s(ahead_s, self._bound, workers, self.rates, guess)
 
-    def _tenant_rate(self, ticket: QueuedRequest) -> float:
+    def _tenant_rate(self, queued: QueuedRequest) -> float:
         """How fast the requests of its tenant are served, beside all others; infinite until measured."""
-        name = ticket.tenant
-        return min([drain.rate(name) for drain in self.tenant_drains if drain.is_measured(name)], default=inf)
+        name = queued.tenant
+        return min([drain.rate(name) for drain in self.tenant_rates if drain.is_measured(name)], default=inf)
 
-    def _check_wait(self, ticket: QueuedRequest, decision: Decision, now: float) -> float:
+    def _check_wait(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
         """How long it is expected to wait; 0.0 where that is not foreseen, or not near what it may wait."""
-        refusal = self.room.refusal(ticket.tenant, ticket.size_bytes)
-        if refusal is None and (ticket.most_wait_s == inf or not self._has_evidence(decision)):
+        refusal = self.usage.refusal(queued.tenant, queued.size_bytes)
+        if refusal is None and (queued.most_wait_s == inf or not self._has_evidence(decision)):
             return 0.0
-        limit_s = ticket.most_wait_s / self.foresight.margin
+        limit_s = queued.most_wait_s / self.wait_margin.margin
         # If everybody were ahead of it, which is soon computed: an ordinary line is short.
-        if refusal is None and max(self._longest_own_s(ticket), self._longest_s(decision)) <= limit_s:
+        if refusal is None and max(self._longest_own_s(queued), self._longest_s(decision)) <= limit_s:
             return 0.0
-        expected_s, work_s = self.wait_s(ticket, decision), _work_s(decision)
+        expected_s, work_s = self.wait_s(queued, decision), _work_s(decision)
         if refusal is not None:
-            retry_s = self._retry_s(ticket, decision.replica.id, expected_s - limit_s, work_s, now)
+            retry_s = self._retry_s(queued, decision.replica.id, expected_s - limit_s, work_s, now)
             raise Saturated(f"{refusal}; try again in a while", retry_after_s=retry_s)
         if expected_s > limit_s:
             raise Saturated(
                 f"this would wait {expected_s:.1f} s for room at an engine, behind {self._waiting} requests; it may"
-                f" wait {ticket.most_wait_s:.3g} s, and is let in up to {limit_s:.3g} s; try again",
-                retry_after_s=self._retry_s(ticket, decision.replica.id, expected_s - limit_s, work_s, now),
+                f" wait {queued.most_wait_s:.3g} s, and is let in up to {limit_s:.3g} s; try again",
+                retry_after_s=self._retry_s(queued, decision.replica.id, expected_s - limit_s, work_s, now),
             )
         return expected_s
 
     def _longest_s(self, decision: Decision) -> float:
         return self._wait_behind_s(sum(self._bound.values()), decision)
 
-    def _longest_own_s(self, ticket: QueuedRequest) -> float:
-        tenant = self._tenants.get(ticket.tenant)
-        return tenant.waiting_s / self._tenant_rate(ticket) if tenant is not None else 0.0
+    def _longest_own_s(self, queued: QueuedRequest) -> float:
+        tenant = self._tenants.get(queued.tenant)
+        return tenant.waiting_s / self._tenant_rate(queued) if tenant is not None else 0.0
 
     def _has_evidence(self, decision: Decision) -> bool:
         """Whether a prediction may refuse a request: nobody is refused for what a guess says, nor where a replica that
         could have it has nothing to do.
         """
-        scene = decision.scene
-        able = scene.able(decision.ask)
-        ids = [scene.roster.replicas[i].id for i in able]
-        if any(not scene.loads.in_flight(i) and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)):
+        snapshot = decision.snapshot
+        able = snapshot.able(decision.request)
+        ids = [snapshot.roster.replicas[i].id for i in able]
+        if any(not snapshot.loads.in_flight(i) and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)):
             return False
-        return scene.roster.middle.prefill_tokens_per_s > 0 or any(map(self.drain.is_measured, ids))
+        return snapshot.roster.middle.prefill_tokens_per_s > 0 or any(map(self.rates.is_measured, ids))
 
     def _retry_s(
-        self, ticket: QueuedRequest, worker: WorkerId | None, room_s: float, work_s: float, now: float
+        self, queued: QueuedRequest, worker: WorkerId | None, room_s: float, work_s: float, now: float
     ) -> float:
         """When to come back: once there is room, and behind those of its tenant that were told so before."""
-        rate = self._tenant_rate(ticket)
+        rate = self._tenant_rate(queued)
         if rate == inf:
-            rate = self.drain.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
-        most_s = min(ticket.most_wait_s, _MOST_RETRY_S)
-        return self.promises.next_s(ticket.tenant, room_s, work_s / rate, most_s, now)
+            rate = self.rates.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
+        most_s = min(queued.most_wait_s, _MOST_RETRY_S)
+        return self.retry_times.next_s(queued.tenant, room_s, work_s / rate, most_s, now)
 
-    def _own_ahead_s(self, ticket: QueuedRequest) -> float:
+    def _own_ahead_s(self, queued: QueuedRequest) -> float:
         """As `_ahead_s`, of its own tenant alone."""
-        tenant = self._tenants.get(ticket.tenant)
-        return _ahead_of_its_tenant_s(tenant, ticket) if tenant is not None and tenant.waiting else 0.0
+        tenant = self._tenants.get(queued.tenant)
+        return _ahead_of_its_tenant_s(tenant, queued) if tenant is not None and tenant.waiting else 0.0
 
-    def _ahead_s(self, ticket: QueuedRequest) -> float:
+    def _ahead_s(self, queued: QueuedRequest) -> float:
         """Seconds of work of all that would be served before it if it joined now: as `_in_order`, with requests as a
         fluid. Costs as much as there are tenants, and adapters of its own tenant, not requests.
         """
-        tenant = self._tenants.get(ticket.tenant)
+        tenant = self._tenants.get(queued.tenant)
         if tenant is None or not tenant.waiting:
             own_s, had_s = 0.0, max(self._level_s, tenant.had_s if tenant is not None else 0.0)
         else:
-            own_s, had_s = _ahead_of_its_tenant_s(tenant, ticket), tenant.had_s
+            own_s, had_s = _ahead_of_its_tenant_s(tenant, queued), tenant.had_s
         until_s = had_s + own_s
         return own_s + sum(
             [
@@ -384,53 +384,53 @@ class FairQueue:
     def _is_held(self, decision: Decision) -> bool:
         if self.is_full is None:
             return False
-        base_model = decision.ask.base_model
+        base_model = decision.request.base_model
         if base_model in self._full or self.is_full(decision):
             self._full.add(base_model)
             return True
         return False
 
-    def ready(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
+    def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """The waiting requests that may be sent now, in fair order, each withdrawn; with NoReplica those that no
         replica can serve any more. Note each as sent before asking for the next: that changes what has room.
         """
-        self.drain.passed(self._bound, now)
+        self.rates.advance(self._bound, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
-        for drain in self.tenant_drains:
-            drain.passed(tenants, now)
+        for drain in self.tenant_rates:
+            drain.advance(tenants, now)
         ahead: dict[WorkerId, float] = {}
         slotless: set[WorkerId] = set()
         self._full.clear()
-        for ticket in self._looked_at():
-            if not ticket.is_waiting:
+        for queued in self._looked_at():
+            if not queued.is_waiting:
                 continue
             try:
-                decision = self.decide(ticket, ahead, now)
+                decision = self.decide(queued, ahead, now)
             except Exception as exc:  # noqa: BLE001  (whatever it is: it must not stop all who wait behind this one)
-                self.withdraw(ticket)
-                yield ticket, exc if isinstance(exc, NoReplica) else _undecided(exc)
+                self.remove(queued)
+                yield queued, exc if isinstance(exc, NoReplica) else _undecided(exc)
                 continue
             worker = decision.replica.id
             # One adapter's request more, if only of one that runs, would keep from the one before it the slot that it
             # waits for; the base model's takes none.
-            is_behind_slot = worker in slotless and bool(decision.ask.engine_name)
+            is_behind_slot = worker in slotless and bool(decision.request.engine_name)
             if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_held(decision):
-                self._unbind(ticket)
-                self._bind(ticket, decision, is_behind_slot=is_behind_slot)
-                if ticket.wants_slot:
+                self._unbind(queued)
+                self._bind(queued, decision, is_behind_slot=is_behind_slot)
+                if queued.wants_slot:
                     slotless.add(worker)
                 else:
                     # Whoever comes later in the order finds this one ahead of it there.
-                    ahead[worker] = ahead.get(worker, 0.0) + ticket.bound_s
+                    ahead[worker] = ahead.get(worker, 0.0) + queued.bound_s
                 continue
             work_s = _work_s(decision)
-            self._serve(ticket, work_s)
-            self.drain.served(worker, work_s)
-            for drain in self.tenant_drains:
-                drain.served(ticket.tenant, work_s)
-            self.foresight.waited(ticket.expected_s, now - ticket.since, is_over=True)
-            self.withdraw(ticket)
-            yield ticket, decision
+            self._serve(queued, work_s)
+            self.rates.record_served(worker, work_s)
+            for drain in self.tenant_rates:
+                drain.record_served(queued.tenant, work_s)
+            self.wait_margin.record_wait(queued.expected_s, now - queued.since, is_over=True)
+            self.remove(queued)
+            yield queued, decision
 
     def _looked_at(self) -> list[QueuedRequest]:
         """The first in fair order, and behind them the first for each replica that none before it waits for: a long
@@ -442,12 +442,12 @@ class FairQueue:
         left = [0, 0]
         for (_, wants_slot), line in self._lines.items():
             left[wants_slot] = min(_LOOKED_AT, left[wants_slot] + len(line))
-        for ticket in itertools.islice(self._in_order(), _LOOKED_OVER):
-            line_of = _line_of(ticket)
-            if left[ticket.wants_slot] or line_of in others:
-                found.append(ticket)
+        for queued in itertools.islice(self._in_order(), _LOOKED_OVER):
+            line_of = _line_of(queued)
+            if left[queued.wants_slot] or line_of in others:
+                found.append(queued)
                 others.discard(line_of)
-                left[ticket.wants_slot] = max(0, left[ticket.wants_slot] - 1)
+                left[queued.wants_slot] = max(0, left[queued.wants_slot] - 1)
             elif not others and not any(left):
                 return found
         return found + [next(iter(self._lines[line])) for line in sorted(others)]
@@ -466,56 +466,56 @@ class FairQueue:
             heap = flows[name]
             flow_had_s, adapter, position = heap[0]
             flow = self._tenants[name].flows[adapter]
-            ticket = flow.tickets[position]
-            if position + 1 < len(flow.tickets):
-                heapq.heapreplace(heap, (flow_had_s + ticket.bound_s / flow.weight, adapter, position + 1))
+            queued = flow.requests[position]
+            if position + 1 < len(flow.requests):
+                heapq.heapreplace(heap, (flow_had_s + queued.bound_s / flow.weight, adapter, position + 1))
             else:
                 heapq.heappop(heap)
             if heap:
-                heapq.heapreplace(tenants, (had_s + ticket.bound_s, name))
+                heapq.heapreplace(tenants, (had_s + queued.bound_s, name))
             else:
                 heapq.heappop(tenants)
-            yield ticket
+            yield queued
 
-    def _serve(self, ticket: QueuedRequest, work_s: float) -> None:
-        tenant = self._tenants[ticket.tenant]
-        flow = tenant.flows[ticket.adapter]
+    def _serve(self, queued: QueuedRequest, work_s: float) -> None:
+        tenant = self._tenants[queued.tenant]
+        flow = tenant.flows[queued.adapter]
         self._level_s = max(self._level_s, tenant.had_s)
         tenant.level_s = max(tenant.level_s, flow.had_s)
         tenant.had_s += work_s
-        flow.had_s += work_s / ticket.weight
+        flow.had_s += work_s / queued.weight
 
-    def _bind(self, ticket: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
+    def _bind(self, queued: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
         worker = decision.replica.id
-        ticket.bound_to, ticket.bound_s = worker, _work_s(decision)
-        ticket.wants_slot = is_behind_slot or decision.score.slot_s > 0
-        self._bound[worker] = self._bound.get(worker, 0.0) + ticket.bound_s
-        self._lines.setdefault(_line_of(ticket), {})[ticket] = None
-        tenant = self._tenants[ticket.tenant]
-        tenant.waiting_s += ticket.bound_s
-        tenant.flows[ticket.adapter].waiting_s += ticket.bound_s
+        queued.bound_to, queued.bound_s = worker, _work_s(decision)
+        queued.wants_slot = is_behind_slot or decision.score.slot_s > 0
+        self._bound[worker] = self._bound.get(worker, 0.0) + queued.bound_s
+        self._lines.setdefault(_line_of(queued), {})[queued] = None
+        tenant = self._tenants[queued.tenant]
+        tenant.waiting_s += queued.bound_s
+        tenant.flows[queued.adapter].waiting_s += queued.bound_s
 
-    def _unbind(self, ticket: QueuedRequest) -> None:
-        worker = ticket.bound_to
+    def _unbind(self, queued: QueuedRequest) -> None:
+        worker = queued.bound_to
         if worker is None:
             return
-        line_of = _line_of(ticket)
-        del self._lines[line_of][ticket]
+        line_of = _line_of(queued)
+        del self._lines[line_of][queued]
         if not self._lines[line_of]:
             del self._lines[line_of]
         if (worker, False) in self._lines or (worker, True) in self._lines:
-            self._bound[worker] -= ticket.bound_s
+            self._bound[worker] -= queued.bound_s
         else:
             del self._bound[worker]
-        ticket.bound_to = None
-        tenant = self._tenants[ticket.tenant]
-        tenant.waiting_s -= ticket.bound_s
-        tenant.flows[ticket.adapter].waiting_s -= ticket.bound_s
+        queued.bound_to = None
+        tenant = self._tenants[queued.tenant]
+        tenant.waiting_s -= queued.bound_s
+        tenant.flows[queued.adapter].waiting_s -= queued.bound_s
 
 
-def _line_of(ticket: QueuedRequest) -> _Line:
-    assert ticket.bound_to is not None
-    return ticket.bound_to, ticket.wants_slot
+def _line_of(queued: QueuedRequest) -> _Line:
+    assert queued.bound_to is not None
+    return queued.bound_to, queued.wants_slot
 
 
 def _set_back(had_s: float, level_s: float, work_s: float, *, is_waiting: bool) -> float:
@@ -532,9 +532,9 @@ def _forget(idle: dict[str, float], known: dict[str, Any]) -> None:
 
 def _queued_s(decision: Decision) -> float:
     """Seconds until the chosen replica would begin, of what is there and not here."""
-    scene, score = decision.scene, decision.score
+    snapshot, score = decision.snapshot, decision.score
     queued_s = score.queue_s + score.slot_s
-    return queued_s - scene.backlog.get(decision.replica.id, 0.0) if scene.backlog else queued_s
+    return queued_s - snapshot.backlog.get(decision.replica.id, 0.0) if snapshot.backlog else queued_s
 
 
 def _undecided(exc: Exception) -> NoReplica:
@@ -543,23 +543,23 @@ def _undecided(exc: Exception) -> NoReplica:
     return told
 
 
-def _ahead_of_its_tenant_s(tenant: _TenantFlows, ticket: QueuedRequest) -> float:
-    flow = tenant.flows.get(ticket.adapter)
+def _ahead_of_its_tenant_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
+    flow = tenant.flows.get(queued.adapter)
     before_s = had_s = 0.0
-    if flow is not None and flow.tickets:
+    if flow is not None and flow.requests:
         had_s = flow.had_s
-        if flow.tickets[-1].priority <= ticket.priority:
+        if flow.requests[-1].priority <= queued.priority:
             before_s = flow.waiting_s
         else:
-            before_s = sum([other.bound_s for other in flow.tickets if other.priority <= ticket.priority])
+            before_s = sum([other.bound_s for other in flow.requests if other.priority <= queued.priority])
     else:
         had_s = max(tenant.level_s, flow.had_s if flow is not None else 0.0)
-    until_s = had_s + before_s / ticket.weight
+    until_s = had_s + before_s / queued.weight
     return before_s + sum(
         [
             min(other.waiting_s, max(0.0, (until_s - other.had_s) * other.weight))
             for other in tenant.flows.values()
-            if other.tickets and other is not flow
+            if other.requests and other is not flow
         ]
     )
 
@@ -567,15 +567,15 @@ def _ahead_of_its_tenant_s(tenant: _TenantFlows, ticket: QueuedRequest) -> float
 def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
     heap = []
     for adapter, flow in tenant.flows.items():
-        if flow.tickets:
+        if flow.requests:
             flow.had_s = max(flow.had_s, tenant.level_s - _MOST_LAG_S)
             heap.append((flow.had_s, adapter, 0))
     heapq.heapify(heap)
     return heap
 
 
-def _place(ticket: QueuedRequest) -> tuple[float, int]:
-    return ticket.priority, ticket.number
+def _place(queued: QueuedRequest) -> tuple[float, int]:
+    return queued.priority, queued.number
 
 
 def _work_s(decision: Decision) -> float:

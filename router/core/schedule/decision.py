@@ -74,32 +74,32 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     turn: int = 0
     costs: CostSettings = CostSettings()
 
-    def able(self, ask: RoutingRequest) -> tuple[int, ...]:
+    def able(self, request: RoutingRequest) -> tuple[int, ...]:
         """Positions of the replicas that pass every filter; raises NoReplica when none does.
 
         Where every replica that passes the others is shut, all of them are asked: a router that is cut off, or counts
         wrongly, must not be what takes an adapter away.
         """
-        able = self.roster.able(ask.engine_name)
-        if ask.total_tokens:
-            able = tuple(i for i in able if too_short(self.roster, i, ask) is None)
-        if ask.excluded:
-            able = tuple(i for i in able if self.roster.replicas[i].incarnation not in ask.excluded)
-        if ask.only is not None:
-            able = tuple(i for i in able if self.roster.replicas[i].incarnation == ask.only)
+        able = self.roster.able(request.engine_name)
+        if request.total_tokens:
+            able = tuple(i for i in able if too_short(self.roster, i, request) is None)
+        if request.excluded:
+            able = tuple(i for i in able if self.roster.replicas[i].incarnation not in request.excluded)
+        if request.only is not None:
+            able = tuple(i for i in able if self.roster.replicas[i].incarnation == request.only)
         if not able:
-            why = ", ".join(f"{worker}: {reason}" for worker, reason in sorted(self.rejected(ask).items()))
+            why = ", ".join(f"{worker}: {reason}" for worker, reason in sorted(self.rejected(request).items()))
             raise NoReplica(
-                f"no replica of {ask.base_model!r} can serve this now ({why or 'the fleet has none of it'})"
+                f"no replica of {request.base_model!r} can serve this now ({why or 'the fleet has none of it'})"
             )
         if self.shut:
             able = tuple(i for i in able if self.roster.replicas[i].incarnation not in self.shut) or able
         return able
 
-    def rejected(self, ask: RoutingRequest) -> dict[WorkerId, str]:
+    def rejected(self, request: RoutingRequest) -> dict[WorkerId, str]:
         """The filter that each replica fails, of those that fail one."""
         reasons = {
-            r.id: _refused(r, ask) or rejection(r, ask.engine_name) or too_short(self.roster, i, ask)
+            r.id: _refused(r, request) or rejection(r, request.engine_name) or too_short(self.roster, i, request)
             for i, r in enumerate(self.roster.replicas)
         }
         rejected = {worker: reason for worker, reason in reasons.items() if reason is not None}
@@ -108,17 +108,17 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         }
         return rejected | shut if len(rejected) + len(shut) < len(reasons) else rejected
 
-    def score(self, ask: RoutingRequest, position: int) -> ReplicaScore:
+    def score(self, request: RoutingRequest, position: int) -> ReplicaScore:
         """What this request costs on one replica, term by term: as `terms`, at a third of what that takes for one.
 
         Plain as that is: by the names of an Own it takes twice as long. A test holds the two to each other exactly.
         """
-        roster, costs, name = self.roster, self.costs, ask.engine_name
+        roster, costs, name = self.roster, self.costs, request.engine_name
         prices = ReplicaConstants.of(roster, costs)
         if self.lower or self.backlog or (name and prices.moves(name, roster)):
-            _, (terms,) = self.terms(ask, (position,))
+            _, (terms,) = self.terms(request, (position,))
             return self.named(position, terms)
-        loads, now, prompt, worker = self.loads, self.now, ask.prompt_tokens, prices.ids[position]
+        loads, now, prompt, worker = self.loads, self.now, request.prompt_tokens, prices.ids[position]
         block_size, token_s, answer_s, far_s, opening, always_s = prices.rows[position]
         depth = self.depths.get(worker, 0)
         cached = hit_tokens(depth, block_size, prompt) if depth else 0
@@ -174,12 +174,12 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         """A replica's terms, by their names."""
         return ReplicaScore(self.roster.replicas[position].id, *terms)
 
-    def scored(self, ask: RoutingRequest, position: int) -> tuple[int, ReplicaScore]:
+    def scored(self, request: RoutingRequest, position: int) -> tuple[int, ReplicaScore]:
         """A policy's answer: this replica."""
-        return position, self.score(ask, position)
+        return position, self.score(request, position)
 
     def terms(  # noqa: C901, PLR0912, PLR0915  (one loop)
-        self, ask: RoutingRequest, able: Sequence[int], *, only_close: bool = False
+        self, request: RoutingRequest, able: Sequence[int], *, only_close: bool = False
     ) -> tuple[list[int], list[Terms]]:
         """What this request costs on each of these replicas: the cost model.
 
@@ -191,7 +191,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         returns     their positions, and their terms
         """
         costs, loads, now, price = self.costs, self.loads, self.now, kappa(self.rho, self.costs)
-        name, prompt, depth_of = ask.engine_name, ask.prompt_tokens, self.depths.get
+        name, prompt, depth_of = request.engine_name, request.prompt_tokens, self.depths.get
         lower, backlog = self.lower, self.backlog
         prices = ReplicaConstants.of(self.roster, costs)
         moves = prices.moves(name, self.roster)
@@ -322,28 +322,28 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
         return kappa(self.rho, self.costs)
 
 
-def too_short(roster: Roster, position: int, ask: RoutingRequest) -> str | None:
+def too_short(roster: Roster, position: int, request: RoutingRequest) -> str | None:
     """Why this replica must not be given so long a request. Where it is too long for every one that could be asked it
     is for an engine to say so.
     """
     takes = roster.replicas[position].max_model_len
-    if not 0 < takes < ask.total_tokens <= roster.longest(ask.engine_name) or ask.only is not None:
+    if not 0 < takes < request.total_tokens <= roster.longest(request.engine_name) or request.only is not None:
         return None
-    return f"takes {takes} tokens, and this may come to {ask.total_tokens}"
+    return f"takes {takes} tokens, and this may come to {request.total_tokens}"
 
 
-def _refused(replica: Replica, ask: RoutingRequest) -> str | None:
-    if replica.incarnation in ask.excluded:
+def _refused(replica: Replica, request: RoutingRequest) -> str | None:
+    if replica.incarnation in request.excluded:
         return "failed this request before"
-    return "does not keep the earlier response" if ask.only not in (None, replica.incarnation) else None
+    return "does not keep the earlier response" if request.only not in (None, replica.incarnation) else None
 
 
 class Decision(msgspec.Struct, frozen=True):
     """The chosen replica, at `position` of the scene's roster, and everything that it was chosen from."""
 
     policy: str
-    ask: RoutingRequest
-    scene: FleetSnapshot
+    request: RoutingRequest
+    snapshot: FleetSnapshot
     position: int
     replica: Replica
     score: ReplicaScore
@@ -351,17 +351,17 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def rank(self) -> int | None:
         """The data-parallel rank to ask for; None: whichever the engine likes."""
-        return self.scene.ranks.get(self.replica.id)
+        return self.snapshot.ranks.get(self.replica.id)
 
     @property
     def scores(self) -> tuple[ReplicaScore, ...]:
         """Every able replica's terms."""
-        return tuple(map(self.scene.named, *self.scene.terms(self.ask, self.scene.able(self.ask))))
+        return tuple(map(self.snapshot.named, *self.snapshot.terms(self.request, self.snapshot.able(self.request))))
 
     @property
     def rejected(self) -> dict[WorkerId, str]:
         """The filter that each other replica failed."""
-        return self.scene.rejected(self.ask)
+        return self.snapshot.rejected(self.request)
 
 
 class RoutingPolicy(Protocol):
@@ -369,12 +369,12 @@ class RoutingPolicy(Protocol):
 
     name: ClassVar[str]
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
         """The position in the roster, and its score; raises NoReplica when every replica failed a filter."""
         ...
 
 
-def decide(policy: RoutingPolicy, ask: RoutingRequest, scene: FleetSnapshot) -> Decision:
+def decide(policy: RoutingPolicy, request: RoutingRequest, snapshot: FleetSnapshot) -> Decision:
     """filter -> cost -> pick; raises NoReplica."""
-    position, score = policy.choose(ask, scene)
-    return Decision(policy.name, ask, scene, position, scene.roster.replicas[position], score)
+    position, score = policy.choose(request, snapshot)
+    return Decision(policy.name, request, snapshot, position, snapshot.roster.replicas[position], score)

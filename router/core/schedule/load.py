@@ -305,7 +305,7 @@ class _ReplicaBook:
     moved_at: float = inf
     others_until: float = -inf
     others_in_flight: int = 0
-    pace: float = 1.0
+    prefill_pace: float = 1.0
     stale: set[int] = field(default_factory=set)
     position: int = 0
 
@@ -351,10 +351,10 @@ class _ReplicaBook:
             return
         share = (now - flight.began_at) / expected_s
         share = 1.0 if share > _CONTRADICTED_SHARE else max(_LEAST_PACE, share)
-        if share < self.pace:
-            self.pace = share
+        if share < self.prefill_pace:
+            self.prefill_pace = share
         elif flight.is_streamed:
-            self.pace += _PACE_RETURN * (share - self.pace)
+            self.prefill_pace += _PACE_RETURN * (share - self.prefill_pace)
 
     def leave_prefill(self, flight: LoadEntry, now: float) -> None:
         """Its prefill is over, or it is."""
@@ -396,7 +396,7 @@ class _ReplicaBook:
             del names[name]
             self.engine_names = None
 
-    def reported(self, at: float, waiting: int) -> int:
+    def apply_report(self, at: float, waiting: int) -> int:
         """There are new counts of the engine's; returns how many sequences in prefill they show to run.
 
         waiting  sequences that it has not begun: of ours at most the newest
@@ -480,7 +480,7 @@ class LoadBook:
         self._work: dict[str, _ModelBook] = {}
         self._lines: dict[str, _RosterBooks] = {}
 
-    def begin(  # noqa: PLR0917  (for each request, and names take time)
+    def add(  # noqa: PLR0917  (for each request, and names take time)
         self,
         worker: WorkerId,
         engine_name: str,
@@ -512,7 +512,7 @@ class LoadBook:
         book.add(flight)
         return flight
 
-    def first_token(self, flight: LoadEntry, now: float) -> None:
+    def record_first_token(self, flight: LoadEntry, now: float) -> None:
         """Its prefill is over; repeats change nothing."""
         if flight.is_answered or flight.ended:
             return
@@ -524,16 +524,16 @@ class LoadBook:
             book.changes(now)
             book.leave_prefill(flight, now)
 
-    def heard(self, worker: WorkerId, at: float) -> None:
+    def record_data(self, worker: WorkerId, at: float) -> None:
         """More of some answer came from there: its engine is alive."""
         book = self._books.get(worker)
         if book is not None:
             book.heard_at = max(book.heard_at, at)
 
-    def pace(self, worker: WorkerId) -> float:
+    def prefill_pace(self, worker: WorkerId) -> float:
         """The share of the predicted seconds that a replica's prefills took of late; 1.0 where predictions hold."""
         book = self._books.get(worker)
-        return 1.0 if book is None else book.pace
+        return 1.0 if book is None else book.prefill_pace
 
     def silent_s(self, worker: WorkerId, now: float, *, since: float = -inf) -> float:
         """For how long a replica has said nothing to anybody, beyond the time that what it has to do may take.
@@ -550,7 +550,7 @@ class LoadBook:
         streams = [flight.began_at for flight in waiting if flight.is_streamed]
         silent_s = still_s = 0.0
         if streams:
-            own = self.own(worker)
+            own = self.replica_load(worker)
             # Behind running requests the first token is as far away as their last one.
             behind_s = own.request_s if own.full_s or own.slot_at > -inf or own.kv_free_tokens <= 0 else 0.0
             silent_s = now - max(min(streams), book.heard_at) - behind_s
@@ -559,10 +559,10 @@ class LoadBook:
             still_s = book.reported_at - max(began_at, book.heard_at, book.moved_at)
         return max(0.0, silent_s - book.prefill_s, still_s - book.prefill_s)
 
-    def end(self, flight: LoadEntry, now: float, *, is_answered: bool = False) -> None:
+    def remove(self, flight: LoadEntry, now: float, *, is_answered: bool = False) -> None:
         """It is over, well or badly; repeats change nothing.
 
-        is_answered  its whole answer has just come, and `first_token` was not called for it
+        is_answered  its whole answer has just come, and `record_first_token` was not called for it
         """
         if flight.ended:
             return
@@ -586,11 +586,11 @@ class LoadBook:
         book.remove(flight)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone; its requests may still `end`, which then nobody sees."""
+        """Drop a worker that is gone; its requests may still `remove`, which then nobody sees."""
         if self._books.pop(worker, None) is not None:
             self._lines.clear()
 
-    def reported(self, replica: Replica) -> None:
+    def apply_report(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
         book = self._book_of(replica.id, replica.base_model)
         if book.boot_id != replica.engine_boot_id:
@@ -610,7 +610,7 @@ class LoadBook:
         if report.at == book.reported_at:
             return
         in_prefill, in_flight = book.had(report.at)
-        in_prefill -= book.reported(report.at, report.waiting)
+        in_prefill -= book.apply_report(report.at, report.waiting)
         # Of ours in prefill the engine counts one as running already: it works on the first while the others wait.
         book.others_in_flight = max(0, report.running + report.waiting - in_flight)
         others_waiting = min(book.others_in_flight, max(0, report.waiting - max(0, in_prefill - 1)))
@@ -618,7 +618,7 @@ class LoadBook:
         each_s = _FIRST_PREFILL_S if work is None else work.prefill_each_s
         book.others_until = report.at + others_waiting * each_s if others_waiting else -inf
 
-    def unreported(self, worker: WorkerId) -> None:
+    def forget_report(self, worker: WorkerId) -> None:
         """Nobody tells of its engine any more: what it had to do for others then is over, or as good as unknown."""
         book = self._books.get(worker)
         if book is not None:
@@ -626,13 +626,13 @@ class LoadBook:
             book.kv_tokens_used, book.freed_tokens = 0.0, 0
             book.stale.add(book.position)
 
-    def own(self, worker: WorkerId) -> ReplicaLoad:
+    def replica_load(self, worker: WorkerId) -> ReplicaLoad:
         """What is known of a replica's load."""
         book = self._books.get(worker)
         return _IDLE if book is None else ReplicaLoad(*_felt(book))
 
-    def owns(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
-        """`own` of each replica of a base model, in order; only what has changed is looked at."""
+    def fleet_load(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
+        """`replica_load` of each replica of a base model, in order; only what has changed is looked at."""
         line = self._lines.get(base_model)
         if line is None:
             line = self._lines[base_model] = self._lined(replicas)
@@ -663,13 +663,13 @@ class LoadBook:
             book.stale, book.position = line.stale, position
         return line
 
-    def in_flight(self) -> Iterable[tuple[WorkerId, str, int]]:
+    def counts_by_name(self) -> Iterable[tuple[WorkerId, str, int]]:
         """(worker, what its engine calls the thing that runs, requests in flight) of everything that is in flight."""
         for worker, book in self._books.items():
             for engine_name, count in book.names.items():
                 yield worker, engine_name or book.base_model, count
 
-    def work(self, base_model: str, loads: FleetLoad, now: float) -> tuple[float, float]:
+    def utilisation(self, base_model: str, loads: FleetLoad, now: float) -> tuple[float, float]:
         """rho, and the usual context of this base model's prefills (see cost.context).
 
         rho    admitted seconds per replica-second, exponentially weighted over 30 s, fleet-wide
@@ -685,7 +685,7 @@ class LoadBook:
         return work.seconds * exp((work.at - now) / _HORIZON_S) / spread_s, work.context_tokens
 
     @property
-    def all_in_flight(self) -> int:
+    def total_in_flight(self) -> int:
         """Requests that have begun and not ended, those at forgotten workers too."""
         return sum(work.in_flight for work in self._work.values())
 

@@ -23,24 +23,24 @@ def record_of(decision: Decision) -> dict[str, Any]:
     """What `replayed` needs, as JSON can hold it. Fields that have their default value are left out, and so are the
     adapters that the request did not name.
     """
-    ask, scene = decision.ask, decision.scene
+    request, snapshot = decision.request, decision.snapshot
     return {
         "policy": decision.policy,
-        "ask": _plain(ask) | {"excluded": sorted(list(pair) for pair in ask.excluded)},
-        "replicas": [_plain_replica(replica, ask.engine_name) for replica in scene.roster.replicas],
-        "loads": [_plain(own) for own in scene.loads],
-        "depths": dict(scene.depths),
-        "lower": {worker: list(blocks) for worker, blocks in scene.lower.items()},
-        "ranks": dict(scene.ranks),
-        "backlog": dict(scene.backlog),
-        "shut": sorted(list(pair) for pair in scene.shut),
-        "rho": scene.rho,
-        "context_tokens": scene.context_tokens,
-        "now": scene.now,
-        "seed": scene.seed,
-        "turn": scene.turn,
+        "ask": _plain(request) | {"excluded": sorted(list(pair) for pair in request.excluded)},
+        "replicas": [_plain_replica(replica, request.engine_name) for replica in snapshot.roster.replicas],
+        "loads": [_plain(own) for own in snapshot.loads],
+        "depths": dict(snapshot.depths),
+        "lower": {worker: list(blocks) for worker, blocks in snapshot.lower.items()},
+        "ranks": dict(snapshot.ranks),
+        "backlog": dict(snapshot.backlog),
+        "shut": sorted(list(pair) for pair in snapshot.shut),
+        "rho": snapshot.rho,
+        "context_tokens": snapshot.context_tokens,
+        "now": snapshot.now,
+        "seed": snapshot.seed,
+        "turn": snapshot.turn,
         # In full: another version may have other defaults.
-        "costs": asdict(scene.costs),
+        "costs": asdict(snapshot.costs),
     }
 
 
@@ -50,8 +50,8 @@ def replayed(record: Mapping[str, Any]) -> Decision:
     policy = POLICIES[given.pop("policy")]()
     asked = given.pop("ask")
     (only,) = _pairs([asked["only"]]) if asked.get("only") else (None,)
-    ask = RoutingRequest(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
-    scene = FleetSnapshot(
+    request = RoutingRequest(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
+    snapshot = FleetSnapshot(
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
         loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
@@ -59,7 +59,7 @@ def replayed(record: Mapping[str, Any]) -> Decision:
         costs=CostSettings(**given.pop("costs")),
         **given,
     )
-    return decide(policy, ask, scene)
+    return decide(policy, request, snapshot)
 
 
 def _plain(thing: Any) -> dict[str, Any]:

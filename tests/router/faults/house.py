@@ -143,15 +143,15 @@ class FaultyFleet:
 
     def left(self) -> dict[str, object]:
         """What is still held, by name; empty when all was given back."""
-        parts, room = self.parts, self.parts.scheduler.waiting.room
+        parts, room = self.parts, self.parts.scheduler.queue.usage
         metrics = parts.metrics
         found = {
             "clients' connections": len(self.front.connections),
             "bytes of bodies": self.front.held_bytes,
             "busy connections to engines": parts.pool.connections - sum(map(len, parts.pool._idle.values())),
-            "requests in flight": len(list(parts.scheduler.load.in_flight())),
-            "in flight, by the metric": parts.scheduler.load.all_in_flight,
-            "requests waiting for room": (len(parts.scheduler.waiting), room.requests, room.size_bytes, room._tenants),
+            "requests in flight": len(list(parts.scheduler.load.counts_by_name())),
+            "in flight, by the metric": parts.scheduler.load.total_in_flight,
+            "requests waiting for room": (len(parts.scheduler.queue), room.requests, room.size_bytes, room._tenants),
             "waiting, by the metric": metrics.waiting.labels().value,
             "requests held for adapters": (
                 parts.cold_starts._held.requests,

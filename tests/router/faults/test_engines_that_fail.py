@@ -567,7 +567,7 @@ async def test_who_waits_for_its_turn_behind_an_engines_death_counts_nowhere_and
         await _until_asked(router, 12)
         dies.set()
         await _until_asked(router, 14)  # one at each
-        assert [count for _, _, count in router.parts.scheduler.load.in_flight()] == [1, 1]
+        assert [count for _, _, count in router.parts.scheduler.load.counts_by_name()] == [1, 1]
         router.play.usual = sound
         async with within(5):
             assert (await router.ask("meanwhile")).status_code == 200

@@ -435,7 +435,7 @@ async def waiting_for(router, path, body, *, count):
     router.play.usual = saying(b"", "hang")
     asking = [asyncio.create_task(router.client.post(path, json=body)) for _ in range(count)]
     await until(lambda: any(task.done() for task in asking) and sum(router.play.asked.values()) == 1)
-    assert len(router.parts.scheduler.waiting)
+    assert len(router.parts.scheduler.queue)
     return asking
 
 

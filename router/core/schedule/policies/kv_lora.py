@@ -25,47 +25,47 @@ class KvLoraPolicy:
 
     name: ClassVar[str] = "kv_lora"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = scene.able(ask)
-        if scene.loads.full:
-            able = within_slots(ask, scene, able)
-        if scene.costs.temperature_s > 0:
-            at, found = scene.terms(ask, able)
-            i = likely([terms[_COST_S] for terms in found], scene)
-        elif ask.is_approximate and ask.first_blocks:
-            at, found = scene.terms(ask, able)
-            i = at_home(ask, scene, at, found)
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        able = snapshot.able(request)
+        if snapshot.loads.full:
+            able = within_slots(request, snapshot, able)
+        if snapshot.costs.temperature_s > 0:
+            at, found = snapshot.terms(request, able)
+            i = likely([terms[_COST_S] for terms in found], snapshot)
+        elif request.is_approximate and request.first_blocks:
+            at, found = snapshot.terms(request, able)
+            i = at_home(request, snapshot, at, found)
         else:
-            at, found = scene.terms(ask, able, only_close=True)
+            at, found = snapshot.terms(request, able, only_close=True)
             # The seed itself is the chance: making a generator of it would take longer than all the rest.
-            i = scene.seed % len(found)
-        return at[i], scene.named(at[i], found[i])
+            i = snapshot.seed % len(found)
+        return at[i], snapshot.named(at[i], found[i])
 
 
-def at_home(ask: RoutingRequest, scene: FleetSnapshot, at: Sequence[int], found: Sequence[Terms]) -> int:
+def at_home(request: RoutingRequest, snapshot: FleetSnapshot, at: Sequence[int], found: Sequence[Terms]) -> int:
     """Which of these an approximate prompt goes to, by rendezvous hashing on its conversation.
 
     at, found  as Scene.terms answers
     """
-    best_s, replicas = min(terms[_COST_S] for terms in found), scene.roster.replicas
+    best_s, replicas = min(terms[_COST_S] for terms in found), snapshot.roster.replicas
     is_known = len({terms[_CACHED] for terms in found}) > 1
-    limit_s = scene.costs.close_to(best_s if is_known else best_s * _BALANCE)
-    key = f"{ask.engine_name}:{ask.first_blocks}"
+    limit_s = snapshot.costs.close_to(best_s if is_known else best_s * _BALANCE)
+    key = f"{request.engine_name}:{request.first_blocks}"
     close = [k for k, terms in enumerate(found) if terms[_COST_S] <= limit_s]
     return max(close, key=lambda k: rendezvous_score(key, replicas[at[k]].id))
 
 
-def within_slots(ask: RoutingRequest, scene: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:
+def within_slots(request: RoutingRequest, snapshot: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:
     """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
-    name = ask.engine_name
+    name = request.engine_name
     if not name:
         return able
-    fits = [i for i in able if scene.loads.has_slot(i, name)]
+    fits = [i for i in able if snapshot.loads.has_slot(i, name)]
     return tuple(fits) or able
 
 
-def likely(costs_s: Sequence[float], scene: FleetSnapshot) -> int:
+def likely(costs_s: Sequence[float], snapshot: FleetSnapshot) -> int:
     """Any of these, the cheaper the likelier."""
     best = min(costs_s)
-    weights = [exp((best - cost) / scene.costs.temperature_s) for cost in costs_s]
-    return Random(scene.seed).choices(range(len(costs_s)), weights)[0]
+    weights = [exp((best - cost) / snapshot.costs.temperature_s) for cost in costs_s]
+    return Random(snapshot.seed).choices(range(len(costs_s)), weights)[0]

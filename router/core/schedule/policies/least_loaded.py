@@ -12,10 +12,10 @@ class LeastLoadedPolicy:
 
     name: ClassVar[str] = "least_loaded"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = scene.able(ask)
-        counts = [scene.loads.in_flight(i) for i in able]
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        able = snapshot.able(request)
+        counts = [snapshot.loads.in_flight(i) for i in able]
         fewest = min(counts)
-        return scene.scored(
-            ask, Random(scene.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
+        return snapshot.scored(
+            request, Random(snapshot.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
         )

@@ -17,10 +17,10 @@ class PrefixHashPolicy:
 
     name: ClassVar[str] = "prefix_hash"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = scene.able(ask)
-        loads = {i: scene.loads.in_flight(i) for i in able}
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        able = snapshot.able(request)
+        loads = {i: snapshot.loads.in_flight(i) for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))
-        key, replicas = f"{ask.engine_name}:{ask.first_blocks}", scene.roster.replicas
+        key, replicas = f"{request.engine_name}:{request.first_blocks}", snapshot.roster.replicas
         within = [i for i in able if loads[i] < most]
-        return scene.scored(ask, max(within or able, key=lambda i: rendezvous_score(key, replicas[i].id)))
+        return snapshot.scored(request, max(within or able, key=lambda i: rendezvous_score(key, replicas[i].id)))

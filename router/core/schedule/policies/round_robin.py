@@ -11,7 +11,7 @@ class RoundRobinPolicy:
 
     name: ClassVar[str] = "round_robin"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = scene.able(ask)
-        position = able[scene.turn % len(able)]
-        return position, scene.score(ask, position)
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        able = snapshot.able(request)
+        position = able[snapshot.turn % len(able)]
+        return position, snapshot.score(request, position)

@@ -13,9 +13,9 @@ class SessionPolicy:
 
     name: ClassVar[str] = "session"
 
-    def choose(self, ask: RoutingRequest, scene: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = scene.able(ask)
-        if not ask.session:
-            return scene.scored(ask, Random(scene.seed).choice(able))
-        session, replicas = ask.session, scene.roster.replicas
-        return scene.scored(ask, max(able, key=lambda i: rendezvous_score(session, replicas[i].id)))
+    def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        able = snapshot.able(request)
+        if not request.session:
+            return snapshot.scored(request, Random(snapshot.seed).choice(able))
+        session, replicas = request.session, snapshot.roster.replicas
+        return snapshot.scored(request, max(able, key=lambda i: rendezvous_score(session, replicas[i].id)))
