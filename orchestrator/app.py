@@ -94,7 +94,7 @@ def build(
     objects = _objects(settings, kube)
     store = IntentStore(objects or settings.store, wall=wall)
     plain = AgentlessTransport(
-        lambda: _stock_engines(settings, finder),
+        lambda: _agentless_workers(settings, finder),
         AgentlessLoadRules(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
         key=settings.engine_key,
@@ -107,7 +107,7 @@ def build(
         mounts={SCHEME: plain},
         trust_env=False,
     )
-    fleet, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
+    reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
     leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch() -> int:
@@ -118,7 +118,7 @@ def build(
     reconciler = Reconciler(
         settings=settings,
         store=store,
-        fleet=fleet,
+        reports=reports,
         demand=DemandBook(),
         catalog=CatalogBook(store, wall=wall, buffer=settings.event_buffer),
         agents=agents,
@@ -136,12 +136,14 @@ def build(
         timeout_s=settings.probe_timeout_s,
     )
 
-    registry = AdapterRegistry(store, fleet, reconciler.rollouts, forget_failures=reconciler.forget_failures, wall=wall)
+    registry = AdapterRegistry(
+        store, reports, reconciler.rollouts, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
+    )
     beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
     if objects is not None:
         beside = _beside(objects, kube, settings, registry, reconciler)
 
-    finder = _finder(settings, kube, fleet, agents, reconciler, metrics)
+    finder = _finder(settings, kube, reports, agents, reconciler, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -149,9 +151,9 @@ def build(
         if objects is not None:
             await objects.listed(_FIRST_LIST_S)
         await leadership.start()
-        follow = forever(standby.step, name="standby", every_s=settings.heartbeat_interval_s)
+        follow = forever(standby.sync_workers, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
-        loops.append(asyncio.create_task(plain.run(reconciler.hear)))
+        loops.append(asyncio.create_task(plain.run(reconciler.monitor.record_heartbeat)))
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
@@ -208,10 +210,10 @@ def build(
     return whole
 
 
-def _stock_engines(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:
+def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:
     """The engines without an agent: those in our settings, and those that slices name."""
     named = {id_: AgentlessWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()}
-    for it in finder.stock_engines() if finder is not None else ():
+    for it in finder.agentless_engines() if finder is not None else ():
         if it.engine_url is not None:
             found = AgentlessWorker(id=it.id, engine_url=it.engine_url, pool=it.pool, zone=it.zone, node=it.node)
             named.setdefault(it.id, found)
@@ -245,20 +247,20 @@ def _beside(
         reconciler.store,
         registry,
         notices,
-        is_leading=lambda: reconciler.is_leading,
-        on_taken=reconciler.taken_in,
+        is_leading=lambda: reconciler.leadership.is_leading,
+        on_taken=reconciler.on_intent_changed,
     )
 
     def undone() -> None:
         reconciler.store.refresh()
-        reconciler.taken_in()
+        reconciler.on_intent_changed()
 
     verdicts = FailureStatuses(
         objects,
         notices,
         adapters=lambda: reconciler.store.adapters,
-        failed=reconciler.failed,
-        is_ready=lambda lora_id: bool(reconciler.ready_on(lora_id)),
+        failed=reconciler.queries.unusable_adapters,
+        is_ready=lambda lora_id: bool(reconciler.queries.ready_workers(lora_id)),
     )
     objects.on_undone, reconciler.on_pass = undone, verdicts.turn
     return [objects.follow, notices.run, intake.run]
@@ -267,7 +269,7 @@ def _beside(
 def _finder(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
-    fleet: WorkerReports,
+    reports: WorkerReports,
     agents: AgentClient,
     reconciler: Reconciler,
     metrics: OrchestratorMetrics,
@@ -278,13 +280,13 @@ def _finder(
     slices = SliceWatch(
         lambda: contextlib.nullcontext(kube), selector=settings.kube_selector, namespaces=settings.kube_namespaces
     )
-    metrics.follow_slices(slices.age_s)
+    metrics.observe_slices(slices.age_s)
     return KubeWorkerFinder(
         slices,
-        fleet=fleet,
+        reports=reports,
         agents=agents,
-        hear=reconciler.hear,
-        poke=reconciler.poke,
+        on_report=reconciler.monitor.record_heartbeat,
+        request_pass=reconciler.request_pass,
         timeout_s=settings.probe_timeout_s,
         again_s=settings.probe_after_s,
     )

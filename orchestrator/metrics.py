@@ -1,4 +1,4 @@
-"""Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, then the rest."""
+"""Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, and one for the rest."""
 
 import heapq
 import math
@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 from orchestrator.core.placement.pools import PoolFigures
 
 MOST_SERIES = 200
-"""Adapters with series of their own; a guess at what a dashboard can bear, nothing measured."""
-REST = "other"
+"""Adapters with series of their own. A guess, nothing measured."""
+OTHER = "other"
 EVICTED = ("lru", "capacity", "ttl")
 
 Counts = Mapping[str, tuple[int, int]]
@@ -21,11 +21,11 @@ _LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class OrchestratorMetrics:
-    """What the reconcile loop counts. `observe` and `watch` bind what is read at scrape time."""
+    """The orchestrator's metrics. The `observe_...` methods bind what is read at scrape time."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.shown = BoundedLabels(MOST_SERIES)
+        self.adapter_labels = BoundedLabels(MOST_SERIES)
         self._usage: Callable[[], Mapping[str, tuple[float, float]]] = dict
         self._counted: Mapping[str, float] = {}
         self.operations = Counter(
@@ -74,8 +74,8 @@ class OrchestratorMetrics:
             registry=self.registry,
         )
 
-    def follow_slices(self, age_s: Callable[[], float | None]) -> None:
-        """Read this at each scrape: seconds since the API server last confirmed the EndpointSlices; None: never."""
+    def observe_slices(self, age_s: Callable[[], float | None]) -> None:
+        """Read at each scrape: seconds since the API server last confirmed the EndpointSlices; None: never."""
         gauge = Gauge(
             "lorafleet_orchestrator_slices_age_seconds",
             "Since the API server last confirmed EndpointSlices",
@@ -88,34 +88,36 @@ class OrchestratorMetrics:
 
         gauge.set_function(read)
 
-    def observe(
+    def observe_fleet(
         self,
         replicas: Callable[[], Counts],
         workers: Callable[[], Mapping[str, int]],
         pools: Callable[[], Iterable[PoolFigures]] = list,
     ) -> None:
-        """Read these at each scrape: adapters' replicas, workers by state, and pools."""
-        self.registry.register(_FleetCollector(self.shown, replicas, workers))
+        """Read at each scrape: adapters' replicas, workers by state, and pools."""
+        self.registry.register(_FleetCollector(self.adapter_labels, replicas, workers))
         self.registry.register(_PoolCollector(pools))
 
-    def watch(self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]) -> None:
-        """Read these at each scrape too."""
+    def observe_term(
+        self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]
+    ) -> None:
+        """Read at each scrape: failed adapters, whether we lead, and our epoch."""
         self.failed.set_function(failed)
         self.leading.set_function(leading)
         self.epoch.set_function(epoch)
 
-    def ended(self, operation: str, outcome: str, seconds: float) -> None:
-        """An action came to its end."""
+    def record_operation(self, operation: str, outcome: str, seconds: float) -> None:
+        """Count an operation that has ended, and its duration if it succeeded."""
         self.operations.labels(operation, outcome).inc()
         if outcome == "ok" and operation == "load":
             self.load_seconds.observe(seconds)
         elif outcome == "ok" and operation == "unload":
             self.unload_seconds.observe(seconds)
 
-    def forget(self, lora_id: str) -> None:
-        """It is deleted: its series end, and its place is free."""
-        if lora_id in self.shown.names:
-            self.shown.names.discard(lora_id)
+    def end_adapter_series(self, lora_id: str) -> None:
+        """Remove the series of a deleted adapter, and free its place."""
+        if lora_id in self.adapter_labels.names:
+            self.adapter_labels.names.discard(lora_id)
             self._end_series(lora_id)
 
     def _end_series(self, lora_id: str) -> None:
@@ -123,35 +125,37 @@ class OrchestratorMetrics:
         for reason in EVICTED:
             self.evictions.remove(lora_id, reason)
 
-    def evicted(self, lora_id: str, reason: str) -> None:
-        self.evictions.labels(self.shown.label(lora_id), reason).inc()
+    def record_eviction(self, lora_id: str, reason: str) -> None:
+        """Count an eviction."""
+        self.evictions.labels(self.adapter_labels.label(lora_id), reason).inc()
 
-    def count_usage(self, usage: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
-        """Read this at each scrape: lora_id -> (requests in all, requests a second)."""
+    def observe_usage(self, usage: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
+        """Read at each scrape: lora_id -> (requests since our start, requests a second)."""
         self._usage = usage
 
     def render(self) -> bytes:
-        self._take_usage()
+        """All metrics in Prometheus' text format."""
+        self._count_usage()
         return generate_latest(self.registry)
 
-    def _take_usage(self) -> None:
-        """What was requested since the last scrape is counted under the name that an adapter has now."""
+    def _count_usage(self) -> None:
+        """Count the requests since the last scrape under each adapter's present label."""
         now = self._usage()
-        for lora_id in self.shown.choose({lora_id: rate for lora_id, (_, rate) in now.items()}):
-            # Its series end: what they counted stays theirs, and what comes is counted as `other`.
+        for lora_id in self.adapter_labels.update({lora_id: rate for lora_id, (_, rate) in now.items()}):
+            # From now on its requests count as `other`.
             self._end_series(lora_id)
         for lora_id, (total, _) in now.items():
             grown = total - self._counted.get(lora_id, 0.0)
             if grown:
-                self.usage.labels(self.shown.label(lora_id)).inc(grown if grown > 0 else total)
+                self.usage.labels(self.adapter_labels.label(lora_id)).inc(grown if grown > 0 else total)
         self._counted = {lora_id: total for lora_id, (total, _) in now.items()}
 
 
 class BoundedLabels:
-    """Which adapters have series of their own: at most so many, by traffic. The rest are `other`.
+    """The adapters with series of their own, at most `most`, by traffic. The rest are counted as `other`.
 
-    What is counted goes to the series that an adapter has at that moment and stays there: every request is counted
-    once, and no series ever falls. An adapter keeps its place until it is clearly not among the first.
+    A request is counted once, under the label of its moment, so no series ever falls. An adapter keeps its series until
+    it is clearly not among the first.
     """
 
     def __init__(self, most: int) -> None:
@@ -159,15 +163,16 @@ class BoundedLabels:
         self.names: set[str] = set()
 
     def label(self, lora_id: str) -> str:
+        """The adapter's label: its lora_id, or `other`. Takes a free place."""
         if lora_id in self.names:
             return lora_id
         if len(self.names) < self._most:
             self.names.add(lora_id)
             return lora_id
-        return REST
+        return OTHER
 
-    def choose(self, rates: Mapping[str, float]) -> set[str]:
-        """By these rates; returns the adapters that lost their place."""
+    def update(self, rates: Mapping[str, float]) -> set[str]:
+        """Give the places to the busiest adapters, by requests a second; returns those that lost theirs."""
         order = heapq.nlargest(2 * self._most, rates, key=lambda lora_id: (rates[lora_id], lora_id))
         newcomers = [lora_id for lora_id in order[: self._most] if lora_id not in self.names]
         if len(self.names) + len(newcomers) <= self._most:
@@ -182,7 +187,7 @@ class BoundedLabels:
 
 
 class _PoolCollector(Collector):
-    """What autoscalers ask for; told by the orchestrator that leads alone."""
+    """The figures for autoscalers, from the leader only."""
 
     def __init__(self, pools: Callable[[], Iterable[PoolFigures]]) -> None:
         self._pools = pools
@@ -207,9 +212,9 @@ class _PoolCollector(Collector):
 
 class _FleetCollector(Collector):
     def __init__(
-        self, shown: BoundedLabels, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]
+        self, labels: BoundedLabels, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]
     ) -> None:
-        self._shown = shown
+        self._labels = labels
         self._replicas = replicas
         self._workers = workers
 
@@ -221,7 +226,7 @@ class _FleetCollector(Collector):
         target = GaugeMetricFamily("lora_replicas_target", "Replicas an adapter should have", labels=["lora_id"])
         sums: dict[str, tuple[int, int]] = {}
         for lora_id, (now, wanted) in self._replicas().items():
-            label = self._shown.label(lora_id)
+            label = self._labels.label(lora_id)
             before = sums.get(label, (0, 0))
             sums[label] = (before[0] + now, before[1] + wanted)
         for label, (now, wanted) in sums.items():

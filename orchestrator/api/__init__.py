@@ -38,7 +38,7 @@ def build_router(
 ) -> APIRouter:
     """All routes."""
     views = WireViews(reconciler, clock)
-    metrics.observe(views.counts, views.workers_by_state, views.pool_figures)
+    metrics.observe_fleet(views.counts, views.workers_by_state, views.pool_figures)
     api = APIRouter()
     add_routes(
         api,

@@ -83,7 +83,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             return await _dry_run(spec, registry, reconciler, views)
         await _require_allowed(spec, registry, reconciler)
         adapter, is_new = registry.register(spec, actor)
-        await reconciler.changed(("adapters", spec.lora_id))
+        await reconciler.publish_change(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
         return shown(adapter, response)
 
@@ -92,13 +92,13 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         """Register many; each is taken or refused on its own."""
         with store.together():
             results = [_registered(registry, spec, actor) for spec in body.adapters]
-        await reconciler.changed(*(("adapters", spec.lora_id) for spec in body.adapters))
+        await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
     @api.get("/v1/adapters", response_model=AdapterList)
     async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
         """Registered adapters by lora_id; all that is asked for must hold."""
-        ready = reconciler.ready_table()
+        ready = reconciler.queries.ready_workers_by_adapter()
         rows = _chosen(wanted, reconciler, ready)
         page, following = page_after(rows, wanted.limit, wanted.cursor)
         items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
@@ -109,8 +109,8 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def retry(lora_id: str, actor: Actor) -> AdapterItem:
         """Forget a failure and try again."""
         adapter = registry.unquarantine(lora_id, actor)
-        reconciler.forget_failures(lora_id)
-        await reconciler.changed(("adapters", lora_id))
+        reconciler.operations.failures.forget_adapter(lora_id)
+        await reconciler.publish_change(("adapters", lora_id))
         return views.adapter(adapter)
 
     @api.get("/v1/adapters/{lora_id:path}")
@@ -128,7 +128,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     ) -> AdapterItem:
         """Change what is named of policy and tenants, keep the rest; in force at the next pass."""
         changed = registry.patch(lora_id, body, actor, if_match=if_match)
-        await reconciler.changed(("adapters", lora_id))
+        await reconciler.publish_change(("adapters", lora_id))
         return shown(changed, response)
 
     @api.delete(
@@ -140,8 +140,8 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
         registry.delete(lora_id, actor, if_match=if_match)
-        reconciler.asked(lora_id, actor)
-        await reconciler.changed(("adapters", lora_id))
+        reconciler.audit.note_requester(lora_id, actor)
+        await reconciler.publish_change(("adapters", lora_id))
         if reconciler.is_settled:
             reconciler.finish_deletions()
             if lora_id in store.adapters:
@@ -166,9 +166,9 @@ def _chosen(wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str
     if wanted.tenant is not None:
         tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in adapter.tenants)
     if wanted.quarantined is not None:
-        tests.append(lambda it: (reconciler.quarantine(it.lora_id) is not None) == wanted.quarantined)
+        tests.append(lambda it: (reconciler.queries.quarantine_reason(it.lora_id) is not None) == wanted.quarantined)
     if wanted.state is not None:
-        tests.append(lambda adapter: reconciler.state_of(adapter, ready) == wanted.state)
+        tests.append(lambda adapter: reconciler.queries.adapter_state(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
 
 
@@ -176,10 +176,10 @@ async def _require_allowed(spec: AdapterSpec, registry: AdapterRegistry, reconci
     """Raises OrchestratorRequestError where the adapter is new and no worker that is asked may read its source."""
     if registry.check(spec) is not None:
         return
-    ready = [worker for worker in reconciler.observe().workers.values() if worker.state == "ready"]
+    ready = [worker for worker in reconciler.queries.observe().workers.values() if worker.state == "ready"]
     able = [worker.id for worker in ready if spec.base_model in (None, worker.base_model)]
     able.sort(key=lambda worker_id: rendezvous_score(spec.lora_id, worker_id), reverse=True)
-    why = await reconciler.why_forbidden(spec.source, able[:_MOST_ASKED])
+    why = await reconciler.runner.forbidden_source_reason(spec.source, able[:_MOST_ASKED])
     if why is not None:
         raise OrchestratorRequestError(f"no worker may read the source: {why}", code=why.code, param="source")
 
@@ -191,7 +191,7 @@ async def _dry_run(
     if known is not None:
         return views.adapter(known)
     adapter = new_adapter(spec)
-    workers = reconciler.observe().workers.values()
+    workers = reconciler.queries.observe().workers.values()
     able = [
         worker
         for worker in workers
@@ -203,7 +203,7 @@ async def _dry_run(
         )
     home = max(able, key=lambda worker: (rendezvous_score(spec.lora_id, worker.id), worker.id))
     try:
-        found = await reconciler.inspect_only(adapter, home.id)
+        found = await reconciler.runner.inspect_unregistered(adapter, home.id)
     except InvalidAdapter as exc:
         raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except WorkerFailed as exc:

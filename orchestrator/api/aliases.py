@@ -47,7 +47,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         Until they are as many as the old ones, the name stays where it is; `pending` says what is missing.
         """
         is_new = registry.put_alias(name, spec, actor, if_match=if_match)
-        await reconciler.changed(("aliases", name))
+        await reconciler.publish_change(("aliases", name))
         found = shown(name, response)
         is_pending = found.pending is not None and found.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200
@@ -69,7 +69,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
         registry.drop_alias(name, actor, if_match=if_match)
-        await reconciler.changed(("aliases", name))
+        await reconciler.publish_change(("aliases", name))
         return Response(status_code=204)
 
     return api

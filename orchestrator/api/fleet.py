@@ -19,7 +19,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
     @api.get("/v1/workers")
     async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
         """The fleet."""
-        ids = sorted(reconciler.fleet.entries)
+        ids = sorted(reconciler.reports.workers)
         page, following = page_after(ids, limit, cursor)
         return WorkerList(data=tuple(views.worker(worker_id) for worker_id in page), next=following)
 
@@ -38,7 +38,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
         """An agent's report; the answer says how soon to send the next. 409 where another agent goes by its name."""
         told = body.metadata
-        other = reconciler.fleet.other_of_the_name(told, reconciler.settings.probe_after_s)
+        other = reconciler.reports.rival_agent_url(told, reconciler.settings.probe_after_s)
         if other is not None:
             raise StateConflict(
                 f"worker {told.instance_id!r} is at {other} and speaks from there; give the one at {told.agent_url}"
@@ -46,13 +46,13 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
                 code="worker_id_taken",
                 param="metadata.instance_id",
             )
-        reconciler.hear(told)
+        reconciler.monitor.record_heartbeat(told)
         return HeartbeatAnswer(
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
-            is_warm=not told.is_warming or reconciler.is_warm(told.instance_id),
-            in_flight=reconciler.in_flight(told.instance_id),
+            is_warm=not told.is_warming or reconciler.queries.is_warm(told.instance_id),
+            in_flight=reconciler.router_in_flight(told.instance_id),
         )
 
     return api
@@ -84,11 +84,11 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     async def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
         registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
         if state == "draining":
-            reconciler.undrained(worker_id)
+            reconciler.runner.forget_drain(worker_id)
         else:
-            reconciler.serve_again(worker_id)
-        await reconciler.changed(("workers", worker_id))
-        return views.worker(worker_id) if worker_id in reconciler.fleet.entries else _unheard(worker_id)
+            reconciler.runner.resume_worker(worker_id)
+        await reconciler.publish_change(("workers", worker_id))
+        return views.worker(worker_id) if worker_id in reconciler.reports.workers else _unheard(worker_id)
 
     return api
 

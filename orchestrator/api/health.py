@@ -23,8 +23,8 @@ def health_routes(
             status=word,
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
-            is_leading=reconciler.is_leading,
-            leader=reconciler.leader_url,
+            is_leading=reconciler.leadership.is_leading,
+            leader=reconciler.leadership.leader_url,
         )
 
     @api.get("/health")

@@ -52,7 +52,7 @@ def placement_routes(
     keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
 ) -> APIRouter:
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
-    fleet, store = reconciler.fleet, reconciler.store
+    reports, store = reconciler.reports, reconciler.store
     # One at a time: they share a core anyway, and there are few threads, by which the lease is kept too.
     supposing = asyncio.Lock()
 
@@ -75,7 +75,7 @@ def placement_routes(
         Without a body: the next pass. With one: every pass from now on, if that were so, until nothing is left to do.
         """
         if ask is None:
-            desired, actions = reconciler.plan()
+            desired, actions = reconciler.planned_actions()
             return views.plan(actions, desired)
         inputs = _placement_inputs(reconciler, clock())
         hypothesis = _hypothesis(ask, inputs)
@@ -88,12 +88,12 @@ def placement_routes(
     async def rebalance() -> Plan:
         """One pass now; answers with what it started."""
         actions = reconciler.run_pass()
-        return views.plan(actions, reconciler.view.desired)
+        return views.plan(actions, reconciler.queries.last_pass.desired)
 
     @api.get("/v1/orphans")
     async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
         """What workers hold and nobody registered: it serves nobody, and is neither used nor taken away."""
-        rows = {f"{item.lora_id} {item.digest}": item for item in orphans(fleet, store)}
+        rows = {f"{item.lora_id} {item.digest}": item for item in orphans(reports, store)}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 
@@ -103,8 +103,8 @@ def placement_routes(
         ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008
     ) -> BatchAnswer:
         """Register orphans as they are, all or those named; nothing moves. Each is taken or refused on its own."""
-        results = adopt(ask, fleet, store, registry, actor)
-        await reconciler.changed(*(("adapters", result.lora_id) for result in results))
+        results = adopt(ask, reports, store, registry, actor)
+        await reconciler.publish_change(*(("adapters", result.lora_id) for result in results))
         return BatchAnswer(data=tuple(results))
 
     return api
@@ -116,7 +116,7 @@ def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
         intent=reconciler.rollouts.with_replica_floors(
             Intent(adapters=dict(store.adapters), tombstones=dict(store.tombstones))
         ),
-        observed=replace(reconciler.observe(), memory=reconciler.view.desired.memory),
+        observed=replace(reconciler.queries.observe(), memory=reconciler.queries.last_pass.desired.memory),
         demand=reconciler.demand.snapshot(now),
         policy=store.rules,
         now=now,

@@ -47,8 +47,8 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
     async def _policy_written(policy: Policy, before: str, response: Response) -> Policy:
         response.headers["etag"] = registry.policy_etag()
         if response.headers["etag"] != before:
-            reconciler.catalog.emit("policy_changed")
-            await reconciler.changed(("policy", ""))
+            reconciler.catalog.emit_event("policy_changed")
+            await reconciler.publish_change(("policy", ""))
         return policy
 
     return api

@@ -47,8 +47,8 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             min_requests=spec.min_requests,
         )
         steps = [WeightStep(step.weight, step.for_s) for step in spec.steps]
-        rollout, is_new = rollouts.start(name, spec.to, steps, guard, actor, place_s=spec.place_s)
-        await reconciler.changed(("aliases", name))
+        rollout, is_new = rollouts.start_rollout(name, spec.to, steps, guard, actor, place_s=spec.place_s)
+        await reconciler.publish_change(("aliases", name))
         response.status_code = 201 if is_new else 200
         return rollout_item(rollout, rollouts)
 
@@ -56,22 +56,22 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def get_rollout(name: str) -> RolloutItem:
         """The rollout that is under way, or the last one."""
         registry.alias(name)
-        return rollout_item(rollouts.rollout(name), rollouts)
+        return rollout_item(rollouts.rollout_of(name), rollouts)
 
     @api.patch("/v1/aliases/{name:path}/rollout")
     async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor) -> RolloutItem:
         """Pause or resume it. Paused it goes no further, but still back when the new version is worse."""
         registry.alias(name)
-        rollout = rollouts.pause(name, patch.paused, actor)
-        await reconciler.changed(("aliases", name))
+        rollout = rollouts.set_paused(name, patch.paused, actor)
+        await reconciler.publish_change(("aliases", name))
         return rollout_item(rollout, rollouts)
 
     @api.delete("/v1/aliases/{name:path}/rollout")
     async def abort_rollout(name: str, actor: Actor) -> RolloutItem:
         """End it: the alias points at once at what it did before."""
         registry.alias(name)
-        rollout = rollouts.abort(name, actor)
-        await reconciler.changed(("aliases", name))
+        rollout = rollouts.abort_rollout(name, actor)
+        await reconciler.publish_change(("aliases", name))
         return rollout_item(rollout, rollouts)
 
     return api
@@ -93,7 +93,7 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
             "began_at": _text(rollout.began_at),
             "since": _text(rollout.since),
-            "lacks": rollouts.lacks(rollout),
+            "lacks": rollouts.missing_for(rollout),
             "old": _tally(rollout.old),
             "new": _tally(rollout.new),
             "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
@@ -112,7 +112,7 @@ def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPen
             "state": rollout.phase,
             "since": _text(rollout.began_at),
             "deadline": _text(rollout.began_at + rollout.place_s),
-            "lacks": rollouts.lacks(rollout),
+            "lacks": rollouts.missing_for(rollout),
             "error": rollout.reason or None,
         }
     )

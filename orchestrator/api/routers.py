@@ -62,8 +62,8 @@ def router_routes(
     @api.get("/v1/catalog", response_model=Catalog)
     async def get_catalog(if_none_match: Annotated[str | None, Header()] = None) -> Response:
         """Everything a router follows, at one revision; 304 when the ETag still holds."""
-        reconciler.refresh_catalog()
-        revision, body = catalog.body()
+        reconciler.queries.refresh_catalog()
+        revision, body = catalog.catalog_json()
         headers = {"etag": f'"{revision}"', "cache-control": "no-cache"}
         seen = {tag.strip().removeprefix("W/") for tag in (if_none_match or "").split(",")}
         if headers["etag"] in seen:
@@ -76,14 +76,14 @@ def router_routes(
         last_event_id: Annotated[int | None, Header()] = None,
     ) -> StreamingResponse:
         """Events after a revision, as SSE; 410 when they are no longer kept: fetch the catalog, follow from there."""
-        reconciler.refresh_catalog()
+        reconciler.queries.refresh_catalog()
         start = last_event_id if last_event_id is not None else since
         start = catalog.revision if start is None else start
-        catalog.since(start)
-        stream = catalog.follow(
+        catalog.events_since(start)
+        stream = catalog.event_stream(
             start,
             keep_alive_s=settings.keep_alive_s,
-            is_stopping=lambda: is_stopping() or not reconciler.is_leading,
+            is_stopping=lambda: is_stopping() or not reconciler.leadership.is_leading,
         )
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
@@ -103,9 +103,9 @@ def router_routes(
             in_flight = Counter[str]()
             for use in report.uses:
                 in_flight[use.worker_id] += use.in_flight
-            reconciler.queues.record_report(report.router_id, report.waits_s, in_flight, clock())
-        if accepted and reconciler.has_drains:
-            reconciler.poke()  # it may have been the last word that a drain waited for
+            reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, clock())
+        if accepted and reconciler.operations.drains:
+            reconciler.request_pass()  # it may have been the last word that a drain waited for
         return UsageAnswer(accepted=accepted, revision=catalog.revision)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure")
@@ -167,18 +167,18 @@ async def _ensured(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
-    replicas, deadline = reconciler.clipped(lora_id, ask.replicas or 1), clock() + ask.wait_s
+    replicas, deadline = reconciler.allowed_replicas(lora_id, ask.replicas or 1), clock() + ask.wait_s
     while True:
         adapter = registry.adapter(lora_id)
         if adapter.is_deleting:
             raise NotFound(f"adapter {lora_id!r} is being deleted", param="lora_id")
-        if (why := reconciler.quarantine(lora_id)) is not None:
+        if (why := reconciler.queries.quarantine_reason(lora_id)) is not None:
             raise StateConflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
         left_s = deadline - clock()
-        if len(reconciler.ready_on(lora_id)) >= replicas or is_stopping():
+        if len(reconciler.queries.ready_workers(lora_id)) >= replicas or is_stopping():
             return views.ensured(adapter, replicas)
-        reconciler.ensure(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
-        if left_s <= 0 or reconciler.fits_nowhere(lora_id):
+        reconciler.ensure_replicas(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
+        if left_s <= 0 or reconciler.queries.fits_nowhere(lora_id):
             return views.ensured(adapter, replicas)
         # Looked at again all the while, too: a replica that an agent reports need not make an event.
         await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ENSURE_REPEAT_S))

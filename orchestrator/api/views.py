@@ -14,7 +14,7 @@ from orchestrator.intent.orphans import is_orphan
 from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.worker_reports import state_of
+from orchestrator.reconcile.worker_reports import worker_state
 from orchestrator.wire import (
     ActionItem,
     AdapterItem,
@@ -33,13 +33,13 @@ class WireViews:
     """What is stored and what was reported, as the wire shows it."""
 
     def __init__(self, reconciler: Reconciler, clock: Callable[[], float]) -> None:
-        self._it = reconciler
+        self._reconciler = reconciler
         self._clock = clock
 
     def adapter(self, adapter: RegisteredAdapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
         """`ready`: lora_id -> workers, made once by whoever shows many adapters."""
         if ready is None:
-            ready = {adapter.lora_id: self._it.ready_on(adapter.lora_id)}
+            ready = {adapter.lora_id: self._reconciler.queries.ready_workers(adapter.lora_id)}
         workers = ready.get(adapter.lora_id, ())
         return AdapterItem.model_validate(
             {
@@ -49,26 +49,26 @@ class WireViews:
                 "rank": adapter.rank,
                 "size_bytes": adapter.size_bytes,
                 "source": adapter.source,
-                "state": self._it.state_of(adapter, ready),
+                "state": self._reconciler.queries.adapter_state(adapter, ready),
                 "replicas": Replicas(desired=self.desired(adapter.lora_id), ready=len(workers)),
                 "workers": workers,
                 "policy": policy_of(adapter),
                 "tenants": adapter.tenants,
                 "secret_ref": SecretRef.of(adapter.secret),
-                "requests_per_s": round(self._it.demand.request_rate(adapter.lora_id, self._clock()), 4),
-                "error": self._it.last_error(adapter.lora_id),
+                "requests_per_s": round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
+                "error": self._reconciler.queries.last_error(adapter.lora_id),
             }
         )
 
     def desired(self, lora_id: str) -> int:
-        desired = self._it.view.desired
+        desired = self._reconciler.queries.last_pass.desired
         return max(desired.targets.get(lora_id, 0), len(desired.replicas.get(lora_id, ())))
 
     def worker(self, worker_id: str) -> WorkerItem:
-        entry = self._it.fleet.entries.get(worker_id)
+        entry = self._reconciler.reports.workers.get(worker_id)
         if entry is None:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
-        report, store = entry.report, self._it.store
+        report, store = entry.report, self._reconciler.store
         held = [lora for lora in report.lora.loaded_loras if lora.state in OCCUPYING]
         orphans = [lora.lora_id for lora in held if is_orphan(lora, store)]
         return WorkerItem.model_validate(
@@ -77,7 +77,7 @@ class WireViews:
                 "agent_url": agent_url_of(report),
                 "engine_url": report.transport.engine_url,
                 "base_model": report.model.base_model,
-                "state": state_of(entry, store.workers.get(worker_id)),
+                "state": worker_state(entry, store.workers.get(worker_id)),
                 "zone": report.zone,
                 "node": report.node,
                 "capacity": report.lora.capacity.model_dump() | {"max_lora_rank": report.lora.max_lora_rank},
@@ -90,9 +90,13 @@ class WireViews:
 
     def placements(self) -> list[PlacementItem]:
         """What is there and what should be, by lora_id and worker."""
-        desired = {(lora_id, w) for lora_id, workers in self._it.view.desired.replicas.items() for w in workers}
+        desired = {
+            (lora_id, w)
+            for lora_id, workers in self._reconciler.queries.last_pass.desired.replicas.items()
+            for w in workers
+        }
         rows: dict[tuple[str, str], PlacementItem] = {}
-        for worker in self._it.observe().workers.values():
+        for worker in self._reconciler.queries.observe().workers.values():
             for held in worker.adapters.values():
                 pair = (held.lora_id, worker.id)
                 rows[pair] = PlacementItem(
@@ -104,7 +108,7 @@ class WireViews:
                     desired=pair in desired,
                 )
         for pair in desired - rows.keys():
-            adapter = self._it.store.adapters.get(pair[0])
+            adapter = self._reconciler.store.adapters.get(pair[0])
             digest = None if adapter is None else adapter.digest
             rows[pair] = PlacementItem(
                 lora_id=pair[0], digest=digest, worker_id=pair[1], state="remote", location="remote", desired=True
@@ -114,7 +118,7 @@ class WireViews:
     def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
         """The next pass, with what it costs."""
         load_s = self.load_s()
-        sizes = {name: adapter.size_bytes or 0 for name, adapter in self._it.store.adapters.items()}
+        sizes = {name: adapter.size_bytes or 0 for name, adapter in self._reconciler.store.adapters.items()}
         steps = [
             SimulatedStep(action=action, pass_index=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
             if action.operation == "load"
@@ -138,45 +142,45 @@ class WireViews:
 
     def load_s(self) -> float:
         """How long a load takes: as measured here, else by the agents' own measure, else 1 s, which is a guess."""
-        measured = self._it.expected_s("")
+        measured = self._reconciler.queries.expected_s("")
         if measured is not None:
             return measured
-        said = [entry.report.load.load_seconds for entry in self._it.fleet.entries.values()]
+        said = [entry.report.load.load_seconds for entry in self._reconciler.reports.workers.values()]
         return median([seconds for seconds in said if seconds > 0] or [1.0])
 
     def ensured(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
-        ready = tuple(self._it.ready_on(adapter.lora_id))
-        expected_s = 0.0 if len(ready) >= replicas else self._it.expected_s(adapter.lora_id)
+        ready = tuple(self._reconciler.queries.ready_workers(adapter.lora_id))
+        expected_s = 0.0 if len(ready) >= replicas else self._reconciler.queries.expected_s(adapter.lora_id)
         return EnsureAnswer.model_validate(
             {
                 "lora_id": adapter.lora_id,
                 "digest": adapter.digest,
-                "state": self._it.state_of(adapter, {adapter.lora_id: ready}),
+                "state": self._reconciler.queries.adapter_state(adapter, {adapter.lora_id: ready}),
                 "ready": ready,
-                "loading": self._it.loading_on(adapter.lora_id),
+                "loading": self._reconciler.queries.loading_workers(adapter.lora_id),
                 "expected_s": expected_s,
-                "error": None if len(ready) >= replicas else self._it.last_error(adapter.lora_id),
-                "fits_nowhere": self._it.fits_nowhere(adapter.lora_id),
+                "error": None if len(ready) >= replicas else self._reconciler.queries.last_error(adapter.lora_id),
+                "fits_nowhere": self._reconciler.queries.fits_nowhere(adapter.lora_id),
             }
         )
 
     def counts(self) -> Counts:
         """lora_id -> (ready, wanted), of every adapter that is somewhere or should be."""
-        desired = self._it.view.desired
-        ready = self._it.ready_table()
+        desired = self._reconciler.queries.last_pass.desired
+        ready = self._reconciler.queries.ready_workers_by_adapter()
         ids = desired.replicas.keys() | desired.targets.keys()
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
     def pool_figures(self) -> list[PoolFigures]:
         """Of each pool with a ready worker: its slots, what it needs, and its queue. None while another one leads."""
-        it, now = self._it, self._clock()
-        if not it.is_leading:
+        it, now = self._reconciler, self._clock()
+        if not it.leadership.is_leading:
             return []
         reserve = it.store.rules.reserve_slots
         members = []
-        for worker_id, entry in it.fleet.entries.items():
+        for worker_id, entry in it.reports.workers.items():
             report = entry.report
-            if state_of(entry, it.store.workers.get(worker_id)) != "ready":
+            if worker_state(entry, it.store.workers.get(worker_id)) != "ready":
                 continue
             capacity, load = report.lora.capacity, report.load
             slots = capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0
@@ -187,15 +191,15 @@ class WireViews:
                     base_model=report.model.base_model,
                     slots=usable_slots(slots, reserve),
                     max_lora_rank=report.lora.max_lora_rank,
-                    wait_s=at_engine_s + it.queues.wait_s(worker_id, now),
+                    wait_s=at_engine_s + it.router_queues.wait_s(worker_id, now),
                 )
             )
         return pool_figures(members, self._needs(now))
 
     def _needs(self, now: float) -> Iterator[AdapterNeed]:
         """Copies that should be there: what placement wants, and one of all that was asked for of late."""
-        store, targets = self._it.store, self._it.view.desired.targets
-        demand = self._it.demand.snapshot(now)
+        store, targets = self._reconciler.store, self._reconciler.queries.last_pass.desired.targets
+        demand = self._reconciler.demand.snapshot(now)
         recent = {name for name, at in demand.last_request_at.items() if now - at < store.rules.demand_window_s}
         for lora_id in targets.keys() | recent:
             adapter = store.adapters.get(lora_id)
@@ -206,8 +210,8 @@ class WireViews:
 
     def workers_by_state(self) -> dict[str, int]:
         counts = dict.fromkeys(("starting", "ready", "cordoned", "draining", "unmanaged", "lost"), 0)
-        for worker_id, entry in self._it.fleet.entries.items():
-            counts[state_of(entry, self._it.store.workers.get(worker_id))] += 1
+        for worker_id, entry in self._reconciler.reports.workers.items():
+            counts[worker_state(entry, self._reconciler.store.workers.get(worker_id))] += 1
         return counts
 
 

@@ -122,7 +122,7 @@ class ConfigMapBackend:
         if found is None:
             self.mirror.forget(self.tables.state_name("counters"))
         counters_in(found)
-        self.let_go()
+        self.end_term()
         self.drafts.writer = secrets.token_hex(8)
         self.read()
         self._journal.load(self.mirror.objects)
@@ -138,7 +138,7 @@ class ConfigMapBackend:
     def is_read(self) -> bool:
         return self.mirror.is_synced
 
-    def let_go(self) -> None:
+    def end_term(self) -> None:
         self.writer.drop()
         self._is_writing = False
         self._barrier, self._is_caught_up = 0, False
@@ -167,7 +167,7 @@ class ConfigMapBackend:
             file.write(msgspec.json.encode({"apiVersion": "v1", "kind": "List", "items": self.drafts.copies()}))
 
     def close(self) -> None:
-        self.let_go()
+        self.end_term()
 
     # -- beside it ------------------------------------------------------------------------------------------------
 

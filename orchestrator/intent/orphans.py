@@ -22,10 +22,10 @@ def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
     return store.tombstones.get(lora.lora_id) != lora.digest
 
 
-def orphans(fleet: WorkerReports, store: IntentStore) -> list[OrphanItem]:
+def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
     """By lora_id and digest, each with all workers that hold it."""
     found: dict[tuple[str, str], list[tuple[str, LoadedLora]]] = {}
-    for worker_id, entry in sorted(fleet.entries.items()):
+    for worker_id, entry in sorted(reports.workers.items()):
         if entry.reach != "lost":
             for lora in entry.report.lora.loaded_loras:
                 if lora.state in OCCUPYING and is_orphan(lora, store):
@@ -37,10 +37,10 @@ def orphans(fleet: WorkerReports, store: IntentStore) -> list[OrphanItem]:
 
 
 def adopt(
-    ask: AdoptRequest, fleet: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
+    ask: AdoptRequest, reports: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
 ) -> list[BatchResult]:
     """Register them as they are, under their own names; nothing is loaded or unloaded. One result each."""
-    there = orphans(fleet, store)
+    there = orphans(reports, store)
     wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
     with store.together():
         results = [_adopted(item, ask.tenants, registry, actor) for item in wanted]

@@ -37,14 +37,14 @@ class AdapterRegistry:
     def __init__(
         self,
         store: IntentStore,
-        fleet: WorkerReports,
+        reports: WorkerReports,
         rollouts: RolloutController,
         *,
         forget_failures: Callable[[str], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._fleet = fleet
+        self._reports = reports
         self._rollouts = rollouts
         self._forget_failures = forget_failures
         self._wall = wall
@@ -193,7 +193,7 @@ class AdapterRegistry:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise OrchestratorRequestError("at least one target needs a weight above 0", param="targets")
-        self._rollouts.point(name, _targets(spec), actor, place_s=spec.place_s)
+        self._rollouts.point_alias(name, _targets(spec), actor, place_s=spec.place_s)
         return is_new
 
     def rollout_target(self, name: str, to: str) -> None:
@@ -241,7 +241,7 @@ class AdapterRegistry:
             taken = "an alias"
         elif name in self._store.adapters:
             taken = "an adapter"
-        elif name in self._fleet.base_model_names():
+        elif name in self._reports.base_model_names():
             taken = "a base model that a worker serves"
         if taken is not None:
             raise StateConflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
@@ -285,8 +285,8 @@ class AdapterRegistry:
         self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
     ) -> None:
         """cordoned, draining, or None for neither. Raises NotFound."""
-        if worker_id not in self._fleet.entries and worker_id not in self._store.workers:
-            known = ", ".join(sorted(self._fleet.entries)) or "none"
+        if worker_id not in self._reports.workers and worker_id not in self._store.workers:
+            known = ", ".join(sorted(self._reports.workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
         until = None if drain_s is None else self._wall() + drain_s
         intent = None if state is None else WorkerIntent(state, until)

@@ -1,4 +1,4 @@
-"""One pass after another: observe the workers, place, diff, act. Each pass starts from the whole state.
+"""The reconcile loop: observe the workers, place, diff, act. Each pass starts from the whole state.
 
-Also the reads that routers and people ask of that state. May import `leadership`, `store`, `agentless` and `core`.
+Also the queries of routers and people about that state. May import `leadership`, `store`, `agentless` and `core`.
 """

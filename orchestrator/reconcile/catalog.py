@@ -1,6 +1,6 @@
-"""What routers follow: the catalog at one revision, and the events that lead from revision to revision.
+"""What routers follow: the catalog at one revision, and the events between revisions.
 
-Every event takes a new revision, so an event's id says exactly how much of the story a follower knows.
+Every event makes a new revision, so an event's id says exactly which changes a follower knows.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ class CatalogBook:
         self._events: deque[FleetEvent] = deque(maxlen=buffer)
         self._oldest = store.revision
         self._adapters: dict[str, CatalogAdapter] = {}
-        self._made_of: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
+        self._sources: dict[str, tuple[RegisteredAdapter, str, str | None]] = {}
         self._aliases: dict[str, AliasItem] = {}
         self._workers: dict[str, CatalogWorker] = {}
         self._draining: tuple[Draining, ...] = ()
@@ -34,13 +34,15 @@ class CatalogBook:
     def revision(self) -> int:
         return self._store.revision
 
-    def begin(self) -> None:
-        """A term begins: what another leader may have told before it is not known here."""
+    def begin_term(self) -> None:
+        """Drop the events: those of a leader before us are not known here."""
         self._events.clear()
         self._oldest = self.revision
 
-    def emit(self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = "") -> int:
-        """Add an event; returns the revision that it made."""
+    def emit_event(
+        self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = ""
+    ) -> int:
+        """Add an event and notify followers; returns its revision."""
         if len(self._events) == self._events.maxlen:
             self._oldest = self._events[0].id
         revision = self._store.next_revision()
@@ -57,7 +59,7 @@ class CatalogBook:
         workers: Mapping[str, CatalogWorker],
         draining: tuple[Draining, ...],
     ) -> None:
-        """Make the catalog agree with these, with one event for each thing that differs.
+        """Update the catalog, with one event for each difference.
 
         states   lora_id -> (adapter state, error)
         """
@@ -68,21 +70,21 @@ class CatalogBook:
             if old != new:
                 message = "forgotten" if new is None else new.state
                 self._workers = dict(workers)
-                self.emit("worker_changed", worker_id=name, message=message)
+                self.emit_event("worker_changed", worker_id=name, message=message)
         if draining != self._draining:
             before, self._draining = set(self._draining), draining
             for mark in sorted(before.symmetric_difference(draining), key=lambda d: (d.worker_id, d.lora_id)):
                 kind = "drain_ended" if mark in before else "drain_began"
-                self.emit(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
+                self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
-            del self._adapters[lora_id], self._made_of[lora_id]
-            self.emit("adapter_deleted", lora_id=lora_id)
+            del self._adapters[lora_id], self._sources[lora_id]
+            self.emit_event("adapter_deleted", lora_id=lora_id)
         for lora_id, adapter in self._store.adapters.items():
             state, error = states[lora_id]
-            made_of = self._made_of.get(lora_id)
-            if made_of is not None and made_of[0] is adapter and made_of[1] == state and made_of[2] == error:
+            source = self._sources.get(lora_id)
+            if source is not None and source[0] is adapter and source[1] == state and source[2] == error:
                 continue
             item = CatalogAdapter.model_validate(
                 {
@@ -98,24 +100,24 @@ class CatalogBook:
                     "secret": adapter.secret,
                 }
             )
-            self._made_of[lora_id] = (adapter, state, error)
+            self._sources[lora_id] = (adapter, state, error)
             if self._adapters.get(lora_id) != item:
                 kind = "adapter_changed" if lora_id in self._adapters else "adapter_registered"
                 self._adapters[lora_id] = item
-                self.emit(kind, lora_id=lora_id, message=error or state)
+                self.emit_event(kind, lora_id=lora_id, message=error or state)
 
     def _refresh_aliases(self) -> None:
         for name in [name for name in self._aliases if name not in self._store.aliases]:
             del self._aliases[name]
-            self.emit("alias_deleted", message=name)
+            self.emit_event("alias_deleted", message=name)
         for name, targets in self._store.aliases.items():
             item = alias_item(name, targets)
             if self._aliases.get(name) != item:
                 self._aliases[name] = item
-                self.emit("alias_changed", message=name)
+                self.emit_event("alias_changed", message=name)
 
-    def body(self) -> tuple[int, bytes]:
-        """The catalog as JSON, made once a revision, and that revision."""
+    def catalog_json(self) -> tuple[int, bytes]:
+        """The revision, and the catalog as JSON, which is rendered once a revision."""
         if self._body[0] != self.revision:
             catalog = Catalog(
                 revision=self.revision,
@@ -127,7 +129,7 @@ class CatalogBook:
             self._body = (self.revision, catalog.model_dump_json().encode())
         return self._body
 
-    def since(self, revision: int) -> list[FleetEvent]:
+    def events_since(self, revision: int) -> list[FleetEvent]:
         """Events after this revision. Raises EventsExpired when the buffer does not hold all of them."""
         if not self._oldest <= revision <= self.revision:
             raise EventsExpired(
@@ -135,16 +137,16 @@ class CatalogBook:
             )
         return [event for event in self._events if event.id > revision]
 
-    async def follow(
+    async def event_stream(
         self, revision: int, *, keep_alive_s: float, is_stopping: Callable[[], bool]
     ) -> AsyncIterator[str]:
-        """SSE text: every event after this revision as it happens, and a comment whenever nothing does."""
+        """SSE text: every event after the revision as it happens, and a comment after `keep_alive_s` without one."""
         yield f": following from {revision}\n\n"
         while not is_stopping():
             try:
-                events = self.since(revision)
+                events = self.events_since(revision)
             except EventsExpired:
-                return  # the reader was slower than the buffer; it comes back, and is told 410
+                return  # the reader is slower than the buffer: it reconnects and gets 410
             for event in events:
                 yield f"id: {event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
                 revision = event.id
@@ -153,7 +155,7 @@ class CatalogBook:
 
 
 def alias_item(name: str, targets: tuple[tuple[str, float], ...]) -> AliasItem:
-    """The wire's form of a stored alias."""
+    """The wire model of a stored alias."""
     return AliasItem(
         name=name, targets=tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
     )

@@ -1,4 +1,4 @@
-"""observe: agents' heartbeats in, and our own questions where a worker has gone silent."""
+"""Observe: heartbeats of agents, and probes of workers that are silent."""
 
 import asyncio
 import time
@@ -22,66 +22,66 @@ from workers.wire import Metadata
 log = structlog.get_logger()
 
 MOST_AHEAD = 1 << 20
-"""Terms that an agent may have obeyed and our store knows nothing of; one a second would take twelve days."""
+"""An agent's epoch may be ahead of our store by this much. At one term a second that takes twelve days."""
 
 
 class HeartbeatMonitor:
-    """Keeps the fleet's reports true. `poke` asks for a pass."""
+    """Keeps `WorkerReports` up to date, and makes each agent refuse older leaders."""
 
     def __init__(
         self,
         *,
         settings: OrchestratorSettings,
         store: IntentStore,
-        fleet: WorkerReports,
+        reports: WorkerReports,
         demand: DemandBook,
         agents: AgentClient,
-        underway: OperationsInProgress,
-        reads: FleetQueries,
+        operations: OperationsInProgress,
+        queries: FleetQueries,
         tasks: BackgroundTasks,
-        poke: Callable[[], None],
+        request_pass: Callable[[], None],
         is_leading: Callable[[], bool],
         on_lease_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._store = store
-        self._fleet = fleet
+        self._reports = reports
         self._demand = demand
         self._agents = agents
-        self._underway = underway
-        self._reads = reads
+        self._operations = operations
+        self._queries = queries
         self._tasks = tasks
-        self._poke = poke
+        self._request_pass = request_pass
         self._is_leading = is_leading
         self._on_lease_lost = on_lease_lost
         self._claimed: dict[str, int] = {}
         self._refused: dict[str, int] = {}  # worker_id -> our epoch that it refused last
         self._clock = clock
 
-    def hear(self, report: Metadata) -> None:
-        """An agent's heartbeat, or its answer. Not taken where its epoch is none that any of us can have had.
+    def record_heartbeat(self, report: Metadata) -> None:
+        """Record an agent's report, from a heartbeat or a probe. Reports with an impossible epoch are dropped.
 
-        We would have to rise above it, and whoever could make it the highest number there is could end all terms.
+        Our epoch must rise above every reported one: an agent that reports the highest number would end all terms.
         """
         if report.epoch > self._store.epoch + MOST_AHEAD:
             what = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
-            log.warning("report not taken: nobody can have led under its epoch", **what)
+            log.warning("report dropped: no orchestrator can have led under its epoch", **what)
             return
-        known = self._fleet.entries.get(report.instance_id)
+        known = self._reports.workers.get(report.instance_id)
         is_same_engine = known is not None and known.report.engine_boot_id == report.engine_boot_id
-        change = self._fleet.hear(report)
+        change = self._reports.record_report(report)
         if is_same_engine and not self._is_leading():
-            change = replace(change, vanished=())  # by the doing of whoever leads, whose drains we do not know
-        self._take(report.instance_id, change)
+            change = replace(change, vanished=())  # unloads by the leader, whose drains we do not know
+        self._apply_change(report.instance_id, change)
         if report.epoch > self._store.epoch and self._is_leading():
-            # Either somebody newer leads, or our store is an old copy. The lease knows; a new term goes above it.
+            # Either a newer leader exists or our store is an old copy. Read the lease; a new term gets a higher epoch.
             message = f"worker {report.instance_id} has obeyed epoch {report.epoch}, ours is {self._store.epoch}"
             self._on_lease_lost(message)
 
-    async def claim(self, worker_id: str) -> None:
-        """Have the agent refuse every older leader, unless it does already. Raises WorkerFailed, LeaseLost."""
-        entry, epoch = self._fleet.entries.get(worker_id), self._store.epoch
+    async def claim_worker(self, worker_id: str) -> None:
+        """Make the agent refuse every older epoch, unless it does already. Raises WorkerFailed, LeaseLost."""
+        entry, epoch = self._reports.workers.get(worker_id), self._store.epoch
         if entry is None or entry.report.epoch >= epoch or self._claimed.get(worker_id) == epoch:
             return
         try:
@@ -94,131 +94,131 @@ class HeartbeatMonitor:
         except WorkerFailed as exc:
             if exc.code not in ("not_found", "method_not_allowed"):
                 raise
-            # An agent of the version before: our first action there tells it the epoch.
+            # An agent of an older version learns the epoch from the first action.
         else:
             self._refused.pop(worker_id, None)
             if fresh.instance_id == worker_id:
-                self.hear(fresh)
+                self.record_heartbeat(fresh)
         self._claimed[worker_id] = epoch
 
     def _judge_refusal(self, worker_id: str, epoch: int, exc: LeaseLost) -> None:
-        """Raises WorkerFailed where it is this one agent's trouble: one that cannot be claimed must end no more terms.
+        """Raise WorkerFailed if the agent refuses a second, higher epoch of ours, though it reports no higher one.
 
-        It refused us before, the lease was still ours then, and though we are above that epoch and above all that it
-        reports, it refuses again. It is not acted on; that needs no other leader.
+        Then the agent is at fault and not our lease: the worker gets no actions, and our term goes on.
         """
         if self._is_leading() and self._refused.get(worker_id, epoch) < epoch:
             message = f"worker {worker_id} refuses epoch {epoch}, though it reports none above it; restart its agent"
             raise WorkerFailed(f"{message}: {exc}", code="stale_epoch") from exc
         self._refused[worker_id] = epoch
 
-    def claim_all(self) -> None:
-        """Claim everybody, each in its own task; whoever cannot be reached now is claimed before it is acted on."""
+    def claim_all_workers(self) -> None:
+        """Claim all workers, each in its own task. An unreachable one is claimed before its next action."""
         self._claimed.clear()
-        self._refused = {name: at for name, at in self._refused.items() if name in self._fleet.entries}
-        for worker_id in self._fleet.entries:
+        self._refused = {name: at for name, at in self._refused.items() if name in self._reports.workers}
+        for worker_id in self._reports.workers:
             self._tasks.spawn(self._try_to_claim(worker_id))
 
     async def _try_to_claim(self, worker_id: str) -> None:
         try:
-            await self.claim(worker_id)
+            await self.claim_worker(worker_id)
         except WorkerFailed as exc:
             log.info("worker not claimed yet", worker_id=worker_id, error=str(exc))
         except LeaseLost as exc:
             self._on_lease_lost(str(exc))
 
     def highest_epoch(self) -> int:
-        """That any agent has reported."""
-        return max((entry.report.epoch for entry in self._fleet.entries.values()), default=0)
+        """The highest epoch that an agent has reported."""
+        return max((entry.report.epoch for entry in self._reports.workers.values()), default=0)
 
-    def probe_the_silent(self) -> None:
-        """Ask workers that have not spoken for a while, each in its own task."""
-        for worker_id in self._fleet.silent(self._settings.probe_after_s):
+    def probe_silent_workers(self) -> None:
+        """Probe silent workers, each in its own task."""
+        for worker_id in self._reports.workers_to_probe(self._settings.probe_after_s):
             self._tasks.spawn(self._probe(worker_id))
 
-    def forget_the_lost(self) -> None:
-        for worker_id in self._fleet.forget(self._settings.forget_after_s):
+    def drop_lost_workers(self) -> None:
+        """Drop workers that were lost long ago."""
+        for worker_id in self._reports.drop_lost(self._settings.forget_after_s):
             log.info("worker forgotten", worker_id=worker_id)
 
-    def _take(self, worker_id: str, change: ReportChange) -> None:
-        """Adapters that went with an engine or a worker, and not by our doing, are wanted back."""
+    def _apply_change(self, worker_id: str, change: ReportChange) -> None:
+        """Request a pass where the change calls for one, and ask for lost adapters again."""
         now = self._clock()
         for lora_id in change.vanished:
             adapter = self._store.adapters.get(lora_id)
-            if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._underway.drains:
+            if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._operations.drains:
                 continue
             is_hot = self._demand.request_rate(lora_id, now) > 0
-            there = len(self._reads.ready_on(lora_id))
+            there = len(self._queries.ready_workers(lora_id))
             want = WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
             self._demand.add_want(lora_id, want, now + self._settings.wanted_for_s)
             log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
         if change.is_news:
-            self._poke()
+            self._request_pass()
 
     async def _probe(self, worker_id: str) -> None:
-        entry = self._fleet.entries.get(worker_id)
+        entry = self._reports.workers.get(worker_id)
         if entry is None:
-            return  # lost for long, and forgotten in the very pass that wanted it asked
+            return  # dropped in the pass that started this probe
         report, timeout_s = entry.report, self._settings.probe_timeout_s
         agent = asyncio.create_task(self._agents.metadata(report.agent_url, timeout_s=timeout_s))
         engine: asyncio.Task[frozenset[str] | None] | None = None
         try:
-            # The engine is asked as soon as the agent takes long: a lost worker is known after one deadline, not two.
+            # The engine is probed before the agent's deadline, so that a loss is known after one deadline, not two.
             await asyncio.wait([agent], timeout=timeout_s / 3)
             if not agent.done() or agent.exception() is not None:
                 engine = asyncio.create_task(
                     self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
                 )
-            fresh = await _unless_away(agent)
+            fresh = await _or_none(agent)
             if fresh is not None and fresh.instance_id == worker_id:
-                self.hear(fresh)
+                self.record_heartbeat(fresh)
             elif fresh is not None and fresh.transport.engine_url == report.transport.engine_url:
-                self._is_somebody_else(worker_id, entry, fresh)
+                self._on_other_worker(worker_id, entry, fresh)
             else:
                 engine = engine or asyncio.create_task(
                     self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
                 )
-                await self._judge_by_its_engine(worker_id, entry, engine)
+                await self._judge_by_engine(worker_id, entry, engine)
         finally:
             for task in (agent, engine):
                 if task is not None:
                     task.cancel()
 
-    def _is_somebody_else(self, worker_id: str, entry: KnownWorker, fresh: Metadata) -> None:
-        """Another worker has its agent's address and its engine's: a pod's address is used again, or a name changed."""
-        if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
+    def _on_other_worker(self, worker_id: str, entry: KnownWorker, fresh: Metadata) -> None:
+        """Handle a worker whose agent URL and engine URL now belong to another: a reused address, or a new name."""
+        if self._has_reported_since(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
             return
-        change = self._fleet.nobody_answers(worker_id)
+        change = self._reports.mark_lost(worker_id)
         if change.is_news:
             log.warning("worker lost", worker_id=worker_id, instead=fresh.instance_id, agent_url=fresh.agent_url)
-        # With the very engine went nothing: all that it holds is the other worker's now.
+        # The same engine under a new worker id: nothing is lost.
         is_same_engine = fresh.engine_boot_id != "" and fresh.engine_boot_id == entry.report.engine_boot_id
-        self._take(worker_id, replace(change, vanished=()) if is_same_engine else change)
+        self._apply_change(worker_id, replace(change, vanished=()) if is_same_engine else change)
 
-    async def _judge_by_its_engine(
+    async def _judge_by_engine(
         self, worker_id: str, entry: KnownWorker, engine: "asyncio.Task[frozenset[str] | None]"
     ) -> None:
-        """The agent does not answer. Is the engine gone, too?"""
+        """Mark the worker as unmanaged if its engine answers, as lost if it does not."""
         try:
             models = await engine
         except WorkerFailed:
-            if self._is_heard_again(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
+            if self._has_reported_since(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
                 return
-            change = self._fleet.nobody_answers(worker_id)
+            change = self._reports.mark_lost(worker_id)
             if change.is_news:
                 log.warning("worker lost", worker_id=worker_id, silent_s=round(self._clock() - entry.heard_at, 1))
-            self._take(worker_id, change)
+            self._apply_change(worker_id, change)
         else:
-            if not self._is_heard_again(worker_id):
-                self._take(worker_id, self._fleet.engine_answers(worker_id, models))
+            if not self._has_reported_since(worker_id):
+                self._apply_change(worker_id, self._reports.record_engine_models(worker_id, models))
 
-    def _is_heard_again(self, worker_id: str) -> bool:
-        """A heartbeat that came while we probed beats what the probe found."""
-        entry = self._fleet.entries.get(worker_id)
+    def _has_reported_since(self, worker_id: str) -> bool:
+        """Whether a heartbeat has come during the probe, and so outweighs its result."""
+        entry = self._reports.workers.get(worker_id)
         return entry is None or self._clock() - entry.heard_at < self._settings.probe_after_s
 
 
-async def _unless_away(agent: "asyncio.Task[Metadata]") -> Metadata | None:
+async def _or_none(agent: "asyncio.Task[Metadata]") -> Metadata | None:
     try:
         return await agent
     except WorkerFailed:

@@ -1,6 +1,6 @@
-"""What we have begun and not yet heard the end of, and what failed: all that a pass knows beside the reports.
+"""Operations in progress and failures: what a pass knows besides the workers' reports.
 
-Kept in memory only. A process that ends forgets it, and its successor reads from the agents what came of it.
+Kept in memory only. After a restart the agents' reports show what became of the operations.
 """
 
 from collections import Counter, deque
@@ -15,23 +15,23 @@ from orchestrator.core.state import Pair
 class OperationsInProgress:
     """One writer: the event loop.
 
-    busy          worker_id -> loads and unloads on their way there
-    loading       (lora_id, worker_id) -> digest; `load_began`: since when
-    inspecting    lora_id -> worker_id that looks at its bytes
-    leaving       workers that were told to drain
-    unloading     (lora_id, worker_id) that is on its way out: not told twice, as the second might end what comes after
-    evicting      (lora_id, worker_id) that makes room for a load on its way there: no other load's to name
-    drains        (lora_id, worker_id) that takes no new requests
-    owed          victims of loads that took the reserve -> what they made room for
-    failures      what went wrong where, and until when that counts
-    load_seconds  of the last hundred loads
+    busy              worker_id -> number of loads and unloads in progress there
+    loading           (lora_id, worker_id) -> digest; `load_began`: since when
+    inspecting        lora_id -> worker_id that fetches and verifies it
+    draining_workers  workers that were told to drain
+    unloading         (lora_id, worker_id) of unloads: no second call is sent, it could hit a later load of the adapter
+    loading_victims   (lora_id, worker_id) that a load in progress evicts: no other load may name it
+    drains            (lora_id, worker_id) -> drain of an adapter that takes no new requests there
+    reserve_victims   (lora_id, worker_id) that leaves once drained -> adapter whose load took a reserve slot
+    failures          failures that block loads
+    load_seconds      durations of the last hundred loads
     """
 
     busy: Counter[str] = field(default_factory=Counter)
     loading: dict[Pair, str] = field(default_factory=dict)
     load_began: dict[Pair, float] = field(default_factory=dict)
     inspecting: dict[str, str] = field(default_factory=dict)
-    leaving: set[str] = field(default_factory=set)
+    draining_workers: set[str] = field(default_factory=set)
     unloading: set[Pair] = field(default_factory=set)
     loading_victims: set[Pair] = field(default_factory=set)
     drains: dict[Pair, AdapterDrain] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class OperationsInProgress:
     load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
     def clear(self) -> None:
-        """Our term is over: drains and debts are our successor's to find. What is cancelled settles its own count."""
-        self.leaving.clear()
+        """Forget drains at the end of a term. Cancelled actions remove their own entries."""
+        self.draining_workers.clear()
         self.drains.clear()
         self.reserve_victims.clear()

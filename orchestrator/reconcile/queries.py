@@ -1,4 +1,4 @@
-"""What reads see: where adapters are, what state they are in, and the catalog that routers follow."""
+"""Queries: where adapters are, in which state, and the catalog that routers follow."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.state import DesiredPlacement, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.in_flight import OperationsInProgress
-from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, answering, state_of
+from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import CatalogWorker, Draining
 from workers.wire import LoadedLora
@@ -16,7 +16,7 @@ from workers.wire import LoadedLora
 
 @dataclass(frozen=True, slots=True)
 class LastPass:
-    """What the last pass saw and decided. `warming`: what each worker that is not ready yet lacks of its share."""
+    """What the last pass observed and decided. `warming`: worker_id -> loads a warming worker still lacks."""
 
     observed: ObservedFleet
     desired: DesiredPlacement
@@ -24,170 +24,196 @@ class LastPass:
 
 
 class FleetQueries:
-    """Answers from what is stored, reported and under way; changes nothing but the catalog."""
+    """Answers from stored intent, reports and operations in progress; changes nothing but the catalog."""
 
     def __init__(
         self,
         *,
         store: IntentStore,
-        fleet: WorkerReports,
+        reports: WorkerReports,
         catalog: CatalogBook,
-        underway: OperationsInProgress,
+        operations: OperationsInProgress,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._fleet = fleet
+        self._reports = reports
         self._catalog = catalog
-        self._underway = underway
+        self._operations = operations
         self._clock = clock
-        self.view = LastPass(ObservedFleet(), DesiredPlacement())
+        self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
 
     def observe(self) -> ObservedFleet:
-        """The fleet now, with what we have under way in it."""
-        it = self._underway
-        seen = self._fleet.snapshot(
+        """The fleet now, with our operations in progress."""
+        operations = self._operations
+        observed = self._reports.observed_fleet(
             self._store.workers,
-            failures=it.failures.by_pair,
-            busy=it.busy,
-            loading=it.loading,
-            draining=it.drains,
-            inspecting=it.inspecting,
-            reserve_victims=it.reserve_victims,
-            loading_victims=it.loading_victims,
+            failures=operations.failures.by_pair,
+            busy=operations.busy,
+            loading=operations.loading,
+            draining=operations.drains,
+            inspecting=operations.inspecting,
+            reserve_victims=operations.reserve_victims,
+            loading_victims=operations.loading_victims,
             digests=self.digest,
         )
-        return replace(seen, memory=self.view.desired.memory)
+        return replace(observed, memory=self.last_pass.desired.memory)
 
     def digest(self, lora_id: str) -> str | None:
-        """As registered or inspected."""
+        """The registered or inspected digest; None while it is not known."""
         adapter = self._store.adapters.get(lora_id)
         return None if adapter is None else adapter.digest
 
-    def ready_on(self, lora_id: str) -> list[str]:
-        """Workers where the adapter answers requests now: the right bytes and base model, not draining."""
+    def ready_workers(self, lora_id: str) -> list[str]:
+        """Workers that serve the adapter now: ready, right digest and base model, not draining."""
         return sorted(
             worker_id
-            for worker_id, entry in self._fleet.entries.items()
-            if any(lora.lora_id == lora_id and self._is_ready(lora, worker_id) for lora in answering(entry))
+            for worker_id, entry in self._reports.workers.items()
+            if any(lora.lora_id == lora_id and self._is_ready(lora, worker_id) for lora in serving_adapters(entry))
         )
 
-    def ready_table(self) -> dict[str, list[str]]:
-        """`ready_on` of every adapter that is ready anywhere, in one walk over the fleet."""
+    def ready_workers_by_adapter(self) -> dict[str, list[str]]:
+        """lora_id -> `ready_workers`, for every adapter that is ready anywhere, in one walk over the fleet."""
         table: dict[str, list[str]] = {}
-        for worker_id, entry in sorted(self._fleet.entries.items()):
-            for lora in answering(entry):
+        for worker_id, entry in sorted(self._reports.workers.items()):
+            for lora in serving_adapters(entry):
                 if self._is_ready(lora, worker_id):
                     table.setdefault(lora.lora_id, []).append(worker_id)
         return table
 
     def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
-        if lora.state != "ready" or (lora.lora_id, worker_id) in self._underway.drains:
+        if lora.state != "ready" or (lora.lora_id, worker_id) in self._operations.drains:
             return False
         adapter = self._store.adapters.get(lora.lora_id)
         if adapter is None or lora.digest == "" or lora.digest != adapter.digest:
             return False
-        return adapter.base_model in (None, self._fleet.entries[worker_id].report.model.base_model)
+        return adapter.base_model in (None, self._reports.workers[worker_id].report.model.base_model)
 
-    def loading_on(self, lora_id: str) -> list[str]:
-        return sorted(worker_id for name, worker_id in self._underway.loading if name == lora_id)
+    def loading_workers(self, lora_id: str) -> list[str]:
+        """Workers where a load of the adapter is in progress."""
+        return sorted(worker_id for name, worker_id in self._operations.loading if name == lora_id)
 
     def expected_s(self, lora_id: str) -> float | None:
-        """Seconds until it should be there, by the median of the last hundred loads; None when none was measured."""
-        it = self._underway
-        if not it.load_seconds:
+        """Seconds until a load of the adapter should end, by the median of the last hundred loads; None without any."""
+        operations = self._operations
+        if not operations.load_seconds:
             return None
-        median = statistics.median(it.load_seconds)
-        began = [at for (name, _), at in it.load_began.items() if name == lora_id]
+        median = statistics.median(operations.load_seconds)
+        began = [at for (name, _), at in operations.load_began.items() if name == lora_id]
         return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
 
-    def quarantine(self, lora_id: str) -> str | None:
-        """Why the adapter cannot be loaded anywhere: engines refuse its bytes, or nobody finds good ones."""
+    def quarantine_reason(self, lora_id: str) -> str | None:
+        """Why the adapter cannot be loaded anywhere; None while it may be tried."""
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
-        failure = self._underway.failures.fleet_failure(lora_id, self._clock())
-        if failure is None or self.ready_on(lora_id):
+        failure = self._operations.failures.fleet_failure(lora_id, self._clock())
+        if failure is None or self.ready_workers(lora_id):
             return None
         return f"{failure.code}: {failure.message}"
 
     def last_error(self, lora_id: str) -> str | None:
-        """Why the adapter is not, or not often enough, where it should be."""
-        quarantine = self.quarantine(lora_id)
-        if quarantine is not None:
-            return quarantine
-        newest = self._underway.failures.newest_failure(lora_id, self._clock())
-        return f"{newest.code}: {newest.message}" if newest is not None else self.view.desired.unplaced.get(lora_id)
+        """Why the adapter has fewer replicas than it should have; None when no reason is known."""
+        reason = self.quarantine_reason(lora_id)
+        if reason is not None:
+            return reason
+        newest = self._operations.failures.newest_failure(lora_id, self._clock())
+        return (
+            f"{newest.code}: {newest.message}" if newest is not None else self.last_pass.desired.unplaced.get(lora_id)
+        )
 
-    def states(self) -> dict[str, tuple[str, str | None]]:
+    def adapter_states(self) -> dict[str, tuple[str, str | None]]:
         """lora_id -> (adapter state, error), for all registered adapters at once."""
-        it, ready = self._underway, self.ready_table()
-        loading = {lora_id for lora_id, _ in it.loading}
-        troubled = it.failures.failed_ids | self.view.desired.unplaced.keys()
+        operations, ready = self._operations, self.ready_workers_by_adapter()
+        loading = {lora_id for lora_id, _ in operations.loading}
+        troubled = operations.failures.failed_ids | self.last_pass.desired.unplaced.keys()
         found: dict[str, tuple[str, str | None]] = {}
         for lora_id, adapter in self._store.adapters.items():
             has_error = adapter.quarantine is not None or lora_id in troubled
-            is_failed = has_error and self.quarantine(lora_id) is not None
-            state = _state(adapter, lora_id in ready, lora_id in loading, lora_id in it.inspecting, is_failed)
+            is_failed = has_error and self.quarantine_reason(lora_id) is not None
+            state = _adapter_state(
+                adapter, lora_id in ready, lora_id in loading, lora_id in operations.inspecting, is_failed
+            )
             found[lora_id] = (state, self.last_error(lora_id) if has_error else None)
         return found
 
-    def failed(self) -> dict[str, str]:
-        """lora_id -> "code: message" of the adapters that can be used nowhere, whoever is asked."""
-        found = {lora_id: why for lora_id in self._underway.failures.failed_ids if (why := self.quarantine(lora_id))}
-        found |= {name: it.quarantine for name, it in self._store.adapters.items() if it.quarantine is not None}
-        desired = self.view.desired
+    def unusable_adapters(self) -> dict[str, str]:
+        """lora_id -> "code: message" of the adapters that no worker can use."""
+        found = {
+            lora_id: why for lora_id in self._operations.failures.failed_ids if (why := self.quarantine_reason(lora_id))
+        }
+        found |= {
+            name: adapter.quarantine for name, adapter in self._store.adapters.items() if adapter.quarantine is not None
+        }
+        desired = self.last_pass.desired
         found |= {name: f"{code}: {desired.unplaced.get(name, '')}" for name, code in desired.fits_nowhere.items()}
         return found
 
+    def fits_nowhere(self, lora_id: str) -> bool:
+        """Whether no worker could hold the adapter, by the last pass; `last_error` says why."""
+        return lora_id in self.last_pass.desired.fits_nowhere
+
+    def is_warm(self, worker_id: str) -> bool:
+        """Whether a warming worker has loaded its share, or is given none."""
+        entry = self._reports.workers.get(worker_id)
+        if entry is not None and not is_warming(entry, self._store.workers.get(worker_id)):
+            return True
+        return self.last_pass.warming.get(worker_id) == ()  # None: no pass has seen the worker yet
+
     def failed_count(self) -> int:
-        """Adapters in state `failed`."""
-        it, store = self._underway, self._store
-        shared = sum(self.quarantine(lora_id) is not None for lora_id in it.failures.failed_ids)
+        """Number of adapters in state `failed`."""
+        operations, store = self._operations, self._store
+        shared = sum(self.quarantine_reason(lora_id) is not None for lora_id in operations.failures.failed_ids)
         return shared + sum(
-            adapter.quarantine is not None and lora_id not in it.failures.failed_ids
+            adapter.quarantine is not None and lora_id not in operations.failures.failed_ids
             for lora_id, adapter in store.adapters.items()
         )
 
-    def state_of(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
-        """One word for an adapter. `ready`: where it is ready, as `ready_table` says."""
-        it, lora_id = self._underway, adapter.lora_id
-        is_loading = any(name == lora_id for name, _ in it.loading)
-        is_failed = self.quarantine(lora_id) is not None
-        return _state(adapter, bool(ready.get(lora_id)), is_loading, lora_id in it.inspecting, is_failed)
+    def adapter_state(self, adapter: RegisteredAdapter, ready: Mapping[str, Sequence[str]]) -> str:
+        """The adapter's state. `ready`: as `ready_workers_by_adapter`."""
+        operations, lora_id = self._operations, adapter.lora_id
+        is_loading = any(name == lora_id for name, _ in operations.loading)
+        is_failed = self.quarantine_reason(lora_id) is not None
+        return _adapter_state(
+            adapter, bool(ready.get(lora_id)), is_loading, lora_id in operations.inspecting, is_failed
+        )
 
     def refresh_catalog(self) -> None:
-        """Make what routers follow agree with what is known now."""
+        """Bring the catalog that routers follow up to date."""
         workers = {
             name: CatalogWorker.model_validate(
                 {
                     "id": name,
                     "agent_url": agent_url_of(entry.report),
                     "engine_url": "" if agent_url_of(entry.report) else entry.report.transport.engine_url,
-                    "state": self._told_of(name, entry),
+                    "state": self._catalog_state(name, entry),
                     "agent_boot_id": entry.report.agent_boot_id if agent_url_of(entry.report) else "",
                 }
             )
-            for name, entry in self._fleet.entries.items()
+            for name, entry in self._reports.workers.items()
         }
         draining = tuple(
             Draining(worker_id=worker_id, lora_id=lora_id, digest=self._digest_on(lora_id, worker_id))
-            for lora_id, worker_id in sorted(self._underway.drains)
+            for lora_id, worker_id in sorted(self._operations.drains)
         )
-        self._catalog.refresh(self.states(), workers, draining)
+        self._catalog.refresh(self.adapter_states(), workers, draining)
 
-    def _told_of(self, worker_id: str, entry: KnownWorker) -> str:
-        """A worker's state for routers: one that is asked to drain serves on until what it has is elsewhere."""
-        state = state_of(entry, self._store.workers.get(worker_id))
-        is_going = worker_id in self._underway.leaving or entry.report.state == "draining" or entry.is_terminating
+    def _catalog_state(self, worker_id: str, entry: KnownWorker) -> str:
+        """The worker's state for routers: one that is to drain counts as cordoned until its adapters are elsewhere."""
+        state = worker_state(entry, self._store.workers.get(worker_id))
+        is_going = (
+            worker_id in self._operations.draining_workers or entry.report.state == "draining" or entry.is_terminating
+        )
         return state if state != "draining" or is_going else "cordoned"
 
     def _digest_on(self, lora_id: str, worker_id: str) -> str:
-        entry = self._fleet.entries.get(worker_id)
+        entry = self._reports.workers.get(worker_id)
         loras = entry.report.lora.loaded_loras if entry is not None else ()
         return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")
 
 
-def _state(adapter: RegisteredAdapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool) -> str:
+def _adapter_state(
+    adapter: RegisteredAdapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool
+) -> str:
     if adapter.is_deleting:
         return "deleting"
     if is_failed:

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class RolloutController:
-    """Moves aliases from target to target; makes nothing of its own but what it tells the store."""
+    """Moves aliases between targets: decides from `core.rollout` and writes to the store."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RolloutController:
         store: IntentStore,
         demand: DemandBook,
         catalog: CatalogBook,
-        reads: FleetQueries,
+        queries: FleetQueries,
         is_settled: Callable[[], bool],
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -48,24 +48,28 @@ class RolloutController:
         self._store = store
         self._demand = demand
         self._catalog = catalog
-        self._reads = reads
+        self._queries = queries
         self._is_settled = is_settled
         self._clock = clock
         self._wall = wall
-        # (alias, began_at) -> what was counted of its adapters when it was last looked at
+        # (alias, began_at) -> request totals of its adapters at the last observation
         self._marks: dict[tuple[str, float], dict[str, RequestTally]] = {}
 
-    def turn(self) -> None:
-        """Look at every rollout that is under way, and take the steps that are due."""
+    def advance_all(self) -> None:
+        """Advance every active rollout as far as its observations allow."""
         going = [rollout for rollout in self._store.rollouts.values() if rollout.is_active]
-        self._marks = {key: marks for key, marks in self._marks.items() if key in {_key(r) for r in going}}
+        self._marks = {key: marks for key, marks in self._marks.items() if key in {_rollout_key(r) for r in going}}
         if going and self._is_settled():
-            ready, running, workers = self._reads.ready_table(), self._running(), self._workers()
+            ready, running, workers = (
+                self._queries.ready_workers_by_adapter(),
+                self._requests_in_flight(),
+                self._workers(),
+            )
             for rollout in going:
-                self._step(rollout, self._seen(rollout, ready, running, workers))
+                self._advance(rollout, self._observation(rollout, ready, running, workers))
 
     def with_replica_floors(self, intent: Intent) -> Intent:
-        """The intent with the replicas that rollouts need as minima, whatever demand says."""
+        """The intent with `min_replicas` raised to what active rollouts need."""
         wanted: dict[str, int] = {}
         for rollout in self._store.rollouts.values():
             for lora_id, least in replica_floors(rollout).items():
@@ -73,13 +77,13 @@ class RolloutController:
         if not wanted:
             return intent
         found = {name: intent.adapters[name] for name in wanted if name in intent.adapters}
-        raised = {name: self._raised(adapter, wanted[name]) for name, adapter in found.items()}
+        raised = {name: self._with_minimum(adapter, wanted[name]) for name, adapter in found.items()}
         return replace(intent, adapters={**intent.adapters, **raised})
 
-    def point(self, alias: str, targets: Targets, actor: str, *, place_s: float) -> None:
-        """Point an alias somewhere: at once where it is new or `place_s` is 0, else when the targets are placed.
+    def point_alias(self, alias: str, targets: Targets, actor: str, *, place_s: float) -> None:
+        """Set an alias's targets: at once if it is new or `place_s` is 0, else when the targets are placed.
 
-        Raises StateConflict while a rollout is under way; a switch that is under way is given up for this one.
+        A switch in progress is replaced. Raises StateConflict while a rollout is in progress.
         """
         was, under_way = self._store.aliases.get(alias), self._store.rollouts.get(alias)
         if under_way is not None and under_way.is_active and under_way.guard is not None:
@@ -100,10 +104,10 @@ class RolloutController:
                 return
             now = self._wall()
             switch = Rollout(alias=alias, before=was, after=targets, place_s=place_s, began_at=now, since=now)
-            self._begin(switch, actor)
-        self._look(switch)
+            self._store_new(switch, actor)
+        self._observe_now(switch)
 
-    def start(
+    def start_rollout(
         self, alias: str, to: str, steps: Sequence[WeightStep], guard: RolloutGuard, actor: str, *, place_s: float
     ) -> tuple[Rollout, bool]:
         """Start a rollout; returns it, and whether it is new: the same one again changes nothing.
@@ -134,48 +138,51 @@ class RolloutController:
             began_at=now,
             since=now,
         )
-        counted = {lora_id: self._tally(lora_id, self._running()) for lora_id in rollout.old_ids}
+        counted = {lora_id: self._finished_requests(lora_id, self._requests_in_flight()) for lora_id in rollout.old_ids}
         rollout = replace(rollout, baseline=sum(counted.values(), RequestTally()))
         with self._store.together():
-            self._begin(rollout, actor)
-        self._look(rollout)
+            self._store_new(rollout, actor)
+        self._observe_now(rollout)
         return self._store.rollouts[alias], True
 
-    def rollout(self, alias: str) -> Rollout:
-        """The one under way, or the last. Raises NotFound."""
+    def rollout_of(self, alias: str) -> Rollout:
+        """The alias's rollout in progress, or its last one. Raises NotFound."""
         found = self._store.rollouts.get(alias)
         if found is None:
             raise NotFound(f"alias {alias!r} has had no rollout", code="rollout_not_found", param="name")
         return found
 
-    def pause(self, alias: str, is_paused: bool, actor: str) -> Rollout:
-        """Pause or resume it; repeats change nothing. Raises NotFound, StateConflict when it is over."""
-        rollout = self._under_way(alias)
+    def set_paused(self, alias: str, is_paused: bool, actor: str) -> Rollout:
+        """Pause or resume the rollout; repeats change nothing. Raises NotFound, StateConflict when it is over."""
+        rollout = self._active_rollout(alias)
         after = paused_rollout(rollout, self._wall()) if is_paused else resumed_rollout(rollout, self._wall())
         if after != rollout:
-            self._keep(rollout, after, None, "paused" if is_paused else "resumed", actor)
-            self._look(after)
+            self._store_progress(rollout, after, None, "paused" if is_paused else "resumed", actor)
+            self._observe_now(after)
         return self._store.rollouts[alias]
 
-    def abort(self, alias: str, actor: str) -> Rollout:
-        """Back to what the alias pointed at. Raises NotFound, StateConflict when it is over."""
-        rollout = self._under_way(alias)
+    def abort_rollout(self, alias: str, actor: str) -> Rollout:
+        """End the rollout and restore the alias's old targets. Raises NotFound, StateConflict when it is over."""
+        rollout = self._active_rollout(alias)
         after, targets = aborted_rollout(rollout, self._wall())
-        self._keep(rollout, after, targets, "aborted", actor)
+        self._store_progress(rollout, after, targets, "aborted", actor)
         return after
 
-    def lacks(self, rollout: Rollout) -> Mapping[str, str]:
-        """lora_id -> what it still lacks before the alias may shift; empty once it has."""
+    def missing_for(self, rollout: Rollout) -> Mapping[str, str]:
+        """lora_id -> what is missing before the alias may shift; empty once it has shifted."""
         if rollout.phase != "placing":
             return {}
         if not self._is_settled():
             return dict.fromkeys(sorted(rollout.new_ids), "the fleet has not spoken yet")
         return missing_by_adapter(
-            rollout, self._seen(rollout, self._reads.ready_table(), {}, self._workers(), is_look=False)
+            rollout,
+            self._observation(
+                rollout, self._queries.ready_workers_by_adapter(), {}, self._workers(), takes_counts=False
+            ),
         )
 
-    def _under_way(self, alias: str) -> Rollout:
-        found = self.rollout(alias)
+    def _active_rollout(self, alias: str) -> Rollout:
+        found = self.rollout_of(alias)
         if not found.is_active:
             raise StateConflict(
                 f"the last rollout of {alias!r} is over: {found.phase}; POST starts another",
@@ -184,7 +191,7 @@ class RolloutController:
             )
         return found
 
-    def _begin(self, rollout: Rollout, actor: str) -> None:
+    def _store_new(self, rollout: Rollout, actor: str) -> None:
         self._store.put_rollout(rollout.alias, rollout)
         self._store.record(
             "alias_rollout",
@@ -193,27 +200,29 @@ class RolloutController:
             actor,
         )
 
-    def _look(self, rollout: Rollout) -> None:
-        """At one, now, so that a switch to what is there already takes no pass."""
+    def _observe_now(self, rollout: Rollout) -> None:
+        """Advance one rollout now, so that a switch to placed targets needs no pass."""
         if self._is_settled() and rollout.is_active:
-            seen = self._seen(rollout, self._reads.ready_table(), self._running(), self._workers())
-            self._step(rollout, seen)
+            seen = self._observation(
+                rollout, self._queries.ready_workers_by_adapter(), self._requests_in_flight(), self._workers()
+            )
+            self._advance(rollout, seen)
 
-    def _step(self, rollout: Rollout, seen: RolloutObservation) -> None:
-        look = seen
+    def _advance(self, rollout: Rollout, seen: RolloutObservation) -> None:
+        observation = seen
         while True:
-            after, targets = advance(rollout, look, self._wall())
+            after, targets = advance(rollout, observation, self._wall())
             if (after.phase, after.step, after.scale) != (rollout.phase, rollout.step, rollout.scale):
                 what = after.phase if not after.is_active else f"{after.phase} step {after.step + 1}"
-                self._keep(rollout, after, targets, what, NOBODY)
+                self._store_progress(rollout, after, targets, what, NOBODY)
             elif after != rollout:
-                # What is counted within a step is not worth a write: a restart counts the step's requests anew.
+                # Counts within a step are not stored: after a restart the step's requests are counted anew.
                 self._store.rollouts[rollout.alias] = after
             if (after.phase, after.step) == (rollout.phase, rollout.step) or not after.is_active:
                 return
-            rollout, look = after, replace(seen, old=RequestTally(), new=RequestTally())
+            rollout, observation = after, replace(seen, old=RequestTally(), new=RequestTally())
 
-    def _keep(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
+    def _store_progress(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
         with self._store.together():
             was = self._store.aliases[alias]
@@ -226,55 +235,57 @@ class RolloutController:
             if is_step and (after.guard is not None or after.phase != "watching"):
                 self._store.record("alias_rollout", alias, {"what": what, "why": after.reason}, actor)
         log.info("rollout", alias=alias, what=what, why=after.reason, targets=targets)
-        self._catalog.emit("alias_rollout", message=f"{alias}: {what}" + (f": {after.reason}" if after.reason else ""))
+        self._catalog.emit_event(
+            "alias_rollout", message=f"{alias}: {what}" + (f": {after.reason}" if after.reason else "")
+        )
 
-    def _seen(
+    def _observation(
         self,
         rollout: Rollout,
         ready: Mapping[str, Sequence[str]],
         running: Mapping[str, int],
         workers: Collection[ObservedWorker],
         *,
-        is_look: bool = True,
+        takes_counts: bool = True,
     ) -> RolloutObservation:
-        """`is_look`: what was counted since the last look is taken out of the books."""
+        """The observation of the rollout. `takes_counts`: with the requests counted since the last such call."""
         ids = rollout.old_ids | rollout.new_ids
         adapters = {lora_id: self._store.adapters[lora_id] for lora_id in ids if lora_id in self._store.adapters}
-        why = {lora_id: self._reads.last_error(lora_id) for lora_id in ids}
-        counted = self._counted(rollout, ids, running) if is_look else {}
+        why = {lora_id: self._queries.last_error(lora_id) for lora_id in ids}
+        counted = self._new_counts(rollout, ids, running) if takes_counts else {}
         return RolloutObservation(
             ready={lora_id: len(ready.get(lora_id, ())) for lora_id in ids},
-            most={lora_id: self._most(adapter) for lora_id, adapter in adapters.items()},
+            most={lora_id: self._max_replicas(adapter) for lora_id, adapter in adapters.items()},
             room={
-                lora_id: _room(adapter, workers, ready.get(lora_id, ()))
+                lora_id: _able_worker_count(adapter, workers, ready.get(lora_id, ()))
                 for lora_id, adapter in adapters.items()
                 if adapter.is_inspected
             },
-            unusable={lora_id: wrong for lora_id in ids if (wrong := self._wrong(lora_id))},
+            unusable={lora_id: wrong for lora_id in ids if (wrong := self._unusable_reason(lora_id))},
             unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
             known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
             old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), RequestTally()),
             new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), RequestTally()),
         )
 
-    def _counted(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, RequestTally]:
-        """What was added since the last look; nothing at the first."""
-        now = {lora_id: self._tally(lora_id, running) for lora_id in ids}
-        marks = self._marks.get(_key(rollout))
-        self._marks[_key(rollout)] = now
+    def _new_counts(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, RequestTally]:
+        """lora_id -> requests counted since the last call; empty at the first."""
+        now = {lora_id: self._finished_requests(lora_id, running) for lora_id in ids}
+        marks = self._marks.get(_rollout_key(rollout))
+        self._marks[_rollout_key(rollout)] = now
         return (
             {}
             if marks is None
-            else {name: _grown(tally, marks.get(name, RequestTally())) for name, tally in now.items()}
+            else {name: _tally_growth(tally, marks.get(name, RequestTally())) for name, tally in now.items()}
         )
 
-    def _tally(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
-        """What is known of its requests that are over, since our own start."""
+    def _finished_requests(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
+        """The adapter's finished requests since our own start."""
         flow = self._demand.traffic_totals(lora_id)
         over = max(0.0, flow.requests - running.get(lora_id, 0))
         return RequestTally(over, flow.errors, flow.first_tokens, flow.first_token_s)
 
-    def _running(self) -> Counter[str]:
+    def _requests_in_flight(self) -> Counter[str]:
         """lora_id -> requests in flight."""
         found: Counter[str] = Counter()
         for router in self._demand.live_routers(self._clock()):
@@ -284,38 +295,38 @@ class RolloutController:
         return found
 
     def _workers(self) -> Collection[ObservedWorker]:
-        return self._reads.observe().workers.values()
+        return self._queries.observe().workers.values()
 
-    def _most(self, adapter: RegisteredAdapter) -> int:
+    def _max_replicas(self, adapter: RegisteredAdapter) -> int:
         return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
-    def _wrong(self, lora_id: str) -> str | None:
-        """Why routers refuse what worked before."""
+    def _unusable_reason(self, lora_id: str) -> str | None:
+        """Why routers refuse requests for the adapter; None when they do not."""
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.is_deleting:
             return "it is deleted"
-        return self._reads.quarantine(lora_id) if adapter.is_inspected else None
+        return self._queries.quarantine_reason(lora_id) if adapter.is_inspected else None
 
-    def _raised(self, adapter: RegisteredAdapter, least: int) -> RegisteredAdapter:
+    def _with_minimum(self, adapter: RegisteredAdapter, least: int) -> RegisteredAdapter:
         loading = adapter.loading or self._store.rules.loading
         own = self._store.rules.min_replicas if loading != "lazy" else 0
         own = own if adapter.min_replicas is None else adapter.min_replicas
-        least = min(least, self._most(adapter))
+        least = min(least, self._max_replicas(adapter))
         return replace(adapter, min_replicas=least) if least > own else adapter
 
 
-def _key(rollout: Rollout) -> tuple[str, float]:
+def _rollout_key(rollout: Rollout) -> tuple[str, float]:
     return rollout.alias, rollout.began_at
 
 
-def _room(adapter: RegisteredAdapter, workers: Collection[ObservedWorker], holders: Sequence[str]) -> int:
-    """Workers that can hold the adapter, or do."""
+def _able_worker_count(adapter: RegisteredAdapter, workers: Collection[ObservedWorker], holders: Sequence[str]) -> int:
+    """Number of workers that can hold the adapter, or do."""
     fits = {worker.id for worker in workers if worker.can_accept(adapter.base_model, adapter.rank or 0)}
     return len(fits.union(holders))
 
 
-def _grown(now: RequestTally, before: RequestTally) -> RequestTally:
-    """What was added; where a count fell it was begun anew, and the next look tells."""
+def _tally_growth(now: RequestTally, before: RequestTally) -> RequestTally:
+    """The growth of each count; 0 where a count fell because it began anew."""
     return RequestTally(
         max(0.0, now.requests - before.requests),
         max(0.0, now.errors - before.errors),

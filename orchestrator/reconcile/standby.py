@@ -1,7 +1,7 @@
-"""Not leading, yet ready to: knows the same workers as the leader, from their own mouths.
+"""A standby knows the same workers as the leader, so that it can take over at once.
 
-Agents send their heartbeats to one orchestrator. So a standby learns from the leader's catalog who there is, and asks
-those whom it has not heard itself; from then on it asks whoever is silent, as a leader does.
+Agents send heartbeats to one orchestrator only. A standby reads the leader's catalog and asks the agents of workers
+that it does not know; from then on it probes silent workers as the leader does.
 """
 
 import httpx
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class StandbyFollower:
-    """Follows the leader; does nothing while we lead ourselves, or nobody does."""
+    """Follows the leader's catalog; does nothing while we lead, or while no leader is known."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class StandbyFollower:
         self._timeout_s = timeout_s
         self._etag = ""
 
-    async def step(self) -> None:
-        """One look at the leader's catalog. Raises httpx.HTTPError, ValidationError."""
+    async def sync_workers(self) -> None:
+        """Read the leader's catalog and ask the agents of unknown workers. Raises httpx.HTTPError, ValidationError."""
         leader = self._leadership.other_holder
         if leader is None or not leader.url:
             return
@@ -49,14 +49,14 @@ class StandbyFollower:
         catalog = Catalog.model_validate_json(answer.content)
         missed = 0
         for worker in catalog.workers:
-            if worker.id not in self._reconciler.fleet.entries and worker.state != "lost" and worker.agent_url:
-                missed += not await self._meet(worker.agent_url)
+            if worker.id not in self._reconciler.reports.workers and worker.state != "lost" and worker.agent_url:
+                missed += not await self._ask_agent(worker.agent_url)
         self._etag = "" if missed else answer.headers.get("etag", "")
 
-    async def _meet(self, agent_url: str) -> bool:
+    async def _ask_agent(self, agent_url: str) -> bool:
         try:
-            self._reconciler.hear(await self._agents.metadata(agent_url, timeout_s=self._timeout_s))
+            self._reconciler.monitor.record_heartbeat(await self._agents.metadata(agent_url, timeout_s=self._timeout_s))
         except (WorkerFailed, ValidationError) as exc:
-            log.info("worker not met yet", agent_url=agent_url, error=str(exc))
+            log.info("agent not reached yet", agent_url=agent_url, error=str(exc))
             return False
         return True

@@ -1,4 +1,4 @@
-"""Work that goes on beside the passes, each piece in a task of its own."""
+"""Background tasks of the reconcile loop."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """Starts coroutines and can wait for, or drop, all of them."""
+    """Starts coroutines as tasks, and waits for or cancels all of them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -16,22 +16,22 @@ class BackgroundTasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def done(self) -> None:
-        """Until nothing is under way, including what was started meanwhile."""
+    async def wait_all(self) -> None:
+        """Wait until no task is left, including those that are started meanwhile."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def cancel(self) -> None:
-        """Everything under way ends as soon as it can, and not before it has begun.
+    def cancel_all(self) -> None:
+        """Cancel all tasks, from the next tick on.
 
-        A task that is cancelled in the turn of the loop that made it never runs, nor does what it would do at its end.
+        A task that is cancelled in the tick that made it never runs, not even its `finally` blocks.
         """
         loop = asyncio.get_running_loop()
         for task in self._tasks:
             loop.call_soon(task.cancel)
 
-    async def drop(self) -> None:
-        """Cancel everything and wait for its end."""
+    async def cancel_and_wait(self) -> None:
+        """Cancel all tasks and wait for their end."""
         tasks = list(self._tasks)
-        self.cancel()
+        self.cancel_all()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""The audit log: every load, unload and inspection with who asked, why, and what came of it.
+"""The audit log: every load, unload and inspection with its requester, reason and result.
 
-One structured log line each, and one entry in the store's history, where each kind keeps its newest ones.
+Each is one structured log line and, inspections excepted, one entry in the store's history.
 """
 
 import structlog
@@ -12,28 +12,28 @@ log = structlog.get_logger()
 
 
 class AuditLog:
-    """Writes down how actions ended. `asked_by`: lora_id -> who wants it loaded, or gone."""
+    """Records how actions ended, and on whose behalf they ran."""
 
     def __init__(self, store: IntentStore) -> None:
         self._store = store
         self._asked_by: dict[str, str] = {}
 
-    def asked(self, lora_id: str, by: str) -> None:
-        """Who wants this adapter loaded, or gone."""
+    def note_requester(self, lora_id: str, by: str) -> None:
+        """Note who asked to have the adapter loaded or deleted; actions on it count as theirs from now on."""
         self._asked_by[lora_id] = by
 
-    def served(self, lora_id: str) -> None:
-        """That is done: what happens to it from now on is the orchestrator's own doing."""
+    def forget_requester(self, lora_id: str) -> None:
+        """Forget the adapter's requester: the request is met."""
         self._asked_by.pop(lora_id, None)
 
-    def who(self, lora_id: str) -> str:
-        """Whoever asked for this adapter last, and is not served yet; else the orchestrator's own policy."""
+    def requester(self, lora_id: str) -> str:
+        """Who asked for the adapter last and is not served yet; else the orchestrator itself."""
         return self._asked_by.get(lora_id, NOBODY)
 
-    def ended(
+    def record_action(
         self, action: WorkerAction, *, who: str, outcome: str, duration_s: float, code: str = "", error: str = ""
     ) -> None:
-        """Note the end of an action. outcome: ok, refused, failed, timeout, error or dropped."""
+        """Record an action's end. outcome: ok, refused, failed, timeout, error or dropped."""
         what = {
             "worker_id": action.worker_id,
             "outcome": outcome,
@@ -48,8 +48,8 @@ class AuditLog:
         if action.operation != "inspect":
             self._store.record(action.operation, action.lora_id, what, who)
 
-    def evicted(self, lora_id: str, worker_id: str, *, made_room_for: str, who: str) -> None:
-        """The named victim of a load went with it: an unload that no call of ours of its own made."""
+    def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, who: str) -> None:
+        """Record that a load's victim was unloaded by the agent as part of the load."""
         what = {"worker_id": worker_id, "outcome": "ok", "reason": f"made room for {made_room_for}"}
         log.info("unload", lora_id=lora_id, asked_by=who, **what)
         self._store.record("unload", lora_id, what | {"epoch": self._store.epoch}, who)

@@ -102,8 +102,8 @@ class StoreBackend(Protocol):
         """Whether `read` has anything to say yet."""
         ...
 
-    def let_go(self) -> None:
-        """The end of a term: what is not durable yet is given up."""
+    def end_term(self) -> None:
+        """End our term: give up writes that are not durable yet."""
         ...
 
     def history(

@@ -94,7 +94,7 @@ class SqliteBackend:
     async def catch_up(self) -> None:
         """Every `read` looks into the file."""
 
-    def let_go(self) -> None:
+    def end_term(self) -> None:
         """Nothing waits to be written."""
 
     def read(self) -> StoredIntent:

@@ -95,9 +95,9 @@ class IntentStore:
         """
         await self._backend.saved(about)
 
-    def let_go(self) -> None:
-        """We lead no longer: what is not durable is given up."""
-        self._backend.let_go()
+    def end_term(self) -> None:
+        """End our term: give up writes that are not durable yet."""
+        self._backend.end_term()
 
     @property
     def is_read(self) -> bool:

@@ -31,7 +31,7 @@ class StubWorkerReports:
     """As far as the registry asks it."""
 
     def __init__(self):
-        self.entries = {}
+        self.workers = {}
 
     def base_model_names(self):
         return {"tiny-qwen"}
@@ -43,7 +43,7 @@ class ImmediateRollouts:
     def __init__(self, store):
         self._store = store
 
-    def point(self, alias, targets, actor, *, place_s):
+    def point_alias(self, alias, targets, actor, *, place_s):
         with self._store.together():
             self._store.put_alias(alias, targets)
             self._store.record("alias_set", alias, {"targets": targets}, actor)
@@ -95,7 +95,7 @@ class StoreInstance:
     def abdicate(self):
         """Killed, or without the lease: nothing more is written."""
         self.is_leading = False
-        self.store.let_go()
+        self.store.end_term()
 
     async def close(self):
         await self.backend.finish()

@@ -39,21 +39,24 @@ class SliceOrchestrator(OrchestratorUnderTest):
         )
         self.pokes = asyncio.Event()
         self.client = httpx.AsyncClient()
+        self.agent_client = AgentClient(self.client, own=OwnKey(), epoch=lambda: 1)
         self.finder = KubeWorkerFinder(
             self.slices,
-            fleet=self.reconciler.fleet,
-            agents=AgentClient(self.client, own=OwnKey(), epoch=lambda: 1),
-            hear=self.reconciler.hear,
-            poke=self.pokes.set,
+            reports=self.reconciler.reports,
+            agents=self.agent_client,
+            on_report=self.reconciler.monitor.record_heartbeat,
+            request_pass=self.pokes.set,
             timeout_s=0.5,
             again_s=0.1,
         )
 
     async def beat(self):
         """Agents that are there are asked instead."""
-        for worker_id, entry in self.reconciler.fleet.entries.items():
+        for worker_id, entry in self.reconciler.reports.workers.items():
             if worker_id in self.agents and entry.reach == "heard":
-                self.reconciler.hear(await self.finder._agents.metadata(entry.report.agent_url, timeout_s=5))
+                self.reconciler.monitor.record_heartbeat(
+                    await self.agent_client.metadata(entry.report.agent_url, timeout_s=5)
+                )
 
     async def pod(self, worker_id, *, holds=(), **shape):
         """One that runs, holds these adapters, and is named."""
@@ -72,7 +75,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
         await until(predicate)
 
     def states(self):
-        return {name: worker.state for name, worker in self.reconciler.observe().workers.items()}
+        return {name: worker.state for name, worker in self.reconciler.queries.observe().workers.items()}
 
     def holders(self):
         return {name: sorted(agent.loaded) for name, agent in self.agents.items()}
@@ -94,8 +97,8 @@ async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(house):
         await house.pod(name, holds=holds)
     await house.until(lambda: len(house.states()) == 3)
     assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
-    assert house.reconciler.fleet.entries["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
-    assert house.pokes.is_set() or house.reconciler._due.is_set(), "a pass is due"
+    assert house.reconciler.reports.workers["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
+    assert house.pokes.is_set() or house.reconciler.is_pass_due, "a pass is due"
 
 
 async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(house):
@@ -117,9 +120,9 @@ async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_no
     await house.name("w0", zone="a", node="n1")
     await house.name("w1", zone="a", node="n1")
     await house.until(lambda: len(house.states()) == 2)
-    await house.until(lambda: house.reconciler.observe().workers["w0"].node == "n1")
+    await house.until(lambda: house.reconciler.queries.observe().workers["w0"].node == "n1")
     await house.beat()
-    workers = house.reconciler.observe().workers
+    workers = house.reconciler.queries.observe().workers
     assert {name: (worker.zone, worker.node) for name, worker in workers.items()} == {
         "w0": ("a", "n1"),
         "w1": ("own", "mine"),
@@ -242,7 +245,7 @@ async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(house):
     await house.until(lambda: not house.slices.workers)
     await house.turn()
     assert house.states() == {}
-    assert house.reconciler.catalog.body()[1].count(b"w0") == 0
+    assert house.reconciler.catalog.catalog_json()[1].count(b"w0") == 0
 
 
 async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
@@ -250,7 +253,7 @@ async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
     agent.url = await house.stack.enter_async_context(serving(agent.app, host=house.kube.host))
     await put_slice(house.kube, slice_of("some-pod", agent=agent.url, zone="a", namespace=house.kube.namespace))
     await house.until(lambda: house.states() == {"w0": "ready"})
-    await house.until(lambda: house.reconciler.observe().workers["w0"].zone == "a")
+    await house.until(lambda: house.reconciler.queries.observe().workers["w0"].zone == "a")
     terminating = slice_of("some-pod", agent=agent.url, terminating=True, namespace=house.kube.namespace)
     await put_slice(house.kube, terminating)
     await house.until(lambda: house.states() == {"w0": "draining"})
@@ -290,7 +293,7 @@ async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(
             whole = build(settings, kube=client)
             async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
                 found = await until(lambda: listed(browser))
-                (entry,) = whole.reconciler.fleet.entries.values()
+                (entry,) = whole.reconciler.reports.workers.values()
         assert (found[0]["id"], found[0]["state"], found[0]["zone"]) == ("w0", "ready", "a")
         assert entry.report.pool == "old"
     finally:

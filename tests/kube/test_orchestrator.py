@@ -146,7 +146,7 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
     async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
         beating.url = url
         await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
-        await until(lambda: whole.reconciler.fleet.entries)
+        await until(lambda: whole.reconciler.reports.workers)
         server = kube.ours
         kube.faults.refuse(503, retry_after_s=0)
         before = server.count("", "/configmaps")
@@ -154,7 +154,7 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         registering = asyncio.create_task(http.post("/v1/adapters", json=body))
         await until(lambda: server.count("", "/configmaps") >= before + 4)
         assert not registering.done()
-        assert whole.reconciler.view.desired.inspections
+        assert whole.reconciler.queries.last_pass.desired.inspections
         assert worker.calls == []
         kube.faults.refuse(None)
         assert (await registering).status_code == 201

@@ -30,7 +30,7 @@ class OrchestratorUnderTest:
         self.settings = OrchestratorSettings(store=path, settle_s=0, **settings)
         self.whole = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
         self.reconciler = self.whole.reconciler
-        self.reconciler.take_up()
+        self.reconciler.reload_intent()
         self.whole.leadership.lead_until(math.inf)
         self.store = self.whole.store
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.whole.app), base_url="http://orchestrator")
@@ -57,7 +57,7 @@ class OrchestratorUnderTest:
         """One pass to its end: heartbeats, pass, all its actions. Returns what it did."""
         await self.beat()
         actions = self.reconciler.run_pass()
-        await self.reconciler.settled()
+        await self.reconciler.wait_for_actions()
         return actions
 
     async def settle(self, turns=30):

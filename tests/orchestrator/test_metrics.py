@@ -12,7 +12,7 @@ from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import AdapterUsage
 from orchestrator.core.state import RegisteredAdapter
-from orchestrator.metrics import REST, BoundedLabels, OrchestratorMetrics
+from orchestrator.metrics import OTHER, BoundedLabels, OrchestratorMetrics
 from tests.orchestrator.doubles import FakeAgent, digest_of
 from tests.patience import SLOWNESS
 from workers.wire import Metadata
@@ -24,21 +24,21 @@ def series(text, name):
 
 
 def test_only_so_many_adapters_have_series_and_the_rest_are_one():
-    shown = BoundedLabels(2)
-    assert [shown.label(name) for name in "abca"] == ["a", "b", REST, "a"]
-    assert shown.choose({"a": 1.0, "b": 5.0}) == set()
-    assert shown.choose({"a": 1.0, "b": 5.0, "c": 9.0, "d": 8.0, "e": 7.0}) == {"a"}
-    assert shown.label("c") == "c"
-    assert shown.label("a") == REST
+    labels = BoundedLabels(2)
+    assert [labels.label(name) for name in "abca"] == ["a", "b", OTHER, "a"]
+    assert labels.update({"a": 1.0, "b": 5.0}) == set()
+    assert labels.update({"a": 1.0, "b": 5.0, "c": 9.0, "d": 8.0, "e": 7.0}) == {"a"}
+    assert labels.label("c") == "c"
+    assert labels.label("a") == OTHER
 
 
 def test_who_is_asked_for_now_takes_the_place_of_who_is_not_any_more():
-    shown = BoundedLabels(3)
+    labels = BoundedLabels(3)
     for name in ("a/v1", "b/v1", "c/v1"):
-        shown.label(name)
-    assert shown.choose({"a/v1": 1.0}) == set()
-    assert shown.choose({"a/v1": 1.0, "a/v2": 5.0}) == {"b/v1", "c/v1"}
-    assert [shown.label(name) for name in ("a/v1", "a/v2")] == ["a/v1", "a/v2"]
+        labels.label(name)
+    assert labels.update({"a/v1": 1.0}) == set()
+    assert labels.update({"a/v1": 1.0, "a/v2": 5.0}) == {"b/v1", "c/v1"}
+    assert [labels.label(name) for name in ("a/v1", "a/v2")] == ["a/v1", "a/v2"]
 
 
 async def test_the_series_of_a_deleted_adapter_end(house, clock):
@@ -58,8 +58,8 @@ async def test_the_series_of_a_deleted_adapter_end(house, clock):
 
 def test_every_request_is_counted_once_and_no_series_ever_falls():
     metrics, totals, rng = OrchestratorMetrics(), {}, Random(3)
-    metrics.shown = BoundedLabels(3)
-    metrics.count_usage(lambda: {name: (total, rng.random()) for name, total in totals.items()})
+    metrics.adapter_labels = BoundedLabels(3)
+    metrics.observe_usage(lambda: {name: (total, rng.random()) for name, total in totals.items()})
     before, ended = {}, 0.0
     for _ in range(40):
         name = rng.choice("abcdefgh")

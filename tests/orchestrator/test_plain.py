@@ -61,7 +61,7 @@ class OrchestratorOfEngines(OrchestratorUnderTest):
 
     async def beat(self):
         await super().beat()
-        await self.whole.plain.beat(self.reconciler.hear)
+        await self.whole.plain.beat(self.reconciler.monitor.record_heartbeat)
 
 
 @pytest.fixture

@@ -102,9 +102,9 @@ async def test_a_restored_store_never_leaves_an_agent_refusing_everyone(house):
     agent = await house.worker()
     agent.epoch = 41
     await house.beat()
-    assert not house.reconciler.is_leading  # perhaps somebody newer leads: the lease is looked at first
+    assert not house.reconciler.leadership.is_leading  # perhaps somebody newer leads: the lease is looked at first
     await house.whole.leadership.step()
-    assert house.reconciler.is_leading
+    assert house.reconciler.leadership.is_leading
     assert house.store.epoch == 42
     await ready(house)
     assert agent.epoch == 42
@@ -115,8 +115,8 @@ async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written
     agent, liar = await house.worker("w0"), await house.worker("w1")
     liar.epoch = 2**63 - 1
     await house.beat()
-    assert house.reconciler.is_leading
-    house.reconciler.take_up()
+    assert house.reconciler.leadership.is_leading
+    house.reconciler.reload_intent()
     assert house.store.epoch == 2
     liar.state, liar.epoch = "draining", 2**70
     house.agents = {"w0": agent}
@@ -134,12 +134,12 @@ async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_
     await house.worker("w0")
     await house.join(contrary)
     await house.register()
-    while house.reconciler.is_leading:  # perhaps somebody newer leads: the lease is looked at
-        house.reconciler.ensure("sql/v1", 2)
+    while house.reconciler.leadership.is_leading:  # perhaps somebody newer leads: the lease is looked at
+        house.reconciler.ensure_replicas("sql/v1", 2)
         await house.turn()
     await house.whole.leadership.step()
-    await house.reconciler.settled()
-    assert house.reconciler.is_leading
+    await house.reconciler.wait_for_actions()
+    assert house.reconciler.leadership.is_leading
     await house.ensure(replicas=2)
     await house.settle()
     assert (await house.adapter())["workers"] == ["w0"]
@@ -149,9 +149,9 @@ async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_
 
 async def test_who_asks_waits_since_it_asked_first(house):
     began_at = house.clock.now
-    house.reconciler.ensure("sql/v1", 1)
+    house.reconciler.ensure_replicas("sql/v1", 1)
     house.clock.now += 5.0
-    house.reconciler.ensure("sql/v1", 2)
+    house.reconciler.ensure_replicas("sql/v1", 2)
     assert house.reconciler.demand.open_wants(house.clock.now) == {"sql/v1": WantedReplicas(replicas=2, since=began_at)}
 
 
@@ -193,12 +193,12 @@ async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_st
 
     # The old one knows nothing of that: its clock has stood still.
     old.store.put_adapter(replace(old.store.adapters["a/v1"], lora_id="c/v1"))
-    old.reconciler.ensure("c/v1", 1)
+    old.reconciler.ensure_replicas("c/v1", 1)
     assert [action.operation for action in old.reconciler.run_pass()] == ["load"]
-    await old.reconciler.settled()
+    await old.reconciler.wait_for_actions()
     assert [verb for verb, _ in agent.refused] == ["load_lora"]
     assert set(agent.loaded) == {"a/v1", "b/v1"}
-    assert not old.reconciler.is_leading
+    assert not old.reconciler.leadership.is_leading
     assert old.reconciler.run_pass() == []
 
 
@@ -257,7 +257,7 @@ async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_an
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
     clock.now += 61
     await house.turn()
-    assert house.reconciler.fleet.entries == {}
+    assert house.reconciler.reports.workers == {}
     gc.collect()
     assert unhandled == []
 
@@ -608,7 +608,7 @@ async def test_what_was_refused_as_it_was_registered_before_is_not_held_against_
     await house.beat()
     house.reconciler.run_pass()
     await house.register(base_model="tiny-qwen")
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     agent.refuse.clear()
     assert (await house.adapter())["error"] is None
     await house.settle()
@@ -631,7 +631,7 @@ async def test_a_digest_stated_during_an_inspection_is_what_the_next_one_is_held
     await agent.has_called.wait()
     await house.register(digest="0" * 64)
     may_answer.set()
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     await house.settle()
     item = await house.adapter()
     assert (item["digest"], item["error"][:15]) == ("0" * 64, "digest_mismatch")
@@ -912,7 +912,7 @@ async def test_an_unload_that_is_under_way_is_not_started_again_however_many_act
         await asyncio.wait_for(agent.has_called.wait(), patience(5))
     assert [action.operation for action in started] == ["unload"]
     agent.hold_unloads.set()
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     await house.settle()
     assert [verb for verb, _ in agent.operations() if verb == "unload_lora"] == ["unload_lora"]
 
@@ -1057,11 +1057,11 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unreachable")
         assert int(refused.headers["retry-after"]) > 0
         may_load.set()
-        await house.reconciler.settled()
+        await house.reconciler.wait_for_actions()
     gc.collect()
     assert unhandled == []
     assert (await house.adapter("late/v1"))["error"]["code"] == "adapter_not_found"
-    assert house.reconciler.loading_on("sql/v1") == []
+    assert house.reconciler.queries.loading_workers("sql/v1") == []
     await house.turn()
     assert (await house.ensure()).json()["ready"] == ([] if refusal else ["w0"])
 
@@ -1076,7 +1076,7 @@ async def test_what_a_term_began_in_its_last_moment_is_begun_again_in_the_next(h
     await house.beat()
     assert [action.operation for action in house.reconciler.run_pass()] == [operation]
     house.reconciler.end_term()  # as of a leader that wakes after its lease is over: a pass was due, too
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     calls = len(agent.calls)
     house.reconciler.begin_term()
     await house.settle()
@@ -1090,13 +1090,13 @@ async def test_one_slow_load_delays_no_other_worker(house):
     await house.turn()
     await house.beat()
     house.reconciler.run_pass()
-    while house.reconciler.loading_on("a/v1") != ["w0"]:
+    while house.reconciler.queries.loading_workers("a/v1") != ["w0"]:
         assert await house.reconciler.catalog.changed.wait(5)
     assert list(fast.loaded) == ["a/v1"]
     assert house.reconciler.run_pass() == []
     assert (await house.ensure("a/v1", replicas=2)).json()["loading"] == ["w0"]
     slow.hold_loads.set()
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     assert await house.settle() == []
     assert (await house.adapter("a/v1"))["replicas"] == {"desired": 2, "ready": 2}
 
@@ -1113,7 +1113,7 @@ async def test_a_worker_gets_one_load_at_a_time_and_the_fleet_no_more_than_its_b
     actions = house.reconciler.run_pass()
     assert len(actions) == 2
     assert len({action.worker_id for action in actions}) == 2
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     await house.settle()
     assert all(len(agent.loaded) == 6 for agent in house.agents.values())
 
@@ -1179,24 +1179,24 @@ async def test_a_drained_worker_serves_again_once_it_is_uncordoned(house):
 async def test_who_does_not_lead_takes_for_lost_what_went_with_an_engine_and_not_what_the_leader_unloads(house):
     await house.worker()
     await ready(house)
-    report = house.reconciler.fleet.entries["w0"].report
+    report = house.reconciler.reports.workers["w0"].report
     empty = report.model_copy(update={"lora": report.lora.model_copy(update={"loaded_loras": ()})})
     await house.whole.leadership.release()
     with capture_logs() as told:
-        house.reconciler.hear(empty)
+        house.reconciler.monitor.record_heartbeat(empty)
         assert told == []
-        house.reconciler.hear(report)
-        house.reconciler.hear(empty.model_copy(update={"engine_boot_id": "another"}))
+        house.reconciler.monitor.record_heartbeat(report)
+        house.reconciler.monitor.record_heartbeat(empty.model_copy(update={"engine_boot_id": "another"}))
     assert [(line["event"], line["lora_id"]) for line in told] == [("adapter lost its place", "sql/v1")]
 
 
 async def test_a_worker_in_which_a_load_hangs_is_given_nothing_new(house):
     agent = await house.worker()
-    report = house.reconciler.fleet.entries["w0"].report
-    house.reconciler.hear(report.model_copy(update={"is_suspect": True}))
-    assert house.reconciler.observe().workers["w0"].state == "cordoned"
-    house.reconciler.hear(report)
-    assert house.reconciler.observe().workers["w0"].state == "ready"
+    report = house.reconciler.reports.workers["w0"].report
+    house.reconciler.monitor.record_heartbeat(report.model_copy(update={"is_suspect": True}))
+    assert house.reconciler.queries.observe().workers["w0"].state == "cordoned"
+    house.reconciler.monitor.record_heartbeat(report)
+    assert house.reconciler.queries.observe().workers["w0"].state == "ready"
     assert agent.calls == []
 
 
@@ -1284,7 +1284,7 @@ async def test_a_plan_says_what_the_next_pass_does_and_does_nothing(house):
     assert "eager" in plan[0]["reason"]
     assert len(agent.calls) == calls
     assert (await house.http.post("/v1/rebalance")).json()["actions"] == plan
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     assert list(agent.loaded) == ["sql/v1"]
 
 
@@ -1315,7 +1315,7 @@ async def test_two_loads_on_one_worker_at_a_time_take_two_victims(house):
             await house.beat()
             house.reconciler.run_pass()
     agent.hold_loads.set()
-    await house.reconciler.settled()
+    await house.reconciler.wait_for_actions()
     assert sorted(body["evict"] for verb, body in agent.calls if verb == "load_lora" and body.get("evict")) == [
         engine_name("a", digest_of("file:///a")),
         engine_name("b", digest_of("file:///b")),

@@ -474,7 +474,7 @@ async def test_events_older_than_the_buffer_are_410(open_house):
     start = (await house.catalog())["revision"]
     for number in range(3):
         await house.register(f"a{number}")
-    assert house.reconciler.catalog.since(start)
+    assert house.reconciler.catalog.events_since(start)
     await house.register("a9")
     for since in (start, 1, 10**18):
         answer = await house.http.get("/v1/events", params={"since": since})
@@ -512,7 +512,7 @@ async def test_events_of_another_leaders_term_are_410(open_house):
 
 async def test_an_idle_event_stream_says_that_it_is_alive(open_house):
     house = open_house(keep_alive_s=0.01)
-    stream = house.reconciler.catalog.follow(
+    stream = house.reconciler.catalog.event_stream(
         house.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
     )
     texts = [await asyncio.wait_for(anext(stream), patience(5)) for _ in range(3)]
