@@ -1,4 +1,4 @@
-{{/* Refuses a name that is there twice: the API server would, too (server-side apply, which is how Helm 4 installs), in the
+{{/* Refuses a duplicate name: the API server would, too (server-side apply, which is how Helm 4 installs), in the
 middle of an upgrade, and clients that apply let one of the two win.
 (dict "what" "router.env" "names" $names "taken" (list "POD_NAME")); `taken`: what the chart itself sets there */}}
 {{- define "lorafleet.once" -}}
@@ -7,7 +7,7 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- $seen := dict -}}
 {{- range .names -}}
 {{- if has . $taken -}}{{- fail (printf "%s: %s is set by the chart itself; leave it out" $what .) -}}{{- end -}}
-{{- if hasKey $seen . -}}{{- fail (printf "%s: %s is there twice; leave one out" $what .) -}}{{- end -}}
+{{- if hasKey $seen . -}}{{- fail (printf "%s: %s is a duplicate; leave one out" $what .) -}}{{- end -}}
 {{- $_ := set $seen . true -}}
 {{- end -}}
 {{- end }}
@@ -20,7 +20,7 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- toJson $found -}}
 {{- end }}
 
-{{/* (dict "what" "router" "given" .Values.router): what router, orchestrator and pools have in common. */}}
+{{/* (dict "what" "router" "given" .Values.router): checks that router, orchestrator and pools share. */}}
 {{- define "lorafleet.checkPod" -}}
 {{- $env := include "lorafleet.each" (dict "items" .given.env "field" "name") | fromJsonArray -}}
 {{- include "lorafleet.once" (dict "what" (printf "%s.env" .what) "names" $env "taken" (list "POD_NAME" "POD_IP")) -}}
@@ -29,7 +29,7 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- include "lorafleet.once" (dict "what" (printf "%s.topologySpreadConstraints" .what) "names" $spread "taken" list) -}}
 {{- end }}
 
-{{/* (dict "root" $ "pool" $pool "name" "fleet-lorafleet-l40s"): names in a worker's pod, and volumes that are there. */}}
+{{/* (dict "root" $ "pool" $pool "name" "fleet-lorafleet-l40s"): names in a worker's pod, and existing volumes. */}}
 {{- define "lorafleet.checkWorker" -}}
 {{- $pool := .pool -}}
 {{- $what := printf "pools.%s" $pool.name -}}
@@ -52,12 +52,12 @@ middle of an upgrade, and clients that apply let one of the two win.
 {{- include "lorafleet.once" (dict "what" (printf "%s.volumeMounts" $what) "names" $mounted "taken" $paths) -}}
 {{- $other := ternary "Deployment" "StatefulSet" (eq $pool.kind "StatefulSet") -}}
 {{- if lookup "apps/v1" $other .root.Release.Namespace .name -}}
-{{- fail (printf "pool %s: kind is %s now, and its workers are a %s's: all of them would end at once. Give a pool of another name beside it, wait until that is ready, and take this one out" $pool.name $pool.kind $other) -}}
+{{- fail (printf "pool %s: kind is %s now, and its workers are a %s's: all of them would end at once. Add a pool with another name, wait until that is ready, then remove this one" $pool.name $pool.kind $other) -}}
 {{- end -}}
 {{- if eq $pool.kind "StatefulSet" -}}{{- include "lorafleet.checkClaims" . -}}{{- end -}}
 {{- end }}
 
-{{/* A StatefulSet's volume claims are never changed: the API server refuses that in words that name no value. */}}
+{{/* A StatefulSet's volume claims cannot change: the API server's own error names no value. */}}
 {{- define "lorafleet.checkClaims" -}}
 {{- $live := lookup "apps/v1" "StatefulSet" .root.Release.Namespace .name -}}
 {{- if $live -}}

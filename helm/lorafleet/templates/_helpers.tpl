@@ -11,7 +11,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* What selectors match: never changed after the install. (dict "root" $ "component" "router" "pool" "") */}}
+{{/* Labels for selectors: never changed after the install. (dict "root" $ "component" "router" "pool" "") */}}
 {{- define "lorafleet.selector" -}}
 app.kubernetes.io/name: lorafleet
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -21,7 +21,7 @@ lorafleet.io/pool: {{ . | quote }}
 {{- end }}
 {{- end }}
 
-{{/* `more`: those that values give this object; a key that is there twice is refused by kustomize, and so by Flux. */}}
+{{/* `more`: labels from values for this object. kustomize, and so Flux, refuses a duplicate key. */}}
 {{- define "lorafleet.labels" -}}
 {{ include "lorafleet.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -30,7 +30,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ toYaml (merge (dict) (.more | default dict) .root.Values.commonLabels (dict "app.kubernetes.io/part-of" "lorafleet")) }}
 {{- end }}
 
-{{/* Of pods: nothing that a new chart changes by itself, or every upgrade would restart every engine. */}}
+{{/* Labels of pods: none that changes with the chart's version, or every upgrade would restart every engine. */}}
 {{- define "lorafleet.podLabels" -}}
 {{ include "lorafleet.selector" . }}
 {{- with merge (dict) (.more | default dict) .root.Values.commonLabels }}
@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest where one is given. */}}
+{{/* (dict "root" $ "image" .Values.image): registry/repository:tag, or @digest if given. */}}
 {{- define "lorafleet.image" -}}
 {{- $tag := .image.tag | default .root.Chart.AppVersion -}}
 {{- $registry := .image.registry | default "" | trimSuffix "/" -}}
@@ -46,12 +46,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if .image.digest -}}{{ $name }}@{{ .image.digest }}{{- else -}}{{ $name }}:{{ $tag }}{{- end -}}
 {{- end }}
 
-{{/* An address as part of a URL: in brackets where it is IPv6. */}}
+{{/* An address as part of a URL: in brackets if it is IPv6. */}}
 {{- define "lorafleet.podHost" -}}
 {{- ternary "[$(POD_IP)]" "$(POD_IP)" .Values.ipv6 -}}
 {{- end }}
 
-{{/* What a server listens on to be reached from other pods. */}}
+{{/* The address that a server listens on to be reachable from other pods. */}}
 {{- define "lorafleet.anyHost" -}}
 {{- ternary "::" "0.0.0.0" .Values.ipv6 | quote -}}
 {{- end }}
@@ -131,7 +131,7 @@ said at the last upgrade. `isApplied`: on the server, where two owners conflict.
 {{- end -}}
 {{- end }}
 
-{{/* Every workload of the release that can be scaled, as JSON [{"kind", "name", "asked", "isScaled"}]. */}}
+{{/* All scalable workloads of the release, as JSON [{"kind", "name", "asked", "isScaled"}]. */}}
 {{- define "lorafleet.workloads" -}}
 {{- $fullname := include "lorafleet.fullname" . -}}
 {{- $all := list (dict "kind" "Deployment" "name" (printf "%s-router" $fullname) "asked" .Values.router.replicas "isScaled" .Values.router.autoscaling.enabled) -}}
@@ -168,12 +168,12 @@ replicas: {{ .asked }}
 {{- end -}}
 {{- end }}
 
-{{/* The annotation that tells the next upgrade what values said at this one. */}}
+{{/* An annotation with this upgrade's values, for the next upgrade. */}}
 {{- define "lorafleet.askedReplicas" -}}
 lorafleet.io/replicas: {{ . | quote }}
 {{- end }}
 
-{{/* What no schema can say, because it is about two values at once. */}}
+{{/* Rules about two values at once, which no schema can express. */}}
 {{- define "lorafleet.check" -}}
 {{- $fullname := include "lorafleet.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $fullname) }}
@@ -182,13 +182,13 @@ lorafleet.io/replicas: {{ . | quote }}
 {{- $accepted := list -}}
 {{- range .Values.auth.accept }}{{- $accepted = append $accepted (int .) }}{{- end }}
 {{- if and (not .Values.auth.existingSecret) (not (has (int .Values.auth.use) $accepted)) }}
-{{- fail (printf "auth.use is %d, which auth.accept %v does not have: nobody would take that token. Add it to auth.accept first, wait until every pod has seen it (2 minutes), then use it; see docs/kubernetes.md, Rotate tokens" (int .Values.auth.use) $accepted) }}
+{{- fail (printf "auth.use is %d, which auth.accept %v does not have: no service would accept that token. Add it to auth.accept first, wait until every pod has seen it (2 minutes), then use it; see docs/kubernetes.md, Rotate tokens" (int .Values.auth.use) $accepted) }}
 {{- end }}
 {{- if and .Values.router.autoscaling.enabled (eq .Values.router.autoscaling.type "keda") (not .Values.monitoring.prometheusUrl) }}
 {{- fail "router.autoscaling.type is keda, which asks Prometheus: set monitoring.prometheusUrl, as http://prometheus-operated.monitoring:9090" }}
 {{- end }}
 {{- if not .Values.orchestrator.enabled }}
-{{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: nobody would place adapters on workers. Leave them out, or enable it" }}{{- end }}
+{{- if or .Values.pools .Values.adapters }}{{- fail "orchestrator.enabled is false, and there are pools or adapters: no orchestrator would place adapters. Leave them out, or enable it" }}{{- end }}
 {{- if not (or .Values.attach.engines .Values.discovery.selector) }}{{- fail "orchestrator.enabled is false: name the engines that the router serves in attach.engines, as http://vllm.default:8000, or their Services' labels in discovery.selector" }}{{- end }}
 {{- end }}
 {{- with .Values.orchestrator.lease }}

@@ -1,4 +1,4 @@
-{{/* What all our pods have in common. Restricted Pod Security: none of it is a setting, but for the ids. */}}
+{{/* Common parts of all pods. Restricted Pod Security: only the ids are settings. */}}
 
 {{- define "lorafleet.podSecurity" -}}
 runAsNonRoot: true
@@ -17,7 +17,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* (dict "root" $ "given" .Values.router "component" "router" "pool" ""): where the pod goes, and who pulls its image. */}}
+{{/* (dict "root" $ "given" .Values.router "component" "router" "pool" ""): scheduling of the pod, and its image's pull secrets. */}}
 {{- define "lorafleet.scheduling" -}}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -59,7 +59,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Alive for as long as it answers: a process that is busy is not dead, so a minute of silence goes by first. */}}
+{{/* Alive while it answers. A busy process is not dead, so a restart needs a minute of silence. */}}
 {{- define "lorafleet.liveness" -}}
 livenessProbe:
   httpGet:
@@ -70,7 +70,7 @@ livenessProbe:
   failureThreshold: 6
 {{- end }}
 
-{{/* (dict "prefix" "LORAFLEET_ROUTER_" "settings" map): settings by their own names, JSON where they are not strings. */}}
+{{/* (dict "prefix" "LORAFLEET_ROUTER_" "settings" map): settings by their own names, as JSON unless they are strings. */}}
 {{- define "lorafleet.settings" -}}
 {{- $prefix := .prefix }}
 {{- range $name, $value := .settings }}
@@ -79,7 +79,7 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* Where a pod is. Before Kubernetes 1.35 no pod knows its zone, and the label is empty: EndpointSlices tell it then. */}}
+{{/* A pod's zone and node. Before Kubernetes 1.35 a pod does not know its zone and the label is empty: EndpointSlices have it. */}}
 {{- define "lorafleet.whereabouts" -}}
 - name: POD_NAME
   valueFrom:
@@ -97,7 +97,7 @@ valueFrom:
     fieldPath: metadata.labels['topology.kubernetes.io/zone']
 {{- end }}
 
-{{/* What a monitor shows to `/metrics`, where that needs a key. */}}
+{{/* A monitor's credentials for `/metrics`, if that needs a key. */}}
 {{- define "lorafleet.scrapeKey" -}}
 {{- if .Values.monitoring.needKey -}}
 authorization:
