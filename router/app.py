@@ -63,7 +63,7 @@ from router.processes import supervisor
 from router.processes.aggregate import WorkerProcesses
 from router.processes.shared_quotas import SharedQuotas
 from router.processes.supervisor import ProcessMember
-from router.protocols.cors import of_middleware, told
+from router.protocols.cors import cors_header_lines, cors_middleware_options
 from router.request.background import Background
 from router.request.cold_starts import ColdStarts
 from router.request.engine_attempt import EngineAttempt
@@ -109,7 +109,7 @@ class _WorkerListener:
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
         self.feeds.update_worker(replica.id, replica.base_model, replica.block_size, metadata)
-        if replica.state == "ready" and not self.tokenizers.has_asked(replica.base_model, _as_told(replica)):
+        if replica.state == "ready" and not self.tokenizers.has_probed(replica.base_model, _as_told(replica)):
             task = asyncio.create_task(self._learn(replica))
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
@@ -244,7 +244,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         tracer=traces,
     )
     inference = InferenceHandler(services)
-    limits, origins = _front_limits(config, keys), told(config.allowed_origins)
+    limits, origins = _front_limits(config, keys), cors_header_lines(config.allowed_origins)
     clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
     own_metrics = partial(exposed, services, clients)
     processes = None
@@ -259,7 +259,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     may_ask = site_check(config.allowed_origins, trusts_asked=True)
     guard(app, keys, allow_open=config.allow_open, may_ask=may_ask)
     if config.allowed_origins:
-        app.add_middleware(CORSMiddleware, **of_middleware(config.allowed_origins))
+        app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
     app.state.http = clients
     app.state.processes = processes
     return app, services
@@ -386,12 +386,12 @@ def _looks(config: RouterSettings, scheduler: Scheduler, agents: EnginePool, met
             timeout_s=config.control_timeout_s,
         )
 
-    def told(replica: Replica, finding: Finding) -> None:
+    def on_finding(replica: Replica, finding: Finding) -> None:
         metrics.circuit_looks.labels(finding).inc()
         if finding != "unknown":
             scheduler.record_probe(replica, time.monotonic(), is_well=finding == "well")
 
-    return HealthProbes(ask, told)
+    return HealthProbes(ask, on_finding)
 
 
 async def _fetch(agents: EnginePool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:

@@ -20,7 +20,7 @@ from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
 from router.core.resolve import usable_adapters
 from router.processes.aggregate import Answer, WorkerProcesses
-from router.protocols.routes import route_of
+from router.protocols.routes import likely_route
 from router.request.services import RequestRecord, Services
 from router.request.stages import asked, read, request_id, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
@@ -89,7 +89,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         headers = request.headers
         session = headers.get(services.config.session_header)
         body = await request.body()
-        question = read(services, request_id(headers.get("x-request-id")), route_of(body), body, session=session)
+        question = read(services, request_id(headers.get("x-request-id")), likely_route(body), body, session=session)
         await _fleet(services)
         target = resolve_target(services, services.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(services, target, question)

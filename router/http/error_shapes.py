@@ -6,7 +6,7 @@ import msgspec
 
 from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.http import envelope
-from router.protocols.routes import find
+from router.protocols.routes import find_route
 
 # By which Anthropic's clients tell errors apart (vLLM 0.33 entrypoints/anthropic/protocol.py translate_error_type).
 _ANTHROPICS = {
@@ -31,7 +31,7 @@ def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
 
 def error_body(status: int, code: str, message: str, path: str) -> bytes:
     """The body of an error, in the form that clients of this path know."""
-    route = find("POST", trimmed(path))
+    route = find_route("POST", trimmed(path))
     errors = "openai" if route is None else route.errors
     return msgspec.json.encode(shaped(envelope(status, code, message), status, errors))
 

@@ -10,7 +10,7 @@ import msgspec
 from lorafleet.service.http import envelope
 from router.core.errors import StreamBroken
 from router.http.error_shapes import status_of
-from router.protocols.routes import ErrorShape, type_of
+from router.protocols.routes import ErrorShape, event_type
 
 # What ends an event: a blank line, with either line end.
 _END, _CRLF_END = b"\n\n", b"\r\n\r\n"
@@ -171,14 +171,14 @@ def says_done(events: bytes) -> bool:
 def last_type(events: bytes) -> bytes:
     """The type of the last of these events, empty where it has none."""
     text = events.rstrip().replace(b"\r\n", b"\n")
-    return type_of(text[text.rfind(_END) + 1 :])
+    return event_type(text[text.rfind(_END) + 1 :])
 
 
 def is_finished(events: bytes) -> bool:
     """Whether the last events of a stream of choices say why the answer is over, or what went wrong."""
     text = events.rstrip().replace(b"\r\n", b"\n")
     last = text[text.rfind(_END) + 1 :].lstrip(b"\n")
-    if type_of(last) == b"error" or event_error(last) is not None:
+    if event_type(last) == b"error" or event_error(last) is not None:
         return True
     found = _FINISH.findall(text)
     return bool(found) and not found[-1]

@@ -1,4 +1,4 @@
-"""What is said of a body that is no JSON, or too much of it."""
+"""Errors for request bodies that are not JSON or have too many items."""
 
 import re
 
@@ -7,20 +7,20 @@ import msgspec
 from lorafleet.service.json_count import has_more
 from router.core.errors import BadBody
 
-# Some clients begin what they send with it; vLLM takes it.
+# The byte order mark that some clients put before a body; vLLM accepts it.
 BOM = b"\xef\xbb\xbf"
-# What decoding such a body raises.
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Errors of decoding a body that is not JSON.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-# A text that JavaScript cut in the middle of an emoji: "\ud83d" without its second half.
-_HALF = re.compile(
+# One half of a surrogate pair without the other, as when JavaScript cuts a text in the middle of an emoji.
+_HALF_SURROGATE = re.compile(
     rb"(?<!\\)\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u)[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 
 
 def check_items(body: bytes, most: int) -> None:
-    """Raises BadBody where it has more texts (names of fields, too), objects and lists than `most`."""
+    """Raises BadBody if the body has more than `most` strings (field names included), objects and lists."""
     if has_more(body, most):
         raise BadBody(
             f"the body has more than {most} texts, objects and lists (messages, their parts, tools): send fewer, or"
@@ -28,9 +28,9 @@ def check_items(body: bytes, most: int) -> None:
         )
 
 
-def not_json(body: bytes, exc: Exception) -> BadBody:
-    """The error for a body whose decoding raised one of NOT_JSON."""
-    half = _HALF.search(body)
+def bad_json_error(body: bytes, exc: Exception) -> BadBody:
+    """The error for a body whose decoding raised one of DECODE_ERRORS."""
+    half = _HALF_SURROGATE.search(body)
     if isinstance(exc, RecursionError):
         why = "it is nested too deeply; a request needs a dozen levels"
     elif half is not None:

@@ -1,14 +1,14 @@
-"""Pages of other origins in a browser: which of them may read our answers (CORS, https://fetch.spec.whatwg.org).
+"""CORS headers: which web pages of other origins may read our answers (https://fetch.spec.whatwg.org).
 
-Starlette's middleware says so for what FastAPI answers, and answers what browsers ask before they ask; here is the same
-for the hot routes, whose answers no middleware sees.
+Starlette's middleware adds them to FastAPI's answers and answers preflight requests. The inference routes bypass all
+middleware, so their headers are built here.
 """
 
 from collections.abc import Callable, Collection
 from typing import Any
 
-# Of an answer from another origin a page sees these and few more only when they are named.
-SHOWN = (
+# Headers that a page of another origin may read; without this list it sees only a few.
+EXPOSED_HEADERS = (
     "retry-after",
     "x-request-id",
     "x-lorafleet-worker",
@@ -16,19 +16,19 @@ SHOWN = (
     "x-lorafleet-cached-tokens",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-ANY = "*"
-_BEFORE_IT_ASKS_AGAIN_S = 600
+ANY_ORIGIN = "*"
+_PREFLIGHT_MAX_AGE_S = 600
 
 
-def told(allowed: Collection[str]) -> Callable[[bytes], bytes] | None:
-    """Origin -> what an answer to its page says, as header lines; None: no page of another origin may read any."""
+def cors_header_lines(allowed: Collection[str]) -> Callable[[bytes], bytes] | None:
+    """A function from an `Origin` header to the CORS header lines of an answer; None if no origin is allowed."""
     if not allowed:
         return None
-    shown = f"access-control-expose-headers: {', '.join(SHOWN)}\r\n".encode()
-    if ANY in allowed:
+    shown = f"access-control-expose-headers: {', '.join(EXPOSED_HEADERS)}\r\n".encode()
+    if ANY_ORIGIN in allowed:
         to_all = b"access-control-allow-origin: *\r\n" + shown
         return lambda _: to_all
-    # Whoever keeps the answer for others must know that they may be told otherwise.
+    # A cache must know that the answer depends on the origin.
     lines = {
         origin: b"access-control-allow-origin: %b\r\nvary: Origin\r\n%b" % (origin, shown)
         for origin in map(str.encode, allowed)
@@ -36,12 +36,12 @@ def told(allowed: Collection[str]) -> Callable[[bytes], bytes] | None:
     return lambda origin: lines.get(origin, b"vary: Origin\r\n")
 
 
-def of_middleware(allowed: Collection[str]) -> dict[str, Any]:
-    """The same, as Starlette's CORSMiddleware is told."""
+def cors_middleware_options(allowed: Collection[str]) -> dict[str, Any]:
+    """The same rules as keyword arguments of Starlette's CORSMiddleware."""
     return {
         "allow_origins": list(allowed),
         "allow_methods": ["*"],
         "allow_headers": ["*"],
-        "expose_headers": SHOWN,
-        "max_age": _BEFORE_IT_ASKS_AGAIN_S,
+        "expose_headers": EXPOSED_HEADERS,
+        "max_age": _PREFLIGHT_MAX_AGE_S,
     }

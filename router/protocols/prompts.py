@@ -1,11 +1,11 @@
-"""`/v1/responses` and `/v1/messages` bodies as the chat that vLLM makes of them, to know their prompt's token ids.
+"""Converts `/v1/responses` and `/v1/messages` bodies to the chat that vLLM makes of them, to compute their token ids.
 
-Only the prompt is converted: the body itself goes to the engine as it came. Where only the engine can know (a stored
-conversation, a picture), the answer is None, and the request is routed by an approximate key (see `approximate`).
+The body itself goes to the engine unchanged. If only the engine can know the prompt (a stored conversation, a picture),
+the result is None, and the request is routed by an approximate prompt (see `router/tokenizing/approximate.py`).
 
 Source: vLLM 0.32 entrypoints/openai/responses/utils.py construct_input_messages, responses/protocol.py
 input_item_parsing and build_chat_params; tool_parsers/utils.py get_function_tools; entrypoints/anthropic/serving.py
-to_chat_completion_request. A test holds the token ids against a running engine's `/v1/responses/render` and
+to_chat_completion_request. A test compares the token ids with a running engine's `/v1/responses/render` and
 `/v1/messages/render`.
 """
 
@@ -20,10 +20,10 @@ Body = Mapping[str, Any]
 Message = dict[str, Any]
 
 _BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's; it changes with every request, and vLLM drops it
-_OPEN = ("in_progress", "incomplete")
+_UNFINISHED = ("in_progress", "incomplete")
 _TEXT_PARTS = frozenset({"input_text", "text"})
-# Tools of a response that vLLM 0.32 takes and shows to no model. Any other kind it refuses, or is newer.
-_UNSEEN_TOOLS = frozenset(
+# Tools of a response that vLLM 0.32 accepts and shows to no model. Other kinds it refuses, or they are newer.
+_IGNORED_TOOLS = frozenset(
     {
         "apply_patch",
         "code_interpreter",
@@ -42,30 +42,30 @@ _UNSEEN_TOOLS = frozenset(
         "web_search_preview_2025_03_11",
     }
 )
-# The one argument of the function that stands for a custom tool.
+# The one argument of the function that replaces a custom tool.
 _CUSTOM_INPUT = "input"
 
 
 class TemplateTraits(Protocol):
-    """What vLLM asks of a base model's chat template before it converts a message of Anthropic's form."""
+    """Traits of a base model's chat template that decide how vLLM converts an Anthropic request."""
 
     @property
     def wants_system_first(self) -> bool:
-        """System messages in the middle are an error to the template; vLLM then moves them to the front."""
+        """Whether system messages in the middle are an error, so that vLLM moves them to the front."""
 
     @property
     def disabled_effort(self) -> str:
-        """The reasoning effort that stands for no thinking: "none", or "low" where that makes no difference."""
+        """The reasoning effort that means no thinking: "none", or "low" if the template ignores it."""
 
 
 class _PromptUnknown(Exception):
-    """Only the engine can tell."""
+    """Only the engine can know the prompt."""
 
 
 def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = None) -> Body | None:
-    """The chat or completion whose prompt is this body's; None where it cannot be known here.
+    """The chat or completion that has the same prompt as this body; None if only the engine can know the prompt.
 
-    template  of the base model, where it is known here; without one, messages that depend on it are unknown
+    template  traits of the base model's template, if known; without them, messages that depend on it give None
     """
     if kind == "chat":
         return body
@@ -80,7 +80,7 @@ def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = 
 
 
 def chat_of_responses(body: Body) -> Body | None:
-    """The chat that vLLM makes of a response's input, or None."""
+    """The chat that vLLM makes of a `/v1/responses` body; None if only the engine can know it."""
     if body.get("previous_response_id") or body.get("previous_input_messages"):
         return None
     if body.get("truncation", "disabled") != "disabled":
@@ -88,19 +88,19 @@ def chat_of_responses(body: Body) -> Body | None:
     try:
         return _responses_chat(body)
     except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
-        return None  # vLLM refuses it, or it is of a form that we do not know
+        return None  # vLLM refuses it, or its form is unknown here
 
 
 def _responses_chat(body: Body) -> Body:
     messages: list[Message] = []
     if instructions := body.get("instructions"):
-        messages.append({"role": "system", "content": _text(instructions)})
+        messages.append({"role": "system", "content": _require_text(instructions)})
     given = body["input"]
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
         goes_on = False
     else:
-        goes_on = _goes_on(given)
+        goes_on = _continues_message(given)
         conversation: list[Message] = []
         for item in given:
             _add_item(conversation, item)
@@ -116,17 +116,17 @@ def _responses_chat(body: Body) -> Body:
         chat["tools"] = VllmMadeTools(shown for tool in given_tools for shown in _responses_tools(tool))
     reasoning = body.get("reasoning") or {}
     if (effort := reasoning.get("effort")) is not None:
-        chat["reasoning_effort"] = _text(effort)
-    return _with_given(chat, body, ("chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"))
+        chat["reasoning_effort"] = _require_text(effort)
+    return _with_fields(chat, body, ("chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs"))
 
 
 _CALLS_AND_RESULTS = frozenset({"function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"})
 
 
-def _goes_on(items: Sequence[Any]) -> bool:
-    """Whether the last item is a message of the assistant that is to be continued."""
+def _continues_message(items: Sequence[Any]) -> bool:
+    """Whether the last item is an unfinished assistant message, which the model continues."""
     last = items[-1] if items else {}
-    if last.get("status") not in _OPEN:
+    if last.get("status") not in _UNFINISHED:
         return False
     if last.get("type") == "message" and last.get("role") == "assistant" and isinstance(last.get("content"), list):
         return True
@@ -136,20 +136,22 @@ def _goes_on(items: Sequence[Any]) -> bool:
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
-    """Append an item, or put it into the assistant's message before it: a turn may come as several items."""
+    """Append an item as a message, or add it to the assistant message before it."""
     kind = item.get("type", "message")
     before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "function_call":
-        _add_call(messages, before, item, _flat_name(item.get("namespace"), item["name"]), _text(item["arguments"]))
+        _add_call(
+            messages, before, item, _flat_name(item.get("namespace"), item["name"]), _require_text(item["arguments"])
+        )
     elif kind == "custom_tool_call":
-        _add_call(messages, before, item, _text(item["name"]), _custom_arguments(item.get("input") or ""))
+        _add_call(messages, before, item, _require_text(item["name"]), _custom_arguments(item.get("input") or ""))
     elif kind in {"function_call_output", "custom_tool_call_output"}:
         output = item["output"]
-        messages.append({"role": "tool", "content": _content(output), "tool_call_id": _text(item["call_id"])})
+        messages.append({"role": "tool", "content": _content(output), "tool_call_id": _require_text(item["call_id"])})
     elif kind == "reasoning":
-        _add_to_turn(messages, before, "reasoning", _reasoning(item))
+        _add_to_assistant_turn(messages, before, "reasoning", _reasoning(item))
     elif kind == "message" and item["role"] == "assistant":
-        _add_to_turn(messages, before, "content", _said(item))
+        _add_to_assistant_turn(messages, before, "content", _assistant_text(item))
     elif kind == "message" and item["role"] in {"user", "system", "developer"}:
         messages.append({"role": item["role"], "content": _content(item["content"])})
     else:
@@ -160,14 +162,14 @@ def _add_call(
     messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
 ) -> None:
     function = VllmMadeFunction(name=name, arguments=arguments)
-    call = {"id": _text(item["call_id"]), "function": function, "type": "function"}
+    call = {"id": _require_text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
         messages.append({"role": "assistant", "tool_calls": [call]})
     else:
         before.setdefault("tool_calls", []).append(call)
 
 
-def _add_to_turn(messages: list[Message], before: Message | None, field: str, text: str) -> None:
+def _add_to_assistant_turn(messages: list[Message], before: Message | None, field: str, text: str) -> None:
     if before is not None and before.get(field) is None:
         before[field] = text
     else:
@@ -178,17 +180,17 @@ def _reasoning(item: Mapping[str, Any]) -> str:
     if item.get("encrypted_content"):
         raise _PromptUnknown
     parts = item.get("content") or item["summary"]
-    return _text(parts[0]["text"]) if parts else ""
+    return _require_text(parts[0]["text"]) if parts else ""
 
 
-def _said(item: Mapping[str, Any]) -> str:
-    """vLLM takes the first part alone."""
+def _assistant_text(item: Mapping[str, Any]) -> str:
+    """The text of an assistant message: its first part alone, as in vLLM."""
     content = item["content"]
     if isinstance(content, str):
         return content
     if item.get("type") != "message" or content[0].get("type") != "output_text":
         raise _PromptUnknown
-    return _text(content[0]["text"])
+    return _require_text(content[0]["text"])
 
 
 def _content(content: Any) -> str | list[Message]:
@@ -198,33 +200,35 @@ def _content(content: Any) -> str | list[Message]:
     for part in content:
         if part.get("type") not in _TEXT_PARTS:
             raise _PromptUnknown
-        parts.append({"type": "text", "text": _text(part["text"])})
+        parts.append({"type": "text", "text": _require_text(part["text"])})
     return parts
 
 
 def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
-    """The functions that the model is shown for one tool: of some kinds several, of some none."""
+    """The functions that the model is shown for one tool; several or none for some kinds."""
     kind = tool.get("type")
     if kind == "function":
-        yield _shown(tool)
+        yield _function_tool(tool)
     elif kind == "custom":
         if (tool.get("format") or {}).get("type") == "grammar":
             raise _PromptUnknown  # vLLM refuses it
-        yield _shown({"name": tool["name"], "description": tool.get("description"), "parameters": _custom_schema()})
+        yield _function_tool(
+            {"name": tool["name"], "description": tool.get("description"), "parameters": _custom_schema()}
+        )
     elif kind == "namespace":
         for inner in tool["tools"]:
             if inner["type"] == "function":
-                yield _shown({**inner, "name": _flat_name(tool["name"], inner["name"])})
-    elif kind not in _UNSEEN_TOOLS:
+                yield _function_tool({**inner, "name": _flat_name(tool["name"], inner["name"])})
+    elif kind not in _IGNORED_TOOLS:
         raise _PromptUnknown
 
 
-def _shown(function: Mapping[str, Any]) -> Message:
+def _function_tool(function: Mapping[str, Any]) -> Message:
     return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
 
 
 def _flat_name(namespace: Any, name: Any) -> str:
-    return f"{_text(namespace)}__{_text(name)}" if namespace else _text(name)
+    return f"{_require_text(namespace)}__{_require_text(name)}" if namespace else _require_text(name)
 
 
 def _custom_schema() -> Message:
@@ -239,14 +243,14 @@ def _custom_schema() -> Message:
 
 
 def _custom_arguments(payload: Any) -> str:
-    return json.dumps({_CUSTOM_INPUT: _text(payload)}, ensure_ascii=False)
+    return json.dumps({_CUSTOM_INPUT: _require_text(payload)}, ensure_ascii=False)
 
 
 # --- Anthropic's messages ----------------------------------------------------------------------------------------
 
 
 def chat_of_messages(body: Body, template: TemplateTraits | None = None) -> Body | None:
-    """The chat that vLLM makes of Anthropic's messages, or None."""
+    """The chat that vLLM makes of a `/v1/messages` body; None if only the engine can know it."""
     try:
         return _messages_chat(body, template)
     except (_PromptUnknown, LookupError, TypeError, AttributeError, ValueError):
@@ -277,25 +281,25 @@ def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
         chat["tools"] = tools
     if (effort := _effort(body, template)) is not None:
         chat["reasoning_effort"] = effort
-    return _with_given(chat, body, ("chat_template_kwargs",))
+    return _with_fields(chat, body, ("chat_template_kwargs",))
 
 
 def _system_texts(system: Any, *, inline: bool) -> list[str]:
-    """The texts of a system prompt. Claude Code's header goes, but from a bare text only inside the messages."""
+    """The texts of a system prompt, without Claude Code's header. A plain top-level text keeps it, as in vLLM."""
     if isinstance(system, str):
         return [] if not system or (inline and system.startswith(_BILLING_HEADER)) else [system]
     texts = []
     for block in system or ():
         if block["type"] in {"tool_addition", "tool_removal"}:
-            raise _PromptUnknown  # they change the list of tools
+            raise _PromptUnknown  # these change the list of tools
         text = block.get("text")
         if block["type"] == "text" and text and not text.startswith(_BILLING_HEADER):
-            texts.append(_text(text))
+            texts.append(_require_text(text))
     return texts
 
 
 def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
-    """Append a turn; the results of tools that it holds come before it, each a message of its own."""
+    """Append a message; tool results in it become messages of their own before it."""
     role, content = message["role"], message["content"]
     if role not in {"user", "assistant"}:
         raise _PromptUnknown
@@ -318,26 +322,28 @@ def _add_block(messages: list[Message], turn: Message, texts: list[Message], blo
     kind = block["type"]
     if kind == "text":
         if block.get("text"):
-            texts.append({"type": "text", "text": _text(block["text"])})
+            texts.append({"type": "text", "text": _require_text(block["text"])})
     elif kind == "thinking":
         if block.get("thinking") is not None:
-            turn["reasoning"] = turn.get("reasoning", "") + _text(block["thinking"])
+            turn["reasoning"] = turn.get("reasoning", "") + _require_text(block["thinking"])
     elif kind == "tool_use":
         function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
         turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
     elif kind == "tool_result" and turn["role"] == "user":
-        messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _result(block)})
+        messages.append(
+            {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": _tool_result_text(block)}
+        )
     elif kind not in {"redacted_thinking", "tool_reference"}:
-        raise _PromptUnknown  # a picture; a result in the assistant's own turn
+        raise _PromptUnknown  # a picture, or a tool result in an assistant message
 
 
-def _result(block: Mapping[str, Any]) -> str:
+def _tool_result_text(block: Mapping[str, Any]) -> str:
     content = block.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if any(part["type"] != "text" for part in content):
         raise _PromptUnknown
-    return "\n".join(_text(part.get("text", "")) for part in content)
+    return "\n".join(_require_text(part.get("text", "")) for part in content)
 
 
 def _messages_tool(tool: Mapping[str, Any]) -> Message:
@@ -358,14 +364,14 @@ def _effort(body: Body, template: TemplateTraits | None) -> str | None:
             raise _PromptUnknown
         return template.disabled_effort
     effort = (body.get("output_config") or {}).get("effort")
-    return None if effort is None else _text(effort)
+    return None if effort is None else _require_text(effort)
 
 
-def _with_given(chat: Message, body: Body, names: Sequence[str]) -> Message:
+def _with_fields(chat: Message, body: Body, names: Sequence[str]) -> Message:
     return chat | {name: body[name] for name in names if body.get(name) is not None}
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str):
         raise _PromptUnknown
     return value

@@ -1,14 +1,14 @@
-"""The inference routes: one row says all that the handler must know of one.
+"""The inference routes: one table row holds everything the handler needs to know of a route.
 
 Source: vLLM 0.32 and 0.33 entrypoints (`*/api_router.py`), each row seen on a running engine, with and without an
 adapter (tests/contract/test_surface.py); pooling rows on one started with `--runner pooling`.
 
 Not offered, on purpose:
-- `/v1/audio/*`, `/v1/realtime`: not text; multipart bodies and websockets.
-- `/inference/v1/generate`, `/v1/*/render`, `/v1/*/derender`: the inside of a disaggregated fleet. They take raw
-  sampling parameters, whose `extra_args` steer engine and index.
-- `/invocations`, `/adapters`: SageMaker's second door to everything, past every check here.
-- `/cohere/v2/chat`: off unless an engine is told otherwise, and `/v1/chat/completions` does the same.
+- `/v1/audio/*`, `/v1/realtime`: multipart bodies and websockets, not text.
+- `/inference/v1/generate`, `/v1/*/render`, `/v1/*/derender`: internal to a disaggregated fleet. They take raw sampling
+  parameters, whose `extra_args` control engine and index.
+- `/invocations`, `/adapters`: SageMaker's routes, which reach every other route without the checks here.
+- `/cohere/v2/chat`: off by default in vLLM, and `/v1/chat/completions` does the same.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
-"""How a body holds its one prompt: what its token ids, and so its KV blocks, are made from."""
+"""The form of a body's prompt, from which its token ids and KV blocks are computed."""
 
 UsageKind = Literal["openai", "responses", "messages", "none"]
-"""How an answer tells what it took, see `router.protocols.usage`."""
+"""The form of an answer's usage, see `router.protocols.usage`."""
 
 AdapterUse = Literal["runs", "names"]
-"""`runs`: the engine must hold the adapter. `names`: it is only a name there (tokens are the base model's), so any
-replica of the base model answers and nothing is loaded."""
+"""`runs`: the engine must have the adapter loaded. `names`: the adapter's name alone is used (tokens are the base
+model's), so any replica of the base model answers."""
 
 StateUse = Literal["none", "makes", "needs"]
-"""`makes`: an answer may be asked for again by its id, at the same engine. `needs`: asks for such an answer."""
+"""`makes`: the answer is stored at its engine and can be read by its id. `needs`: reads such an answer."""
 
 ErrorShape = Literal["openai", "anthropic"]
 
-_COMMON = frozenset(
+_COMMON_FIELDS = frozenset(
     {"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "stream_options", "user", "priority", "request_id"}
 )
-_CHAT_PROMPT = frozenset(
+_CHAT_FIELDS = frozenset(
     {
         "messages",
         "tools",
@@ -51,14 +51,15 @@ _CHAT_PROMPT = frozenset(
         "return_prompt_text",
     }
 )
-# With these an engine's answer says less, or other things, of what it had cached.
-_SAMPLING = frozenset({"n", "use_beam_search", "prompt_logprobs", "logprobs"})
-# More than any engine takes, and no number of thousands of digits.
-_MOST_ANSWERS = 10**9
-_SCORED = ("documents", "items", "text_2", "data_2")
+# Fields that change what an engine's answer reports as cached.
+_SAMPLING_FIELDS = frozenset({"n", "use_beam_search", "prompt_logprobs", "logprobs"})
+# An upper bound for `n`: more than any engine accepts.
+_MAX_ANSWERS = 10**9
+_SCORED_FIELDS = ("documents", "items", "text_2", "data_2")
 _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
-    "chat": _CHAT_PROMPT | _SAMPLING,
-    "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"}) | _SAMPLING,
+    "chat": _CHAT_FIELDS | _SAMPLING_FIELDS,
+    "completion": frozenset({"prompt", "add_special_tokens", "truncate_prompt_tokens", "suffix", "echo"})
+    | _SAMPLING_FIELDS,
     "responses": frozenset(
         {
             "input",
@@ -79,20 +80,19 @@ _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One call of the surface.
+    """One inference route.
 
-    method, path  what a client calls; `{id}` stands for one part of a path. The engine has it under the same path
-    generates     decodes tokens, so its load lasts; False: one prefill (or none), and its answer is its end
-    streams       `stream: true` is taken
-    hides_usage   a stream may be asked for its usage with `stream_options`, which the client then does not see
-    has_body      a JSON object must come with it
-    computes      has the engine compute something, and so takes room there; False: it counts or spells tokens
-    begun         event types of a stream that come before the engine has done anything: they decide nothing, so they
-                  wait for what follows
-    ends          event types that only the last event of a stream has, where that is not `[DONE]` alone
-    takes_salt    its body has `cache_salt`, which reaches the engine's block hashes (vLLM 0.32, read in its source)
-    lists         fields of the body that may hold several texts, of each of which the engine makes a sequence
-    fields        of the body to decode; the rest is sent on without being looked at
+    method, path  as clients and engines have it; `{id}` stands for one path segment
+    generates     whether it decodes tokens; else it takes one prefill at most
+    streams       whether `stream: true` is accepted
+    hides_usage   whether the router may request a stream's usage by `stream_options` and hide it from the client
+    has_body      whether a JSON object is required
+    computes      whether it takes a slot at the engine; False if it only counts or spells tokens
+    early_events  event types of a stream that the engine sends before it computes anything
+    final_events  event types that only a stream's last event has, besides `[DONE]`
+    takes_salt    whether its `cache_salt` reaches the engine's block hashes (vLLM 0.32, read in its source)
+    lists         body fields that may hold several texts; the engine makes a sequence of each
+    fields        body fields to decode; the rest is forwarded unread
     """
 
     method: Literal["GET", "POST"] = "POST"
@@ -107,8 +107,8 @@ class Route:
     adapter: AdapterUse = "runs"
     state: StateUse = "none"
     errors: ErrorShape = "openai"
-    begun: frozenset[bytes] = frozenset()
-    ends: frozenset[bytes] = frozenset()
+    early_events: frozenset[bytes] = frozenset()
+    final_events: frozenset[bytes] = frozenset()
     takes_salt: bool = True
     lists: tuple[str, ...] = ()
     has_body: bool = field(init=False)
@@ -119,18 +119,18 @@ class Route:
         kept = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "has_body", self.state != "needs")
         object.__setattr__(self, "computes", self.adapter == "runs")
-        object.__setattr__(self, "fields", _COMMON | _PROMPT_FIELDS[self.prompt] | kept | {*self.lists})
+        object.__setattr__(self, "fields", _COMMON_FIELDS | _PROMPT_FIELDS[self.prompt] | kept | {*self.lists})
 
     @property
     def operation(self) -> str:
-        """Its name in OpenTelemetry's conventions for generative AI."""
+        """The operation's name in OpenTelemetry's conventions for generative AI."""
         if not self.generates:
             return "embeddings"
         return "text_completion" if self.prompt == "completion" else "chat"
 
 
-_BEGUN = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
-_RESPONSE_ENDS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"})
+_EARLY_EVENTS = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
+_FINAL_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"})
 
 _ROWS = (
     Route(
@@ -164,8 +164,8 @@ _ROWS = (
         streams=True,
         usage="responses",
         state="makes",
-        begun=_BEGUN,
-        ends=_RESPONSE_ENDS,
+        early_events=_EARLY_EVENTS,
+        final_events=_FINAL_EVENTS,
     ),
     Route(
         method="GET",
@@ -173,7 +173,7 @@ _ROWS = (
         summary="A stored response",
         usage="none",
         state="needs",
-        ends=_RESPONSE_ENDS,
+        final_events=_FINAL_EVENTS,
     ),
     Route(path="/v1/responses/{id}/cancel", summary="Cancel a response in the background", usage="none", state="needs"),
     Route(
@@ -184,7 +184,7 @@ _ROWS = (
         streams=True,
         usage="messages",
         errors="anthropic",
-        ends=frozenset({b"message_stop"}),
+        final_events=frozenset({b"message_stop"}),
     ),
     Route(
         path="/v1/messages/count_tokens",
@@ -205,12 +205,12 @@ _ROWS = (
     ),
     Route(path="/pooling", summary="What the model's pooler gives", lists=("input",)),
     Route(path="/classify", summary="Classes of a text", lists=("input",)),
-    Route(path="/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED),
-    Route(path="/v1/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED),
-    Route(path="/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
-    Route(path="/v1/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
-    Route(path="/v2/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED),
-    Route(path="/generative_scoring", summary="Probability of labels as the next token", lists=_SCORED),
+    Route(path="/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED_FIELDS),
+    Route(path="/v1/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED_FIELDS),
+    Route(path="/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED_FIELDS),
+    Route(path="/v1/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED_FIELDS),
+    Route(path="/v2/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED_FIELDS),
+    Route(path="/generative_scoring", summary="Probability of labels as the next token", lists=_SCORED_FIELDS),
     Route(
         path="/v1/systemone",
         summary="Answers to several questions about one state",
@@ -228,13 +228,13 @@ _ROWS = (
 )
 
 ROUTES: Mapping[tuple[str, str], Route] = {(route.method, route.path): route for route in _ROWS}
-"""By method and path. `/generate` is ours alone and in `sglang_generate`: its items are completions."""
+"""By method and path. `/generate` is in `sglang_generate`, since its items are completions."""
 
 _RESPONSES = "/v1/responses/"
 
 
-def find(method: str, path: str) -> Route | None:
-    """The route of a call, or None: not an inference route."""
+def find_route(method: str, path: str) -> Route | None:
+    """The inference route of a method and path; None if there is none."""
     route = ROUTES.get((method, path))
     if route is not None or not path.startswith(_RESPONSES):
         return route
@@ -246,12 +246,12 @@ def find(method: str, path: str) -> Route | None:
     return ROUTES.get((method, template)) if rest and "/" not in rest else None
 
 
-# What a body with `input` has when it asks for a response and not for embeddings.
+# Fields that mark a body with `input` as a response request, not an embedding request.
 _RESPONSE_MARKS = (b'"role"', b'"instructions"', b'"max_output_tokens"', b'"tools"', b'"previous_response_id"')
 
 
-def route_of(body: bytes) -> Route:
-    """The route that a body is most likely meant for: explaining takes any of them, without a path."""
+def likely_route(body: bytes) -> Route:
+    """The route that a body is most likely meant for, as `POST /v1/route` takes bodies of all routes."""
     is_response = any(mark in body for mark in _RESPONSE_MARKS)
     for name, path in (
         (b'"messages"', "/v1/chat/completions"),
@@ -263,22 +263,22 @@ def route_of(body: bytes) -> Route:
     return ROUTES["POST", "/v1/chat/completions"]
 
 
-def sequences_of(route: Route, decoded: Mapping[str, Any]) -> int:
-    """How many sequences an engine makes of a body: `n` answers to each of its texts; 1 of what it will refuse.
+def sequence_count(route: Route, decoded: Mapping[str, Any]) -> int:
+    """The number of sequences an engine computes for a body: `n` answers to each text; 1 for an invalid body.
 
-    decoded  the route's fields of it
+    decoded  the body's fields that the route names
     """
-    texts = max([_texts(name, decoded.get(name)) for name in route.lists], default=1)
+    texts = max([_text_count(name, decoded.get(name)) for name in route.lists], default=1)
     n = decoded.get("n")
     if n is None:
         return texts
     try:
-        return texts * min(_MOST_ANSWERS, max(1, int(n)))  # vLLM reads "2" and 2.0 as 2
+        return texts * min(_MAX_ANSWERS, max(1, int(n)))  # vLLM reads "2" and 2.0 as 2
     except (TypeError, ValueError, OverflowError):
         return texts
 
 
-def _texts(name: str, given: object) -> int:
+def _text_count(name: str, given: object) -> int:
     if not isinstance(given, list | dict) or not given:
         return 1
     first = given[0] if isinstance(given, list) else None
@@ -288,25 +288,25 @@ def _texts(name: str, given: object) -> int:
 
 
 def response_id_of(path: str) -> str:
-    """The `{id}` in the path of a route that needs state, as it stands there."""
+    """The `{id}` in the path of a route that reads a stored response."""
     return path[len(_RESPONSES) :].removesuffix("/cancel")
 
 
-def is_begun_only(route: Route, events: bytes) -> bool:
-    """Whether the beginning of a stream tells no more than that a request was taken: it may still go elsewhere.
+def has_only_early_events(route: Route, events: bytes) -> bool:
+    """Whether a stream's beginning has only events that precede any computation, so that a retry is still possible.
 
-    events  half an event at the end says nothing yet
+    events  the bytes so far; an incomplete event at the end is ignored
 
     vLLM 0.32 sends `response.created` and `response.in_progress` before the engine has seen the request
-    (openai/responses/serving.py responses_stream_generator). Chat and messages have nothing of the kind.
+    (openai/responses/serving.py responses_stream_generator). Chat and messages have no such events.
     """
-    if not route.begun:
+    if not route.early_events:
         return False
     whole = events[: events.rfind(b"\n\n") + 1].split(b"\n\n")
-    return bool(whole[0]) and all(type_of(event) in route.begun for event in whole if event)
+    return bool(whole[0]) and all(event_type(event) in route.early_events for event in whole if event)
 
 
-def type_of(event: bytes) -> bytes:
-    """The type of one event of a stream, empty where it has none."""
+def event_type(event: bytes) -> bytes:
+    """The type of one event of a stream; empty if it has none."""
     first_line = event.strip(b"\n").partition(b"\n")[0]
     return first_line[len(b"event:") :].strip() if first_line.startswith(b"event:") else b""

@@ -1,10 +1,10 @@
-"""`POST /generate`: SGLang's native call, answered by completions. One batch may mix adapters and the base model.
+"""`POST /generate`: SGLang's native route, served by completions. One batch may mix adapters and the base model.
 
-A batch is taken apart into bodies of `/v1/completions`, each of which goes its own way through the fleet, and their
-answers are put together again. It is all or nothing: one item that fails fails the call.
+A batch is split into bodies of `/v1/completions`. Each is routed by itself, and their answers are joined. If one item
+fails, the whole call fails.
 
-Source of the forms: SGLang 0.5 docs basic_usage/sampling_params.md and native_api, managers/io_struct.py
-GenerateReqInput, managers/tokenizer_manager.py (meta_info). What vLLM has no word for is refused by its name.
+Source of the formats: SGLang 0.5 docs basic_usage/sampling_params.md and native_api, managers/io_struct.py
+GenerateReqInput, managers/tokenizer_manager.py (meta_info). Parameters that vLLM does not have are refused by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
-from router.protocols.bodies import BOM, NOT_JSON, not_json
+from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error
 
 PATH = "/generate"
 ITEM_PATH = "/v1/completions"
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
-# A guess; a batch is as many requests at once.
-_MOST_ITEMS = 1024
+# A guess; every item is a request of its own.
+_MAX_ITEMS = 1024
 
 _SAME_IN_VLLM = frozenset(
     {
@@ -41,13 +41,13 @@ _SAME_IN_VLLM = frozenset(
         "top_p",
     }
 )
-_NAMED_OTHERWISE: Mapping[str, str] = {
+_RENAMED_IN_VLLM: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
     "sampling_seed": "seed",
 }
-# Each constrains the text; vLLM has them in one field, under these names.
+# Output constraints; vLLM has them in one field, under these names.
 _CONSTRAINTS: Mapping[str, str] = {
     "ebnf": "grammar",
     "json_schema": "json",
@@ -56,18 +56,18 @@ _CONSTRAINTS: Mapping[str, str] = {
 }
 _ITEM_FIELDS = frozenset({"text", "input_ids", "lora_path", "sampling_params", "rid"})
 _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
-# What each stands for is not offered; a client may still say that it does not want it.
-_OFF: Sequence[Any] = (None, False, [], {})
-# What reading an answer of another shape than a completion's raises.
-_NO_COMPLETION = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
+# Values that switch a field off: an unsupported field may have these.
+_UNUSED_VALUES: Sequence[Any] = (None, False, [], {})
+# Errors of parsing an answer that is not a completion.
+_PARSE_ERRORS = (msgspec.DecodeError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateBatch:
-    """A call, taken apart.
+    """A `/generate` call split into completions.
 
-    items     bodies of `/v1/completions` as JSON, each perhaps with a `lora_id`, in order
-    names     each item's id in the answer; empty: the engine's
+    items     bodies of `/v1/completions` as JSON, in order; some with a `lora_id`
+    names     each item's id in the answer; empty takes the engine's
     is_list   whether the answer is a list
     """
 
@@ -77,22 +77,22 @@ class GenerateBatch:
     is_streamed: bool
 
 
-def split(body: bytes) -> GenerateBatch:
+def split_batch(body: bytes) -> GenerateBatch:
     """The completions of a call.
 
-    raises  BadBody naming the field: of a wrong type, a list of another length than the prompts, or not offered
+    raises  BadBody naming a field that has a wrong type or length, or is not supported
     """
     try:
         given = msgspec.json.decode(body.removeprefix(BOM), type=dict[str, Any])
-    except NOT_JSON as exc:
-        raise not_json(body, exc) from exc
+    except DECODE_ERRORS as exc:
+        raise bad_json_error(body, exc) from exc
     for name, value in given.items():
-        if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _OFF:
+        if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _UNUSED_VALUES:
             raise BadBody(f"{name} is not offered by /generate here", param=name)
     prompts, is_list = _prompts(given)
     count = len(prompts)
-    adapters = _each(given, "lora_path", count, is_list, str)
-    params = _each(given, "sampling_params", count, is_list, dict)
+    adapters = _per_item(given, "lora_path", count, is_list, str)
+    params = _per_item(given, "sampling_params", count, is_list, dict)
     names = _names(given.get("rid"), count, is_list)
     is_streamed = given.get("stream") is True
     shared = {name: given[name] for name in _SHARED_FIELDS - {"stream"} if given.get(name) is not None}
@@ -110,20 +110,20 @@ def split(body: bytes) -> GenerateBatch:
 
 
 def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's sampling_params in vLLM's words. Raises BadBody for one that vLLM has no word for."""
+    """SGLang's sampling_params as vLLM's; raises BadBody for one without a counterpart."""
     params: dict[str, Any] = {"max_tokens": _DEFAULT_MAX_NEW_TOKENS}
     constraints = {}
     for name, value in sampling.items():
         if name in _SAME_IN_VLLM:
             if value is not None:
                 params[name] = value
-        elif name in _NAMED_OTHERWISE:
+        elif name in _RENAMED_IN_VLLM:
             if value is not None:
-                params[_NAMED_OTHERWISE[name]] = value
+                params[_RENAMED_IN_VLLM[name]] = value
         elif name in _CONSTRAINTS:
             if value is not None:
                 constraints[_CONSTRAINTS[name]] = value
-        elif value not in _OFF:
+        elif value not in _UNUSED_VALUES:
             raise BadBody(f"sampling_params.{name} has no counterpart in vLLM", param=f"sampling_params.{name}")
     if len(constraints) > 1:
         raise BadBody(
@@ -134,18 +134,18 @@ def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def join(batch: GenerateBatch, answers: Sequence[bytes]) -> bytes:
-    """The answer to a call, from the whole answers to its items, in their order. Raises ReplicaUnreachable."""
+def join_answers(batch: GenerateBatch, answers: Sequence[bytes]) -> bytes:
+    """The answer to a call, joined from its items' answers in order; raises ReplicaUnreachable for a bad answer."""
     try:
-        outputs = [one for answer, name in zip(answers, batch.names, strict=True) for one in _outputs(answer, name)]
-    except _NO_COMPLETION as exc:
+        outputs = [item for answer, name in zip(answers, batch.names, strict=True) for item in _outputs(answer, name)]
+    except _PARSE_ERRORS as exc:
         raise ReplicaUnreachable("an engine's answer is no completion", reason="bad_answer") from exc
     alone = not batch.is_list and len(outputs) == 1
     return msgspec.json.encode(outputs[0] if alone else outputs)
 
 
 class CumulativeStream:
-    """A completion's stream as SGLang streams: each event has all of the text so far."""
+    """Converts a completion's stream to SGLang's form, where each event has all of the text so far."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -154,41 +154,41 @@ class CumulativeStream:
         self._last: dict[str, Any] = {}
 
     def events(self, events: bytes) -> bytes:
-        """Whole events of the engine's -> ours.
+        """SGLang's events for whole events of the engine.
 
-        The one that ends the text waits for the usage that follows it, which alone says how much was cached. What is
-        no completion (an error) goes on as it is. Raises StreamBroken for what is no JSON, or of another shape.
+        The event that ends the text waits for the usage that follows, since only that has the cached tokens. An error
+        event is passed on. Raises StreamBroken for anything else.
         """
         try:
             return b"".join(filter(None, map(self._event, _data_lines(events))))
-        except _NO_COMPLETION as exc:
+        except _PARSE_ERRORS as exc:
             raise StreamBroken("the engine sent what is no completion's event") from exc
 
     def _event(self, data: bytes) -> bytes:
         if data == b"[DONE]":
-            return self._flushed() + b"data: [DONE]\n\n"
+            return self._take_last_event() + b"data: [DONE]\n\n"
         chunk = msgspec.json.decode(data)
         choices, usage = chunk.get("choices"), chunk.get("usage")
         if choices is None:
-            return self._flushed() + b"data: " + data + b"\n\n"
+            return self._take_last_event() + b"data: " + data + b"\n\n"
         if not choices:
             if self._last:
-                self._last = _output(self._name or chunk["id"], self._whole(), usage, self._last["meta_info"])
-            return self._flushed()
+                self._last = _output(self._name or chunk["id"], self._text_and_ids(), usage, self._last["meta_info"])
+            return self._take_last_event()
         (choice,) = choices
         self._text.append(choice["text"])
         self._ids += choice.get("token_ids") or []
         reason = _finish_reason(choice, self._ids)
-        output = _output(self._name or chunk["id"], self._whole(), usage, {"finish_reason": reason})
+        output = _output(self._name or chunk["id"], self._text_and_ids(), usage, {"finish_reason": reason})
         if reason is not None:
             self._last = output
             return b""
         return b"data: " + msgspec.json.encode(output) + b"\n\n"
 
-    def _whole(self) -> tuple[str, list[int]]:
+    def _text_and_ids(self) -> tuple[str, list[int]]:
         return "".join(self._text), self._ids
 
-    def _flushed(self) -> bytes:
+    def _take_last_event(self) -> bytes:
         last, self._last = self._last, {}
         return b"data: " + msgspec.json.encode(last) + b"\n\n" if last else b""
 
@@ -200,10 +200,10 @@ def _prompts(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
     name, prompt = ("text", text) if ids is None else ("input_ids", ids)
     is_list = isinstance(prompt, list) and (name == "text" or (bool(prompt) and isinstance(prompt[0], list)))
     prompts: list[Any] = list(prompt) if isinstance(prompt, list) and is_list else [prompt]
-    if not prompts or len(prompts) > _MOST_ITEMS:
-        raise BadBody(f"{name} must have 1 to {_MOST_ITEMS} prompts, found {len(prompts)}", param=name)
-    for one in prompts:
-        is_right = isinstance(one, str) if name == "text" else _is_ids(one)
+    if not prompts or len(prompts) > _MAX_ITEMS:
+        raise BadBody(f"{name} must have 1 to {_MAX_ITEMS} prompts, found {len(prompts)}", param=name)
+    for item in prompts:
+        is_right = isinstance(item, str) if name == "text" else _is_ids(item)
         if not is_right:
             raise BadBody(f"{name} must be {'text' if name == 'text' else 'token ids'}, or a list of them", param=name)
     return prompts, is_list
@@ -213,12 +213,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
-def _each(given: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
-    """A field that is one for all, or one for each."""
+def _per_item(given: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
+    """A field's value for each item: one value for all, or a list with one for each."""
     value = given.get(name)
     if value is None or isinstance(value, kind):
         return [value] * count
-    if not isinstance(value, list) or not all(one is None or isinstance(one, kind) for one in value):
+    if not isinstance(value, list) or not all(item is None or isinstance(item, kind) for item in value):
         raise BadBody(f"{name} must be {_KINDS[kind]}, null, or a list of these", param=name)
     if not is_list:
         raise BadBody(f"{name} is a list, but there is one prompt; make both a list, or neither", param=name)
@@ -235,7 +235,7 @@ def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
         return ("",) * count
     if isinstance(rid, str):
         return tuple(f"{rid}_{i}" for i in range(count)) if is_list else (rid,)
-    return tuple(name or "" for name in _each({"rid": rid}, "rid", count, is_list, str))
+    return tuple(name or "" for name in _per_item({"rid": rid}, "rid", count, is_list, str))
 
 
 def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
@@ -244,17 +244,17 @@ def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
     for choice in whole["choices"]:
         ids = choice.get("token_ids") or []
         counted = whole["usage"] | {"completion_tokens": len(ids)}  # the engine's own is of all choices together
-        about = {"finish_reason": _finish_reason(choice, ids)}
-        outputs.append(_output(name or whole["id"], (choice["text"], ids), counted, about))
+        finish = {"finish_reason": _finish_reason(choice, ids)}
+        outputs.append(_output(name or whole["id"], (choice["text"], ids), counted, finish))
     return outputs
 
 
 def _output(
-    name: str, text: tuple[str, list[int]], usage: Mapping[str, Any], about: Mapping[str, Any]
+    name: str, text: tuple[str, list[int]], usage: Mapping[str, Any], finish: Mapping[str, Any]
 ) -> dict[str, Any]:
     meta = {
         "id": name,
-        "finish_reason": about["finish_reason"],
+        "finish_reason": finish["finish_reason"],
         "prompt_tokens": usage["prompt_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,

@@ -1,10 +1,9 @@
-"""Which engine holds a stored response: its id says so, so that no router needs to remember.
+"""Ids of stored responses: an id names the worker whose engine stores the response, so routers keep no state.
 
-vLLM 0.32 keeps responses in the memory of the engine that made them (with VLLM_ENABLE_RESPONSES_API_STORE=1), under
-the `request_id` of the body, which is also the answer's `id` (openai/responses/protocol.py, seen running; X-Request-Id
-has no part in it). So the router writes that field: `<prefix>.<tenant>.<worker>`. Any router, and any process of one,
-reads the worker back from an id. And the id of another tenant is not found: a tenant's mark is part of the id that the
-engine knows, so it cannot be swapped for another.
+vLLM 0.32 stores responses in the memory of the engine that made them (with VLLM_ENABLE_RESPONSES_API_STORE=1), under
+the body's `request_id`, which is also the answer's `id` (openai/responses/protocol.py, seen running). The router sets
+that field to `<prefix>.<tenant>.<worker>`, and any router reads the worker back from it. The tenant's mark is part of
+the id that the engine knows, so another tenant cannot replace it by its own.
 """
 
 import base64
@@ -21,7 +20,7 @@ _TAGGED = re.compile(r"[A-Za-z0-9_-]{1,128}\.([0-9a-f]{16})\.([A-Za-z0-9_-]{1,40
 
 
 class ResponseNotFound(RequestError):
-    """No such stored response, or not this caller's: the two answer alike."""
+    """There is no such stored response, or it is another tenant's: the answer is the same."""
 
     status = 404
     code = "response_not_found"
@@ -29,36 +28,36 @@ class ResponseNotFound(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What an id tells. `tenant` is a mark, not a name."""
+    """The tenant's mark (a hash of its name) and the worker in a response id."""
 
     tenant: str
     worker: str
 
 
 def tagged_response_id(given: object, fresh: str, *, tenant: str | None, worker: str) -> str:
-    """The `request_id` to send, and so the answer's id.
+    """The `request_id` to send, which becomes the answer's id.
 
-    given  the body's own `request_id`: kept as the prefix where it can be, so that a client still knows its own
-    fresh  a new random name, unguessable; used where none was given
+    given  the body's own `request_id`; kept as the prefix if it is valid
+    fresh  a new random name, used otherwise
     """
     prefix = given if isinstance(given, str) and _PREFIX.fullmatch(given) else f"resp_{fresh}"
-    return f"{prefix}.{_mark(tenant)}.{_packed(worker)}"
+    return f"{prefix}.{_tenant_mark(tenant)}.{_encode_worker(worker)}"
 
 
-def stored_at(response_id: object) -> StoredResponse | None:
-    """Where an id of ours says that its response is; None for any other."""
+def decode_response_id(response_id: object) -> StoredResponse | None:
+    """The parts of a response id; None if no router made it."""
     found = _TAGGED.fullmatch(response_id) if isinstance(response_id, str) else None
-    worker = _unpacked(found.group(2)) if found else None
+    worker = _decode_worker(found.group(2)) if found else None
     return StoredResponse(found.group(1), worker) if found and worker else None
 
 
-def worker_of(response_id: object, *, tenant: str | None, param: str) -> str:
-    """The worker to ask for a stored response.
+def worker_of_response(response_id: object, *, tenant: str | None, param: str) -> str:
+    """The worker that stores a response.
 
-    raises  ResponseNotFound for an id that no router made, and for one of another tenant
+    raises  ResponseNotFound for an id that no router made, or of another tenant
     """
-    at = stored_at(response_id)
-    if at is None or at.tenant != _mark(tenant):
+    at = decode_response_id(response_id)
+    if at is None or at.tenant != _tenant_mark(tenant):
         raise ResponseNotFound(
             f"Response with id {response_id!r} not found; ids are those that POST /v1/responses answered with",
             param=param,
@@ -66,8 +65,8 @@ def worker_of(response_id: object, *, tenant: str | None, param: str) -> str:
     return at.worker
 
 
-def gone(response_id: str, worker: str, *, param: str) -> ResponseNotFound:
-    """The error for a response whose worker is no more, or has another engine now."""
+def worker_gone_error(response_id: str, worker: str, *, param: str) -> ResponseNotFound:
+    """The error for a response whose worker is gone or has restarted its engine."""
     return ResponseNotFound(
         f"Response with id {response_id!r} was kept by worker {worker!r}, which is gone, and its stored responses with "
         "it; send the whole conversation as input",
@@ -75,8 +74,8 @@ def gone(response_id: str, worker: str, *, param: str) -> ResponseNotFound:
     )
 
 
-def left(response_id: str, worker: str, lora_id: str, *, param: str) -> ResponseNotFound:
-    """The error for a response that its worker keeps, but cannot go on with: its adapter has left that worker."""
+def adapter_gone_error(response_id: str, worker: str, lora_id: str, *, param: str) -> ResponseNotFound:
+    """The error for a response whose adapter is no longer on the worker that stores it."""
     return ResponseNotFound(
         f"Response with id {response_id!r} is kept by worker {worker!r}, where adapter {lora_id!r} is not any more; "
         "send the whole conversation as input",
@@ -84,15 +83,15 @@ def left(response_id: str, worker: str, lora_id: str, *, param: str) -> Response
     )
 
 
-def _mark(tenant: str | None) -> str:
+def _tenant_mark(tenant: str | None) -> str:
     return xxh3_64_hexdigest(b"" if tenant is None else b"\0" + tenant.encode())
 
 
-def _packed(worker: str) -> str:
+def _encode_worker(worker: str) -> str:
     return base64.urlsafe_b64encode(worker.encode()).rstrip(b"=").decode()
 
 
-def _unpacked(packed: str) -> str | None:
+def _decode_worker(packed: str) -> str | None:
     try:
         return base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What an engine says an answer took, wherever each kind of answer has it."""
+"""The usage that an engine reports in an answer or stream, in each API's form."""
 
 import re
 from collections.abc import Callable, Mapping, MutableMapping
@@ -9,10 +9,11 @@ from router.protocols.routes import UsageKind
 
 
 class EngineUsage(msgspec.Struct, frozen=True):
-    """None is what the engine did not say, which is not 0.
+    """Token counts that an engine reports. None means not reported, which is not 0.
 
-    prompt_tokens  of all prompts of the request; `cached_tokens` is of one of them alone (vLLM 0.32 serving.py of
-                   chat_completion and completion), so the two belong together only where there is one prompt
+    prompt_tokens  of all prompts of the request
+    cached_tokens  of one prompt alone (vLLM 0.32 serving.py of chat_completion and completion), so the two can be
+                   compared only for a request with one prompt
     """
 
     prompt_tokens: int
@@ -52,7 +53,7 @@ class _ResponseObject(msgspec.Struct):
 
 
 class _ResponsesAnswer(msgspec.Struct):
-    """The whole answer has it on top, a stream's last event one level down."""
+    """A whole answer has its usage at the top, a stream's last event one level down."""
 
     usage: _ResponsesUsage | None = None
     response: _ResponseObject | None = None
@@ -68,21 +69,21 @@ _messages = msgspec.json.Decoder(_MessagesAnswer).decode
 
 
 def usage_of(kind: UsageKind, body: bytes) -> EngineUsage | None:
-    """The usage in a whole answer, or in the data of one event; None where there is none, or in another shape."""
-    # From the end, which is where engines write it.
+    """The usage in a whole answer or in the data of one event; None if there is none or its form is unknown."""
+    # Searched from the end, where engines write it.
     if kind == "none" or body.rfind(b'"usage"') < 0:
         return None
     try:
         return _READERS[kind](body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # an engine with other shapes tells nothing
+        return None  # an unknown form
 
 
 def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
-    """The usage in the last of these whole events that has one; vLLM may send one with each, but only the last says
-    what was cached.
+    """The usage in the last of these whole events that has one; None if none has.
 
-    The quotes of a "usage" in a JSON string would be escaped, and so would a line's end.
+    vLLM may send a usage with every event, but only the last one has the cached tokens. Inside a JSON string the quotes
+    of "usage" would be escaped, so a plain search finds the field.
     """
     at = events.rfind(b'"usage"')
     line = events[events.rfind(b"\n", 0, max(at, 0)) + 1 :].split(b"\n", 1)[0]
@@ -91,71 +92,71 @@ def usage_of_events(kind: UsageKind, events: bytes) -> EngineUsage | None:
 
 # Inside a JSON string the quotes would be escaped.
 _NO_CHOICES, _USAGE, _FINISHED = b'"choices":[]', b'"usage":{', b'"finish_reason":"'
-_SIGNATURE = re.compile(rb'"system_fingerprint":"[^"\\]*"')
+_FINGERPRINT = re.compile(rb'"system_fingerprint":"[^"\\]*"')
 _EVENT = re.compile(rb".+?(?:\r?\n\r?\n|$)", re.DOTALL)
 
 
 class UsageFilter:
-    """A stream without the usage that the router asked for and the client did not, otherwise as if nobody had asked.
+    """Removes from a stream the usage that the router requested and the client did not.
 
-    vLLM 0.32 signs a stream with its `system_fingerprint`: on the usage event where there is one, else on the event
-    that ends each choice (openai/*/serving.py). So what comes last of a choice is signed with what the engine signed
-    with before, or waits for the usage right behind it. Only the first stream of several choices from an engine that
-    nothing is known of may lack it on those that end early.
+    vLLM 0.32 puts its `system_fingerprint` on the usage event if there is one, else on the event that ends each choice
+    (openai/*/serving.py). So the filter adds the engine's last known fingerprint to the event that ends a choice. Until
+    one is known, that event waits for the usage event. In the first stream of several choices from an unknown engine,
+    choices that end early may lack it.
     """
 
     __slots__ = ("_engine", "_held", "_known")
 
     def __init__(self, known: MutableMapping[str, bytes], engine: str) -> None:
         """
-        known   engine -> what it signs with; shared by all streams, and kept up to date here
-        engine  this one's name in it
+        known   engine -> its fingerprint; shared by all streams and updated here
+        engine  this stream's engine
         """
         self._known = known
         self._engine = engine
         self._held = b""
 
     def events(self, events: bytes) -> bytes:
-        """Whole events of the engine's -> those for the client; some wait for the next."""
-        at = _first_of_note(events)
+        """The client's events for whole events of the engine; some wait for the next call."""
+        at = _first_final_event(events)
         if at == len(events) and not self._held:
             return events
-        shown: list[bytes] = []
+        kept: list[bytes] = []
         if at:
-            shown += self.end(), events[:at]
+            kept += self.end(), events[:at]
         for event in _EVENT.findall(events, at):
             if _NO_CHOICES in event and _USAGE in event:
-                found = _SIGNATURE.search(event)
+                found = _FINGERPRINT.search(event)
                 if found:
                     self._known[self._engine] = found.group()
-                shown.append(self._signed_held())
+                kept.append(self._release_with_fingerprint())
             elif _FINISHED in event and self._engine not in self._known:
                 self._held += event
             else:
-                shown.append(self.end())
-                shown.append(self._signed(event) if _FINISHED in event else event)
-        return b"".join(shown)
+                kept.append(self.end())
+                kept.append(self._with_fingerprint(event) if _FINISHED in event else event)
+        return b"".join(kept)
 
     def end(self) -> bytes:
-        """What still waits when the stream is over."""
+        """The events that still wait when the stream has ended."""
         held, self._held = self._held, b""
         return held
 
-    def _signed_held(self) -> bytes:
-        return b"".join(map(self._signed, _EVENT.findall(self.end())))
+    def _release_with_fingerprint(self) -> bytes:
+        return b"".join(map(self._with_fingerprint, _EVENT.findall(self.end())))
 
-    def _signed(self, event: bytes) -> bytes:
-        signature = self._known.get(self._engine)
+    def _with_fingerprint(self, event: bytes) -> bytes:
+        fingerprint = self._known.get(self._engine)
         cut = event.rfind(b"}")
-        if signature is None or cut < 0:
+        if fingerprint is None or cut < 0:
             return event
-        return event[:cut] + b"," + signature + event[cut:]
+        return event[:cut] + b"," + fingerprint + event[cut:]
 
 
-def _first_of_note(events: bytes) -> int:
-    """Where the first event begins that ends a choice or has no choices; the end of all where there is none.
+def _first_final_event(events: bytes) -> int:
+    """The offset of the first event that ends a choice or has no choices; the length if there is none.
 
-    A read may bring hundreds of events, and taking each apart would cost more than all else that is done with them.
+    One read may bring hundreds of events, and splitting them all would cost more than the rest of the relay.
     """
     finished, bare = events.find(_FINISHED), events.find(_NO_CHOICES)
     at = min(finished, bare) if finished >= 0 and bare >= 0 else max(finished, bare)
@@ -183,7 +184,7 @@ def _read_responses(body: bytes) -> EngineUsage | None:
 
 
 def _read_messages(body: bytes) -> EngineUsage | None:
-    """Anthropic's input is what was neither read from a cache nor written to one; the prompt is all three."""
+    """Anthropic's input_tokens leaves out tokens read from and written to the cache; the prompt is the sum of all."""
     usage = _messages(body).usage
     if usage is None:
         return None

@@ -22,7 +22,7 @@ from router.http.sse import (
     last_type,
     says_done,
 )
-from router.protocols.routes import Route, is_begun_only
+from router.protocols.routes import Route, has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
@@ -235,7 +235,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 self._fail("answer_too_large", f"an answer of over {self._limits.answer_bytes} bytes")
             return
         got = data if len(self._got) == 1 else b"".join(self._got)
-        if has_first_event(got) and not is_begun_only(self._call.route, got):
+        if has_first_event(got) and not has_only_early_events(self._call.route, got):
             self._got = [got]
             self._begin_stream(got)
         elif self._size > MAX_EVENT_BYTES:
@@ -281,9 +281,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
         """Whether what came says little of the engine: so vLLM 0.32 breaks off a response whose schema it can't take;
         and behind the head alone one that it can't tell of, such as of `"truncation": null`.
         """
-        if not (self.streamed and self.status == 200 and self._call.route.begun):
+        if not (self.streamed and self.status == 200 and self._call.route.early_events):
             return False
-        return not self._got or is_begun_only(self._call.route, b"".join(self._got))
+        return not self._got or has_only_early_events(self._call.route, b"".join(self._got))
 
     def _decide(self) -> None:
         self._is_decided = True
@@ -334,8 +334,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         assert self._tail is not None
         self._tail.append(ready)
         self.events += ready.count(b"\n\n")
-        ends = self._call.route.ends
-        self._has_ended = says_done(ready) or (bool(ends) and (self._has_ended or last_type(ready) in ends))
+        final_events = self._call.route.final_events
+        self._has_ended = says_done(ready) or (
+            bool(final_events) and (self._has_ended or last_type(ready) in final_events)
+        )
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         exchange.send(ready)

@@ -29,8 +29,8 @@ from router.http.error_shapes import shaped
 from router.http.sse import Echo, GrowingEcho, Renamed, Undated, error_event, refusal_event
 from router.protocols import sglang_generate
 from router.protocols.bodies import check_items
-from router.protocols.routes import ROUTES, Route, find, response_id_of
-from router.protocols.stored_responses import gone, worker_of
+from router.protocols.routes import ROUTES, Route, find_route, response_id_of
+from router.protocols.stored_responses import worker_gone_error, worker_of_response
 from router.protocols.usage import UsageFilter
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
@@ -93,7 +93,7 @@ class InferenceHandler:
         handler = self._handlers.get((method, path))
         if handler is not None:
             return handler
-        route = find(method, path)
+        route = find_route(method, path)
         if route is not None:
             return self._handlers[route.method, route.path]
         if path.endswith("/") and path != "/":
@@ -107,7 +107,7 @@ class InferenceHandler:
         """Method -> path as its route has it, of all that may be asked for there."""
         if path in _PATHS:
             return {method: known for method, known in (*self._handlers, *_OWN) if known == path}
-        found = {method: find(method, path) for method in ("GET", "POST")}
+        found = {method: find_route(method, path) for method in ("GET", "POST")}
         return {method: route.path for method, route in found.items() if route is not None}
 
     async def _handle(self, route: Route, exchange: HttpExchange) -> None:
@@ -210,11 +210,11 @@ class InferenceHandler:
         """Ask the engine that keeps a response for it."""
         services, exchange, route = self._services, answer.exchange, answer.route
         response_id = response_id_of(exchange.path)
-        worker = worker_of(response_id, tenant=caller.tenant, param="id")
+        worker = worker_of_response(response_id, tenant=caller.tenant, param="id")
         await services.discovery.wait_for_first_worker()
         replica = services.discovery.fleet.replicas.get(WorkerId(worker))
         if replica is None:
-            raise gone(response_id, worker, param="id")
+            raise worker_gone_error(response_id, worker, param="id")
         if not replica.engine_url:
             raise NoReplica(f"worker {worker!r}, which keeps this response, is starting", retry_after_s=1.0)
         target = exchange.path.encode() + (b"?" + exchange.query if exchange.query else b"")
@@ -248,7 +248,7 @@ class InferenceHandler:
         """`/generate`: each of its items is a completion of its own."""
         services, limits = self._services, caller.limits
         check_items(answer.exchange.body, services.config.max_body_items)
-        batch = sglang_generate.split(answer.exchange.body)
+        batch = sglang_generate.split_batch(answer.exchange.body)
         if len(batch.items) > _MOST_ITEMS:
             raise BadBody(f"{len(batch.items)} items are more than {_MOST_ITEMS}: send several calls", param="text")
         a_minute = None if limits is None else limits.requests_per_minute
@@ -301,7 +301,7 @@ class InferenceHandler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        answer.whole(200, "content-type: application/json\r\n", sglang_generate.join(batch, bodies))
+        answer.whole(200, "content-type: application/json\r\n", sglang_generate.join_answers(batch, bodies))
 
 
 def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None]:

@@ -30,7 +30,12 @@ from router.core.resolve import RequestTarget
 from router.http.engine_pool import Origin
 from router.protocols import sglang_generate
 from router.protocols.routes import Route
-from router.protocols.stored_responses import gone, left, tagged_response_id, worker_of
+from router.protocols.stored_responses import (
+    adapter_gone_error,
+    tagged_response_id,
+    worker_gone_error,
+    worker_of_response,
+)
 from router.protocols.usage import EngineUsage
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
@@ -334,15 +339,15 @@ class RequestRun(msgspec.Struct, eq=False):
         earlier = self.question.decoded.get("previous_response_id")
         if not isinstance(earlier, str):
             return None  # none, or one that its engine refuses
-        worker = worker_of(earlier, tenant=self.caller.tenant, param="previous_response_id")
+        worker = worker_of_response(earlier, tenant=self.caller.tenant, param="previous_response_id")
         for replica in self.services.discovery.fleet.roster(target.base_model).replicas:
             if replica.id == worker:
                 adapter = target.adapter
                 if adapter is not None and adapter.engine_name and adapter.engine_name not in replica.residents:
                     # Nothing loads it there for this, so coming back would not help.
-                    raise left(str(earlier), worker, adapter.lora_id, param="previous_response_id")
+                    raise adapter_gone_error(str(earlier), worker, adapter.lora_id, param="previous_response_id")
                 return replica.incarnation
-        raise gone(str(earlier), worker, param="previous_response_id")
+        raise worker_gone_error(str(earlier), worker, param="previous_response_id")
 
     async def _wait_for_adapter(self) -> None:
         """Begin another try: wait until some replica holds the adapter, and may be given this request."""

@@ -21,12 +21,12 @@ from router.core.resolve import RequestTarget, resolve
 from router.core.schedule.decision import NOTHING, RoutingRequest, too_short
 from router.core.scheduler import first_blocks
 from router.kv.feeds import KvFeeds
-from router.protocols.bodies import BOM, NOT_JSON, check_items, not_json
-from router.protocols.routes import Route, sequences_of
+from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, check_items
+from router.protocols.routes import Route, sequence_count
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_body import Body, asks_for_usage, refuse_steering
 from router.request.services import Services
-from router.tokenizing.approximate import approximate_root, approximation
+from router.tokenizing.approximate import approximate_prompt, approximate_root
 from router.tokenizing.tokenizers import NO_TOKENS, Source, Tokens
 
 # How long its client will wait for the whole answer, in seconds.
@@ -51,7 +51,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
     target       path and query to ask the engine for
     hides_usage  we ask the engine for the usage of a stream; the client did not, and does not see it
-    sequences    that an engine makes of it, see `sequences_of`
+    sequences    that an engine makes of it, see `sequence_count`
     size_bytes   of its body: what it holds while it waits
     deadline_at  when nobody wants its answer any more, by Parts.clock
     forwarded    header lines for the engine: where its trace belongs
@@ -99,12 +99,12 @@ def read(
         try:
             fields = _decode_body(raw.removeprefix(BOM))
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
-        except NOT_JSON as exc:
-            raise not_json(raw, exc) from exc
+        except DECODE_ERRORS as exc:
+            raise bad_json_error(raw, exc) from exc
         refuse_steering(fields, decoded.get("vllm_xargs"))
     sequences = 1
     if route.lists or "n" in decoded:
-        sequences = sequences_of(route, decoded)
+        sequences = sequence_count(route, decoded)
         if route.generates and sequences > services.config.max_sequences:
             raise BadBody(
                 f"this asks for {sequences} answers at once (n, for each of its prompts), and at most"
@@ -181,7 +181,7 @@ async def tokenize(services: Services, target: RequestTarget, question: ParsedRe
     replica = services.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
     if replica is None:
         return _tokens(services, question, NO_TOKENS, began_at)
-    found = services.tokenizers.at_once(
+    found = services.tokenizers.tokenize(
         question.decoded,
         base_model=target.base_model,
         engine_url=replica.engine_url,
@@ -198,7 +198,7 @@ def _tokens(services: Services, question: ParsedRequest, found: Tokens, began_at
     """What was found, or in the place of no ids an approximation of the prompt."""
     route = question.route
     if found.ids is None and route.computes and services.config.tokenizer != "off":
-        made = approximation(question.fields, question.decoded, question.size_bytes)
+        made = approximate_prompt(question.fields, question.decoded, question.size_bytes)
         if made is not None:
             found = Tokens(None, "approximate", approximation=made)
     if found is not NO_TOKENS or route.prompt != "none":

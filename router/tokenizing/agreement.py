@@ -1,7 +1,7 @@
-"""Which engines make the same token ids as our tokenizer of their base model: each one's own answer, for each boot.
+"""Which engines produce the same token ids as our tokenizer of their base model, by engine boot.
 
-A worker's engine may come back with another model, tokenizer or chat template under the name that it had. So an answer
-is worth something for the boot that gave it, and until there is one nothing is known.
+A restarted engine may have another model, tokenizer or chat template under the same name. So an engine's answer counts
+only for the boot that gave it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,11 @@ from router.core.kv.index import WorkerId
 
 @dataclass(slots=True)
 class _EngineAgreement:
-    """tokenizer: the number of the one it was held against, 0 for none yet; agrees: None where it answered no probe."""
+    """One engine boot's answer.
+
+    tokenizer  number of the tokenizer that it was compared with; 0 for none yet
+    agrees     None if it answered no probe
+    """
 
     base_model: str
     boot_id: str
@@ -22,36 +26,36 @@ class _EngineAgreement:
 
 
 class TokenizerAgreement:
-    """The engines that were heard of, by worker. Tokenizers go by numbers from 1 on, each new one by its own."""
+    """The known engines by worker, and how they compare with our tokenizers, which are numbered from 1."""
 
     def __init__(self) -> None:
         self._engines: dict[WorkerId, _EngineAgreement] = {}
 
-    def heard(self, base_model: str, incarnation: Incarnation) -> None:
-        """It is there; what another boot of it said counts no more."""
+    def add_engine(self, base_model: str, incarnation: Incarnation) -> None:
+        """Add an engine boot, in place of the worker's earlier boots."""
         worker, boot_id = incarnation
         known = self._engines.get(worker)
         if known is None or (known.base_model, known.boot_id) != (base_model, boot_id):
             self._engines[worker] = _EngineAgreement(base_model, boot_id)
 
-    def answered(self, incarnation: Incarnation, tokenizer: int, agrees: bool | None) -> None:
-        """Note its answer, if it is still the same boot. One that answered no probe is to be asked again."""
+    def record_answer(self, incarnation: Incarnation, tokenizer: int, agrees: bool | None) -> None:
+        """Record an engine's answer, if it is still the same boot. An engine that answered no probe is probed again."""
         engine = self._known(incarnation)
         if engine is not None:
             engine.tokenizer, engine.agrees, engine.is_settled = tokenizer, agrees, agrees is not None
 
     def is_settled(self, incarnation: Incarnation, tokenizer: int) -> bool:
-        """Whether it need not be asked about this tokenizer."""
+        """Whether the engine need not be probed with this tokenizer again."""
         engine = self._known(incarnation)
         return engine is not None and engine.is_settled and engine.tokenizer == tokenizer
 
     def agrees(self, incarnation: Incarnation, tokenizer: int) -> bool:
-        """Whether this boot has answered as this tokenizer does."""
+        """Whether this engine boot has shown the same ids as this tokenizer."""
         engine = self._known(incarnation)
         return engine is not None and engine.tokenizer == tokenizer and engine.agrees is True
 
     def is_outvoted(self, base_model: str, tokenizer: int) -> bool:
-        """Whether more than half of the base model's engines disagree with it, those not asked yet among the others."""
+        """Whether more than half of the base model's engines disagree; engines not probed yet count as agreeing."""
         against = others = 0
         for engine in self._engines.values():
             if engine.base_model == base_model:
@@ -60,8 +64,8 @@ class TokenizerAgreement:
                 others += not is_asked or engine.agrees is True
         return against > others
 
-    def unsettle(self, base_model: str) -> None:
-        """Those that disagree are to be asked again: one of them may have the files of a better tokenizer."""
+    def reopen(self, base_model: str) -> None:
+        """Probe disagreeing engines again: one of them may have the files of a better tokenizer."""
         for engine in self._engines.values():
             if engine.base_model == base_model and engine.agrees is False:
                 engine.is_settled = False

@@ -15,9 +15,9 @@ from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 
 from lorafleet.tokenizer.chat import ChatTokenizer
 from router.protocols.prompts import prompt_body
-from router.protocols.routes import ROUTES, Route, is_begun_only
-from router.protocols.sglang_generate import CumulativeStream, join, split
-from router.protocols.stored_responses import tagged_response_id, worker_of
+from router.protocols.routes import ROUTES, Route, has_only_early_events
+from router.protocols.sglang_generate import CumulativeStream, join_answers, split_batch
+from router.protocols.stored_responses import tagged_response_id, worker_of_response
 from router.protocols.usage import usage_of, usage_of_events
 from router.request.engine_body import may_send_ids
 from tests.bodies import CHAT_BODIES, COMPLETION_PROMPTS, WEATHER
@@ -128,8 +128,8 @@ def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(
     assert usage is not None
     assert (usage.completion_tokens, usage.cached_tokens is None) == (4, False)
     events = [event + b"\n\n" for event in answer.content.split(b"\n\n") if event]
-    begun = [is_begun_only(route, event) for event in events]
-    assert begun == [True] * 2 * bool(route.begun) + [False] * (len(events) - 2 * bool(route.begun))
+    begun = [has_only_early_events(route, event) for event in events]
+    assert begun == [True] * 2 * bool(route.early_events) + [False] * (len(events) - 2 * bool(route.early_events))
     assert ENGINE_NAME.encode() in events[0]
     if route.hides_usage:
         quiet = direct.post(route.path, example(route.path) | more, model=ENGINE_NAME)
@@ -270,7 +270,7 @@ def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: Direct
     made = direct.post("/v1/responses", {"input": "hello", "max_output_tokens": 2}, response_id=name)
     assert made.json()["id"] == name
     assert direct.client.get(f"/v1/responses/{name}").json()["output"] == made.json()["output"]
-    assert worker_of(name, tenant="team", param="response_id") == "10.0.0.7:8090"
+    assert worker_of_response(name, tenant="team", param="response_id") == "10.0.0.7:8090"
     follow = {"input": "and then?", "previous_response_id": name, "max_output_tokens": 2}
     assert direct.post("/v1/responses", follow).json()["previous_response_id"] == name
     assert direct.client.post(f"/v1/responses/{name}/cancel").status_code == 400, "it is over"
@@ -289,7 +289,7 @@ def test_a_response_in_the_background_is_found_and_cancelled_by_that_id(direct: 
 
 
 def generated(direct: DirectEngine, **body: Any) -> Any:
-    batch = split(json.dumps(body).encode())
+    batch = split_batch(json.dumps(body).encode())
     answers = []
     for item in batch.items:
         fields = json.loads(item)
@@ -298,7 +298,7 @@ def generated(direct: DirectEngine, **body: Any) -> Any:
         answers.append(answer.content)
     if batch.is_streamed:
         return CumulativeStream(batch.names[0]).events(answers[0])
-    return json.loads(join(batch, answers))
+    return json.loads(join_answers(batch, answers))
 
 
 def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct: DirectEngine) -> None:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from lorafleet.identity import BlockHash, block_hashes, root_hash
 from router.protocols.routes import ROUTES
-from router.tokenizing.approximate import ApproximatePrompt, approximate_root, approximation
+from router.tokenizing.approximate import ApproximatePrompt, approximate_prompt, approximate_root
 from tests.patience import until
 from tests.properties import examples
 from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, fleet, sample_value, with_sql
@@ -28,7 +28,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 def approximated(body: Body | bytes) -> ApproximatePrompt | None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return approximation(_fields(raw), {}, len(raw))
+    return approximate_prompt(_fields(raw), {}, len(raw))
 
 
 def keys(body: Body | bytes, *, adapter: str = "", salt: str = "") -> list[BlockHash]:

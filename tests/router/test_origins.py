@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from lorafleet.service.auth import hash_key
 from router.config import RouterSettings
-from router.protocols.cors import SHOWN
+from router.protocols.cors import EXPOSED_HEADERS
 from tests.router.doubles import CHAT, EngineDouble, echo, error_of, fleet
 
 PAGE, OTHER = "https://app.example", "https://evil.example"
@@ -61,7 +61,7 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_every_answer(allowed
             headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
             answer = await client.request(method, path, headers=headers, **more)
             assert answer.headers.get_list("access-control-allow-origin") == [allowed], path
-            assert answer.headers["access-control-expose-headers"] == ", ".join(SHOWN)
+            assert answer.headers["access-control-expose-headers"] == ", ".join(EXPOSED_HEADERS)
             return answer.status_code
 
         assert await status("POST", PATHS[0], json=CHAT) == 200

@@ -15,9 +15,22 @@ from router.api.openapi import EXAMPLES, openapi_paths
 from router.core.errors import BadBody, RequestError
 from router.protocols.bodies import check_items
 from router.protocols.prompts import chat_of_messages, chat_of_responses, prompt_body
-from router.protocols.routes import ROUTES, find, is_begun_only, response_id_of, route_of, sequences_of
-from router.protocols.sglang_generate import split
-from router.protocols.stored_responses import ResponseNotFound, gone, stored_at, tagged_response_id, worker_of
+from router.protocols.routes import (
+    ROUTES,
+    find_route,
+    has_only_early_events,
+    likely_route,
+    response_id_of,
+    sequence_count,
+)
+from router.protocols.sglang_generate import split_batch
+from router.protocols.stored_responses import (
+    ResponseNotFound,
+    decode_response_id,
+    tagged_response_id,
+    worker_gone_error,
+    worker_of_response,
+)
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 from router.request.engine_body import Body, dress_vllm, refuse_steering
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
@@ -30,8 +43,8 @@ USER = {"role": "user", "content": "Hi"}
 
 def test_every_row_is_found_by_its_method_and_path():
     for (method, path), route in ROUTES.items():
-        assert find(method, path.replace("{id}", "resp_1.a.b")) is route
-        assert find("PUT", path) is None
+        assert find_route(method, path.replace("{id}", "resp_1.a.b")) is route
+        assert find_route("PUT", path) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +66,7 @@ def test_every_row_is_found_by_its_method_and_path():
     ],
 )
 def test_what_is_not_in_the_table_is_no_inference_route(method, path):
-    assert find(method, path) is None
+    assert find_route(method, path) is None
 
 
 def test_the_id_of_a_stored_response_is_read_off_its_path():
@@ -95,7 +108,7 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
 )
 def test_an_engine_makes_so_many_sequences_of_a_body(path, body, sequences):
     route = ROUTES["POST", path]
-    assert sequences_of(route, {name: body[name] for name in route.fields.intersection(body)}) == sequences
+    assert sequence_count(route, {name: body[name] for name in route.fields.intersection(body)}) == sequences
 
 
 TEXTS = st.text(st.sampled_from(['"', "\\", "{", "[", "]", "}", ",", ":", "a", "é", "\n", "\ud83d"]), max_size=8)
@@ -133,16 +146,16 @@ def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothin
     created = b'event: response.created\ndata: {"type":"response.created"}\n\n'
     begun = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
     delta = b'event: response.output_text.delta\ndata: {"delta":"event: response.created"}\n\n'
-    assert is_begun_only(responses, created)
-    assert is_begun_only(responses, created + begun)
-    assert not is_begun_only(responses, created + begun + delta)
-    assert not is_begun_only(responses, delta)
-    assert not is_begun_only(responses, b'data: {"error":{}}\n\n')
-    assert not is_begun_only(chat, created)
-    assert is_begun_only(responses, created + delta[:-1]), "half an event says nothing yet"
-    assert is_begun_only(responses, created + b"event: respo")
-    assert not is_begun_only(responses, created[:-1])
-    assert not is_begun_only(responses, created + b'data: {"error":{}}\n\n')
+    assert has_only_early_events(responses, created)
+    assert has_only_early_events(responses, created + begun)
+    assert not has_only_early_events(responses, created + begun + delta)
+    assert not has_only_early_events(responses, delta)
+    assert not has_only_early_events(responses, b'data: {"error":{}}\n\n')
+    assert not has_only_early_events(chat, created)
+    assert has_only_early_events(responses, created + delta[:-1]), "half an event says nothing yet"
+    assert has_only_early_events(responses, created + b"event: respo")
+    assert not has_only_early_events(responses, created[:-1])
+    assert not has_only_early_events(responses, created + b'data: {"error":{}}\n\n')
 
 
 # --- usage
@@ -267,7 +280,7 @@ def test_a_body_is_explained_by_the_route_that_it_is_most_likely_meant_for():
         ({"input": [USER]}, "/v1/responses"),
         ({}, "/v1/chat/completions"),
     ):
-        assert route_of(json.dumps(body).encode()).path == path
+        assert likely_route(json.dumps(body).encode()).path == path
 
 
 # --- stored responses
@@ -278,8 +291,8 @@ def test_a_body_is_explained_by_the_route_that_it_is_most_likely_meant_for():
 def test_an_id_says_where_its_response_is_kept(worker, tenant):
     made = tagged_response_id(None, "f00", tenant=tenant, worker=worker)
     assert made.startswith("resp_f00.")
-    assert find("GET", f"/v1/responses/{made}") is not None
-    assert worker_of(made, tenant=tenant, param="response_id") == worker
+    assert find_route("GET", f"/v1/responses/{made}") is not None
+    assert worker_of_response(made, tenant=tenant, param="response_id") == worker
 
 
 def test_a_clients_own_id_is_the_beginning_of_it_where_it_may_be():
@@ -292,14 +305,14 @@ def test_another_tenants_response_is_not_found_even_with_its_id():
     made = tagged_response_id(None, "f00", tenant="a", worker="w0")
     for other in ("b", None, ""):
         with pytest.raises(ResponseNotFound, match="not found"):
-            worker_of(made, tenant=other, param="previous_response_id")
+            worker_of_response(made, tenant=other, param="previous_response_id")
 
 
 def test_a_tenant_without_a_name_is_not_the_one_above_tenants():
     for whose, other in ((None, ""), ("", None)):
         made = tagged_response_id(None, "f00", tenant=whose, worker="w0")
         with pytest.raises(ResponseNotFound):
-            worker_of(made, tenant=other, param="id")
+            worker_of_response(made, tenant=other, param="id")
 
 
 @pytest.mark.parametrize("more", ["/cancel", "?x=1", "/../r", "\n", ".x", " "])
@@ -307,7 +320,7 @@ def test_an_id_with_something_behind_it_is_none_and_never_goes_into_a_path(more)
     made = tagged_response_id(None, "f00", tenant="a", worker="w0")
     for odd in (made + more, more + made):
         with pytest.raises(ResponseNotFound):
-            worker_of(odd, tenant="a", param="id")
+            worker_of_response(odd, tenant="a", param="id")
 
 
 def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
@@ -332,15 +345,15 @@ def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
     ],
 )
 def test_an_id_that_no_router_made_is_not_found(odd):
-    assert stored_at(odd) is None
+    assert decode_response_id(odd) is None
     with pytest.raises(ResponseNotFound) as caught:
-        worker_of(odd, tenant=None, param="response_id")
+        worker_of_response(odd, tenant=None, param="response_id")
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "response_not_found", "response_id")
     assert isinstance(caught.value, RequestError)
 
 
 def test_a_response_whose_worker_is_gone_names_it():
-    assert "worker 'w7', which is gone" in str(gone("resp_1", "w7", param="response_id"))
+    assert "worker 'w7', which is gone" in str(worker_gone_error("resp_1", "w7", param="response_id"))
 
 
 # --- prompts
@@ -487,4 +500,4 @@ def test_an_example_is_one_that_the_router_takes():
             fields = msgspec.json.decode(msgspec.json.encode(sent), type=Body)
             refuse_steering(fields, None)
             assert json.loads(dress_vllm(fields, "m")) == sent | {"model": "m"}
-    assert len(split(msgspec.json.encode(EXAMPLES["/generate"][0])).items) == 2
+    assert len(split_batch(msgspec.json.encode(EXAMPLES["/generate"][0])).items) == 2

@@ -3,18 +3,18 @@ import json
 import pytest
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
-from router.protocols.sglang_generate import CumulativeStream, join, split
+from router.protocols.sglang_generate import CumulativeStream, join_answers, split_batch
 
 SQL = "sql-expert/v1"
 
 
 def items(**body) -> list[dict]:
-    return [json.loads(item) for item in split(json.dumps(body).encode()).items]
+    return [json.loads(item) for item in split_batch(json.dumps(body).encode()).items]
 
 
 def refused(param: str, **body) -> str:
     with pytest.raises(BadBody) as caught:
-        split(json.dumps(body).encode())
+        split_batch(json.dumps(body).encode())
     assert caught.value.param == param
     return str(caught.value)
 
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_refused_by_its_name():
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"3", b"[" * 100_000])
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(BadBody, match="not a JSON object"):
-        split(body)
+        split_batch(body)
 
 
 def test_a_field_that_is_switched_off_is_as_if_it_were_not_there():
@@ -118,29 +118,29 @@ def test_one_text_is_answered_by_one_output_and_a_list_by_a_list():
     meta = {"id": "cmpl-1", "finish_reason": {"type": "length", "length": 2}}
     meta |= {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 2}
     whole = output | {"meta_info": meta}
-    assert json.loads(join(split(b'{"text":"a"}'), [answer("out")])) == whole
-    assert json.loads(join(split(b'{"text":["a"]}'), [answer("out")])) == [whole]
+    assert json.loads(join_answers(split_batch(b'{"text":"a"}'), [answer("out")])) == whole
+    assert json.loads(join_answers(split_batch(b'{"text":["a"]}'), [answer("out")])) == [whole]
 
 
 def test_outputs_are_in_the_order_of_the_texts_with_the_callers_ids():
-    batch = split(b'{"text":["a","b"],"rid":["x","y"]}')
-    made = json.loads(join(batch, [answer("one"), answer("two")]))
+    batch = split_batch(b'{"text":["a","b"],"rid":["x","y"]}')
+    made = json.loads(join_answers(batch, [answer("one"), answer("two")]))
     assert [(one["text"], one["meta_info"]["id"]) for one in made] == [("one", "x"), ("two", "y")]
-    assert split(b'{"text":["a","b"],"rid":"z"}').names == ("z_0", "z_1")
-    assert split(b'{"text":"a","rid":"z"}').names == ("z",)
+    assert split_batch(b'{"text":["a","b"],"rid":"z"}').names == ("z_0", "z_1")
+    assert split_batch(b'{"text":"a","rid":"z"}').names == ("z",)
 
 
 def test_several_choices_are_several_outputs_each_with_its_own_count():
-    batch = split(b'{"text":"a","sampling_params":{"n":2}}')
-    made = json.loads(join(batch, [answer("one", "two")]))
+    batch = split_batch(b'{"text":"a","sampling_params":{"n":2}}')
+    made = json.loads(join_answers(batch, [answer("one", "two")]))
     assert [(one["text"], one["meta_info"]["completion_tokens"]) for one in made] == [("one", 2), ("two", 2)]
 
 
 def test_a_stop_says_what_matched_or_which_token_ended_it():
-    batch = split(b'{"text":"a"}')
+    batch = split_batch(b'{"text":"a"}')
 
     def reason(**more) -> dict:
-        return json.loads(join(batch, [answer("x", **more)]))["meta_info"]["finish_reason"]
+        return json.loads(join_answers(batch, [answer("x", **more)]))["meta_info"]["finish_reason"]
 
     assert reason(finish_reason="stop", stop_reason="END") == {"type": "stop", "matched": "END"}
     assert reason(finish_reason="stop", stop_reason=None) == {"type": "stop", "matched": 8}
@@ -196,4 +196,4 @@ def test_what_is_no_completion_breaks_a_stream_and_is_no_whole_answer(data):
     with pytest.raises(StreamBroken, match="no completion's event"):
         CumulativeStream("").events(b"data: " + data + b"\n\n")
     with pytest.raises(ReplicaUnreachable, match="no completion"):
-        join(split(b'{"text":"a"}'), [data])
+        join_answers(split_batch(b'{"text":"a"}'), [data])

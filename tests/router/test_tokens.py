@@ -225,7 +225,7 @@ def test_a_chain_that_was_kept_is_that_of_hashing_from_scratch(asked):
         seen, kept = sorted(min(mark, length) for mark in marks)
         chain = chains.chain(ids, block_size=block_size, root=ROOT, seen=seen, kept=kept)
         assert list(chain) == block_hashes(ids, block_size=block_size, root=ROOT)
-        assert chains.blocks == sum(map(len, chains._held.values())) <= 500
+        assert chains.blocks == sum(map(len, chains.entries.values())) <= 500
 
 
 def test_the_beginning_of_a_long_conversation_is_hashed_once():
@@ -372,7 +372,7 @@ async def test_an_engine_agrees_for_the_boot_that_was_asked_and_for_no_other(cli
         assert tokenizers.agrees(("w0", "1"), ids)
         assert not tokenizers.agrees(("w0", "2"), ids)
         assert not tokenizers.agrees(("w1", "1"), ids)
-        assert not tokenizers.has_asked(BASE, ("w0", "2"))
+        assert not tokenizers.has_probed(BASE, ("w0", "2"))
         asked = worker.tokenize_asked
         await learned(tokenizers, url, boot="2")
         assert tokenizers.agrees(("w0", "2"), ids)
@@ -400,7 +400,7 @@ async def test_an_engine_whose_restarts_nobody_notices_never_agrees(client, work
     async with serving(worker.app) as url:
         await tokenizers.learn(BASE, agent_url=url, engine_url=url)
         assert tokenizers.knows(BASE)
-        assert tokenizers.has_asked(BASE, None)
+        assert tokenizers.has_probed(BASE, None)
         ids = await tokenizers.ids(LONG, base_model=BASE, engine_url=url)
         assert (ids.source, tokenizers.agrees(("w0", "0.00"), ids)) == ("local", False)
     tokenizers.close()
@@ -428,7 +428,7 @@ async def test_an_engine_of_another_mind_changes_nothing_for_the_others_until_mo
         assert not tokenizers.agrees(("w1", "2"), before)
         assert not tokenizers.agrees(("w2", "1"), after)
         for worker, boot, url in (("w0", "2", new_url), ("w2", "1", old_url)):
-            assert not tokenizers.has_asked(BASE, (worker, boot))
+            assert not tokenizers.has_probed(BASE, (worker, boot))
             await learned(tokenizers, url, worker, boot)
         assert [tokenizers.agrees(who, after) for who in (("w0", "2"), ("w2", "1"))] == [True, False]
         assert (await tokenizers.ids(LONG, base_model=BASE, engine_url="")).made_by == after.made_by
@@ -460,9 +460,9 @@ async def test_when_the_last_that_agreed_is_gone_those_that_are_left_are_asked_f
     async with serving(old.app) as old_url, serving(new.app) as new_url:
         await learned(tokenizers, old_url, "w0")
         await learned(tokenizers, new_url, "w1")
-        assert tokenizers.has_asked(BASE, ("w1", "1"))
+        assert tokenizers.has_probed(BASE, ("w1", "1"))
         tokenizers.forget("w0")
-        assert not tokenizers.has_asked(BASE, ("w1", "1"))
+        assert not tokenizers.has_probed(BASE, ("w1", "1"))
         await learned(tokenizers, new_url, "w1")
         assert tokenizers.agrees(("w1", "1"), await tokenizers.ids(LONG, base_model=BASE, engine_url=""))
     tokenizers.close()
@@ -493,7 +493,7 @@ async def test_an_engine_that_answers_no_probe_has_not_agreed_and_has_no_vote(cl
             who = f"w{n}"
             await learned(tokenizers, f"{other}/{n}", who)
             assert not tokenizers.agrees((who, "1"), ids)
-            assert not tokenizers.has_asked(BASE, (who, "1"))
+            assert not tokenizers.has_probed(BASE, (who, "1"))
         assert tokenizers.knows(BASE)
         worker.offset = 7
         await learned(tokenizers, url, boot="2")
@@ -719,7 +719,7 @@ async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_tho
 @pytest.mark.parametrize(("max_model_len", "source"), [(0, "local"), (10_000, "local"), (1_000, "none")])
 async def test_a_text_too_long_for_any_engine_is_not_tokenized(tokens, max_model_len, source):
     body = {"prompt": RULES * 20}  # some 60,000 characters
-    found = tokens.at_once(body, base_model=BASE, engine_url="", max_model_len=max_model_len)
+    found = tokens.tokenize(body, base_model=BASE, engine_url="", max_model_len=max_model_len)
     if not isinstance(found, Tokens):
         found = await found()
     assert found.source == source

@@ -61,7 +61,9 @@ class ModuleShapes:
 
     def find(self, module: str) -> Shape | None:
         """[out, in] of a module; None if the base model has no such module."""
-        return self.by_name.get(module) or (self.by_plain_name.get(_without_wrappers(module)) if self.by_plain_name else None)
+        return self.by_name.get(module) or (
+            self.by_plain_name.get(_without_wrappers(module)) if self.by_plain_name else None
+        )
 
 
 def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseModel | None:

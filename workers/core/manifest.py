@@ -268,7 +268,9 @@ def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel)
         message = f"none of its {len(modules)} modules ({unknown[0]}, ...) is in the base model; {hint}"
         raise SourceError("modules_unmatched", message)
     if unknown:
-        message = f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{_packing_hint(unknown[0], names)}"
+        message = (
+            f"module {unknown[0]} ({len(unknown)} in all) is not in the base model{_packing_hint(unknown[0], names)}"
+        )
         raise SourceError("module_unknown", message)
     for module, pair in modules.items():
         if module.rpartition(".")[2] in ("embed_tokens", "lm_head") and not base.takes_embeddings:
@@ -276,9 +278,7 @@ def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel)
             raise SourceError("module_unsupported", f"{message}; accepted are its linear layers")
         shape = names.find(module)
         if shape is not None and pair.base_shape != shape:
-            message = (
-                f"module {module} is {list(shape)} in the base model, the adapter is for {list(pair.base_shape)}"
-            )
+            message = f"module {module} is {list(shape)} in the base model, the adapter is for {list(pair.base_shape)}"
             raise SourceError("shape_mismatch", f"{message}; accepted are adapters of the base model's own shapes")
 
 

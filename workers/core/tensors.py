@@ -38,12 +38,16 @@ class TensorHeader:
 def header_bytes(start: bytes, file_bytes: int, name: str) -> int:
     """Length of a file's header, from its first 8 bytes; raises SourceError if it exceeds the file or the limit."""
     if file_bytes < 8 or len(start) < 8:
-        raise _corrupt_error(name, f"it has {file_bytes} bytes; a safetensors file begins with 8 bytes of header length")
+        raise _corrupt_error(
+            name, f"it has {file_bytes} bytes; a safetensors file begins with 8 bytes of header length"
+        )
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise _corrupt_error(name, f"its header claims {length} bytes; accepted are at most {MAX_HEADER_BYTES}")
     if length > file_bytes - 8:
-        raise _corrupt_error(name, f"its header claims {length} bytes, the file has {file_bytes - 8} after it: cut short")
+        raise _corrupt_error(
+            name, f"its header claims {length} bytes, the file has {file_bytes - 8} after it: cut short"
+        )
     return length
 
 
@@ -87,7 +91,9 @@ def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:
     bits = math.prod(shape) * _BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         found = f"{dtype} of shape {shape} takes {bits / 8:g} bytes"
-        raise _corrupt_error(name, f"tensor {key!r}: {found}, its data_offsets {offsets} give {offsets[1] - offsets[0]}")
+        raise _corrupt_error(
+            name, f"tensor {key!r}: {found}, its data_offsets {offsets} give {offsets[1] - offsets[0]}"
+        )
     return offsets[0], offsets[1], key
 
 
