@@ -21,8 +21,9 @@ from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
 from router.core.resolve import usable_adapters
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
+from router.request.parsed_request import parse_request, request_id
 from router.request.services import RequestRecord, Services
-from router.request.stages import asked, read, request_id, resolve_target, tokenize
+from router.request.stages import hash_prompt, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 _DECISIONS = "decisions"
@@ -89,11 +90,13 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         headers = request.headers
         session = headers.get(services.config.session_header)
         body = await request.body()
-        question = read(services, request_id(headers.get("x-request-id")), likely_route(body), body, session=session)
+        question = parse_request(
+            services, request_id(headers.get("x-request-id")), likely_route(body), body, session=session
+        )
         await _fleet(services)
         target = resolve_target(services, services.keys.caller(headers.get("authorization")), question)
         tokens = await tokenize(services, target, question)
-        prompt = asked(services, target, question, tokens)
+        prompt = hash_prompt(services, target, question, tokens)
         try:
             decision = services.scheduler.decide(prompt, services.clock())
         except NoReplica as exc:

@@ -32,10 +32,10 @@ class DispatchedRequest:
         "_services",
         "_use",
         "decision",
+        "hashed",
         "hashes",
         "load",
         "predicted_tokens",
-        "prompt",
         "record",
         "replica",
         "target",
@@ -46,7 +46,7 @@ class DispatchedRequest:
         services: Services,
         request_id: str,
         target: RequestTarget,
-        prompt: HashedRequest,
+        hashed: HashedRequest,
         tokens_from: Source,
         asked_at: float,
         is_streamed: bool,
@@ -54,28 +54,28 @@ class DispatchedRequest:
     ) -> None:
         """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
         now = decision.snapshot.now
-        replica, score, ask = decision.replica, decision.score, prompt.request
+        replica, score, ask = decision.replica, decision.score, hashed.request
         worker, waited_s = replica.id, now - asked_at
         # First: it runs the shadow policies, and one that fails must leave nothing held.
         self.load = services.scheduler.record_dispatch(decision, now)
         self.load.is_streamed = is_streamed
         self._services = services
         self.target = target
-        self.prompt = prompt
+        self.hashed = hashed
         self.decision = decision
         self.replica = replica
         is_approximate = ask.is_approximate
         trust = "estimate" if is_approximate else services.accuracy.state(worker)
         self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
         services.decisions.note(self.record, now)
-        self.hashes = prompt.chain(worker, replica.block_size)
+        self.hashes = hashed.chain(worker, replica.block_size)
         self._hold: PendingBlocks | None = None
         if self.hashes:
             self._index = services.feeds.index(replica.base_model, replica.block_size, is_approximate=is_approximate)
             ranks = decision.snapshot.ranks
             member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
             self._hold = self._index.add_pending(member, self.hashes)
-        is_known = bool(prompt.chains) and not is_approximate
+        is_known = bool(hashed.chains) and not is_approximate
         prompt_tokens = ask.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
         # What the engine calls the thing to run.
@@ -87,21 +87,21 @@ class DispatchedRequest:
         metrics.predicted_tokens.value += self.predicted_tokens
         metrics.prompt_tokens.value += prompt_tokens
 
-    def first_token(self) -> None:
+    def record_first_token(self) -> None:
         """Prefill is over; the engine's own events take over from our guess in a moment."""
         services, now = self._services, self._services.clock()
         services.scheduler.load.record_first_token(self.load, now)
         services.queue.poke()
         self._prefilled(now)
 
-    def whole(self) -> None:
+    def record_whole_answer(self) -> None:
         """All of the answer is there, and `end` is called next, which takes it out of prefill, too."""
         self._prefilled(self._services.clock())
 
     def _prefilled(self, now: float) -> None:
         services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
-        is_approximate = self.prompt.request.is_approximate
+        is_approximate = self.hashed.request.is_approximate
         if record.trust == "estimate" and not is_approximate:
             self._guess = services.feeds.record_served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
@@ -117,9 +117,9 @@ class DispatchedRequest:
         is_one_of_many  it prefilled the prompt several times, and tells of one of them: not of the first
         """
         cached = usage.cached_tokens
-        if cached is None or not self.prompt.chains:
+        if cached is None or not self.hashed.chains:
             return
-        if self.prompt.request.is_approximate:
+        if self.hashed.request.is_approximate:
             # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
             self.record.cached_tokens = None if is_one_of_many else cached
             return

@@ -11,7 +11,7 @@ from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.connection import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.core.failover.circuit_breaker import is_fault
-from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers, Origin
+from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
@@ -22,8 +22,9 @@ from router.http.sse import (
     last_type,
     says_done,
 )
-from router.protocols.routes import Route, has_only_early_events
+from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
+from router.request.engine_request import EngineRequest
 
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
@@ -38,7 +39,7 @@ _TAIL_CHUNKS = 3
 _LINGER_S = 1.0
 # Sooner than an engine can have looked at a request that would kill it.
 _AT_ONCE_S = 0.05
-_LOST = {
+LOSS_MESSAGES = {
     "connection": "no connection",
     "no_descriptors": "no connection, because this router has no file descriptor left",
     "no_answer": "it broke off before its answer began",
@@ -59,18 +60,6 @@ class AttemptLimits:
     idle_s: float
     answer_bytes: int
     longer: Callable[[float], float] | None = None
-
-
-class EngineRequest(msgspec.Struct, frozen=True):
-    """What is sent. `engine_model` is the name in it; `engine_name` the adapter's, as replicas report it; "": none."""
-
-    route: Route
-    origin: Origin
-    request: bytes
-    engine_model: str
-    engine_name: str
-    replica: str
-    streamed: bool
 
 
 class EngineAttempt(msgspec.Struct, eq=False):
@@ -334,10 +323,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
         assert self._tail is not None
         self._tail.append(ready)
         self.events += ready.count(b"\n\n")
-        final_events = self._call.route.final_events
-        self._has_ended = says_done(ready) or (
-            bool(final_events) and (self._has_ended or last_type(ready) in final_events)
-        )
+        ends = self._call.route.final_events
+        self._has_ended = says_done(ready) or (bool(ends) and (self._has_ended or last_type(ready) in ends))
         if self._hidden is not None:
             ready = self._hidden.events(ready)
         exchange.send(ready)
@@ -432,7 +419,7 @@ async def _sent(connection: EngineConnection, call: EngineRequest, limits: Attem
 
 def _unreachable(call: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
     # The message of the loss names addresses, which are the log's to tell.
-    unreachable = ReplicaUnreachable(f"replica {call.replica}: {_LOST[lost.reason]}", reason=lost.reason)
+    unreachable = ReplicaUnreachable(f"replica {call.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
     unreachable.__cause__ = lost
     return unreachable
 

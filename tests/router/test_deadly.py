@@ -11,7 +11,7 @@ from router.core.errors import PoisonRequestHeld
 from router.core.failover.poison import PoisonRequests
 from router.protocols.routes import ROUTES
 from router.protocols.stored_responses import tagged_response_id
-from router.request.stages import digest_of, read
+from router.request.parsed_request import parse_request, request_digest
 from tests.patience import until
 from tests.router.doubles import BASE, CHAT, DIGEST, AgentDouble, EngineDouble, chunk, error_of, fleet, with_sql
 
@@ -126,7 +126,7 @@ def test_nothing_is_held_back_where_it_is_so_set():
 
 def question_of(parts, path, body):
     """As a router reads it."""
-    return read(parts, "r", ROUTES["POST", path], msgspec.json.encode(body))
+    return parse_request(parts, "r", ROUTES["POST", path], msgspec.json.encode(body))
 
 
 # --- behind a router --------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
         (here,) = (replica.incarnation for replica in parts.discovery.fleet.replicas.values())
         deadly = parts.poison_requests if suspect == "request" else parts.poison_adapters
-        which = digest_of(question_of(parts, "/v1/completions", IDS))
+        which = request_digest(question_of(parts, "/v1/completions", IDS))
         which = which if suspect == "request" else engine_name("sql/v1", DIGEST)
         for elsewhere in (A, B, C):
             deadly.record_death(which, elsewhere, 0.0, sent_at=0.0)
@@ -270,7 +270,7 @@ async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
     engine, body = EngineDouble("w0"), {**CHAT, "stream": True}
     engine.go_on.clear()
     async with fleet(engine, idle_timeout_s=6000.0 if "client" in end else 0.3) as (client, _, parts):
-        now, digest = parts.clock(), digest_of(question_of(parts, "/v1/chat/completions", body))
+        now, digest = parts.clock(), request_digest(question_of(parts, "/v1/chat/completions", body))
         parts.poison_requests.record_death(digest, A, now, sent_at=now)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             pieces = answer.aiter_bytes()
@@ -317,11 +317,11 @@ async def test_a_router_forgets_of_itself():
 async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say():
     async with fleet(EngineDouble("w0")) as (_, _, parts):
         bodies = [CHAT, KILLER, {**CHAT, "a": 1, "b": 2}, {**CHAT, "a": 2, "b": 1}, {**CHAT, "b": 1, "c": 2}]
-        chats = {digest_of(question_of(parts, "/v1/chat/completions", body)) for body in bodies}
-        others = {digest_of(question_of(parts, "/v1/messages", body)) for body in bodies}
+        chats = {request_digest(question_of(parts, "/v1/chat/completions", body)) for body in bodies}
+        others = {request_digest(question_of(parts, "/v1/messages", body)) for body in bodies}
         assert len(chats | others) == 10
         again = question_of(parts, "/v1/chat/completions", {**CHAT, "request_id": "again"})
-        assert digest_of(again) in chats
+        assert request_digest(again) in chats
 
 
 async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are_not():
@@ -364,7 +364,7 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
 
     async with fleet(EngineDouble("w0", refuse)) as (client, _, parts):
         parts.poison_requests.record_death(
-            digest_of(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0
+            request_digest(question_of(parts, "/v1/chat/completions", CHAT)), A, 0.0, sent_at=0.0
         )
         assert (await chat(client)).status_code == status
         assert not parts.poison_requests.suspects
@@ -377,7 +377,7 @@ async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_al
         "previous_response_id": tagged_response_id("r", "", tenant=None, worker="w1"),
     }
     async with fleet(EngineDouble("w0"), EngineDouble("w1")) as (client, _, parts):
-        digest = digest_of(question_of(parts, "/v1/responses", ask))
+        digest = request_digest(question_of(parts, "/v1/responses", ask))
         for _ in range(8):
             for engine in (A, B):
                 parts.poison_requests.record_death(digest, engine, 0.0, sent_at=0.0)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from router.core.failover.exclusions import ENDS, FailedAttempt, excluded
+from router.core.failover.circuit_breaker import COUNTED
+from router.core.failover.exclusions import FailedAttempt, excluded
+from router.core.failover.verdict import VERDICTS, reasons_blaming
 from router.core.fleet import EngineReport
 from router.request import engine_attempt
 from tests.router.test_policy import SQL, a_replica
@@ -23,7 +25,7 @@ def is_excluded(reason, *, tells_start=True, served_at=-inf, **more):
     return bool(found)
 
 
-@pytest.mark.parametrize("reason", ENDS)
+@pytest.mark.parametrize("reason", VERDICTS)
 def test_a_replica_is_excluded_until_its_own_sign_and_by_no_other(reason):
     signs = {
         "answered": {"report": EngineReport(at=10.1)},
@@ -34,7 +36,7 @@ def test_a_replica_is_excluded_until_its_own_sign_and_by_no_other(reason):
     early = {"report": EngineReport(at=10.0, listed_at=10.0), "served_at": 10.0}
     assert is_excluded(reason, **early)
     for sign, shown in signs.items():
-        assert is_excluded(reason, **shown) == (sign != ENDS[reason] or sign == "restarted")
+        assert is_excluded(reason, **shown) == (sign != VERDICTS[reason].back_after or sign == "restarted")
         assert is_excluded(reason, **shown, state="starting")
     failures = {W0: FailedAttempt(reason, 10.0)}
     again = a_replica("w0", engine_boot_id="two")
@@ -51,9 +53,46 @@ def test_where_no_boot_id_tells_a_restart_an_answer_ends_the_exclusion():
     assert not is_excluded("engine_dead", report=EngineReport(at=11.0), tells_start=False)
 
 
-def test_every_reason_of_a_failed_attempt_has_its_end_and_its_line_in_the_docs():
+# Reason -> (tried again, may wait for a replica, in the retry budget; against replica, adapter, request).
+EXPECTED = {
+    "connection": ("elsewhere", True, True, {"replica"}),
+    "no_descriptors": ("elsewhere", True, True, set()),
+    "no_answer": ("alone", True, True, {"replica", "adapter", "request"}),
+    "begun_only": ("alone", True, True, {"adapter"}),
+    "hung": ("alone", True, True, {"replica", "adapter", "request"}),
+    "no_answer_in_time": ("never", True, True, {"replica", "adapter"}),
+    "engine_unavailable": ("elsewhere", False, True, {"replica"}),
+    "engine_unauthorized": ("elsewhere", False, True, {"replica"}),
+    "engine_draining": ("elsewhere", True, True, {"replica"}),
+    "engine_dead": ("alone", True, True, {"replica", "adapter", "request"}),
+    "first_event_error": ("alone", False, True, {"replica", "adapter"}),
+    "adapter_missing": ("elsewhere", True, False, set()),
+    "answer_too_large": ("never", True, True, set()),
+    "unknown_dialect": ("elsewhere", True, True, set()),
+}
+
+
+@pytest.mark.parametrize("reason", EXPECTED)
+def test_a_failed_attempt_is_tried_again_and_blamed_by_its_reason(reason):
+    verdict = VERDICTS[reason]
+    assert (verdict.retry, verdict.may_wait, verdict.costs_budget, set(verdict.blames)) == EXPECTED[reason]
+
+
+def test_every_reason_of_a_failed_attempt_has_a_verdict():
+    assert EXPECTED.keys() == VERDICTS.keys()
+    assert set(engine_attempt.LOSS_MESSAGES) <= set(VERDICTS)
+    assert reasons_blaming("replica") <= COUNTED
+    assert COUNTED - reasons_blaming("replica") == {"engine_error", "silent"}
+
+
+def test_the_docs_say_of_every_reason_what_its_verdict_says():
     text = DOCS.read_text()
     table = text[text.index("| `retries{reason}` |") :].partition("\n\n")[0]
-    documented = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert documented == set(ENDS)
-    assert set(engine_attempt._LOST) <= set(ENDS)
+    documented = {}
+    for line in table.splitlines()[2:]:
+        names, _, tried_again, against, _ = line.strip("|").split(" | ")
+        for name in re.findall(r"`(\w+)`", names):
+            documented[name] = tried_again.split(",")[0].split(":")[0].strip(), set(re.findall(r"\w+", against))
+    words = {"elsewhere": "elsewhere", "alone": "once", "never": "no"}
+    said = {reason: (words[v.retry], set(v.blames) or {"nobody"}) for reason, v in VERDICTS.items()}
+    assert documented == said

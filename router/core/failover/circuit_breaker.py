@@ -15,6 +15,7 @@ from random import Random
 from statistics import median
 from typing import Literal, Protocol
 
+from router.core.failover.verdict import reasons_blaming
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.kv.index import WorkerId
 
@@ -24,24 +25,10 @@ CircuitState = Literal["closed", "open", "half_open"]
 SILENT = "silent"
 # Its agent says so, who has asked the engine for a token. Open at once, and for as long as that is said.
 HUNG = "hung"
-# Of ReplicaUnreachable's reasons those that speak against an engine, and any other 5xx (`engine_error`) but 501, which
-# vLLM says to what its model is not made for. A 4xx is the client's, and an adapter that an engine no longer knows is a
-# stale report: a peer whose breaker counted such answers shut out a whole fleet.
-COUNTED = frozenset(
-    {
-        "connection",
-        "no_answer",
-        "no_answer_in_time",
-        "engine_unavailable",
-        "engine_unauthorized",
-        "engine_draining",
-        "engine_dead",
-        "engine_error",
-        "first_event_error",
-        HUNG,
-        SILENT,
-    }
-)
+# Failures that count for a circuit: those of attempts that blame the replica, and any other 5xx (`engine_error`) but
+# 501, which vLLM says to requests that its model is not made for. A 4xx is the client's, and an adapter that an engine
+# no longer knows is a stale report: counting such answers would shut out a whole fleet.
+COUNTED = reasons_blaming("replica") | {"engine_error", HUNG, SILENT}
 # Of these, what an engine says that is up. vLLM 0.32 says 500 to requests that are wrong, such as with
 # `"structured_outputs": true`, and within milliseconds: they come in a row between answers that take seconds, and one
 # client's would shut out an engine after the other for everybody (seen).

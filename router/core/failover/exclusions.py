@@ -2,36 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from router.core.failover.verdict import VERDICTS, Sign
 from router.core.fleet import Excluded, Incarnation, Replica
 from router.core.kv.index import WorkerId
-
-Sign = Literal["answered", "listed", "served", "restarted"]
-
-ENDS: Mapping[str, Sign] = {
-    "connection": "answered",
-    "no_descriptors": "answered",
-    "no_answer": "answered",
-    "begun_only": "answered",
-    "hung": "answered",
-    "adapter_missing": "listed",
-    "no_answer_in_time": "served",
-    "engine_unavailable": "served",
-    "engine_unauthorized": "served",
-    "first_event_error": "restarted",
-    "engine_draining": "restarted",
-    "engine_dead": "restarted",
-    "answer_too_large": "restarted",
-    "unknown_dialect": "restarted",
-}
-"""Reason of a ReplicaUnreachable -> the later sign that it is over; a restart of the engine always is one.
-
-answered   the engine has answered its agent, or the router itself, and is not said to hang
-listed     the engine's own list of adapters was read again: where the adapter is not in it, it is not resident
-served     the engine has answered another request of this router
-restarted  nothing less: the engine is ending, or what it said is about this request
-"""
 
 
 class FailedAttempt(NamedTuple):
@@ -70,7 +45,7 @@ def excluded(
 def _is_over(failure: FailedAttempt, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
     if replica.state != "ready":
         return False
-    sign = ENDS.get(failure.reason, "restarted")
+    sign: Sign = VERDICTS[failure.reason].back_after
     if sign == "restarted" and not failure.tells_start:
         sign = "answered"
     seen_at = -inf

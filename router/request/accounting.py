@@ -1,0 +1,210 @@
+"""record: what an attempt, and a request's end, mean for load, quotas, circuits, poison books and traces."""
+
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+import structlog
+
+from lorafleet.service.auth import Caller
+from router.core.errors import ReplicaUnreachable
+from router.core.failover.circuit_breaker import is_fault
+from router.core.failover.poison import PoisonRequests
+from router.core.failover.verdict import VERDICTS, reasons_blaming
+from router.core.resolve import RequestTarget
+from router.protocols.routes import Route
+from router.protocols.usage import EngineUsage
+from router.request.dispatched import DispatchedRequest
+from router.request.engine_attempt import EngineAttempt
+from router.request.parsed_request import makes_many_sequences, request_digest
+from router.request.services import Services
+from router.request.stages import fair_weight
+from router.telemetry.trace import AttributeValue
+
+if TYPE_CHECKING:
+    from router.request.run import RequestRun
+
+log = structlog.get_logger()
+
+_BLAMING_REQUEST = reasons_blaming("request")
+
+
+def record_answer(services: Services, attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
+    """Tell the replica's circuit of an answer that the client gets, an error or not."""
+    scheduler, now, sent_at = services.scheduler, services.clock(), dispatched.load.began_at
+    if attempt.status < 400:
+        scheduler.record_success(dispatched.replica, now, sent_at)
+    elif is_fault(attempt.status):
+        scheduler.record_failure(dispatched.replica, "engine_error", now, sent_at=sent_at)
+
+
+def record_failure(run: "RequestRun", exc: ReplicaUnreachable, dispatched: DispatchedRequest) -> bool:
+    """End the dispatched request of a failed attempt, and blame whom its verdict names.
+
+    returns  whether this request, or its adapter, is held back from now on, as poison
+    """
+    services, verdict = run.services, VERDICTS[exc.reason]
+    replica, sent_at = dispatched.replica, dispatched.load.began_at
+    dispatched.end(is_error="adapter" in verdict.blames)
+    is_held_back = "request" in verdict.blames and _record_death(run, dispatched)
+    log.warning(
+        "attempt failed",
+        request_id=run.request.request_id,
+        worker=replica.id,
+        reason=exc.reason,
+        error=str(exc),
+        cause=str(exc.__cause__ or ""),
+        attempt=run.attempts,
+    )
+    if run.trace is not None:
+        run.trace.fail_stage(exc.reason)
+    services.metrics.retries.labels(exc.reason).inc()
+    services.scheduler.record_failure(replica, exc.reason, services.clock(), sent_at=sent_at)
+    services.discovery.poll_now(replica.id)
+    return is_held_back
+
+
+def record_usage(run: "RequestRun") -> None:
+    """Read the usage of an answer that is over: for the quota, the trace, and the accuracy of cache predictions."""
+    assert run.attempt is not None
+    assert run.dispatched is not None
+    run.usage = usage = run.attempt.usage()
+    if usage is not None:
+        run.dispatched.compare(usage, is_one_of_many=makes_many_sequences(run.request))
+    if run.trace is not None:
+        run.trace.attributes |= _trace_attributes(run.request.route, run.dispatched, usage)
+
+
+def record(run: "RequestRun") -> None:
+    """End the request: release its load entry, quota and connection. An engine that still computes it aborts.
+
+    The key is charged for the tokens that the engine counted; without usage, for the prompt and the events sent on.
+    """
+    attempt, dispatched, usage, services = run.attempt, run.dispatched, run.usage, run.services
+    if run.background_id and _hand_to_background(run):
+        return
+    if run.is_in_background:
+        run.is_in_background = False
+        services.background.leave(run.caller.tenant or "")
+    # A request whose client left before its answer began was computed all the same.
+    is_served, output_tokens = dispatched is not None or run.is_computed, 0
+    is_error = False
+    if attempt is not None:
+        status, is_broken = attempt.status, attempt.failure is not None and attempt.is_broken
+        is_error = status >= 500 or is_broken
+        is_served = status < 400 and (status > 0 or attempt.failure is None)
+        output_tokens = attempt.events
+        has_suspects = services.poison_requests.suspects or services.poison_adapters.suspects
+        if dispatched is not None and (has_suspects or is_broken):
+            _record_survival(run, attempt, dispatched)
+        attempt.close()
+    if usage is not None:
+        output_tokens = usage.completion_tokens or 0
+    if dispatched is not None:
+        is_streamed = attempt is not None and attempt.streamed
+        decode_s = dispatched.end(is_error=is_error, is_streamed=is_streamed, output_tokens=output_tokens)
+        record_decode_time(services, run.caller, dispatched.target, decode_s)
+    if run.granted is not None:
+        services.quotas.settle(
+            run.granted,
+            services.clock(),
+            completion_tokens=output_tokens,
+            prompt_tokens=usage.prompt_tokens if usage else (None if is_served else 0),
+        )
+
+
+def _hand_to_background(run: "RequestRun") -> bool:
+    """Whether the engine goes on with a background response: `Background` ends the request when that is over."""
+    attempt, dispatched, granted, services, caller = run.attempt, run.dispatched, run.granted, run.services, run.caller
+    if dispatched is None or run.usage is not None or (attempt is not None and attempt.status >= 400):
+        return False
+    if attempt is not None:
+        attempt.close()
+
+    # Without `run`, which holds the whole body.
+    def on_over(usage: EngineUsage | None, shown_tokens: int) -> None:
+        output_tokens = shown_tokens
+        if usage is not None:
+            output_tokens = usage.completion_tokens or 0
+            if dispatched.record.first_data_s is None:
+                dispatched.record_whole_answer()
+            dispatched.compare(usage)
+        decode_s = dispatched.end(output_tokens=output_tokens)
+        record_decode_time(services, caller, dispatched.target, decode_s)
+        if granted is not None:
+            prompt_tokens = usage.prompt_tokens if usage else None
+            services.quotas.settle(
+                granted, services.clock(), completion_tokens=output_tokens, prompt_tokens=prompt_tokens
+            )
+
+    services.background.follow(
+        run.background_id,
+        dispatched.replica.incarnation,
+        caller.tenant or "",
+        on_over,
+        shown_tokens=attempt.events if attempt is not None else 0,
+    )
+    return True
+
+
+def _record_survival(run: "RequestRun", attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
+    """Tell the poison books whether an engine has answered the request to its end, or died in the middle."""
+    if attempt.lost_by in _BLAMING_REQUEST and not attempt.has_said_done:
+        _record_death(run, dispatched)
+    elif attempt.is_whole:
+        for book, suspect in _suspects(run, dispatched):
+            book.clear(suspect)
+
+
+def _record_death(run: "RequestRun", dispatched: DispatchedRequest) -> bool:
+    """Tell the poison books that an engine died with this request; whether it is held back now."""
+    services, there, is_held_back = run.services, dispatched.replica.incarnation, False
+    for book, suspect in _suspects(run, dispatched):
+        held_s = book.record_death(suspect, there, services.clock(), sent_at=dispatched.load.began_at)
+        if held_s:
+            is_held_back = True
+            log.warning(
+                "engines died while this was in them; it is held back",
+                what="adapter" if book is services.poison_adapters else "request",
+                request_id=run.request.request_id,
+                adapter=dispatched.hashed.request.engine_name or "base",
+                worker=there[0],
+                key=run.caller.name,
+                held_s=round(held_s, 1),
+            )
+    return is_held_back
+
+
+def _suspects(run: "RequestRun", dispatched: DispatchedRequest) -> Iterator[tuple[PoisonRequests, Hashable]]:
+    """The request and its adapter, each with the book that has its kind."""
+    yield run.services.poison_requests, request_digest(run.request)
+    if dispatched.hashed.request.engine_name:
+        yield run.services.poison_adapters, dispatched.hashed.request.engine_name
+
+
+def record_decode_time(services: Services, caller: Caller, target: RequestTarget, decode_s: float) -> None:
+    """Charge the tenant, in fair order, for the seconds that its engine decoded a finished answer."""
+    waiting, adapter = services.scheduler.queue, target.adapter
+    if decode_s and waiting:
+        waiting.charge_answer(caller.tenant or "", adapter.lora_id if adapter else "", fair_weight(adapter), decode_s)
+
+
+def _trace_attributes(
+    route: Route, dispatched: DispatchedRequest, usage: EngineUsage | None
+) -> dict[str, AttributeValue]:
+    """A request's attributes in its trace, by the names of OpenTelemetry's conventions where they have one."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": route.operation,
+        "gen_ai.request.model": dispatched.target.asked,
+        "lorafleet.request_id": dispatched.record.request_id,
+        "lorafleet.worker": dispatched.replica.id,
+        "lorafleet.adapter": dispatched.hashed.request.engine_name or "base",
+        "lorafleet.cached_tokens": dispatched.predicted_tokens,
+        "lorafleet.waited_s": dispatched.record.waited_s,
+    }
+    if usage is not None:
+        attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        if usage.cached_tokens is not None:
+            attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+    return attributes

@@ -1,0 +1,141 @@
+"""open: the HTTP request that an engine gets: its address, headers and body."""
+
+from functools import lru_cache
+from secrets import token_hex
+
+import msgspec
+
+from router.core.fleet import Replica
+from router.http.engine_pool import Origin
+from router.protocols.routes import Route
+from router.protocols.stored_responses import tagged_response_id
+from router.request.dispatched import DispatchedRequest
+from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for
+from router.request.parsed_request import ParsedRequest
+from router.request.services import Services
+from router.tokenizing.tokenizers import Tokens
+
+# Shorter prompts are sent as text: the engine tokenizes them in less time than we write their ids.
+_MIN_SENT_IDS = 256
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """One request as an engine gets it.
+
+    request       all bytes: head and body
+    engine_model  the model's name in the body
+    engine_name   the adapter's name, as replicas report it; "": no adapter
+    """
+
+    route: Route
+    origin: Origin
+    request: bytes
+    engine_model: str
+    engine_name: str
+    replica: str
+    streamed: bool
+
+
+class EngineEndpoint(msgspec.Struct, frozen=True):
+    """One engine's address, and the part of a request's head that is the same for all requests to it.
+
+    after_path  that part: everything from behind the path to the headers of one request
+    """
+
+    origin: Origin
+    after_path: bytes
+
+    def request(self, request: ParsedRequest, body: bytes, rank: int | None = None) -> bytes:
+        """The bytes of one HTTP request. `rank`: of a data-parallel engine, the rank that should run it."""
+        rank_header = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank
+        return b"%b %b%b%bx-request-id: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+            request.route.method.encode(),
+            self.origin.prefix,
+            request.target,
+            self.after_path,
+            request.request_id.encode(),
+            len(body),
+            rank_header,
+            request.forwarded,
+            body,
+        )
+
+
+def endpoint_of(replica: Replica, engine_key: str) -> EngineEndpoint:
+    """The endpoint of a replica's engine. An engine beside an agent of ours gets no key."""
+    return _endpoint(replica.engine_url, "" if replica.agent_url else engine_key)
+
+
+@lru_cache(maxsize=4096)
+def _endpoint(engine_url: str, key: str) -> EngineEndpoint:
+    origin = Origin.parse(engine_url)
+    after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"
+    return EngineEndpoint(
+        origin, after % (origin.host_header, f"authorization: Bearer {key}\r\n".encode() if key else b"")
+    )
+
+
+def engine_request(
+    services: Services, request: ParsedRequest, dispatched: DispatchedRequest, tokens: Tokens, response_id: str = ""
+) -> EngineRequest:
+    """The request in the dialect of its replica's engine.
+
+    response_id  the id that the engine gives its response, see `new_response_id`
+    raises       ReplicaUnreachable, `unknown_dialect`: this engine cannot be given an adapter
+    """
+    route, replica, routing = request.route, dispatched.replica, dispatched.hashed.request
+    dialect = dialect_of(replica.dialect, routing.engine_name, route.path)
+    model = dialect.model(replica.model_name, routing.engine_name)
+    may_repeat = services.feeds.may_repeat
+    options = EngineOptions(
+        request.hides_usage,
+        route.generates and services.accuracy.state(replica.id) == "degraded" and may_repeat(replica.id),
+        response_id,
+        route.prompt,
+        tokens.ids if _sends_ids(services, request, dispatched, tokens) else None,
+        salt_for(route, routing.engine_name, request.decoded.get("cache_salt")) if replica.is_salted else "",
+    )
+    endpoint = endpoint_of(replica, services.config.engine_key)
+    body = dialect.dress(request.fields, model, options)
+    return EngineRequest(
+        route,
+        endpoint.origin,
+        endpoint.request(request, body, dispatched.decision.rank),
+        model,
+        routing.engine_name,
+        replica.id,
+        request.streamed,
+    )
+
+
+def _sends_ids(services: Services, request: ParsedRequest, dispatched: DispatchedRequest, tokens: Tokens) -> bool:
+    """Whether the engine gets our token ids in place of the prompt's text."""
+    route, prompt_tokens, setting = (
+        request.route,
+        dispatched.hashed.request.prompt_tokens,
+        services.config.send_prompt_ids,
+    )
+    return (
+        tokens.source == "local"
+        and prompt_tokens > _MIN_SENT_IDS
+        and setting != "off"
+        and (route.prompt == "completion" or setting == "all")
+        and may_send_ids(
+            route.prompt,
+            request.fields,
+            prompt_tokens=prompt_tokens,
+            max_model_len=dispatched.replica.max_model_len,
+        )
+        and services.tokenizers.agrees(dispatched.replica.incarnation, tokens)
+    )
+
+
+def new_response_id(request: ParsedRequest, replica: Replica, tenant: str | None) -> str:
+    """A response id that names the worker which keeps the response; "": the client's `request_id` is no string."""
+    given = request.decoded.get("request_id")
+    if given is not None and not isinstance(given, str):
+        return ""  # for the engine to refuse
+    if given is not None and request.decoded.get("background"):
+        # An engine keeps one of two responses with one id, and the end of one would be taken for the other's.
+        given = f"{given}-{token_hex(8)}"
+    return tagged_response_id(given, token_hex(16), tenant=tenant, worker=replica.id)

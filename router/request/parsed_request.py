@@ -1,0 +1,162 @@
+"""read: what a client asks for, parsed no deeper than routing needs."""
+
+import re
+from collections.abc import Mapping
+from math import inf
+from random import getrandbits
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from router.core.errors import BadBody
+from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, check_items
+from router.protocols.routes import Route, sequence_count
+from router.request.engine_body import Body, asks_for_usage, refuse_steering
+from router.request.services import Services
+
+# Seconds that the client waits for the whole answer.
+TIMEOUT_HEADER = "x-lorafleet-timeout-s"
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# A longer session name is replaced by its hash: each of the thousand kept decisions has one.
+_MAX_SESSION_CHARS = 200
+
+_decode_body = msgspec.json.Decoder(Body).decode
+_decode_any = msgspec.json.Decoder().decode
+
+
+class ParsedRequest(msgspec.Struct, frozen=True):
+    """One request as read: raw fields to send on, and decoded ones to decide on.
+
+    target       path and query at the engine
+    hides_usage  the engine is asked for a stream's usage that the client did not ask for, and does not see
+    sequences    sequences that an engine makes of it, see `sequence_count`
+    size_bytes   of the body: memory that the request holds while it waits
+    deadline_at  by Services.clock: the client waits no longer; None: no deadline
+    forwarded    header lines for the engine: the trace that the request belongs to
+    """
+
+    request_id: str
+    route: Route
+    target: bytes
+    fields: Body
+    decoded: Mapping[str, Any]
+    streamed: bool
+    hides_usage: bool
+    read_at: float
+    sequences: int = 1
+    size_bytes: int = 0
+    session: str = ""
+    priority: float = 0.0
+    deadline_at: float | None = None
+    forwarded: bytes = b""
+
+
+def parse_request(
+    services: Services,
+    request_id: str,
+    route: Route,
+    raw: bytes,
+    *,
+    target: bytes = b"",
+    session: str | None = None,
+    timeout: str | None = None,
+    forwarded: bytes = b"",
+) -> ParsedRequest:
+    """The request, with those fields of its body decoded that its route names.
+
+    target   path and query; empty: the route's own
+    session  the session named by a header; without one the body's `user` names it
+    timeout  value of TIMEOUT_HEADER
+    raises   BadBody
+    """
+    read_at = services.clock()
+    fields: Body = {}
+    decoded: dict[str, Any] = {}
+    if route.has_body:
+        check_items(raw, services.config.max_body_items)
+        try:
+            fields = _decode_body(raw.removeprefix(BOM))
+            decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
+        except DECODE_ERRORS as exc:
+            raise bad_json_error(raw, exc) from exc
+        refuse_steering(fields, decoded.get("vllm_xargs"))
+    sequences = 1
+    if route.lists or "n" in decoded:
+        sequences = sequence_count(route, decoded)
+        if route.generates and sequences > services.config.max_sequences:
+            raise BadBody(
+                f"this asks for {sequences} answers at once (n, for each of its prompts), and at most"
+                f" {services.config.max_sequences} may be asked for: send several requests",
+                param="n" if "n" in decoded else route.lists[0],
+            )
+        if decoded.get("use_beam_search"):
+            sequences = 1  # vLLM 0.32 runs a request for each token of each beam, and counts none of them
+    streamed = route.streams and decoded.get("stream") is True
+    user, priority = decoded.get("user"), decoded.get("priority")
+    return ParsedRequest(
+        request_id,
+        route,
+        target or route.path.encode(),
+        fields,
+        decoded,
+        streamed,
+        # Cache predictions are compared with the usage, which a stream has only on request.
+        streamed and route.hides_usage and not asks_for_usage(decoded.get("stream_options")),
+        read_at,
+        sequences,
+        len(raw),
+        _session_key(session or (user if isinstance(user, str) else "")),
+        priority if isinstance(priority, int | float) else 0.0,
+        None if timeout is None else read_at + _timeout_s(timeout),
+        forwarded,
+    )
+
+
+def request_digest(request: ParsedRequest) -> int:
+    """A hash of path and body without the request id: equal when a client sends the same request again."""
+    found = xxh3_128(request.route.path.encode())
+    for name, raw in request.fields.items():
+        if name != "request_id":
+            found.update(name.encode())
+            found.update(raw)
+    return found.intdigest()
+
+
+def request_id(given: str | None) -> str:
+    """The client's own id where it has plain characters only, else a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"
+
+
+def reads_prefix_cache(request: ParsedRequest) -> bool:
+    """Whether an engine uses its prefix cache for this request.
+
+    For log probabilities of the prompt vLLM 0.32 computes all of it (sampling_params.py skip_reading_prefix_cache).
+    """
+    decoded = request.decoded
+    if decoded.get("prompt_logprobs") is not None:
+        return False
+    if not decoded.get("echo"):
+        return True
+    # With `echo` vLLM takes the answer's log probabilities for the prompt's, too. A chat that names none has 0.
+    return request.route.prompt == "completion" and decoded.get("logprobs") is None
+
+
+def makes_many_sequences(request: ParsedRequest) -> bool:
+    """Whether an engine prefills the prompt several times, and reports the cached tokens of one of them."""
+    return request.sequences > 1 or bool(request.decoded.get("use_beam_search"))
+
+
+def _session_key(named: str) -> str:
+    return named if len(named) <= _MAX_SESSION_CHARS else xxh3_128_hexdigest(named.encode())
+
+
+def _timeout_s(named: str) -> float:
+    try:
+        timeout_s = float(named)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s < inf:
+        raise BadBody(f"{TIMEOUT_HEADER} must be seconds above 0, such as 30 or 2.5; found {named!r}")
+    return timeout_s

@@ -1,0 +1,80 @@
+"""read: a client's head and body as a ParsedRequest."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from router.core.errors import BadBody
+from router.protocols.routes import Route
+from router.request.engine_body import FORWARDED_HEADERS
+from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, parse_request, request_id
+from router.request.response import ClientResponse
+from router.request.services import Services
+from router.telemetry.trace import Trace
+
+TIMEOUT_NAME = TIMEOUT_HEADER.encode()
+
+
+class RequestReader:
+    """Reads requests by the router's settings."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._session_header = services.config.session_header.lower().encode()
+
+    def read(self, response: ClientResponse, body: bytes) -> ParsedRequest:
+        """The request of this response. The body may name the response's id. Raises BadBody."""
+        headers = response.exchange.headers
+        request = self._parse(response, response.route, body, response.request_id)
+        own_id = request.decoded.get("request_id")
+        if own_id is None or request.route.state != "none" or b"x-request-id" in headers:
+            return request
+        # vLLM names its answer by the header first, and the router always sends that header.
+        if isinstance(own_id, str) and request_id(own_id) == own_id:
+            response.request_id = own_id
+        return msgspec.structs.replace(request, request_id=response.request_id)
+
+    def read_item(self, response: ClientResponse, route: Route, body: bytes, item: int) -> ParsedRequest:
+        """One item of a batch, as a request of its own with the batch's head. Raises BadBody."""
+        return self._parse(response, route, body, f"{response.request_id}-{item}")
+
+    def _parse(self, response: ClientResponse, route: Route, body: bytes, name: str) -> ParsedRequest:
+        headers = response.exchange.headers
+        if headers.get(b"content-type") != b"application/json":
+            _check_media_type(headers)
+        return parse_request(
+            self._services,
+            name,
+            route,
+            body,
+            session=text_header(headers, self._session_header),
+            timeout=text_header(headers, TIMEOUT_NAME),
+            forwarded=_forwarded(headers, response.trace),
+        )
+
+
+def text_header(headers: Mapping[bytes, bytes], name: bytes) -> str | None:
+    """One header's value as text; None where there is none."""
+    value = headers.get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+def _forwarded(headers: Mapping[bytes, bytes], trace: Trace | None) -> bytes:
+    """Header lines for the engine: the trace's, or the client's own where the router traces nothing."""
+    if trace is not None:
+        return trace.headers(headers.get(b"tracestate"))
+    if FORWARDED_HEADERS.isdisjoint(headers):
+        return b""
+    names = sorted(FORWARDED_HEADERS.intersection(headers))
+    return b"".join([name + b": " + headers[name] + b"\r\n" for name in names])
+
+
+def _check_media_type(headers: Mapping[bytes, bytes]) -> None:
+    """Raise BadBody unless the body is JSON by its content-type, as vLLM does.
+
+    A browser sends other types (forms, plain text) across origins without asking first.
+    """
+    given = text_header(headers, b"content-type") or ""
+    if given.partition(";")[0].strip().lower() != "application/json":
+        found = f"content-type is {given!r}" if given else "no content-type is given"
+        raise BadBody(f"{found}; a body is taken as application/json only")

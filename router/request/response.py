@@ -1,0 +1,235 @@
+"""The client's side of one request: what is written to its exchange, and the errors in its route's shape."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from lorafleet.http_server.batches import leave_batch, next_stage
+from lorafleet.http_server.connection import HttpExchange
+from lorafleet.service.auth import Caller
+from lorafleet.service.http import HttpError, envelope, error_headers
+from router.core.errors import DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
+from router.http.error_shapes import shaped
+from router.http.sse import Echo, GrowingEcho, Renamed, error_event, refusal_event
+from router.protocols.routes import Route
+from router.protocols.usage import UsageFilter
+from router.request.accounting import record, record_usage
+from router.request.dispatched import DispatchedRequest
+from router.request.engine_attempt import EngineAttempt
+from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
+from router.request.run import RequestRun
+from router.request.services import Services
+from router.telemetry.trace import Trace
+
+log = structlog.get_logger()
+
+# A comment, which clients of event streams skip.
+_WAITING = b": waiting\n\n"
+# Both timers fire at the deadline. The inner one must fire first, because its error says what was being waited for.
+_OUTER_DEADLINE_S = 0.02
+
+
+class ClientResponse(msgspec.Struct, eq=False):
+    """The response to one request: a head, pieces and an end, or one error. Then `close`.
+
+    code            of the error; "": none
+    extra_headers   header lines of every answer
+    next_keep_alive the timer of the next comment in a stream that has no event yet
+    """
+
+    services: Services
+    exchange: HttpExchange
+    route: Route
+    request_id: str
+    trace: Trace | None = None
+    code: str = ""
+    extra_headers: str = ""
+    run: RequestRun | None = None
+    next_keep_alive: asyncio.TimerHandle | None = None
+
+    async def serve(self, run: RequestRun) -> None:
+        """Run the stages of this request, up to the end of its answer or its deadline. `close` records it.
+
+        raises  RouterError
+        """
+        self.run = run
+        await within_deadline(self.services, run.request, lambda: self._serve(run))
+
+    async def _serve(self, run: RequestRun) -> None:
+        await run.reach_engine()
+        await next_stage()
+        await self._relay(run)
+        await next_stage()
+        record_usage(run)
+
+    async def _relay(self, run: RequestRun) -> None:
+        """relay: the engine's answer, whole or as a stream."""
+        attempt, dispatched = run.attempt, run.dispatched
+        assert attempt is not None
+        assert dispatched is not None
+        assert run.engine_request is not None
+        if self.trace is not None:
+            self.trace.begin_stage("relay")
+        # An engine has not prefilled a request that it refuses, or only queued.
+        is_prefilled = attempt.status < 400 and (attempt.streamed or not run.background_id)
+        if is_prefilled and attempt.streamed:
+            dispatched.record_first_token()
+        elif is_prefilled:
+            dispatched.record_whole_answer()
+        if self.next_keep_alive is not None:
+            self.next_keep_alive.cancel()
+        target, model = dispatched.target, run.engine_request.engine_model
+        self.services.metrics.first_data.labels(target.base_model).observe(self.services.clock() - run.request.read_at)
+        # Without the check a repeated prompt would tell its tenant whether a neighbour's is cached.
+        cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
+        headers = _answer_headers(attempt, dispatched, cached_tokens) + self._limit_headers(run)
+        echo: Renamed = Echo(model, target.asked if run.request.route.echoes_model else model)
+        if attempt.metadata is not None:
+            headers += f"metadata: {echo.whole(attempt.metadata).decode('latin-1')}\r\n"
+        if not attempt.streamed:
+            self.send_whole(attempt.status, headers, echo.whole(attempt.first))
+            return
+        if run.cumulative is not None:
+            echo = GrowingEcho(run.cumulative.events)
+        usage_filter = UsageFilter(self.services.signatures, dispatched.replica.id) if run.request.hides_usage else None
+        self.send_head(attempt.status, headers)
+        await attempt.relay(self.exchange, echo, hidden=usage_filter)
+        self.finish_stream(attempt)
+
+    def _limit_headers(self, run: RequestRun) -> str:
+        """Header lines with the state of the caller's key; empty for a key without limits."""
+        services, granted = self.services, run.granted
+        return header_lines(services.quotas.headers(granted, services.clock())) if granted else ""
+
+    def keep_alive(self, every_s: float) -> None:
+        """Send a comment every so many seconds until the first event. The first one commits status 200."""
+        self.next_keep_alive = asyncio.get_running_loop().call_later(every_s, self._send_comment, every_s)
+
+    def _send_comment(self, every_s: float) -> None:
+        self.send_head(200, "content-type: text/event-stream; charset=utf-8\r\n")
+        self.exchange.send(_WAITING)
+        self.keep_alive(every_s)
+
+    def send_whole(self, status: int, headers: str, body: bytes) -> None:
+        """Send a complete answer; as the last event, where a comment has begun a stream."""
+        if self.exchange.status is not None:
+            self.exchange.finish(refusal_event(status, body, self.route.errors))
+            return
+        self.exchange.respond(status, self._all_headers(headers), body)
+
+    def send_head(self, status: int, headers: str) -> None:
+        """Send the head of a stream, unless a comment has; the exchange's `send` and then `finish` follow."""
+        if self.exchange.status is None:
+            self.exchange.begin(status, self._all_headers(headers + "cache-control: no-cache\r\n"))
+
+    def finish_stream(self, attempt: EngineAttempt) -> None:
+        """End a stream, with an error event where its engine broke off."""
+        broken = attempt.failure
+        if isinstance(broken, StreamBroken):
+            log.warning(
+                "stream broken", request_id=self.request_id, error=str(broken), cause=str(broken.__cause__ or "")
+            )
+            self.send_error(broken)
+        else:
+            self.exchange.finish()
+
+    def send_failure(self, exc: Exception) -> None:
+        """Send the error for this exception: 500, and a line in the log, for one that nobody expected."""
+        if isinstance(exc, RouterError | HttpError):
+            if isinstance(exc, RateLimited):
+                self.services.metrics.rate_limited.labels(exc.limit).inc()
+            self.send_error(exc)
+            return
+        log.error("unexpected error", path=self.route.path, request_id=self.request_id, exc_info=exc)
+        message = f"internal error ({type(exc).__name__}); see the router's log"
+        self.send_error(HttpError(500, "internal_error", message))
+
+    def send_error(self, exc: RouterError | HttpError) -> None:
+        """Send an error in the route's shape; as the last event of a stream, unless that has its last one already."""
+        run = self.run
+        if run is not None and run.attempt is not None and run.attempt.has_said_done:
+            self.exchange.finish()
+            return
+        self.code = exc.code
+        errors = self.route.errors
+        body = shaped(envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param), exc.status, errors)
+        if self.exchange.status is not None:
+            self.exchange.finish(error_event(body, errors))
+            return
+        headers = {"content-type": "application/json"} | error_headers(exc.status, exc.retry_after_s)
+        if isinstance(exc, RateLimited):
+            headers |= exc.headers
+        self.send_whole(exc.status, header_lines(headers), msgspec.json.encode(body))
+
+    def send_stopping(self) -> None:
+        """Tell a client that is still there that the router stops."""
+        if not self.exchange.is_over:
+            message = "the router stopped before this answer was whole; ask again"
+            self.send_error(HttpError(503, "stopping", message, retry_after_s=1.0))
+
+    def close(self) -> None:
+        """End the request, however it ended: record it, and count it in the metrics and the trace."""
+        if self.next_keep_alive is not None:
+            self.next_keep_alive.cancel()
+        run, self.run = self.run, None
+        if run is not None:
+            record(run)
+        status = self.exchange.status or 499
+        self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
+        if self.trace is not None:
+            self.trace.end(status, self.code)
+
+    def _all_headers(self, headers: str) -> bytes:
+        return f"x-request-id: {self.request_id}\r\n{headers}{self.extra_headers}".encode("latin-1")
+
+
+async def within_deadline(
+    services: Services, request: ParsedRequest, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Do this work while the client waits. Raises DeadlineExceeded at the deadline, where no inner wait has."""
+    if request.deadline_at is None:
+        await work()
+        return
+    await leave_batch()
+    try:
+        async with asyncio.timeout(request.deadline_at - services.clock() + _OUTER_DEADLINE_S):
+            await work()
+    except TimeoutError as exc:
+        raise DeadlineExceeded(f"there was no whole answer within the time that {TIMEOUT_HEADER} allows") from exc
+
+
+def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: DispatchedRequest) -> int:
+    """The predicted cached tokens that this caller may see: those of prefixes that its tenant has sent before.
+
+    A hit on another tenant's prompt would disclose that prompt.
+    """
+    cached_tokens = dispatched.predicted_tokens
+    if caller.tenant is None or dispatched.hashed.request.is_approximate:
+        return cached_tokens
+    own_blocks = services.cache_disclosure.disclosed_depth(caller.tenant, dispatched.hashes)
+    services.cache_disclosure.record_prompt(caller.tenant, dispatched.hashes)
+    return min(cached_tokens, own_blocks * dispatched.replica.block_size)
+
+
+def header_lines(headers: Mapping[str, str]) -> str:
+    """These headers as lines of a head."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+
+
+def content_headers(attempt: EngineAttempt) -> str:
+    """Header lines about an engine's answer: its type, and its Retry-After."""
+    lines = f"content-type: {attempt.content_type.decode('latin-1')}\r\n"
+    return lines if attempt.retry_after is None else f"{lines}retry-after: {attempt.retry_after.decode('latin-1')}\r\n"
+
+
+def _answer_headers(attempt: EngineAttempt, dispatched: DispatchedRequest, cached_tokens: int) -> str:
+    adapter = dispatched.target.adapter
+    return (
+        f"{content_headers(attempt)}"
+        f"x-lorafleet-worker: {dispatched.replica.id}\r\n"
+        f"x-lorafleet-adapter: {(adapter.engine_name or adapter.lora_id) if adapter else 'base'}\r\n"
+        f"x-lorafleet-cached-tokens: {cached_tokens}\r\n"
+    )
