@@ -1,4 +1,4 @@
 """Routes beside inference: what a router knows, why it decided, and its OpenAPI document.
 
-May import every room but `app`.
+May import every package but `app`.
 """

@@ -1,4 +1,4 @@
 """One inference request from its first byte to its last: `run` has the stages, in order.
 
-May import every room but `api` and `app`.
+May import every package but `api` and `app`.
 """

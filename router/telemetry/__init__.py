@@ -1,4 +1,4 @@
 """Metrics and traces of the router.
 
-Imports no other room.
+Imports no other package of its service.
 """

@@ -1,4 +1,4 @@
-"""Requests that wait for room on a replica: whether one may wait, in which order they go, and what a key may use.
+"""Requests that wait for capacity at a replica: admission, their order, and the limits of keys.
 
 May import `core.schedule`.
 """
