@@ -1,4 +1,5 @@
 """Token ids of a prompt, exactly as the engine will compute them: chat templates, and caches before the tokenizer.
 
-A wrong id would mean another block hash, so every cache falls back to the plain way. Imports no other package of `lorafleet`.
+A wrong id would mean another block hash, so every cache falls back to the plain way. Imports no other package of
+`lorafleet`.
 """
