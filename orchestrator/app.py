@@ -1,4 +1,4 @@
-"""Builds the orchestrator and joins its parts; the only place that does."""
+"""Builds the orchestrator from its parts; the only place that does."""
 
 import asyncio
 import contextlib
@@ -51,27 +51,27 @@ from orchestrator.store.store import IntentStore
 
 log = structlog.get_logger()
 
-# Of a body. Reading as many takes a tenth of a second, in which nothing else is done.
+# JSON values in a body. Parsing so many blocks the event loop for a tenth of a second.
 _MOST_VALUES = 200_000
 # A router's report of a hundred thousand (worker, adapter), 25 values each.
 _LARGER_BODIES = {"/v1/usage": 3_000_000}
-_FIRST_LIST_S = 2.0  # who starts alone leads from its first answer on; an API server that is away keeps nobody
+_FIRST_LIST_S = 2.0  # a single orchestrator leads from its first response; an absent API server blocks no start
 
 
 @dataclass(slots=True)
 class OrchestratorService:
-    """The app, and the loop that runs while it serves."""
+    """The app and the parts that tests and `main` need."""
 
     app: FastAPI
     reconciler: Reconciler
     store: IntentStore
     leadership: Leadership
     client: httpx.AsyncClient
-    plain: AgentlessTransport
+    agentless: AgentlessTransport
     is_stopping: bool = False
 
     def stop(self) -> None:
-        """Streams and waiting calls end now, so that the server can."""
+        """End streams and waiting calls, so that the server can stop."""
         self.is_stopping = True
         self.reconciler.catalog.changed.notify()
 
@@ -84,16 +84,16 @@ def build(
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
 ) -> OrchestratorService:
-    """Everything, joined. Raises StoreError, KeyFileError, OSError; nothing runs until the app is served.
+    """Build the whole service; nothing runs until the app is served. Raises StoreError, KeyFileError, OSError.
 
     url    where other orchestrators reach this one
     kube   the API server, where the settings want one; closed with the app
     """
     keys = ApiKeys(settings.key_files)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
-    objects = _objects(settings, kube)
-    store = IntentStore(objects or settings.store, wall=wall)
-    plain = AgentlessTransport(
+    configmaps = _configmap_backend(settings, kube)
+    store = IntentStore(configmaps or settings.store, wall=wall)
+    agentless = AgentlessTransport(
         lambda: _agentless_workers(settings, finder),
         AgentlessLoadRules(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
@@ -104,14 +104,14 @@ def build(
     )
     client = httpx.AsyncClient(
         transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
-        mounts={SCHEME: plain},
+        mounts={SCHEME: agentless},
         trust_env=False,
     )
     reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
     leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch() -> int:
-        leadership.require()
+        leadership.require_leading()
         return store.epoch
 
     agents = AgentClient(client, own=OwnKey(settings.token, settings.token_file), epoch=epoch)
@@ -139,21 +139,21 @@ def build(
     registry = AdapterRegistry(
         store, reports, reconciler.rollouts, forget_failures=reconciler.operations.failures.forget_adapter, wall=wall
     )
-    beside: list[Callable[[], Coroutine[Any, Any, object]]] = []
-    if objects is not None:
-        beside = _beside(objects, kube, settings, registry, reconciler)
+    configmap_loops: list[Callable[[], Coroutine[Any, Any, object]]] = []
+    if configmaps is not None:
+        configmap_loops = _configmap_loops(configmaps, kube, settings, registry, reconciler)
 
     finder = _finder(settings, kube, reports, agents, reconciler, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        loops = [asyncio.create_task(work()) for work in beside]
-        if objects is not None:
-            await objects.listed(_FIRST_LIST_S)
+        loops = [asyncio.create_task(work()) for work in configmap_loops]
+        if configmaps is not None:
+            await configmaps.listed(_FIRST_LIST_S)
         await leadership.start()
         follow = forever(standby.sync_workers, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
-        loops.append(asyncio.create_task(plain.run(reconciler.monitor.record_heartbeat)))
+        loops.append(asyncio.create_task(agentless.run(reconciler.monitor.record_heartbeat)))
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
@@ -162,8 +162,8 @@ def build(
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await reconciler.stop()
-            if objects is not None:
-                await objects.finish()
+            if configmaps is not None:
+                await configmaps.finish()
             await leadership.release()
             await client.aclose()
             store.close()
@@ -176,7 +176,7 @@ def build(
         description="Decides which adapter lives on which worker, and makes it so.",
         lifespan=lifespan,
     )
-    whole = OrchestratorService(app, reconciler, store, leadership, client, plain)
+    service = OrchestratorService(app, reconciler, store, leadership, client, agentless)
     add_routes(
         app,
         build_router(
@@ -184,7 +184,7 @@ def build(
             registry=registry,
             reconciler=reconciler,
             metrics=metrics,
-            is_stopping=lambda: whole.is_stopping,
+            is_stopping=lambda: service.is_stopping,
             clock=clock,
             metrics_need_key=settings.metrics_need_key,
         ),
@@ -194,7 +194,7 @@ def build(
     app.add_middleware(
         LeaderForwarding,
         leadership=leadership,
-        is_stopping=lambda: whole.is_stopping,
+        is_stopping=lambda: service.is_stopping,
         client=client,
         metrics=metrics,
         refresh=store.refresh,
@@ -202,25 +202,27 @@ def build(
         retry_after_s=settings.lease_renew_s,
         clock=clock,
     )
-    # The outermost: what is handed on to the leader is looked at, too.
+    # The outermost middleware, so that forwarded requests are checked too.
     app.add_middleware(
         JsonBodyMiddleware, may_send=may_send(keys, "load", "register"), most_values=_MOST_VALUES, larger=_LARGER_BODIES
     )
     guard(app, keys, allow_open=settings.allow_open)
-    return whole
+    return service
 
 
 def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:
-    """The engines without an agent: those in our settings, and those that slices name."""
+    """The agentless engines that settings and EndpointSlices list."""
     named = {id_: AgentlessWorker(id=id_, engine_url=url) for id_, url in engines_by_id(settings.engines).items()}
-    for it in finder.agentless_engines() if finder is not None else ():
-        if it.engine_url is not None:
-            found = AgentlessWorker(id=it.id, engine_url=it.engine_url, pool=it.pool, zone=it.zone, node=it.node)
-            named.setdefault(it.id, found)
+    for worker in finder.agentless_engines() if finder is not None else ():
+        if worker.engine_url is not None:
+            found = AgentlessWorker(
+                id=worker.id, engine_url=worker.engine_url, pool=worker.pool, zone=worker.zone, node=worker.node
+            )
+            named.setdefault(worker.id, found)
     return list(named.values())
 
 
-def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
+def _configmap_backend(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
     if settings.backend == "sqlite":
         return None
     assert kube is not None, "backend configmaps needs an API server"
@@ -232,18 +234,18 @@ def _objects(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigM
     )
 
 
-def _beside(
-    objects: ConfigMapBackend,
+def _configmap_loops(
+    configmaps: ConfigMapBackend,
     kube: KubeClient | None,
     settings: OrchestratorSettings,
     registry: AdapterRegistry,
     reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
-    """What keeps ConfigMaps and intent together."""
+    """The loops that keep ConfigMaps and intent in agreement."""
     assert kube is not None, "backend configmaps needs an API server"
     notices = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
     intake = ObjectEdits(
-        objects,
+        configmaps,
         reconciler.store,
         registry,
         notices,
@@ -256,14 +258,14 @@ def _beside(
         reconciler.on_intent_changed()
 
     verdicts = FailureStatuses(
-        objects,
+        configmaps,
         notices,
         adapters=lambda: reconciler.store.adapters,
         failed=reconciler.queries.unusable_adapters,
         is_ready=lambda lora_id: bool(reconciler.queries.ready_workers(lora_id)),
     )
-    objects.on_undone, reconciler.on_pass = undone, verdicts.turn
-    return [objects.follow, notices.run, intake.run]
+    configmaps.on_undone, reconciler.on_pass = undone, verdicts.turn
+    return [configmaps.follow, notices.run, intake.run]
 
 
 def _finder(
@@ -301,7 +303,7 @@ def _leadership(
 ) -> Leadership:
     holder = secrets.token_hex(8)
     if settings.lease == "kubernetes":
-        holder = f"{socket.gethostname()}_{holder}"  # the pod's name, for whoever reads the Lease
+        holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease
     return Leadership(
         _lease(settings, kube, holder, wall),
         holder=holder,
@@ -334,9 +336,9 @@ async def main(settings: OrchestratorSettings) -> None:
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        whole = build(settings, url=f"http://{host}:{port}", kube=kube)
+        service = build(settings, url=f"http://{host}:{port}", kube=kube)
     except BaseException:
         sock.close()
         raise
-    log.info("serving", host=settings.host, port=port, epoch=whole.store.epoch, adapters=len(whole.store.adapters))
-    await serve(whole.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=whole.stop)
+    log.info("serving", host=settings.host, port=port, epoch=service.store.epoch, adapters=len(service.store.adapters))
+    await serve(service.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=service.stop)

@@ -1,4 +1,4 @@
-"""What an agent does, done from afar for one engine that has none: reports, loads from its own disk, unloads."""
+"""One agentless engine: reports, loads from the engine's disk, and unloads, over the engine's HTTP API."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ from workers.wire import (
 
 log = structlog.get_logger()
 
-# Any that vLLM takes: its own limit is not told, and it refuses what is above.
+# The highest rank that vLLM takes. An engine does not report its own limit, and refuses higher ranks.
 _MOST_RANK = 512
 _ENGINE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentlessWorker:
-    """An engine without an agent, as somebody names it."""
+    """An agentless engine, as settings or EndpointSlices list it."""
 
     id: str
     engine_url: str
@@ -48,9 +48,11 @@ class AgentlessWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentlessLoadRules:
-    """What may be loaded into engines without an agent: so many adapters each, from below these folders of theirs.
+    """What may be loaded into agentless engines.
 
-    salt  what their operator says of their KV connectors
+    slots  adapters for each engine
+    roots  folders on the engine's disk that adapters may be in
+    salt   how their KV connectors salt adapters, see docs/engines.md
     """
 
     slots: int = 0
@@ -59,6 +61,8 @@ class AgentlessLoadRules:
 
 
 class AgentlessRefusal(Exception):
+    """An error response in the agent's form."""
+
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -66,7 +70,7 @@ class AgentlessRefusal(Exception):
 
 
 class AgentlessEngineDriver:
-    """One engine's part of the agent's interface: a method a call, named as the route is."""
+    """The agent's interface for one engine: a method per route, with the route's name."""
 
     def __init__(
         self,
@@ -96,22 +100,22 @@ class AgentlessEngineDriver:
         self._epoch = 0
         self._is_draining = False
         self._takes: tuple[str, bool] = ("", False)
-        self._refusal_told = ""
+        self._logged_refusal = ""
 
     async def metadata(self) -> Metadata:
-        """Raises OSError, ValueError."""
-        said = await self._engine.report()
-        loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in said.lora.loaded_loras)
+        """The engine's report. Raises OSError, ValueError."""
+        report = await self._engine.report()
+        loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in report.lora.loaded_loras)
         is_allowed = bool(self._allowed.slots and self._allowed.roots)
-        self._tell(said.lora.refusal)
-        takes_loads = is_allowed and not said.lora.refusal and await self._takes_loads(said.engine_boot_id)
+        self._log_refusal(report.lora.refusal)
+        takes_loads = is_allowed and not report.lora.refusal and await self._takes_loads(report.engine_boot_id)
         slots = max(self._allowed.slots, len(loaded)) if takes_loads else 0
-        lora = said.lora.model_copy(
+        lora = report.lora.model_copy(
             update={
                 "enabled": takes_loads,
                 "max_cpu_loras": slots,
-                # Of one that refuses, too: it may look at adapters, and what is said of them is then why.
-                "max_lora_rank": _MOST_RANK if takes_loads or (is_allowed and said.lora.refusal) else 0,
+                # Also for an engine that takes no adapters: it is asked, and its refusal is then the reason shown.
+                "max_lora_rank": _MOST_RANK if takes_loads or (is_allowed and report.lora.refusal) else 0,
                 "loaded_loras": loaded,
                 "capacity": LoraCapacity(
                     loaded_count=len(loaded), available_slots=max(0, slots - len(loaded)), host_slots=slots
@@ -120,7 +124,7 @@ class AgentlessEngineDriver:
         )
         state = {"state": "draining"} if self._is_draining else {}
         address = {"agent_url": self._address, "pool": self.worker.pool, "epoch": self._epoch}
-        return said.model_copy(update={"lora": lora} | state | address)
+        return report.model_copy(update={"lora": lora} | state | address)
 
     async def claim(self, _ask: ClaimRequest, epoch: int) -> Metadata:
         self._epoch = max(self._epoch, epoch)
@@ -156,8 +160,8 @@ class AgentlessEngineDriver:
                     "load_lora_adapter", {"lora_name": name, "lora_path": path}, what=f"load {name}"
                 )
                 held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
-                if name not in held:  # by its own list: vLLM refuses also what somebody has just loaded
-                    no = f"load {name}: the engine said yes, but does not list it"
+                if name not in held:  # decided by its list: vLLM also refuses an adapter that has just been loaded
+                    no = f"load {name}: the engine report yes, but does not list it"
                     raise refusal or AgentlessRefusal(422, "adapter_refused", no)
         return held[name]
 
@@ -175,7 +179,7 @@ class AgentlessEngineDriver:
         return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
 
     async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
-        """Routers send it nothing new; it does not hear of it itself."""
+        """Report the engine as draining, so that routers send nothing new; the engine itself is not told."""
         self._is_draining = True
         load = (await self.metadata()).load
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
@@ -184,15 +188,15 @@ class AgentlessEngineDriver:
         self._is_draining = False
         return await self.metadata()
 
-    def _tell(self, refusal: str) -> None:
-        if refusal and refusal != self._refusal_told:
+    def _log_refusal(self, refusal: str) -> None:
+        if refusal and refusal != self._logged_refusal:
             log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
-        self._refusal_told = refusal
+        self._logged_refusal = refusal
 
     def _digest(self, lora: LoadedLora) -> str:
-        """The registered one, where the engine's name says that it is; else what the name has of one."""
-        known, told = self._digest_of(lora.lora_id), lora.engine_name.removeprefix(lora.lora_id).removeprefix("@")
-        return known if known is not None and told and known.startswith(told) else told
+        """The registered digest if the engine name matches it; else the digest prefix in the engine name."""
+        known, prefix = self._digest_of(lora.lora_id), lora.engine_name.removeprefix(lora.lora_id).removeprefix("@")
+        return known if known is not None and prefix and known.startswith(prefix) else prefix
 
     def _path(self, source: str) -> str:
         """The folder on the engine's own disk that a source names; raises Refused for any other source."""
@@ -206,7 +210,7 @@ class AgentlessEngineDriver:
         return str(path)
 
     async def _takes_loads(self, boot_id: str) -> bool:
-        """Whether VLLM_ALLOW_RUNTIME_LORA_UPDATING is set there: without it there is no such route, for any method."""
+        """Whether the engine runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING; without it the route does not exist."""
         if self._takes[0] != boot_id:
             answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
             self._takes = boot_id, answer.status_code == httpx.codes.METHOD_NOT_ALLOWED
@@ -217,7 +221,7 @@ class AgentlessEngineDriver:
 
     async def _unload(self, name: str) -> None:
         refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
-        if refusal is not None and refusal.code != "source_not_found":  # gone already
+        if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
     async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> AgentlessRefusal | None:
@@ -225,7 +229,7 @@ class AgentlessEngineDriver:
         if answer.is_success:
             return None
         message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
-        # Only these speak of the adapter (vLLM 0.32, seen running); whatever else it is, it may pass.
+        # Only these statuses are about the adapter (vLLM 0.32, as observed); all others may pass.
         codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
         code = "engine_failed" if is_ending(answer.text) else codes.get(answer.status_code, "engine_unreachable")
         return AgentlessRefusal(422, code, message)

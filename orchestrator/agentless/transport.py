@@ -1,9 +1,8 @@
-"""Engines without an agent, as workers: what an agent would answer is answered here, from the engine's own HTTP.
+"""Agentless engines as workers: an httpx transport that answers the agent's routes from the engine's own HTTP API.
 
-A transport, so that whoever calls agents calls these too, under URLs of their own: `plain://workers/<id>`. Nobody
-reads an adapter's bytes for us there. So nothing is fetched, what is loaded is a folder on the engine's own disk under
-a digest that its registration states, and no epoch fences an engine: a leader that was replaced is stopped by its
-lease alone.
+The agent client calls these engines like agents, at `plain://workers/<id>`. No process reads adapter bytes there, so
+nothing is fetched: an adapter is a folder on the engine's disk with the digest of its registration. No epoch fences an
+engine: only its lease stops a replaced leader.
 """
 
 import asyncio
@@ -38,11 +37,15 @@ _ADDRESS = f"{SCHEME}workers/"
 
 
 class AgentlessTransport(httpx.AsyncBaseTransport):
-    """All engines without an agent. `named` says which there are now; `key` is what they want to be shown."""
+    """All agentless engines.
+
+    workers  returns the engines that settings and EndpointSlices list now
+    key      bearer key that the engines want
+    """
 
     def __init__(
         self,
-        named: Callable[[], Sequence[AgentlessWorker]],
+        workers: Callable[[], Sequence[AgentlessWorker]],
         allowed: AgentlessLoadRules,
         *,
         digest_of: Callable[[str], str | None],
@@ -51,7 +54,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         every_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._named = named
+        self._workers = workers
         self._allowed = allowed
         self._digest_of = digest_of
         self._every_s = every_s
@@ -60,54 +63,54 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         self._client = httpx.AsyncClient(
             transport=DirectTransport(), timeout=timeout_s, headers=headers, trust_env=False
         )
-        self._hands: dict[str, AgentlessEngineDriver] = {}
+        self._drivers: dict[str, AgentlessEngineDriver] = {}
 
-    async def run(self, hear: Callable[[Metadata], object]) -> None:
-        """Speak for them as their agents' heartbeats would, until cancelled."""
-        await forever(partial(self.beat, hear), name="plain", every_s=self._every_s)
+    async def run(self, on_report: Callable[[Metadata], object]) -> None:
+        """Report for the engines as their agents' heartbeats would, until cancelled."""
+        await forever(partial(self.report_once, on_report), name="plain", every_s=self._every_s)
 
-    async def beat(self, hear: Callable[[Metadata], object]) -> None:
-        """One report of each that answers."""
-        named = {worker.id: worker for worker in self._named()}
-        # One that is not named any more is known for as long as it answers: absence is no reason to let it go.
-        for worker in named.values():
-            hand = self._hands.get(worker.id)
-            if hand is None or hand.worker != worker:
-                self._hands[worker.id] = AgentlessEngineDriver(
+    async def report_once(self, on_report: Callable[[Metadata], object]) -> None:
+        """One report of each engine that answers."""
+        listed = {worker.id: worker for worker in self._workers()}
+        # An engine that is not listed any more is kept while it answers.
+        for worker in listed.values():
+            driver = self._drivers.get(worker.id)
+            if driver is None or driver.worker != worker:
+                self._drivers[worker.id] = AgentlessEngineDriver(
                     worker,
-                    plain_url(worker.id),
+                    agentless_url(worker.id),
                     self._client,
                     self._allowed,
                     digest_of=self._digest_of,
                     clock=self._clock,
                 )
-        answers = await asyncio.gather(*(self._report(hand) for hand in self._hands.values()))
-        for id_, report in zip(tuple(self._hands), answers, strict=True):
+        answers = await asyncio.gather(*(self._report(driver) for driver in self._drivers.values()))
+        for id_, report in zip(tuple(self._drivers), answers, strict=True):
             if report is not None:
-                hear(report)
-            elif id_ not in named:
-                del self._hands[id_]
+                on_report(report)
+            elif id_ not in listed:
+                del self._drivers[id_]
 
-    async def _report(self, hand: AgentlessEngineDriver) -> Metadata | None:
+    async def _report(self, driver: AgentlessEngineDriver) -> Metadata | None:
         try:
-            return await hand.metadata()
+            return await driver.metadata()
         except (OSError, httpx.HTTPError, ValueError) as exc:
-            log.debug("engine not heard", worker_id=hand.worker.id, error=str(exc))
+            log.debug("engine not reached", worker_id=driver.worker.id, error=str(exc))
             return None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """What an agent would answer. Raises httpx.ConnectError where its engine does not."""
-        hand = self._hands.get(request.url.path.split("/")[1])
+        """The response that an agent would give. Raises httpx.ConnectError when the engine does not answer."""
+        driver = self._drivers.get(request.url.path.split("/")[1])
         verb = request.url.path.rpartition("/")[2]
         call = _CALLS.get(verb)
-        if hand is None or (call is None and verb != "metadata"):
+        if driver is None or (call is None and verb != "metadata"):
             return _json(404, envelope(404, "not_found", f"{request.url}: no engine without an agent has that"))
         try:
             if call is None:
-                return _told(await hand.metadata())
+                return _ok(await driver.metadata())
             kind, act = call
             epoch = int(request.headers.get("x-lorafleet-epoch", "0"))
-            return _told(await act(hand, kind.model_validate_json(await request.aread()), epoch))
+            return _ok(await act(driver, kind.model_validate_json(await request.aread()), epoch))
         except AgentlessRefusal as exc:
             return _json(exc.status, envelope(exc.status, exc.code, str(exc)))
         except httpx.TimeoutException as exc:
@@ -129,17 +132,17 @@ _CALLS: Mapping[str, tuple[type[BaseModel], Callable[[AgentlessEngineDriver, Any
 }
 
 
-def plain_url(worker_id: str) -> str:
-    """Where we find a worker that has no agent; nobody else does."""
+def agentless_url(worker_id: str) -> str:
+    """The internal URL of an agentless worker."""
     return _ADDRESS + quote(worker_id, safe="")
 
 
 def agent_url_of(report: Metadata) -> str:
-    """A worker's agent's URL as others may know it: none where it has none."""
+    """The agent's URL to show to others; empty for an agentless worker."""
     return "" if report.agent_url.startswith(SCHEME) else report.agent_url
 
 
-def _told(answer: BaseModel) -> httpx.Response:
+def _ok(answer: BaseModel) -> httpx.Response:
     return httpx.Response(200, content=answer.model_dump_json(), headers={"content-type": "application/json"})
 
 

@@ -1,4 +1,4 @@
-"""REST: translates bodies and answers. Every decision is made elsewhere.
+"""The REST API: translates between HTTP and the parts that decide.
 
 `lora_id` may contain '/', so the routes that end in a word (`…/ensure`) come before the bare `{lora_id:path}`.
 """
@@ -38,7 +38,7 @@ def build_router(
 ) -> APIRouter:
     """All routes."""
     views = WireViews(reconciler, clock)
-    metrics.observe_fleet(views.counts, views.workers_by_state, views.pool_figures)
+    metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures)
     api = APIRouter()
     add_routes(
         api,

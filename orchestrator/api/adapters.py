@@ -1,4 +1,4 @@
-"""Adapters: register, list, show, change, delete."""
+"""Routes for adapters: register, list, show, change, delete."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -46,11 +46,11 @@ PATCH_EXAMPLE = {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None}
 BATCH_EXAMPLE = {"adapters": [ADAPTER_EXAMPLE, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]}
 
 
-_MOST_ASKED = 3  # workers, about a source; a guess: they are set up alike
+_MOST_ASKED = 3  # workers asked about a source; a guess: they are configured alike
 
 
 class AdapterListQuery(BaseModel):
-    """Which adapters a list is to have."""
+    """Filters of the list of adapters."""
 
     state: AdapterState | None = None
     base_model: str | None = None
@@ -81,7 +81,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)
-        await _require_allowed(spec, registry, reconciler)
+        await _require_readable_source(spec, registry, reconciler)
         adapter, is_new = registry.register(spec, actor)
         await reconciler.publish_change(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
@@ -91,7 +91,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
         """Register many; each is taken or refused on its own."""
         with store.together():
-            results = [_registered(registry, spec, actor) for spec in body.adapters]
+            results = [_batch_result(registry, spec, actor) for spec in body.adapters]
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
         return BatchAnswer(data=tuple(results))
 
@@ -99,10 +99,10 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
         """Registered adapters by lora_id; all that is asked for must hold."""
         ready = reconciler.queries.ready_workers_by_adapter()
-        rows = _chosen(wanted, reconciler, ready)
+        rows = _matching_ids(wanted, reconciler, ready)
         page, following = page_after(rows, wanted.limit, wanted.cursor)
         items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
-        # Dumped here: the framework would validate thousands of items, that we have just made, once more.
+        # Serialized here: the framework would validate thousands of items a second time.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
@@ -127,7 +127,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         if_match: IfMatch = None,
     ) -> AdapterItem:
         """Change what is named of policy and tenants, keep the rest; in force at the next pass."""
-        changed = registry.patch(lora_id, body, actor, if_match=if_match)
+        changed = registry.patch_adapter(lora_id, body, actor, if_match=if_match)
         await reconciler.publish_change(("adapters", lora_id))
         return shown(changed, response)
 
@@ -139,7 +139,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     )
     async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
-        registry.delete(lora_id, actor, if_match=if_match)
+        registry.delete_adapter(lora_id, actor, if_match=if_match)
         reconciler.audit.note_requester(lora_id, actor)
         await reconciler.publish_change(("adapters", lora_id))
         if reconciler.is_settled:
@@ -152,8 +152,10 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     return api
 
 
-def _chosen(wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """lora_ids in order, of the adapters that are all that."""
+def _matching_ids(
+    wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str, Sequence[str]]
+) -> Sequence[str]:
+    """lora_ids in order, of the adapters that match all filters."""
     store = reconciler.store
     rows = store.adapter_ids
     if wanted.prefix:
@@ -166,15 +168,17 @@ def _chosen(wanted: AdapterListQuery, reconciler: Reconciler, ready: Mapping[str
     if wanted.tenant is not None:
         tests.append(lambda adapter: adapter.tenants is None or wanted.tenant in adapter.tenants)
     if wanted.quarantined is not None:
-        tests.append(lambda it: (reconciler.queries.quarantine_reason(it.lora_id) is not None) == wanted.quarantined)
+        tests.append(
+            lambda adapter: (reconciler.queries.quarantine_reason(adapter.lora_id) is not None) == wanted.quarantined
+        )
     if wanted.state is not None:
         tests.append(lambda adapter: reconciler.queries.adapter_state(adapter, ready) == wanted.state)
     return [name for name in rows if all(test(store.adapters[name]) for test in tests)] if tests else rows
 
 
-async def _require_allowed(spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler) -> None:
-    """Raises OrchestratorRequestError where the adapter is new and no worker that is asked may read its source."""
-    if registry.check(spec) is not None:
+async def _require_readable_source(spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler) -> None:
+    """Raise OrchestratorRequestError when the adapter is new and no worker that is asked may read its source."""
+    if registry.equal_registration(spec) is not None:
         return
     ready = [worker for worker in reconciler.queries.observe().workers.values() if worker.state == "ready"]
     able = [worker.id for worker in ready if spec.base_model in (None, worker.base_model)]
@@ -187,7 +191,7 @@ async def _require_allowed(spec: AdapterSpec, registry: AdapterRegistry, reconci
 async def _dry_run(
     spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews
 ) -> AdapterItem:
-    known = registry.check(spec)
+    known = registry.equal_registration(spec)
     if known is not None:
         return views.adapter(known)
     adapter = new_adapter(spec)
@@ -214,7 +218,7 @@ async def _dry_run(
     return views.adapter(found, ready={})
 
 
-def _registered(registry: AdapterRegistry, spec: AdapterSpec, actor: str) -> BatchResult:
+def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str) -> BatchResult:
     try:
         _, is_new = registry.register(spec, actor)
     except OrchestratorError as exc:

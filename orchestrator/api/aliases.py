@@ -1,4 +1,4 @@
-"""Aliases: names that point at adapters."""
+"""Routes for aliases: names that point at adapters."""
 
 from typing import Annotated
 
@@ -68,7 +68,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     @api.delete("/v1/aliases/{name:path}", status_code=204)
     async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:
         """Forget the name; its adapters stay."""
-        registry.drop_alias(name, actor, if_match=if_match)
+        registry.delete_alias(name, actor, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
         return Response(status_code=204)
 

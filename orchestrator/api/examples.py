@@ -1,4 +1,4 @@
-"""One example of every body and answer, for the OpenAPI document. A test parses each."""
+"""An example of every body and response for the OpenAPI document. A test parses each."""
 
 from typing import Any
 
@@ -184,7 +184,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def with_examples(app: FastAPI) -> None:
-    """Have the app's OpenAPI document carry them."""
+    """Add the examples to the app's OpenAPI document."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:

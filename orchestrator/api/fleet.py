@@ -1,4 +1,4 @@
-"""Workers: heartbeats, cordons, drains."""
+"""Routes for workers: heartbeats, cordons, drains."""
 
 from typing import Annotated
 
@@ -37,22 +37,22 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
     @api.post("/v1/workers/register")
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
         """An agent's report; the answer says how soon to send the next. 409 where another agent goes by its name."""
-        told = body.metadata
-        other = reconciler.reports.rival_agent_url(told, reconciler.settings.probe_after_s)
+        report = body.metadata
+        other = reconciler.reports.rival_agent_url(report, reconciler.settings.probe_after_s)
         if other is not None:
             raise StateConflict(
-                f"worker {told.instance_id!r} is at {other} and speaks from there; give the one at {told.agent_url}"
-                " another --instance-id, or stop one of them",
+                f"worker {report.instance_id!r} is at {other} and reports from there; give the one at"
+                f" {report.agent_url} another --instance-id, or stop one of them",
                 code="worker_id_taken",
                 param="metadata.instance_id",
             )
-        reconciler.monitor.record_heartbeat(told)
+        reconciler.monitor.record_heartbeat(report)
         return HeartbeatAnswer(
             epoch=reconciler.store.epoch,
             revision=reconciler.catalog.revision,
             interval_s=reconciler.settings.heartbeat_interval_s,
-            is_warm=not told.is_warming or reconciler.queries.is_warm(told.instance_id),
-            in_flight=reconciler.router_in_flight(told.instance_id),
+            is_warm=not report.is_warming or reconciler.queries.is_warm(report.instance_id),
+            in_flight=reconciler.router_in_flight(report.instance_id),
         )
 
     return api
@@ -88,13 +88,13 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         else:
             reconciler.runner.resume_worker(worker_id)
         await reconciler.publish_change(("workers", worker_id))
-        return views.worker(worker_id) if worker_id in reconciler.reports.workers else _unheard(worker_id)
+        return views.worker(worker_id) if worker_id in reconciler.reports.workers else _unknown_worker(worker_id)
 
     return api
 
 
-def _unheard(worker_id: str) -> WorkerItem:
-    """One that was told something once, and has not been heard since our start, or for so long that it is forgotten."""
+def _unknown_worker(worker_id: str) -> WorkerItem:
+    """A worker with an operator's order that has not reported since our start, or was dropped."""
     return WorkerItem(
         id=worker_id,
         agent_url="",

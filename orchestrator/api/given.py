@@ -1,4 +1,4 @@
-"""What several routes are given in the same form: who asks, which page, on which version."""
+"""Parameters that several routes share: the actor, the page, and the ETag."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lorafleet.service.auth import Caller
 
 
 def _actor(request: Request) -> str:
-    """Who asks, for the history. The route's scope has been checked by then, and so its caller is known."""
+    """The caller's name, for the history. `requires` has authenticated the caller before."""
     caller: Caller = request.state.caller
     return caller.name
 
@@ -22,7 +22,7 @@ IfMatch = Annotated[str | None, Header(description="ETag that this change is bas
 
 
 def page_after(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:
-    """Rows after the cursor, which is itself a row: a page stays right while others come and go."""
+    """The next page of sorted rows, and its cursor. A cursor is a row, so pages stay right while rows come and go."""
     start = 0 if cursor is None else bisect_right(rows, cursor)
     found = list(rows[start : start + limit])
     return found, found[-1] if found and start + limit < len(rows) else None

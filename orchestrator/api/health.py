@@ -1,4 +1,4 @@
-"""Alive, synced, and counted."""
+"""Routes for probes and metrics."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from orchestrator.wire import Status
 def health_routes(
     reconciler: Reconciler, metrics: OrchestratorMetrics, is_stopping: Callable[[], bool], guarded: Sequence[Depends]
 ) -> APIRouter:
-    """Open to whoever can reach them; `guarded`: what `/metrics` asks of its caller."""
+    """The routes, open without a key; `guarded`: dependencies of `/metrics`."""
     api = APIRouter(tags=["health"])
 
     def status(word: str) -> Status:

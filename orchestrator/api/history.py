@@ -1,4 +1,4 @@
-"""What was changed, when, and by whom; and the store as a file."""
+"""Routes for the history of changes, and for a backup of the store."""
 
 import shutil
 import tempfile
@@ -70,7 +70,7 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
 def history_page(
     store: IntentStore, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
 ) -> HistoryList:
-    """One page, newest first, and where the next begins."""
+    """One page of the history, newest first, and the cursor of the next."""
     # One more than asked for, to know whether there is a next page.
     found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
     page = found[:limit]

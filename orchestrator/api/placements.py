@@ -1,4 +1,4 @@
-"""What is where, what would happen if, a pass now, and what nobody registered."""
+"""Routes for placements: the list, what-if plans, a pass on request, and orphans."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,7 +38,7 @@ PLAN_EXAMPLE = {
 
 
 class PlacementListQuery(BaseModel):
-    """Which placements a list is to have."""
+    """Filters of the list of placements."""
 
     lora_id: str | None = None
     worker_id: str | None = None
@@ -53,8 +53,8 @@ def placement_routes(
 ) -> APIRouter:
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     reports, store = reconciler.reports, reconciler.store
-    # One at a time: they share a core anyway, and there are few threads, by which the lease is kept too.
-    supposing = asyncio.Lock()
+    # One plan at a time: plans share one core, and the lease needs a free thread of the pool.
+    plan_lock = asyncio.Lock()
 
     @api.get("/v1/placements")
     async def placements(wanted: Annotated[PlacementListQuery, Query()]) -> PlacementList:
@@ -79,10 +79,10 @@ def placement_routes(
             return views.plan(actions, desired)
         inputs = _placement_inputs(reconciler, clock())
         hypothesis = _hypothesis(ask, inputs)
-        # In a thread: on a large fleet this is seconds of work, and heartbeats must not wait for it.
-        async with supposing:
+        # In a thread: on a large fleet this takes seconds, and heartbeats must not wait for it.
+        async with plan_lock:
             outcome = await asyncio.to_thread(what_if, inputs, hypothesis, load_s=views.load_s(), passes=ask.passes)
-        return views.outcome(outcome)
+        return views.what_if_plan(outcome)
 
     @api.post("/v1/rebalance")
     async def rebalance() -> Plan:

@@ -1,4 +1,4 @@
-"""Rollouts: an alias moves to another version in steps, and back when that is worse."""
+"""Routes for rollouts: an alias moves to another version in steps, and back on a regression."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -31,7 +31,7 @@ ROLLOUT_EXAMPLE = {
 
 
 def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
-    """To be included before the routes of the bare alias: its name takes every path."""
+    """The routes; include them before those of the alias, whose name matches every path."""
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     rollouts = reconciler.rollouts
 
@@ -40,7 +40,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         name: str, spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])], response: Response, actor: Actor
     ) -> RolloutItem:
         """Move the alias to another version in steps: 201; 200 when this very rollout is under way already."""
-        registry.rollout_target(name, spec.to)
+        registry.require_rollout_target(name, spec.to)
         guard = RolloutGuard(
             max_error_rate_increase=spec.max_error_rate_increase,
             max_first_token_ratio=spec.max_first_token_ratio,
@@ -78,7 +78,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
 
 def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
-    """The wire's form."""
+    """A rollout as wire model."""
     shares = dict(current_targets(rollout))
     total = sum(shares.values())
     return RolloutItem.model_validate(
@@ -91,8 +91,8 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "paused": rollout.paused_at is not None,
             "step": rollout.step,
             "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
-            "began_at": _text(rollout.began_at),
-            "since": _text(rollout.since),
+            "began_at": _timestamp(rollout.began_at),
+            "since": _timestamp(rollout.since),
             "lacks": rollouts.missing_for(rollout),
             "old": _tally(rollout.old),
             "new": _tally(rollout.new),
@@ -103,15 +103,15 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
 
 
 def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPending | None:
-    """A switch that waits, or that could not be made; None for anything else."""
+    """A switch that waits for its targets or has failed; None for any other rollout."""
     if rollout is None or rollout.guard is not None or rollout.phase not in ("placing", "failed"):
         return None
     return AliasPending.model_validate(
         {
             "targets": _targets(rollout.after),
             "state": rollout.phase,
-            "since": _text(rollout.began_at),
-            "deadline": _text(rollout.began_at + rollout.place_s),
+            "since": _timestamp(rollout.began_at),
+            "deadline": _timestamp(rollout.began_at + rollout.place_s),
             "lacks": rollouts.missing_for(rollout),
             "error": rollout.reason or None,
         }
@@ -132,5 +132,5 @@ def _tally(tally: RequestTally) -> RolloutTally:
     )
 
 
-def _text(at: float) -> str:
+def _timestamp(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""What routers follow, tell and ask for: catalog, events, usage, ensure."""
+"""Routes for routers: catalog, events, usage reports, ensure."""
 
 import asyncio
 from collections import Counter
@@ -105,7 +105,7 @@ def router_routes(
                 in_flight[use.worker_id] += use.in_flight
             reconciler.router_queues.record_report(report.router_id, report.waits_s, in_flight, clock())
         if accepted and reconciler.operations.drains:
-            reconciler.request_pass()  # it may have been the last word that a drain waited for
+            reconciler.request_pass()  # the report may end a drain
         return UsageAnswer(accepted=accepted, revision=catalog.revision)
 
     @api.post("/v1/adapters/{lora_id:path}/ensure")
@@ -117,7 +117,7 @@ def router_routes(
     ) -> EnsureAnswer:
         """Have the adapter somewhere; answers when it is, or after `wait_s` with what is known by then."""
         asking = asyncio.create_task(
-            _ensured(
+            _ensure(
                 lora_id,
                 ask,
                 actor,
@@ -128,7 +128,7 @@ def router_routes(
                 clock=clock,
             )
         )
-        gone = asyncio.ensure_future(request.receive())  # the body has been read: what comes is that the client left
+        gone = asyncio.ensure_future(request.receive())  # the body has been read: the next message is the disconnect
         try:
             await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
@@ -137,7 +137,7 @@ def router_routes(
             asking.cancel()
             gone.cancel()
         reconciler.demand.mark_abandoned(lora_id)
-        return views.ensured(registry.adapter(lora_id), 1)  # for nobody
+        return views.ensure_answer(registry.adapter(lora_id), 1)  # the client has gone
 
     return api
 
@@ -148,7 +148,7 @@ def _use(use: AdapterUse) -> AdapterUsage:
 
 
 def _only_tenant(adapter: RegisteredAdapter) -> tuple[str, ...]:
-    """Who waits for it, where nobody says so and it can be told."""
+    """The adapter's tenant if it has exactly one: then the waiting requests are that tenant's."""
     return adapter.tenants if adapter.tenants is not None and len(adapter.tenants) == 1 else ()
 
 
@@ -156,7 +156,7 @@ _HOLDS = AdapterHold.model_fields.keys() & AdapterQueueing.__dataclass_fields__.
 _COUNTS = AdapterUse.model_fields.keys() & AdapterUsage.__dataclass_fields__.keys()
 
 
-async def _ensured(
+async def _ensure(
     lora_id: str,
     ask: EnsureRequest,
     actor: str,
@@ -176,9 +176,9 @@ async def _ensured(
             raise StateConflict(f"{lora_id!r} failed: {why}", code="adapter_failed", param="lora_id")
         left_s = deadline - clock()
         if len(reconciler.queries.ready_workers(lora_id)) >= replicas or is_stopping():
-            return views.ensured(adapter, replicas)
+            return views.ensure_answer(adapter, replicas)
         reconciler.ensure_replicas(lora_id, replicas, actor, ask.tenants or _only_tenant(adapter))
         if left_s <= 0 or reconciler.queries.fits_nowhere(lora_id):
-            return views.ensured(adapter, replicas)
-        # Looked at again all the while, too: a replica that an agent reports need not make an event.
+            return views.ensure_answer(adapter, replicas)
+        # Also checked at intervals: a replica that an agent reports need not cause an event.
         await reconciler.catalog.changed.wait(min(left_s, reconciler.settings.pass_interval_s, ENSURE_REPEAT_S))

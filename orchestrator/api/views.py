@@ -1,4 +1,4 @@
-"""What is stored and what was reported, as the wire shows it."""
+"""Wire models of stored intent and reported state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
@@ -30,14 +30,14 @@ from orchestrator.wire import (
 
 
 class WireViews:
-    """What is stored and what was reported, as the wire shows it."""
+    """Builds wire models from the reconciler's state."""
 
     def __init__(self, reconciler: Reconciler, clock: Callable[[], float]) -> None:
         self._reconciler = reconciler
         self._clock = clock
 
     def adapter(self, adapter: RegisteredAdapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
-        """`ready`: lora_id -> workers, made once by whoever shows many adapters."""
+        """The adapter as wire model. `ready`: lora_id -> ready workers, computed once for many adapters."""
         if ready is None:
             ready = {adapter.lora_id: self._reconciler.queries.ready_workers(adapter.lora_id)}
         workers = ready.get(adapter.lora_id, ())
@@ -61,6 +61,7 @@ class WireViews:
         )
 
     def desired(self, lora_id: str) -> int:
+        """Replicas that the adapter should have, by the last pass."""
         desired = self._reconciler.queries.last_pass.desired
         return max(desired.targets.get(lora_id, 0), len(desired.replicas.get(lora_id, ())))
 
@@ -89,7 +90,7 @@ class WireViews:
         )
 
     def placements(self) -> list[PlacementItem]:
-        """What is there and what should be, by lora_id and worker."""
+        """Present and desired placements, by lora_id and worker."""
         desired = {
             (lora_id, w)
             for lora_id, workers in self._reconciler.queries.last_pass.desired.replicas.items()
@@ -116,7 +117,7 @@ class WireViews:
         return [rows[pair] for pair in sorted(rows)]
 
     def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
-        """The next pass, with what it costs."""
+        """The actions of the next pass, with their cost."""
         load_s = self.load_s()
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._reconciler.store.adapters.items()}
         steps = [
@@ -128,8 +129,8 @@ class WireViews:
         seconds = max((step.seconds for step in steps), default=0.0)
         return _plan(steps, desired.unplaced, seconds)
 
-    def outcome(self, outcome: WhatIfOutcome) -> Plan:
-        """What a hypothesis leads to."""
+    def what_if_plan(self, outcome: WhatIfOutcome) -> Plan:
+        """The result of a what-if plan."""
         names = sorted(outcome.before.keys() | outcome.after.keys())
         counts = {name: (outcome.before.get(name, 0), outcome.after.get(name, 0)) for name in names}
         targets = {
@@ -141,14 +142,15 @@ class WireViews:
         return plan.model_copy(update={"targets": targets, "is_settled": outcome.is_settled})
 
     def load_s(self) -> float:
-        """How long a load takes: as measured here, else by the agents' own measure, else 1 s, which is a guess."""
+        """Seconds that a load takes: as measured here, else as agents report, else 1 s, a guess."""
         measured = self._reconciler.queries.expected_s("")
         if measured is not None:
             return measured
         said = [entry.report.load.load_seconds for entry in self._reconciler.reports.workers.values()]
         return median([seconds for seconds in said if seconds > 0] or [1.0])
 
-    def ensured(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
+    def ensure_answer(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
+        """The answer to an `ensure` of so many replicas."""
         ready = tuple(self._reconciler.queries.ready_workers(adapter.lora_id))
         expected_s = 0.0 if len(ready) >= replicas else self._reconciler.queries.expected_s(adapter.lora_id)
         return EnsureAnswer.model_validate(
@@ -164,23 +166,23 @@ class WireViews:
             }
         )
 
-    def counts(self) -> Counts:
-        """lora_id -> (ready, wanted), of every adapter that is somewhere or should be."""
+    def replica_counts(self) -> Counts:
+        """lora_id -> (ready, wanted), of every adapter that is or should be on a worker."""
         desired = self._reconciler.queries.last_pass.desired
         ready = self._reconciler.queries.ready_workers_by_adapter()
         ids = desired.replicas.keys() | desired.targets.keys()
         return {lora_id: (len(ready.get(lora_id, ())), self.desired(lora_id)) for lora_id in ids}
 
     def pool_figures(self) -> list[PoolFigures]:
-        """Of each pool with a ready worker: its slots, what it needs, and its queue. None while another one leads."""
-        it, now = self._reconciler, self._clock()
-        if not it.leadership.is_leading:
+        """The figures of each pool with a ready worker; empty while another orchestrator leads."""
+        reconciler, now = self._reconciler, self._clock()
+        if not reconciler.leadership.is_leading:
             return []
-        reserve = it.store.rules.reserve_slots
+        reserve = reconciler.store.rules.reserve_slots
         members = []
-        for worker_id, entry in it.reports.workers.items():
+        for worker_id, entry in reconciler.reports.workers.items():
             report = entry.report
-            if worker_state(entry, it.store.workers.get(worker_id)) != "ready":
+            if worker_state(entry, reconciler.store.workers.get(worker_id)) != "ready":
                 continue
             capacity, load = report.lora.capacity, report.load
             slots = capacity.loaded_count + capacity.available_slots if report.lora.enabled else 0
@@ -191,13 +193,13 @@ class WireViews:
                     base_model=report.model.base_model,
                     slots=usable_slots(slots, reserve),
                     max_lora_rank=report.lora.max_lora_rank,
-                    wait_s=at_engine_s + it.router_queues.wait_s(worker_id, now),
+                    wait_s=at_engine_s + reconciler.router_queues.wait_s(worker_id, now),
                 )
             )
         return pool_figures(members, self._needs(now))
 
     def _needs(self, now: float) -> Iterator[AdapterNeed]:
-        """Copies that should be there: what placement wants, and one of all that was asked for of late."""
+        """Needed copies: the placement's targets, and one copy of every adapter with recent requests."""
         store, targets = self._reconciler.store, self._reconciler.queries.last_pass.desired.targets
         demand = self._reconciler.demand.snapshot(now)
         recent = {name for name, at in demand.last_request_at.items() if now - at < store.rules.demand_window_s}
@@ -209,6 +211,7 @@ class WireViews:
                 )
 
     def workers_by_state(self) -> dict[str, int]:
+        """Worker state -> number of workers."""
         counts = dict.fromkeys(("starting", "ready", "cordoned", "draining", "unmanaged", "lost"), 0)
         for worker_id, entry in self._reconciler.reports.workers.items():
             counts[worker_state(entry, self._reconciler.store.workers.get(worker_id))] += 1

@@ -212,7 +212,7 @@ class ObjectEdits:
         if isinstance(said, OrchestratorError):
             raise said
         if isinstance(said, AdapterSpec):
-            return said.lora_id, lambda: self._registry.declare(said, ACTOR)
+            return said.lora_id, lambda: self._registry.apply_spec(said, ACTOR)
         if isinstance(said, NamedAlias):
             return said.name, lambda: self._registry.put_alias(said.name, said, ACTOR)
         return "", lambda: self._registry.put_policy(said, "*", ACTOR)
@@ -305,13 +305,13 @@ class ObjectEdits:
             self._backend.lose(name)
             self._deleted.add(key)
         else:
-            self._registry.drop_alias(key, ACTOR)
+            self._registry.delete_alias(key, ACTOR)
 
     def _bury(self, lora_id: str) -> None:
         """Deleted while nobody led: whoever holds it gives it up."""
         digest = self._backend.tables.known[lora_id].digest
         log.info("deleted while nobody led", lora_id=lora_id)
-        self._store.bury(lora_id, digest, ACTOR)
+        self._store.record_deletion(lora_id, digest, ACTOR)
         self._backend.forget(lora_id)
 
     def _delete(self, lora_id: str) -> None:
@@ -321,7 +321,7 @@ class ObjectEdits:
             self._deleted.discard(lora_id)
             return
         try:
-            self._registry.delete(lora_id, ACTOR)
+            self._registry.delete_adapter(lora_id, ACTOR)
         except OrchestratorError as exc:
             for alias in (
                 name for name, targets in self._store.aliases.items() if any(t[0] == lora_id for t in targets)

@@ -1,6 +1,6 @@
-"""What workers hold and no store knows: kept as it is, listed, and registered again on request.
+"""Orphans: adapters that workers hold and the store does not know. They are kept, listed, and adopted on request.
 
-An orphan is what is left when a store was lost, put back from a backup, or exchanged for another one.
+Orphans remain when a store was lost, restored from a backup, or exchanged for another one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from workers.wire import LoadedLora
 
 
 def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
-    """Whether it is there without being meant. What is being inspected may yet turn out to be it."""
+    """Whether an adapter on a worker is not registered. One whose registration has no digest yet may be meant."""
     known = store.adapters.get(lora.lora_id)
     if known is not None:
         return known.digest is not None and known.digest != lora.digest
@@ -23,7 +23,7 @@ def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
 
 
 def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
-    """By lora_id and digest, each with all workers that hold it."""
+    """All orphans, by lora_id and digest, each with the workers that hold it."""
     found: dict[tuple[str, str], list[tuple[str, LoadedLora]]] = {}
     for worker_id, entry in sorted(reports.workers.items()):
         if entry.reach != "lost":
@@ -39,7 +39,7 @@ def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
 def adopt(
     ask: AdoptRequest, reports: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
 ) -> list[BatchResult]:
-    """Register them as they are, under their own names; nothing is loaded or unloaded. One result each."""
+    """Register orphans under their own names, without loading or unloading anything; one result each."""
     there = orphans(reports, store)
     wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
     with store.together():
@@ -91,7 +91,7 @@ def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStor
 
 
 def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
-    """Why this cannot be registered as it is; None when it can."""
+    """Why the orphan cannot be registered as it is; None when it can."""
     known = store.adapters.get(lora.lora_id)
     if known is not None:
         return f"{lora.lora_id!r} is registered with digest {known.digest}; this is {lora.digest or 'unknown'}"

@@ -1,6 +1,6 @@
-"""Changes of intent: register, change, delete, alias, cordon, policy. Each checks its names, then writes the store.
+"""Changes of intent: adapters, aliases, cordons, policy. Each is checked and then written to the store.
 
-Nothing here talks to a worker; the next pass does what has to be done.
+Nothing here calls a worker; the next pass acts on the change.
 """
 
 import hashlib
@@ -32,7 +32,10 @@ _IMMUTABLE = ("source", "digest", "base_model")
 
 
 class AdapterRegistry:
-    """Intent as REST callers change it. `forget_failures`: told of an adapter that workers are asked for otherwise."""
+    """The checked changes of intent that REST and ConfigMaps make.
+
+    forget_failures  called with an adapter whose inspection request has changed
+    """
 
     def __init__(
         self,
@@ -50,14 +53,14 @@ class AdapterRegistry:
         self._wall = wall
 
     def adapter(self, lora_id: str) -> RegisteredAdapter:
-        """Raises NotFound."""
+        """The registered adapter. Raises NotFound."""
         found = self._store.adapters.get(lora_id)
         if found is None:
             raise NotFound(f"adapter {lora_id!r} is not registered; POST /v1/adapters registers one", param="lora_id")
         return found
 
-    def check(self, spec: AdapterSpec) -> RegisteredAdapter | None:
-        """What is registered and equal to this spec, else None.
+    def equal_registration(self, spec: AdapterSpec) -> RegisteredAdapter | None:
+        """The registered adapter if it equals the spec; None if the spec is new and may be registered.
 
         Raises StateConflict when it cannot be registered, OrchestratorRequestError for a source with credentials in it.
         """
@@ -77,8 +80,8 @@ class AdapterRegistry:
         return known
 
     def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
-        """The adapter, and whether it is new. Raises StateConflict."""
-        known = self.check(spec)
+        """Register the adapter; returns it, and whether it is new. Raises StateConflict, OrchestratorRequestError."""
+        known = self.equal_registration(spec)
         if known is not None:
             return self._fill_in(known, spec), False
         adapter = new_adapter(spec)
@@ -88,8 +91,8 @@ class AdapterRegistry:
             self._store.record("adapter_registered", spec.lora_id, body, actor)
         return adapter, True
 
-    def declare(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
-        """Have it be as this says: registered if it is new, else changed where that may be.
+    def apply_spec(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
+        """Register the adapter, or change a registered one to this spec.
 
         Raises StateConflict, OrchestratorRequestError.
         """
@@ -103,10 +106,10 @@ class AdapterRegistry:
         )
         with self._store.together():
             self._fill_in(known, spec)
-            self.patch(spec.lora_id, whole, actor)
+            self.patch_adapter(spec.lora_id, whole, actor)
 
     def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY) -> None:
-        """Register what a worker holds already, with all that its agent found. Raises StateConflict."""
+        """Register an orphan, with all that its agent has reported. Raises StateConflict."""
         self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             self._store.put_adapter(adapter)
@@ -115,17 +118,17 @@ class AdapterRegistry:
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
     def _fill_in(self, known: RegisteredAdapter, spec: AdapterSpec) -> RegisteredAdapter:
-        """Said now what was left open then; an inspection that finds something else will say so."""
+        """Add digest and base model from the spec where the registration left them open."""
         filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
         if filled != known:
             self._store.put_adapter(filled)
             self._forget_failures(known.lora_id)
         return filled
 
-    def patch(
+    def patch_adapter(
         self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None
     ) -> RegisteredAdapter:
-        """Policy fields that are named change, the others stay; so do tenants. Raises NotFound, PreconditionFailed."""
+        """Change the fields that the patch names. Raises NotFound, PreconditionFailed, OrchestratorRequestError."""
         before = adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         if patch.policy is not None:
@@ -145,8 +148,8 @@ class AdapterRegistry:
             self._forget_failures(lora_id)
         return adapter
 
-    def delete(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Mark it; it goes when no worker holds it any more.
+    def delete_adapter(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Mark the adapter as deleting; it is dropped when no worker holds it any more.
 
         Raises NotFound, StateConflict while an alias points at it, PreconditionFailed.
         """
@@ -164,7 +167,7 @@ class AdapterRegistry:
                 self._store.record("adapter_deleted", lora_id, {"digest": adapter.digest}, actor)
 
     def unquarantine(self, lora_id: str, actor: str = NOBODY) -> RegisteredAdapter:
-        """Forget why it failed. What an agent once found of its bytes stays: those may not change."""
+        """Lift the adapter's quarantine. Its inspected digest stays, as its bytes may not change. Raises NotFound."""
         before = self.adapter(lora_id)
         adapter = replace(before, quarantine=None)
         if before.quarantine is not None:
@@ -175,11 +178,11 @@ class AdapterRegistry:
 
     @staticmethod
     def adapter_etag(adapter: RegisteredAdapter) -> str:
-        """Of what callers may change of it; what agents find and report leaves it as it is."""
+        """ETag of the fields that callers may change; reports of agents do not change it."""
         return _etag([adapter.lora_id, adapter.source, adapter.tenants, adapter.secret, asdict_policy(adapter)])
 
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
-        """Whether it is new; one that is there shifts when the targets are placed.
+        """Create or change an alias; returns whether it is new. A known alias shifts when the targets are placed.
 
         Raises StateConflict for a taken name and while a rollout is under way, NotFound for a target that is not
         registered, PreconditionFailed.
@@ -196,8 +199,8 @@ class AdapterRegistry:
         self._rollouts.point_alias(name, _targets(spec), actor, place_s=spec.place_s)
         return is_new
 
-    def rollout_target(self, name: str, to: str) -> None:
-        """Raises NotFound for an alias or a target that is not there, StateConflict for one that is being deleted."""
+    def require_rollout_target(self, name: str, to: str) -> None:
+        """Raise NotFound for an unknown alias or target, StateConflict for a target that is being deleted."""
         self.alias(name)
         self._require_target(to, "to")
 
@@ -207,20 +210,20 @@ class AdapterRegistry:
             raise StateConflict(message, code="adapter_deleting", param=param)
 
     def alias_etag(self, name: str) -> str | None:
-        """None while there is no such alias."""
+        """ETag of the alias; None while there is no such alias."""
         targets, under_way = self._store.aliases.get(name), self._store.rollouts.get(name)
         going = under_way.after if under_way is not None and under_way.is_active else None
         return None if targets is None else _etag([name, targets, going])
 
     def alias(self, name: str) -> tuple[tuple[str, float], ...]:
-        """Raises NotFound."""
+        """The alias's targets. Raises NotFound."""
         found = self._store.aliases.get(name)
         if found is None:
             raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
         return found
 
-    def drop_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Raises NotFound, PreconditionFailed."""
+    def delete_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
+        """Delete the alias and its rollout. Raises NotFound, PreconditionFailed."""
         was = self.alias(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         with self._store.together():
@@ -229,7 +232,7 @@ class AdapterRegistry:
 
     @staticmethod
     def require_name(name: str) -> None:
-        """Raises OrchestratorRequestError when this cannot be an alias's name."""
+        """Raise OrchestratorRequestError when this cannot be an alias's name."""
         try:
             checked_lora_id(name)
         except ValueError as exc:
@@ -247,9 +250,11 @@ class AdapterRegistry:
             raise StateConflict(f"{name!r} is the name of {taken}; choose another", code="name_taken", param=param)
 
     def policy_etag(self) -> str:
+        """ETag of the global policy."""
         return _etag(asdict(self._store.rules))
 
     def policy(self) -> Policy:
+        """The global policy as wire model."""
         return Policy.model_validate(asdict(self._store.rules))
 
     def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
@@ -265,7 +270,7 @@ class AdapterRegistry:
         return self._replace_policy(policy, if_match, actor)
 
     def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Raises OrchestratorRequestError like `changed_policy`, PreconditionFailed like `put_policy`."""
+        """Change fields of the policy. Raises OrchestratorRequestError, PreconditionFailed."""
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
@@ -284,7 +289,7 @@ class AdapterRegistry:
     def set_worker(
         self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
     ) -> None:
-        """cordoned, draining, or None for neither. Raises NotFound."""
+        """Cordon or drain a worker; state None takes either back. Raises NotFound."""
         if worker_id not in self._reports.workers and worker_id not in self._store.workers:
             known = ", ".join(sorted(self._reports.workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
@@ -309,7 +314,7 @@ def _require_no_secret(source: str) -> None:
 
 
 def _require_same(known: RegisteredAdapter, spec: AdapterSpec) -> None:
-    """Raises StateConflict where what is registered cannot become this."""
+    """Raise StateConflict where the spec changes an immutable field, or the adapter is being deleted."""
     if known.is_deleting:
         message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
         raise StateConflict(message, code="adapter_deleting", param="lora_id")
@@ -328,7 +333,7 @@ _BOUNDS = "min_replicas {} is above max_replicas {}"
 
 
 def new_adapter(spec: AdapterSpec) -> RegisteredAdapter:
-    """The adapter that a spec describes; nothing of it is inspected yet."""
+    """The adapter that a spec describes, not inspected yet."""
     adapter = RegisteredAdapter(
         lora_id=spec.lora_id,
         source=spec.source,
@@ -341,7 +346,7 @@ def new_adapter(spec: AdapterSpec) -> RegisteredAdapter:
 
 
 def policy_of(adapter: RegisteredAdapter) -> AdapterPolicy:
-    """The wire's form of an adapter's own policy."""
+    """An adapter's own policy as wire model."""
     return AdapterPolicy.model_validate(asdict_policy(adapter))
 
 
@@ -359,7 +364,7 @@ def changed_policy(rules: PlacementPolicy, changes: dict[str, Any]) -> Policy:
 
 
 def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
-    """Its own policy by field."""
+    """field -> value of the adapter's own policy."""
     return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
 
 
@@ -367,8 +372,8 @@ def _targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
     return tuple((target.lora_id, target.weight) for target in spec.targets)
 
 
-def _etag(what: object) -> str:
-    return f'"{hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]}"'
+def _etag(value: object) -> str:
+    return f'"{hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]}"'
 
 
 def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
@@ -383,7 +388,7 @@ def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """name -> [before, after], of what differs."""
+    """field -> [before, after], of the fields that differ."""
     return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
 
 

@@ -1,4 +1,4 @@
-"""Which of several orchestrators acts: a lease in a file or in Kubernetes, and requests that go to the leader.
+"""Leader election between orchestrators: a lease in a file or in Kubernetes, and requests forwarded to the leader.
 
-Each lease has an epoch, which fences a leader that has lost its lease. May import `store` and `core`.
+Each term has an epoch, by which agents fence a leader that has lost its lease. May import `store` and `core`.
 """

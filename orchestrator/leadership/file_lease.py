@@ -1,4 +1,4 @@
-"""Where the lease is kept: an interface, and a small SQLite file beside the store for orchestrators of one host."""
+"""The interface of a lease, and a lease in a small SQLite file for orchestrators of one host."""
 
 import asyncio
 import contextlib
@@ -24,28 +24,30 @@ _FIELDS = "holder, url, beat, duration_s, is_released"
 
 
 class Lease(Protocol):
-    """One record. Every call may raise LeaseUnreachable.
+    """One lease record. Every call may raise LeaseUnreachable.
 
-    is_absence_new   whether no record means that nobody has ever led, as far as whoever starts may tell
+    is_absence_new   whether a missing record means that no process has ever led, see `LeaseCandidate`
     """
 
     @property
     def is_absence_new(self) -> bool: ...
 
-    async def read(self) -> LeaseRecord | None: ...
+    async def read(self) -> LeaseRecord | None:
+        """The record; None when there is none."""
+        ...
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Put `new` in place of exactly `seen`; False when something else is there by now."""
+        """Replace exactly `seen` by `new`; False when the record has changed since it was read."""
         ...
 
     async def is_gone(self, hold: LeaseRecord) -> bool:
-        """Whether its holder certainly runs no more. False where that cannot be known."""
+        """Whether the holder's process has certainly ended. False where that cannot be known."""
         ...
 
-    async def is_late_look_safe(self) -> bool:
-        """Whether a holder whose time is over may look at the record before its term ends.
+    async def is_late_check_safe(self) -> bool:
+        """Whether the holder of an expired lease may read the record before it ends its term.
 
-        True where nobody else is there who could have taken it, or where all that a late holder writes is refused.
+        True where no other process could have taken it, or where all writes of a late holder are refused.
         """
         ...
 
@@ -53,24 +55,24 @@ class Lease(Protocol):
 
 
 class FileLease:
-    """The record in a SQLite file, opened for each call, so that a file that is deleted or replaced is noticed.
+    """A lease in a SQLite file, which is opened for each call so that a deleted or replaced file is noticed.
 
-    A living holder keeps a lock on a file of its own, which the system lets go of with the process, however it ends:
-    so its successor need not wait for the time to run out.
+    Each process keeps a lock on a file of its own. The system releases it when the process ends, so that a successor
+    need not wait for the lease to expire.
     """
 
-    is_absence_new = True  # a fleet of one host leads from its first answer on
+    is_absence_new = True  # an orchestrator of one host leads from its first response on
 
     def __init__(self, path: Path, *, holder: str) -> None:
         """Raises OSError when the folder cannot be written."""
         self._path = path
-        self._alive = self._sign_of_life(holder)
-        self._lock: int | None = os.open(self._alive, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # who looks whether we live has it for a moment
+        self._lock_file = self._lock_file_of(holder)
+        self._lock: int | None = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # blocking: another process that checks it holds the lock for a moment
 
     def close(self) -> None:
-        """No sign of life any more. May be called again."""
-        self._alive.unlink(missing_ok=True)
+        """Remove our lock file. May be called twice."""
+        self._lock_file.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -84,25 +86,25 @@ class FileLease:
     async def is_gone(self, hold: LeaseRecord) -> bool:
         return await asyncio.to_thread(self._is_gone, hold)
 
-    async def is_late_look_safe(self) -> bool:
-        """Whether no other process lives that could hold this lease; one that starts now waits for our time first."""
+    async def is_late_check_safe(self) -> bool:
+        """Whether no other living process could hold the lease; a process that starts now waits until ours expires."""
         return await asyncio.to_thread(self._is_alone)
 
     def _is_alone(self) -> bool:
-        others = [path for path in self._path.parent.glob(f"{self._path.name}.*") if path != self._alive]
+        others = [path for path in self._path.parent.glob(f"{self._path.name}.*") if path != self._lock_file]
         return all(_is_unlocked(path) or not path.exists() for path in others)
 
-    def _sign_of_life(self, holder: str) -> Path:
+    def _lock_file_of(self, holder: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{holder}")
 
     def _read(self) -> LeaseRecord | None:
         with self._open() as db:
-            return _found(db)
+            return _read_record(db)
 
     def _write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
         with self._open() as db:
             db.execute("BEGIN IMMEDIATE")
-            if _found(db) != seen:
+            if _read_record(db) != seen:
                 return False
             row = asdict(new)
             db.execute(f"REPLACE INTO lease (id, {_FIELDS}) VALUES (1, ?, ?, ?, ?, ?)", tuple(row.values()))  # noqa: S608
@@ -112,20 +114,20 @@ class FileLease:
         return True
 
     def _sweep(self) -> None:
-        """Remove what killed processes have left. Only by who took the lease: until then it says that a holder died."""
+        """Remove lock files of dead processes; only after a takeover, as they prove that a holder has died."""
         for path in self._path.parent.glob(f"{self._path.name}.*"):
-            if path != self._alive and _is_unlocked(path):
+            if path != self._lock_file and _is_unlocked(path):
                 path.unlink(missing_ok=True)
 
     def _is_gone(self, hold: LeaseRecord) -> bool:
-        return _is_unlocked(self._sign_of_life(hold.holder))
+        return _is_unlocked(self._lock_file_of(hold.holder))
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
-                # Not worth a wait for the disk: a host that loses power loses all who could hold the lease.
+                # Durability is not needed: a power loss ends all processes that could hold the lease.
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)
                 yield db
@@ -136,7 +138,7 @@ class FileLease:
             raise LeaseUnreachable(f"lease {self._path}: {what}") from exc
 
 
-def _found(db: sqlite3.Connection) -> LeaseRecord | None:
+def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:
     row = db.execute(f"SELECT {_FIELDS} FROM lease").fetchone()  # noqa: S608
     if row is None:
         return None
@@ -145,7 +147,7 @@ def _found(db: sqlite3.Connection) -> LeaseRecord | None:
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Whether the process that made this file has ended. False when there is no such file: only time will tell."""
+    """Whether the process that made this lock file has ended. False without a file: then it is not known."""
     try:
         found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,8 @@
 """The lease as a coordination.k8s.io/v1 Lease, which only a PUT with the resourceVersion that was read may change.
 
-`holderIdentity`, `acquireTime`, `renewTime`, `leaseDurationSeconds` and `leaseTransitions` are there for people and
-tools. What we decide by is the holder, and an annotation with what a Lease has no field for: where the holder is
-reached, the beat that says "renewed" without a clock, and a duration of less than a whole second.
+`acquireTime`, `renewTime`, `leaseDurationSeconds` and `leaseTransitions` are set for people and tools. Decisions use
+`holderIdentity` and an annotation with what a Lease has no field for: the holder's URL, the beat that shows a renewal
+without a clock, and a duration below a whole second.
 """
 
 import json
@@ -23,7 +23,7 @@ ANNOTATION = "lorafleet.io/hold"
 
 
 class KubeLease:
-    """A Lease. A PATCH would go through without a resourceVersion and lock nothing: it is never sent.
+    """A lease in a Kubernetes Lease object. PATCH is never sent: without a resourceVersion it would lock nothing.
 
     timeout_s   deadline of one call; less than the lease's duration, so that a call that hangs can be tried again
     """
@@ -48,42 +48,42 @@ class KubeLease:
             self._known = None
         except KubeError as exc:
             raise self._unreachable(exc) from exc
-        return None if self._known is None else hold_of(self._known)
+        return None if self._known is None else record_in_lease(self._known)
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Made by POST where there was none, else put in place of the very version that was read."""
+        """Create the Lease, or replace exactly the version that was read; False after a conflict."""
         known = self._known
-        if (None if known is None else hold_of(known)) != seen:
+        if (None if known is None else record_in_lease(known)) != seen:
             return False
-        body = with_hold(known, new, name=self._name, at=self._wall())
+        body = lease_with_record(known, new, name=self._name, at=self._wall())
         try:
             if known is None:
                 self._known = await self._kube.post(self._folder, body, timeout_s=self._timeout_s)
             else:
                 self._known = await self._kube.put(f"{self._folder}/{self._name}", body, timeout_s=self._timeout_s)
-        except (KubeConflict, KubeNotFound):  # somebody else wrote, or deleted it, since it was read
+        except (KubeConflict, KubeNotFound):  # changed or deleted since it was read
             return False
         except KubeError as exc:
             raise self._unreachable(exc) from exc
         return True
 
     async def is_gone(self, hold: LeaseRecord) -> bool:  # noqa: ARG002  (the interface's)
-        """Never known: a pod that cannot be seen may still act."""
+        """False: a pod that cannot be reached may still act."""
         return False
 
-    async def is_late_look_safe(self) -> bool:
-        """Yes: ConfigMaps take a write for the version that it has seen alone, and agents no epoch below another's."""
+    async def is_late_check_safe(self) -> bool:
+        """True: a late holder's writes fail, by the resourceVersion of ConfigMaps and the epoch of agents."""
         return True
 
     def close(self) -> None:
-        """Nothing of it stays open."""
+        """Do nothing: the client is closed elsewhere."""
 
     def _unreachable(self, exc: KubeError) -> LeaseUnreachable:
         return LeaseUnreachable(f"{self._what}: {exc}")
 
 
-def hold_of(lease: Json) -> LeaseRecord:
-    """What a Lease says, whoever wrote it: without our annotation it has no url, and lasts as its spec says."""
+def record_in_lease(lease: Json) -> LeaseRecord:
+    """The record in a Lease. Without our annotation it has no URL and the duration of the spec."""
     spec = lease.get("spec") or {}
     said: Any = {}
     with suppress(ValueError):
@@ -99,8 +99,8 @@ def hold_of(lease: Json) -> LeaseRecord:
     )
 
 
-def with_hold(known: Json | None, hold: LeaseRecord, *, name: str, at: float) -> Json:
-    """The Lease to send: `known` with its resourceVersion and all that others keep in it, and this hold. `at`: Unix."""
+def lease_with_record(known: Json | None, hold: LeaseRecord, *, name: str, at: float) -> Json:
+    """The Lease to send: `known`, with its resourceVersion and foreign fields, and this record. `at`: Unix time."""
     lease: Json = deepcopy(known) if known is not None else {"metadata": {"name": name}}
     spec: Json = lease.setdefault("spec", {})
     annotations = lease["metadata"].setdefault("annotations", {})

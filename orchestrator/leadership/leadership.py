@@ -1,4 +1,4 @@
-"""One orchestrator acts: takes the lease, renews it, and stops acting before anybody else can have it."""
+"""Leader election: take the lease, renew it, and stop acting before another process can hold it."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from orchestrator.leadership.file_lease import Lease
 log = structlog.get_logger()
 
 
-_SOON_S = 0.02  # between looks at a lease whose time is over and which somebody else may be writing
+_SOON_S = 0.02  # between reads of an expired lease that another process may be taking
 
 
 def _nothing() -> None:
@@ -27,11 +27,11 @@ async def _no_preparation() -> None:
 
 
 class Leadership:
-    """Holds the lease or watches who does. `on_begin` and `on_end` bracket each term.
+    """Holds the lease or watches its holder. A term is the time for which this process may act.
 
-    prepare    awaited with the lease in hand, before a term begins
-    on_begin   may raise, as `prepare` may: then the term does not begin, and is tried again
-    on_end     everything under way is dropped
+    prepare    awaited when the lease is ours, before a term begins
+    on_begin   called when a term begins; if it or `prepare` raises, the term does not begin and is tried again
+    on_end     called when a term ends
     """
 
     def __init__(
@@ -60,127 +60,127 @@ class Leadership:
         self._is_term = False
         self._margin_s = margin_s
         self._due = asyncio.Event()
-        self._looked = asyncio.Event()
+        self._checked = asyncio.Event()
         self._trouble = ""
 
     @property
     def is_leading(self) -> bool:
-        """Whether we may act at this moment."""
+        """Whether this process may act now."""
         return self._is_term and self._candidate.remaining_s(self._clock()) > 0
 
     @property
     def is_late(self) -> bool:
-        """Whether our time is over and our term not yet: one look at the lease says which of them goes on."""
+        """Whether our lease has expired while our term has not ended: the next read of the lease decides."""
         return self._is_term and not self.is_leading
 
-    async def looked(self, within_s: float) -> None:
-        """Until we are not late any more, or the time is over."""
+    async def wait_for_check(self, within_s: float) -> None:
+        """Wait until the lease was read again, at most `within_s` seconds, while `is_late`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while self.is_late:
-                    self._looked.clear()
+                    self._checked.clear()
                     self._due.set()
-                    await self._looked.wait()
+                    await self._checked.wait()
 
     @property
     def other_holder(self) -> LeaseRecord | None:
-        """Who leads, when we do not and somebody does."""
+        """The lease record of another process that leads; None while we lead or no leader is known."""
         return None if self.is_leading else self._candidate.other_holder(self._clock())
 
     @property
     def trouble(self) -> str:
-        """Why the last look at the lease, or the term that it should have begun, came to nothing; empty: it did not."""
+        """Why the last read of the lease or the start of a term failed; empty: it did not."""
         return self._trouble
 
     @property
     def leader_url(self) -> str | None:
-        """Of whoever leads, as far as we know; ours when we do."""
+        """URL of the leader, as far as known; ours when we lead."""
         other = self.other_holder
         return self._candidate.own_record.url if self.is_leading else other.url if other is not None else None
 
-    def require(self) -> None:
-        """Raises LeaseLost unless we may act at this moment."""
+    def require_leading(self) -> None:
+        """Raise LeaseLost unless this process may act now."""
         if not self.is_leading:
             raise LeaseLost("this orchestrator does not hold the lease")
 
-    def doubt(self, reason: str) -> None:
-        """An agent has obeyed somebody newer: stop at once, and look at the lease."""
+    def on_newer_leader(self, reason: str) -> None:
+        """End the term at once and read the lease: an agent has obeyed a newer epoch."""
         if self._is_term:
             self._end(reason)
         self._due.set()
 
     def lead_until(self, until: float) -> None:
-        """Begin a term without asking for the lease, up to this time: for whoever knows that nobody else is there."""
+        """Begin a term up to this time without the lease; only where no other orchestrator can exist."""
         self._candidate.hold_until(until)
-        self._end_in_time()
+        self._end_if_expired()
         self._begin()
 
     async def start(self) -> None:
-        """The first look, before anything is served: so that who starts alone leads from its first answer on."""
+        """Read the lease once before serving, so that a single orchestrator leads from its first response on."""
         try:
-            await self.step()
+            await self.check_lease()
         except LeaseUnreachable as exc:
             self._trouble = str(exc)
             log.warning("lease not reached", error=str(exc))
 
     async def run(self) -> None:
-        """Take, renew or watch until cancelled; a lease that cannot be reached ends a term in time.
+        """Take, renew or watch the lease until cancelled. A term ends in time when the lease cannot be reached.
 
-        On a starved machine our time may be over before we look again. Where the record is still as we wrote it nobody
+        On a starved machine the lease may expire before it is read again. If the record is still ours, no other process
         has led since, and the term goes on.
         """
         while True:
             self._due.clear()
             left_s = self._candidate.remaining_s(self._clock())
             try:
-                if self.is_late and not await self._may_look_late():
-                    self._end_in_time()
-                # A lease that hangs must not keep a term from ending before somebody else may act.
+                if self.is_late and not await self._can_check_late():
+                    self._end_if_expired()
+                # A lease call that hangs must not delay the end of the term.
                 async with asyncio.timeout(left_s + self._margin_s / 2 if left_s else self._renew_s * 5):
-                    await self.step()
+                    await self.check_lease()
             except TimeoutError:
                 self._trouble = "the lease did not answer in time"
                 log.warning("lease not reached", error=self._trouble, left_s=round(left_s, 2))
-                if self.is_late and left_s and await self._may_look_late():
+                if self.is_late and left_s and await self._can_check_late():
                     continue
             except LeaseUnreachable as exc:
                 self._trouble = str(exc)
                 log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
             except Exception:
                 log.exception("lease step failed")
-            self._end_in_time()
-            self._looked.set()
+            self._end_if_expired()
+            self._checked.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
                     await self._due.wait()
 
-    async def _may_look_late(self) -> bool:
+    async def _can_check_late(self) -> bool:
         try:
             async with asyncio.timeout(self._renew_s):
-                return await self._lease.is_late_look_safe()
+                return await self._lease.is_late_check_safe()
         except (TimeoutError, OSError) as exc:
-            log.warning("not known who else could hold the lease", error=repr(exc))
+            log.warning("unknown whether another process could hold the lease", error=repr(exc))
             return False
 
     def _wait_s(self) -> float:
-        """Until the next look: sooner where our own time ends before it, or somebody else's."""
+        """Seconds until the next read of the lease: sooner where our own lease or another's expires before."""
         now = self._clock()
         ends = [end for end in (self._candidate.remaining_s(now), self._candidate.free_in_s(now)) if end]
         return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
-    async def step(self) -> None:
-        """One look at the lease, and one write if it is ours to renew or free to take. Raises LeaseUnreachable."""
+    async def check_lease(self) -> None:
+        """Read the lease, and write it if it is ours to renew or free to take. Raises LeaseUnreachable."""
         candidate, clock = self._candidate, self._clock
         candidate.observe_record(await self._lease.read(), clock())
         if not candidate.holds_lease():
-            self._end_in_time()  # somebody else may have had it, and given it back, since our last look
+            self._end_if_expired()  # another process may have held and released it since our last read
         other = candidate.last_seen if candidate.last_seen and candidate.last_seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
         wanted = candidate.next_record(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.last_seen):
             candidate.record_written(wanted, asked_at)
-        self._end_in_time()
+        self._end_if_expired()
         self._trouble = ""
         if candidate.remaining_s(clock()) > 0 and not self._is_term:
             try:
@@ -194,7 +194,7 @@ class Leadership:
                 self._begin()
 
     async def release(self) -> None:
-        """An orderly end: whoever is next need not wait."""
+        """End the term and release the lease, so that the next leader need not wait."""
         held = self._candidate.last_seen if self._candidate.remaining_s(self._clock()) else None
         if self._is_term:
             self._end("stopping")
@@ -207,22 +207,22 @@ class Leadership:
         self._lease.close()
 
     def _begin(self) -> None:
-        """Begin a term, if there is still time for one."""
+        """Begin a term unless the lease has expired meanwhile."""
         if self._is_term or not self._candidate.remaining_s(self._clock()):
             return
         try:
             self.on_begin()
         except Exception as exc:
-            # Of what is not ours the words may be anything, and whoever is refused may be anybody.
+            # Callers see `trouble`, so it holds messages of our own errors only.
             self._trouble = str(exc) if isinstance(exc, OrchestratorError) else ""
             log.exception("cannot lead, though the lease is ours")
         else:
             self._is_term = True
             log.info("leading", holder=self.holder)
 
-    def _end_in_time(self) -> None:
+    def _end_if_expired(self) -> None:
         if self._is_term and not self._candidate.remaining_s(self._clock()):
-            self._end("the lease was not renewed in time, or somebody else has it")
+            self._end("the lease was not renewed in time, or another process has it")
 
     def _end(self, reason: str) -> None:
         self._is_term = False

@@ -113,7 +113,7 @@ class Reconciler:
             tasks=self._tasks,
             request_pass=self.request_pass,
             is_leading=lambda: leadership.is_leading,
-            on_lease_lost=leadership.doubt,
+            on_lease_lost=leadership.on_newer_leader,
             clock=clock,
         )
         self.runner = ActionRunner(
@@ -129,7 +129,7 @@ class Reconciler:
             audit=self.audit,
             claim=self.monitor.claim_worker,
             request_pass=self.request_pass,
-            on_lease_lost=leadership.doubt,
+            on_lease_lost=leadership.on_newer_leader,
             rng=self._rng,
             clock=clock,
         )

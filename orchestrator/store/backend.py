@@ -1,4 +1,4 @@
-"""Where intent is kept: the one interface that a file, or a cluster's own objects, has to offer."""
+"""The interface of a store backend: an SQLite file, or ConfigMaps."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,17 @@ from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 
 @dataclass(frozen=True, slots=True)
 class WorkerIntent:
-    """cordoned or draining; `until`: Unix time at which a drain stops waiting for moves."""
+    """An operator's order for a worker: cordoned or draining.
+
+    until  Unix time at which a drain stops waiting for moves
+    """
 
     state: str
     until: float | None = None
 
 
 class Tombstone(NamedTuple):
-    """An adapter that was deleted: its bytes, and when (Unix time)."""
+    """A deleted adapter: its digest, and when it was deleted (Unix time)."""
 
     digest: str
     at: float
@@ -26,7 +29,7 @@ class Tombstone(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIntent:
-    """Everything that was asked for, as one reading of the backend found it."""
+    """The whole stored intent, as one read of the backend found it."""
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
     aliases: Mapping[str, Targets] = field(default_factory=dict)
@@ -40,11 +43,11 @@ class StoredIntent:
 Table = Literal["adapters", "aliases", "rollouts", "workers", "tombstones", "policy", "counters"]
 
 Subject = tuple[Table, str]
-"""What a change is about: a table, and a key in it as `StoreChange` has it."""
+"""The (table, key) of a change."""
 
 
 class StoreChange(NamedTuple):
-    """One thing written, or with None taken away. `value` is what `StoredIntent` has under that name and key."""
+    """One row that is written or, with value None, deleted. `value`: as in `StoredIntent`."""
 
     table: Table
     key: str
@@ -53,7 +56,7 @@ class StoreChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One line of the history. `id` grows; 0 while it is not stored. `at` is Unix time, `actor` who asked."""
+    """One entry of the history. `id` grows; 0 while it is not stored. `at`: Unix time; `actor`: who asked."""
 
     kind: str
     subject: str
@@ -64,10 +67,10 @@ class HistoryEntry:
 
 
 class StoreBackend(Protocol):
-    """Keeps intent and its history. Only one process at a time writes; any may read."""
+    """Stores intent and its history. One process at a time writes; any may read."""
 
     def read(self) -> StoredIntent:
-        """Everything, as far as it is known here now. Raises StoreError when it cannot be understood."""
+        """The stored intent as known here now. Raises StoreError when it cannot be parsed."""
         ...
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
@@ -78,15 +81,14 @@ class StoreBackend(Protocol):
         ...
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
-        """Until all that was written about these (None: about anything) is durable, one by one or all together.
+        """Wait until all changes of these subjects (None: of all) are durable. History may follow seconds later.
 
-        Raises OrchestratorError when something of that was not to be: `read` then knows nothing of it any more. The
-        history may follow some seconds later.
+        Raises OrchestratorError when one of them was refused; `read` then returns the state without it.
         """
         ...
 
     async def catch_up(self) -> None:
-        """Before a term: from now on `read` knows the counters as they are stored, and `write` is ours alone.
+        """Prepare a term: `read` returns the stored counters from now on, and only this process writes.
 
         Raises OrchestratorError while the store cannot be reached.
         """
@@ -94,12 +96,12 @@ class StoreBackend(Protocol):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether everything that anybody wrote before `catch_up` is known: before that nothing may be decided."""
+        """Whether all writes before `catch_up` are known here; no placement is decided before."""
         ...
 
     @property
     def is_read(self) -> bool:
-        """Whether `read` has anything to say yet."""
+        """Whether the stored intent has been read at all."""
         ...
 
     def end_term(self) -> None:
@@ -109,16 +111,16 @@ class StoreBackend(Protocol):
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:
-        """Newest first, below the id `before`; of these kinds (none named: all)."""
+        """History entries, newest first, with ids below `before`, of these kinds (empty: all)."""
         ...
 
     @property
     def backup_name(self) -> str:
-        """Of the file that `backup` makes; its ending says what it is."""
+        """Name for the file that `backup` makes, with its suffix."""
         ...
 
     def backup(self, path: Path) -> None:
-        """A whole copy at a new path, made while it is in use. Raises StoreError, also when something is there."""
+        """Write a copy of the store to a new path while it is in use. Raises StoreError, also if the path exists."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Intent in one SQLite file (WAL): what is written is on the disk when the call returns."""
+"""The store backend in one SQLite file (WAL): a write is durable when the call returns."""
 
 import json
 import os
@@ -68,7 +68,7 @@ _NO_SPACE_BYTES = 2**20
 
 
 class SqliteBackend:
-    """A Backend; what `write` takes is one transaction.
+    """A `StoreBackend`; each `write` is one transaction.
 
     Raises StoreError when the file is no store of ours, damaged, or of a newer version.
     Raises OrchestratorUnavailable while another process holds the write lock.
@@ -89,13 +89,13 @@ class SqliteBackend:
         self._db.close()
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
-        """It is: `write` waits for the disk."""
+        """Return at once: `write` waits for the disk."""
 
     async def catch_up(self) -> None:
-        """Every `read` looks into the file."""
+        """Return at once: every `read` reads the file."""
 
     def end_term(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing: no write is pending."""
 
     def read(self) -> StoredIntent:
         try:
@@ -135,7 +135,7 @@ class SqliteBackend:
             for change in changes:
                 self._write(change)
             for entry in entries:
-                self._record(entry)
+                self._add_history(entry)
             self._db.commit()
         except sqlite3.Error as exc:
             what = no_space(exc, self._path) or str(exc)
@@ -148,7 +148,7 @@ class SqliteBackend:
                 ) from exc
             raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
         except BaseException:
-            self._db.rollback()  # what SQLite has no form for, as an integer of over 64 bits: all or nothing here too
+            self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
 
     def _write(self, change: StoreChange) -> None:
@@ -160,7 +160,7 @@ class SqliteBackend:
             marks = ",".join("?" * len(row))
             self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
 
-    def _record(self, entry: HistoryEntry) -> None:
+    def _add_history(self, entry: HistoryEntry) -> None:
         row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
         self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
@@ -190,8 +190,10 @@ class SqliteBackend:
             raise _unreadable(self._path, exc) from exc
 
     def backup(self, path: Path) -> None:
-        """Without deletions, drains and rollouts under way: what was deleted then may have been registered again
-        since, and a store that is put back must neither take anything from the fleet nor shift anything there."""
+        """Write a copy without deletions, drains and active rollouts.
+
+        A restored store must not remove or shift anything: an adapter deleted then may be registered again by now.
+        """
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as exc:
@@ -213,10 +215,10 @@ class SqliteBackend:
 
 
 def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
-    """What to say of a failure that a full disk is behind; None for any other.
+    """Message for an error that a full disk caused; None for any other.
 
-    source  sqlite.org/rescode.html, and SQLite 3.40 seen running: the file beside the store that its processes share
-            cannot be made on a full disk, which is told as an I/O error and not as SQLITE_FULL
+    source  sqlite.org/rescode.html, and SQLite 3.40 as observed: on a full disk the shared-memory file beside the
+            store cannot be made, which is an I/O error and not SQLITE_FULL
     """
     folder = Path(path).absolute().parent
     primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
@@ -275,7 +277,7 @@ def _check(db: sqlite3.Connection, path: str) -> None:
 
 
 def _check_columns(db: sqlite3.Connection, path: str) -> None:
-    """Raises StoreError when a table is not as this version makes it."""
+    """Raise StoreError when a table lacks columns of this version's schema."""
     with closing(sqlite3.connect(":memory:")) as new:
         _migrate(new)
         expected = _columns(new)
@@ -308,9 +310,7 @@ def _is_busy(exc: sqlite3.Error) -> bool:
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """SQLite waits for others' locks, but not always when it changes the mode: of three that did so together one was
-    refused at once, in one of 300 tries (3.40, seen running).
-    """
+    """Switch to WAL mode, with retries: while another process switches too, SQLite 3.40 may refuse without waiting."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -324,11 +324,11 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """All or nothing, and one process at a time: two orchestrators may start on one new file together."""
+    """Bring the schema up to date in one transaction; two orchestrators may start on one new file together."""
     if _version(db) == SCHEMA:
         return
     db.execute("BEGIN IMMEDIATE")
-    for script in _MIGRATIONS[_version(db) :]:  # asked again: another may have done it while we waited for our turn
+    for script in _MIGRATIONS[_version(db) :]:  # read again: another process may have migrated meanwhile
         for statement in script.split(";"):
             db.execute(statement)
     db.execute(f"PRAGMA user_version = {SCHEMA}")

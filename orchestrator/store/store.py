@@ -1,7 +1,7 @@
-"""What was asked for: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
+"""Stored intent: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
 
-Nothing that was observed is stored. All but the history is also kept in memory, so reads never touch the backend, and
-writes are known here at once. Whoever promises somebody that a write stands awaits `saved` first; so does whoever acts.
+Observed state is not stored. All but the history is also in memory: reads never touch the backend, and writes are
+visible at once. Await `saved` before you promise a caller that a write is durable, and before you act on it.
 """
 
 import time
@@ -27,21 +27,21 @@ from orchestrator.store.backend import (
 from orchestrator.store.sqlite import SqliteBackend
 
 _RESERVED = 1000
-"""Revisions taken from the backend at a time; what is not used by the time of a crash is skipped."""
+"""Revisions reserved in the backend at a time; unused ones are skipped after a crash."""
 
 NOBODY = "lorafleet"
-"""The actor of what the orchestrator does on its own."""
+"""The actor of the orchestrator's own actions."""
 
 KINDS = (
     "adapter_registered", "adapter_adopted", "adapter_changed", "adapter_deleted", "adapter_retried",
     "alias_set", "alias_deleted", "alias_rollout", "policy_changed",
     "worker_cordoned", "worker_draining", "worker_uncordoned", "load", "drain", "unload",
 )  # fmt: skip
-"""What a line of history may be about."""
+"""The kinds of history entries."""
 
 
 class IntentStore:
-    """The intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
+    """The stored intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
 
     def __init__(self, where: Path | str | StoreBackend, *, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
@@ -56,42 +56,42 @@ class IntentStore:
         self.tombstones: dict[str, str] = {}
         self._deleted_at: dict[str, float] = {}
         self.rules = PlacementPolicy()
-        self.writes = 0  # how often intent was written here
+        self.writes = 0  # number of changes of intent
         self.epoch = self.revision = self._reserved = 0
         try:
             stored = self._backend.read()
         except BaseException:
             self._backend.close()
             raise
-        self._take(stored)
-        self._count_on(stored)
+        self._load(stored)
+        self._raise_counters(stored)
 
     def close(self) -> None:
         self._backend.close()
 
     async def catch_up(self) -> None:
-        """Before a term begins: what another process may have written is there to be read. Raises OrchestratorError."""
+        """Prepare a term: make writes of other processes readable. Raises OrchestratorError."""
         await self._backend.catch_up()
 
     def reload(self) -> None:
-        """Read again what another process may have written, as a standby does before it leads. Raises StoreError.
+        """Read intent and counters again, before this process leads. Raises StoreError.
 
-        The epoch is then at least the stored one; whoever takes the lead raises it above that.
+        The epoch is then at least the stored one; the caller raises it above that.
         """
         stored = self._backend.read()
-        self._take(stored)
-        self._count_on(stored)
+        self._load(stored)
+        self._raise_counters(stored)
 
     def refresh(self) -> None:
         """Read the stored intent again and write nothing. Raises StoreError, OrchestratorUnavailable."""
         if not self._backend.is_read:
             raise OrchestratorUnavailable("the store has not been read yet", code="starting")
-        self._take(self._backend.read())
+        self._load(self._backend.read())
 
     async def saved(self, about: Collection[Subject] | None = None) -> None:
-        """Until all that was written up to now about these (None: about anything) is durable.
+        """Wait until all changes of these subjects (None: of all) are durable.
 
-        Raises OrchestratorError when something of that was not to be.
+        Raises OrchestratorError when one of them was refused.
         """
         await self._backend.saved(about)
 
@@ -106,7 +106,7 @@ class IntentStore:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all is known that was written before our term; until then nothing may be decided."""
+        """Whether all writes before our term are known; no placement is decided before."""
         return self._backend.is_caught_up
 
     @property
@@ -114,7 +114,7 @@ class IntentStore:
         return self._backend.backup_name
 
     def backup(self, path: Path) -> None:
-        """A copy at a new path, without what would take anything from a fleet. Raises StoreError."""
+        """Write a copy to a new path, without deletions, drains and rollouts. Raises StoreError."""
         self._backend.backup(path)
 
     @property
@@ -123,7 +123,7 @@ class IntentStore:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Writes in here go to the backend together. None of them is known to anybody if this raises. May be nested."""
+        """Send the writes of the block to the backend together; if it raises, none of them is made. May be nested."""
         self._depth += 1
         try:
             yield
@@ -132,7 +132,7 @@ class IntentStore:
                 self.writes += any(change.table != "counters" for change in self._changes)
         except BaseException:
             self._changes, self._entries = [], []
-            self._take(self._backend.read())  # memory must not know what the backend does not
+            self._load(self._backend.read())  # memory must agree with the backend
             raise
         finally:
             self._depth -= 1
@@ -140,7 +140,7 @@ class IntentStore:
                 self._changes, self._entries = [], []
 
     def record(self, kind: str, subject: str, body: Mapping[str, Any] | None = None, actor: str = NOBODY) -> None:
-        """A line of history: what happened to what, and who asked. `body` is JSON."""
+        """Add a history entry. `body` is JSON."""
         assert kind in KINDS, kind
         with self.together():
             self._entries.append(
@@ -150,20 +150,21 @@ class IntentStore:
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[HistoryEntry]:
-        """Newest first, below the id `before`; of these kinds (none named: all)."""
+        """History entries, newest first, with ids below `before`, of these kinds (empty: all)."""
         return self._backend.history(kinds=kinds, subject=subject, before=before, limit=limit)
 
     @property
     def adapter_ids(self) -> Sequence[str]:
-        """All lora_ids in order; indexing and bisecting it copies nothing."""
+        """All lora_ids in order, as a view: indexing and bisecting copy nothing."""
         return cast("Sequence[str]", self.adapters.keys())
 
     @property
     def alias_names(self) -> Sequence[str]:
+        """All alias names in order, as a view."""
         return cast("Sequence[str]", self.aliases.keys())
 
     def next_revision(self) -> int:
-        """One more than ever before, over restarts too."""
+        """A new revision, above all earlier ones, over restarts too."""
         self.revision += 1
         if self.revision >= self._reserved:
             self._reserved = self.revision + _RESERVED
@@ -172,14 +173,14 @@ class IntentStore:
         return self.revision
 
     def raise_epoch(self, above: int) -> None:
-        """Some agent has obeyed this epoch, so ours must be higher."""
+        """Raise our epoch above this one, which an agent has obeyed."""
         if above >= self.epoch:
             self.epoch = above + 1
             with self.together():
                 self._put("counters", "epoch", self.epoch)
 
     def put_adapter(self, adapter: RegisteredAdapter) -> None:
-        """Insert or replace. A registration takes back an earlier deletion of the same name."""
+        """Insert or replace the adapter, and drop the tombstone of its name."""
         with self.together():
             self._put("adapters", adapter.lora_id, adapter)
             self.adapters[adapter.lora_id] = adapter
@@ -187,14 +188,14 @@ class IntentStore:
                 self._put("tombstones", adapter.lora_id, None)
 
     def compare_and_set(self, seen: RegisteredAdapter, adapter: RegisteredAdapter) -> bool:
-        """Replace the adapter only if nobody has changed it since it was seen."""
+        """Replace the adapter if it is unchanged since it was read as `seen`; returns whether it was."""
         if self.adapters.get(seen.lora_id) is not seen:
             return False
         self.put_adapter(adapter)
         return True
 
     def drop_adapter(self, lora_id: str) -> None:
-        """The row goes, a tombstone stays: a worker that comes back with this adapter still has to give it up."""
+        """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it."""
         with self.together():
             adapter = self.adapters.pop(lora_id)
             self._put("adapters", lora_id, None)
@@ -203,8 +204,8 @@ class IntentStore:
                 self._put("tombstones", lora_id, stone)
                 self.tombstones[lora_id], self._deleted_at[lora_id] = stone
 
-    def bury(self, lora_id: str, digest: str | None, actor: str) -> None:
-        """Somebody deleted it where it is kept, and nobody saw that: whoever still holds these bytes gives them up."""
+    def record_deletion(self, lora_id: str, digest: str | None, actor: str) -> None:
+        """Leave a tombstone for an adapter whose object was deleted while no orchestrator led."""
         with self.together():
             if digest is not None:
                 stone = Tombstone(digest, self._wall())
@@ -213,7 +214,7 @@ class IntentStore:
             self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
 
     def absorb(self, change: StoreChange) -> None:
-        """The backend has this from somebody who led before us: known from now on, and written already."""
+        """Take a change of an earlier leader into memory; the backend has it already."""
         match change.value:
             case RegisteredAdapter() as adapter:
                 self.adapters[change.key] = adapter
@@ -226,6 +227,7 @@ class IntentStore:
         self.writes += 1
 
     def expire_tombstones(self, kept_s: float) -> None:
+        """Drop tombstones older than `kept_s` seconds."""
         oldest = self._wall() - kept_s
         with self.together():
             for lora_id in [name for name in self.tombstones if self._deleted_at[name] < oldest]:
@@ -238,13 +240,14 @@ class IntentStore:
             self.aliases[name] = targets
 
     def drop_alias(self, name: str) -> None:
+        """Delete the alias and its rollout."""
         with self.together():
             self._put("aliases", name, None)
             del self.aliases[name]
             self.put_rollout(name, None)
 
     def put_rollout(self, alias: str, rollout: Rollout | None) -> None:
-        """Where an alias's rollout stands; None forgets it."""
+        """Set the state of an alias's rollout; None drops it."""
         with self.together():
             if rollout is None:
                 if self.rollouts.pop(alias, None) is not None:
@@ -259,7 +262,7 @@ class IntentStore:
             self.rules = rules
 
     def put_worker(self, worker_id: str, intent: WorkerIntent | None) -> None:
-        """Cordon or drain; None takes that back."""
+        """Set an operator's order for a worker; None takes it back."""
         with self.together():
             self._put("workers", worker_id, intent)
             if intent is None:
@@ -270,7 +273,7 @@ class IntentStore:
     def _put(self, *change: Any) -> None:
         self._changes.append(StoreChange(*change))
 
-    def _take(self, stored: StoredIntent) -> None:
+    def _load(self, stored: StoredIntent) -> None:
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
@@ -279,8 +282,8 @@ class IntentStore:
         self._deleted_at = {lora_id: stone.at for lora_id, stone in stored.tombstones.items()}
         self.rules = stored.rules
 
-    def _count_on(self, stored: StoredIntent) -> None:
-        # The clock lifts the revision above everything routers saw, even when the backend is an old copy put back.
+    def _raise_counters(self, stored: StoredIntent) -> None:
+        # The clock lifts the revision above all that routers saw, even after an old backup was restored.
         self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
-        self._reserved = self.revision  # the first that is needed reserves, and writes that down
+        self._reserved = self.revision  # the first new revision reserves the next ones
         self.epoch = max(self.epoch, stored.counters.get("epoch", 0))

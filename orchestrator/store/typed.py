@@ -1,4 +1,4 @@
-"""What was stored as JSON, as the types that it was written from. Anything else in its place is a ValueError."""
+"""Stored JSON back into the types it was written from. Anything else is a ValueError."""
 
 import json
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def typed(value: object, kind: type[T], what: str) -> T:
-    """`value` as this kind: dicts become dataclasses, lists tuples, fields that are not known are left out.
+    """`value` converted to this type: dicts to dataclasses, lists to tuples; unknown fields are dropped.
 
     Raises ValueError, which names `what` and the place in it.
     """
@@ -22,7 +22,7 @@ def typed(value: object, kind: type[T], what: str) -> T:
 
 
 def parsed(text: object, what: str) -> Any:
-    """JSON text. Raises ValueError, also for a blob and for what nests too deep."""
+    """The decoded JSON text. Raises ValueError, also for a blob and for too deep nesting."""
     if not isinstance(text, str):
         raise ValueError(f"{what}: Expected JSON text, got {type(text).__name__}")  # noqa: TRY004  (data, no fault of ours)
     try:
@@ -32,5 +32,5 @@ def parsed(text: object, what: str) -> Any:
 
 
 def rollout_in(text: object, what: str) -> Rollout:
-    """A rollout, from `as_json`. Raises ValueError."""
+    """A rollout from the text of `rollout_json`. Raises ValueError."""
     return typed(parsed(text, what), Rollout, what)

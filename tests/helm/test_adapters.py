@@ -53,7 +53,7 @@ async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_
     await seat.store.saved()
     text = (await the_object(kube))["data"]["adapter.yaml"]
 
-    seat.registry.patch("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    seat.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
     await seat.store.saved()
     found = await the_object(kube)
     assert found["data"]["adapter.yaml"] == text
@@ -79,7 +79,7 @@ async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with
     await upgrade("install")
     await until(lambda: "sql/v1" in seat.store.adapters)
     await seat.store.saved()
-    seat.registry.delete("sql/v1", "me")
+    seat.registry.delete_adapter("sql/v1", "me")
     seat.store.drop_adapter("sql/v1")
     await seat.store.saved()
     await upgrade("upgrade")
@@ -90,7 +90,7 @@ async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with
 async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade, release, seat, kube, tmp_path):
     await upgrade("install")
     await until(lambda: "sql/v1" in seat.store.adapters)
-    seat.registry.patch("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    seat.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
     await seat.store.saved()
     before = await the_object(kube)
     seat.store.backup(tmp_path / "backup.json")

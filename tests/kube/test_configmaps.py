@@ -267,11 +267,13 @@ async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its
     name = adapter_object_name("legal/v2")
     assert name.startswith("lora-")
     assert (await people.get(name))["data"] == {"adapter.yaml": "lora_id: legal/v2\nsource: s3://b/legal\n"}
-    seat.registry.patch("legal/v2", AdapterPatch.model_validate({"policy": {"priority": 5}, "tenants": ["a"]}), "me")
+    seat.registry.patch_adapter(
+        "legal/v2", AdapterPatch.model_validate({"policy": {"priority": 5}, "tenants": ["a"]}), "me"
+    )
     await seat.store.saved()
     said = yaml.safe_load((await people.get(name))["data"]["adapter.yaml"])
     assert said == {"lora_id": "legal/v2", "source": "s3://b/legal", "policy": {"priority": 5}, "tenants": ["a"]}
-    seat.registry.delete("legal/v2", "me")
+    seat.registry.delete_adapter("legal/v2", "me")
     await seat.store.saved()
     assert await people.status(name) == "deleting"
     seat.store.drop_adapter("legal/v2")
@@ -285,7 +287,7 @@ async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looke
     await seat.store.saved()
     seat.is_leading = False  # so that the edit is not looked at
     await people.apply("my-sql", SQL | {"tenants": ["edited"]})
-    seat.registry.patch("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+    seat.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
     with pytest.raises(StateConflict, match="ConfigMap my-sql says something else by now"):
         await seat.store.saved()
     assert seat.store.adapters["sql/v1"].tenants is None

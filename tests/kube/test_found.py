@@ -82,7 +82,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
 
 
 @pytest.fixture
-async def house(kube, tmp_path) -> AsyncIterator[SliceOrchestrator]:
+async def service(kube, tmp_path) -> AsyncIterator[SliceOrchestrator]:
     found = SliceOrchestrator(tmp_path / "store.db", kube)
     loop = asyncio.create_task(found.finder.run())
     yield found
@@ -92,171 +92,171 @@ async def house(kube, tmp_path) -> AsyncIterator[SliceOrchestrator]:
     await found.close()
 
 
-async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(house):
+async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(service):
     for name, holds in (("w0", ()), ("w1", ("sql/v1",)), ("w2", ())):
-        await house.pod(name, holds=holds)
-    await house.until(lambda: len(house.states()) == 3)
-    assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
-    assert house.reconciler.reports.workers["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
-    assert house.pokes.is_set() or house.reconciler.is_pass_due, "a pass is due"
+        await service.pod(name, holds=holds)
+    await service.until(lambda: len(service.states()) == 3)
+    assert service.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
+    assert service.reconciler.reports.workers["w1"].report.lora.loaded_loras[0].lora_id == "sql/v1"
+    assert service.pokes.is_set() or service.reconciler.is_pass_due, "a pass is due"
 
 
-async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(house):
+async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(service):
     agent = FakeAgent("w0")
-    async with serving(agent.app, host=house.kube.host) as url:
+    async with serving(agent.app, host=service.kube.host) as url:
         pass
-    house.agents["w0"] = agent
+    service.agents["w0"] = agent
     agent.url = url
-    await house.name("w0", ready=False)
-    await house.until(lambda: house.slices.workers)
-    assert house.states() == {}
-    async with serving(agent.app, host=house.kube.host, port=int(url.rpartition(":")[2])):
-        await house.until(lambda: house.states() == {"w0": "ready"})
+    await service.name("w0", ready=False)
+    await service.until(lambda: service.slices.workers)
+    assert service.states() == {}
+    async with serving(agent.app, host=service.kube.host, port=int(url.rpartition(":")[2])):
+        await service.until(lambda: service.states() == {"w0": "ready"})
 
 
-async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_none(house):
-    await house.pod("w0")
-    await house.pod("w1", zone="own", node="mine")
-    await house.name("w0", zone="a", node="n1")
-    await house.name("w1", zone="a", node="n1")
-    await house.until(lambda: len(house.states()) == 2)
-    await house.until(lambda: house.reconciler.queries.observe().workers["w0"].node == "n1")
-    await house.beat()
-    workers = house.reconciler.queries.observe().workers
+async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_none(service):
+    await service.pod("w0")
+    await service.pod("w1", zone="own", node="mine")
+    await service.name("w0", zone="a", node="n1")
+    await service.name("w1", zone="a", node="n1")
+    await service.until(lambda: len(service.states()) == 2)
+    await service.until(lambda: service.reconciler.queries.observe().workers["w0"].node == "n1")
+    await service.beat()
+    workers = service.reconciler.queries.observe().workers
     assert {name: (worker.zone, worker.node) for name, worker in workers.items()} == {
         "w0": ("a", "n1"),
         "w1": ("own", "mine"),
     }
-    item = (await house.http.get("/v1/workers/w0")).json()
+    item = (await service.http.get("/v1/workers/w0")).json()
     assert (item["zone"], item["node"], item["is_terminating"]) == ("a", "n1", False)
 
 
-async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_it_is_left_alone(house):
+async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_it_is_left_alone(service):
     for number in range(3):
-        await house.pod(f"w{number}")
-    await house.until(lambda: len(house.states()) == 3)
-    await house.register()
-    await house.ensure()
-    await house.settle()
-    (holder,) = [name for name, held in house.holders().items() if held]
-    empty = next(name for name, held in house.holders().items() if not held)
-    await house.name(empty, terminating=True)
-    await house.until(lambda: house.states()[empty] == "draining")
-    house.pokes.clear()
-    await house.name(holder, terminating=True)
-    await asyncio.wait_for(house.pokes.wait(), patience(5))
-    assert house.states()[holder] == "draining"
-    assert (await house.adapter())["workers"] == [], "nobody sends requests there any more"
+        await service.pod(f"w{number}")
+    await service.until(lambda: len(service.states()) == 3)
+    await service.register()
+    await service.ensure()
+    await service.settle()
+    (holder,) = [name for name, held in service.holders().items() if held]
+    empty = next(name for name, held in service.holders().items() if not held)
+    await service.name(empty, terminating=True)
+    await service.until(lambda: service.states()[empty] == "draining")
+    service.pokes.clear()
+    await service.name(holder, terminating=True)
+    await asyncio.wait_for(service.pokes.wait(), patience(5))
+    assert service.states()[holder] == "draining"
+    assert (await service.adapter())["workers"] == [], "nobody sends requests there any more"
     for _ in range(8):  # time enough for a drain to end
-        await house.turn()
-        house.clock.now += 1.0
-    assert sum(held == ["sql/v1"] for held in house.holders().values()) == 2, "a new copy, and the old one stays"
-    assert "sql/v1" in house.agents[holder].loaded
-    assert not house.agents[empty].loaded
+        await service.turn()
+        service.clock.now += 1.0
+    assert sum(held == ["sql/v1"] for held in service.holders().values()) == 2, "a new copy, and the old one stays"
+    assert "sql/v1" in service.agents[holder].loaded
+    assert not service.agents[empty].loaded
     for name in (holder, empty):
-        assert not {"unload_lora", "drain"} & {verb for verb, _ in house.agents[name].calls}
-    catalog = {worker["id"]: worker["state"] for worker in (await house.catalog())["workers"]}
+        assert not {"unload_lora", "drain"} & {verb for verb, _ in service.agents[name].calls}
+    catalog = {worker["id"]: worker["state"] for worker in (await service.catalog())["workers"]}
     assert catalog[holder] == "draining", "for routers that follow no slices"
-    assert (await house.http.get(f"/v1/workers/{holder}")).json()["is_terminating"] is True
-    await drop_slice(house.kube, slice_of(holder, agent="http://x:1", namespace=house.kube.namespace))
-    await house.until(lambda: holder not in house.slices.workers)
-    assert house.states()[holder] == "draining", "a pod that ends does not come back by being forgotten"
+    assert (await service.http.get(f"/v1/workers/{holder}")).json()["is_terminating"] is True
+    await drop_slice(service.kube, slice_of(holder, agent="http://x:1", namespace=service.kube.namespace))
+    await service.until(lambda: holder not in service.slices.workers)
+    assert service.states()[holder] == "draining", "a pod that ends does not come back by being forgotten"
 
 
 @pytest.mark.parametrize("how", ["deleted", "labels went", "listed empty after an outage"])
-async def test_workers_that_slices_no_longer_name_keep_everything_while_they_answer(house, kube, how):
+async def test_workers_that_slices_no_longer_name_keep_everything_while_they_answer(service, kube, how):
     for number in range(3):
-        await house.pod(f"w{number}")
-    await house.until(lambda: len(house.states()) == 3)
+        await service.pod(f"w{number}")
+    await service.until(lambda: len(service.states()) == 3)
     for name in ("a/v1", "b/v1"):
-        await house.register(name)
-        await house.ensure(name)
-    await house.settle()
-    held = house.holders()
-    calls = {name: len(agent.calls) for name, agent in house.agents.items()}
+        await service.register(name)
+        await service.ensure(name)
+    await service.settle()
+    held = service.holders()
+    calls = {name: len(agent.calls) for name, agent in service.agents.items()}
     if how == "listed empty after an outage":
         await kube.faults.go_down()
-    for name in house.agents:
+    for name in service.agents:
         if how == "labels went":
-            await house.name(name, labels={})
+            await service.name(name, labels={})
         else:
             await drop_slice(kube, slice_of(name, agent="http://x:1", namespace=kube.namespace))
     if how == "listed empty after an outage":
         await kube.faults.come_back()
-    await house.until(lambda: not house.slices.workers)
-    assert await house.settle() == []
-    assert house.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
-    assert house.holders() == held
-    assert {name: len(agent.calls) for name, agent in house.agents.items()} == calls
+    await service.until(lambda: not service.slices.workers)
+    assert await service.settle() == []
+    assert service.states() == {"w0": "ready", "w1": "ready", "w2": "ready"}
+    assert service.holders() == held
+    assert {name: len(agent.calls) for name, agent in service.agents.items()} == calls
 
 
-async def test_a_worker_that_is_gone_from_slices_and_answers_nothing_is_lost_and_replaced(house):
+async def test_a_worker_that_is_gone_from_slices_and_answers_nothing_is_lost_and_replaced(service):
     async with contextlib.AsyncExitStack() as stack:
         for name in ("w0", "w1"):
-            agent = house.agents[name] = FakeAgent(name)
-            where = stack if name == "w0" else house.stack
-            agent.url = await where.enter_async_context(serving(agent.app, host=house.kube.host))
-            await house.name(name)
-        await house.until(lambda: len(house.states()) == 2)
-        agents = dict(house.agents)
-        await house.register("a/v1", policy={"loading": "eager", "min_replicas": 2})
-        await house.settle()
-        assert house.holders() == {"w0": ["a/v1"], "w1": ["a/v1"]}
-    del house.agents["w0"]
-    await drop_slice(house.kube, slice_of("w0", agent="http://x:1", namespace=house.kube.namespace))
-    await house.until(lambda: "w0" not in house.slices.workers)
-    house.clock.now += house.settings.lost_after_s
-    await house.turn()
-    assert house.states() == {"w0": "lost", "w1": "ready"}
+            agent = service.agents[name] = FakeAgent(name)
+            where = stack if name == "w0" else service.stack
+            agent.url = await where.enter_async_context(serving(agent.app, host=service.kube.host))
+            await service.name(name)
+        await service.until(lambda: len(service.states()) == 2)
+        agents = dict(service.agents)
+        await service.register("a/v1", policy={"loading": "eager", "min_replicas": 2})
+        await service.settle()
+        assert service.holders() == {"w0": ["a/v1"], "w1": ["a/v1"]}
+    del service.agents["w0"]
+    await drop_slice(service.kube, slice_of("w0", agent="http://x:1", namespace=service.kube.namespace))
+    await service.until(lambda: "w0" not in service.slices.workers)
+    service.clock.now += service.settings.lost_after_s
+    await service.turn()
+    assert service.states() == {"w0": "lost", "w1": "ready"}
     assert sorted(agents["w1"].loaded) == ["a/v1"]
 
 
 @contextlib.asynccontextmanager
-async def ready(house):
+async def ready(service):
     """The agent of worker w0, which has been heard; it ends with the block."""
-    agent = house.agents["w0"] = FakeAgent("w0")
-    async with serving(agent.app, host=house.kube.host) as agent.url:
-        await house.name("w0")
-        await house.until(lambda: house.states() == {"w0": "ready"})
+    agent = service.agents["w0"] = FakeAgent("w0")
+    async with serving(agent.app, host=service.kube.host) as agent.url:
+        await service.name("w0")
+        await service.until(lambda: service.states() == {"w0": "ready"})
         yield agent
 
 
-async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(house):
-    async with ready(house):
+async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(service):
+    async with ready(service):
         pass
-    await house.name("w0", terminating=True)
-    house.clock.now += house.settings.lost_after_s
-    house.agents = {}
-    await house.turn()
-    assert house.states() == {"w0": "lost"}
-    await house.pod("w0")
-    await house.until(lambda: house.states() == {"w0": "ready"})
+    await service.name("w0", terminating=True)
+    service.clock.now += service.settings.lost_after_s
+    service.agents = {}
+    await service.turn()
+    assert service.states() == {"w0": "lost"}
+    await service.pod("w0")
+    await service.until(lambda: service.states() == {"w0": "ready"})
 
 
-async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(house):
-    async with ready(house) as agent:
-        await house.name("w0", terminating=True)
-        await house.until(lambda: house.states() == {"w0": "draining"})
-    house.clock.now += house.settings.lost_after_s
-    house.agents = {}
-    await house.turn()
-    assert house.states() == {"w0": "lost"}, "its pod is still there"
-    await drop_slice(house.kube, slice_of("w0", agent=agent.url, namespace=house.kube.namespace))
-    await house.until(lambda: not house.slices.workers)
-    await house.turn()
-    assert house.states() == {}
-    assert house.reconciler.catalog.catalog_json()[1].count(b"w0") == 0
+async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(service):
+    async with ready(service) as agent:
+        await service.name("w0", terminating=True)
+        await service.until(lambda: service.states() == {"w0": "draining"})
+    service.clock.now += service.settings.lost_after_s
+    service.agents = {}
+    await service.turn()
+    assert service.states() == {"w0": "lost"}, "its pod is still there"
+    await drop_slice(service.kube, slice_of("w0", agent=agent.url, namespace=service.kube.namespace))
+    await service.until(lambda: not service.slices.workers)
+    await service.turn()
+    assert service.states() == {}
+    assert service.reconciler.catalog.catalog_json()[1].count(b"w0") == 0
 
 
-async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(house):
-    agent = house.agents["w0"] = FakeAgent("w0")
-    agent.url = await house.stack.enter_async_context(serving(agent.app, host=house.kube.host))
-    await put_slice(house.kube, slice_of("some-pod", agent=agent.url, zone="a", namespace=house.kube.namespace))
-    await house.until(lambda: house.states() == {"w0": "ready"})
-    await house.until(lambda: house.reconciler.queries.observe().workers["w0"].zone == "a")
-    terminating = slice_of("some-pod", agent=agent.url, terminating=True, namespace=house.kube.namespace)
-    await put_slice(house.kube, terminating)
-    await house.until(lambda: house.states() == {"w0": "draining"})
+async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(service):
+    agent = service.agents["w0"] = FakeAgent("w0")
+    agent.url = await service.stack.enter_async_context(serving(agent.app, host=service.kube.host))
+    await put_slice(service.kube, slice_of("some-pod", agent=agent.url, zone="a", namespace=service.kube.namespace))
+    await service.until(lambda: service.states() == {"w0": "ready"})
+    await service.until(lambda: service.reconciler.queries.observe().workers["w0"].zone == "a")
+    terminating = slice_of("some-pod", agent=agent.url, terminating=True, namespace=service.kube.namespace)
+    await put_slice(service.kube, terminating)
+    await service.until(lambda: service.states() == {"w0": "draining"})
 
 
 async def listed(browser):
@@ -271,8 +271,8 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
         agent = FakeAgent("w0")
         async with serving(agent.app, host=kube.host) as agent.url:
             await put_slice(kube, slice_of("w0", agent=agent.url, namespace=kube.namespace))
-            whole = build(settings, kube=client)
-            async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
+            built = build(settings, kube=client)
+            async with serving(built.app) as url, httpx.AsyncClient(base_url=url) as browser:
                 await until(lambda: listed(browser))
                 metrics = (await browser.get("/metrics")).text
     (line,) = [line for line in metrics.splitlines() if line.startswith("lorafleet_orchestrator_slices_age_seconds ")]
@@ -290,10 +290,10 @@ async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(
             labels = LABELS | {"lorafleet.io/pool": "old"}
             slice_ = slice_of("w0", engine=engine.url, namespace=kube.namespace, zone="a", labels=labels)
             await put_slice(kube, slice_)
-            whole = build(settings, kube=client)
-            async with serving(whole.app) as url, httpx.AsyncClient(base_url=url) as browser:
+            built = build(settings, kube=client)
+            async with serving(built.app) as url, httpx.AsyncClient(base_url=url) as browser:
                 found = await until(lambda: listed(browser))
-                (entry,) = whole.reconciler.reports.workers.values()
+                (entry,) = built.reconciler.reports.workers.values()
         assert (found[0]["id"], found[0]["state"], found[0]["zone"]) == ("w0", "ready", "a")
         assert entry.report.pool == "old"
     finally:

@@ -10,7 +10,7 @@ import pytest
 from lorafleet.kube.client import connect
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
-from orchestrator.leadership.kube_lease import ANNOTATION, KubeLease, hold_of
+from orchestrator.leadership.kube_lease import ANNOTATION, KubeLease, record_in_lease
 from orchestrator.leadership.leadership import Leadership
 from tests.patience import patience, until, within
 
@@ -110,8 +110,8 @@ def test_a_lease_that_somebody_else_wrote_is_still_somebodys(note):
         "metadata": {"annotations": {ANNOTATION: note}},
         "spec": {"holderIdentity": "x", "leaseDurationSeconds": 15},
     }
-    assert hold_of(found) == LeaseRecord(holder="x", url="", duration_s=15.0)
-    assert hold_of({"metadata": {}}).is_released
+    assert record_in_lease(found) == LeaseRecord(holder="x", url="", duration_s=15.0)
+    assert record_in_lease({"metadata": {}}).is_released
 
 
 async def test_an_api_server_that_refuses_is_a_lease_that_cannot_be_reached(lease, kube):

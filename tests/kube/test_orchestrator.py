@@ -142,11 +142,11 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         lease_duration_s=patience(60),  # it lasts while the API server refuses everything
         lease_renew_s=0.2,
     )
-    whole = build(settings, kube=client)
-    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
+    built = build(settings, kube=client)
+    async with serving(built.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
         beating.url = url
-        await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
-        await until(lambda: whole.reconciler.reports.workers)
+        await until(lambda: built.leadership.is_leading and built.store.is_caught_up)
+        await until(lambda: built.reconciler.reports.workers)
         server = kube.ours
         kube.faults.refuse(503, retry_after_s=0)
         before = server.count("", "/configmaps")
@@ -154,7 +154,7 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         registering = asyncio.create_task(http.post("/v1/adapters", json=body))
         await until(lambda: server.count("", "/configmaps") >= before + 4)
         assert not registering.done()
-        assert whole.reconciler.queries.last_pass.desired.inspections
+        assert built.reconciler.queries.last_pass.desired.inspections
         assert worker.calls == []
         kube.faults.refuse(None)
         assert (await registering).status_code == 201
@@ -172,8 +172,8 @@ async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_wh
         lease_margin_s=0.2,
     )
     await kube.faults.go_down()
-    whole = build(settings, kube=client)
-    async with serving(whole.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
+    built = build(settings, kube=client)
+    async with serving(built.app) as url, httpx.AsyncClient(base_url=url, timeout=patience(30)) as http:
 
         async def refusal(path):
             answer = await http.get(path)
@@ -183,7 +183,7 @@ async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_wh
         assert await refusal("/ready") == (503, "starting", "started, the store has not been read yet")
         assert (await refusal("/v1/adapters"))[:2] == (503, "starting")
         await kube.faults.come_back()
-        await until(lambda: whole.leadership.is_leading)
+        await until(lambda: built.leadership.is_leading)
         assert (await http.get("/v1/adapters")).json()["data"] == []
 
         async def is_ready():
@@ -217,19 +217,19 @@ async def test_an_adapter_that_fails_its_checks_says_so_at_its_object(
         agent.ranks[source] = 512
     else:
         agent.refuse["bad/v1"] = code
-    whole = build(settings, kube=await connect(kube.kubeconfig, environ={}))
+    built = build(settings, kube=await connect(kube.kubeconfig, environ={}))
     async with (
-        serving(whole.app) as url,
+        serving(built.app) as url,
         httpx.AsyncClient(base_url=url, timeout=30) as http,
     ):
-        await until(lambda: whole.leadership.is_leading and whole.store.is_caught_up)
+        await until(lambda: built.leadership.is_leading and built.store.is_caught_up)
         beating.url = url
         await beating.add(agent)
         await people.apply("my-bad", {"lora_id": "bad/v1", "source": source, "policy": {"loading": "eager"}})
         await people.said("my-bad", status)
         event = await people.event("my-bad", reason)
         assert status.removeprefix("failed: ") in event["message"]
-        whole.reconciler.run_pass()
+        built.reconciler.run_pass()
         assert len(await people.events("my-bad")) == 1
         agent.refuse.clear()
         if code != "rank_too_big":

@@ -28,12 +28,12 @@ class OrchestratorUnderTest:
     def __init__(self, path, clock, **settings):
         self.clock = clock
         self.settings = OrchestratorSettings(store=path, settle_s=0, **settings)
-        self.whole = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
-        self.reconciler = self.whole.reconciler
+        self.built = build(self.settings, clock=clock, wall=lambda: 1_800_000_000.0 + clock.now)
+        self.reconciler = self.built.reconciler
         self.reconciler.reload_intent()
-        self.whole.leadership.lead_until(math.inf)
-        self.store = self.whole.store
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.whole.app), base_url="http://orchestrator")
+        self.built.leadership.lead_until(math.inf)
+        self.store = self.built.store
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.built.app), base_url="http://orchestrator")
         self.agents = {}
         self.stack = AsyncExitStack()
 
@@ -91,8 +91,8 @@ class OrchestratorUnderTest:
     async def close(self):
         await self.http.aclose()
         await self.reconciler.stop()
-        await self.whole.leadership.release()
-        await self.whole.client.aclose()
+        await self.built.leadership.release()
+        await self.built.client.aclose()
         self.store.close()
         await self.stack.aclose()
 
@@ -112,10 +112,10 @@ async def open_house(tmp_path, clock):
         return houses[-1]
 
     yield make
-    for house in houses:
-        await house.close()
+    for service in houses:
+        await service.close()
 
 
 @pytest.fixture
-async def house(open_house):
+async def service(open_house):
     return open_house()

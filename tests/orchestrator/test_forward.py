@@ -200,7 +200,7 @@ class LateLeadership(FakeLeadership):
 
     is_late = True
 
-    async def looked(self, within_s):
+    async def wait_for_check(self, within_s):
         self.is_late, self.is_leading = False, True
 
 

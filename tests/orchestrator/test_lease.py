@@ -45,7 +45,7 @@ class MemoryLease:
     async def is_gone(self, hold):
         return False
 
-    async def is_late_look_safe(self):
+    async def is_late_check_safe(self):
         return self.is_safe
 
     def close(self):
@@ -88,8 +88,8 @@ def two():
 
 async def test_the_first_takes_it_at_once_and_the_second_knows_whom_to_ask(two):
     _, _, a, b = two
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     assert (a.is_leading, b.is_leading) == (True, False)
     assert b.other_holder.url == "http://a"
     assert a.other_holder is None
@@ -98,16 +98,16 @@ async def test_the_first_takes_it_at_once_and_the_second_knows_whom_to_ask(two):
 
 async def test_a_silent_leader_stops_before_the_standby_takes_over(two):
     _, clock, a, b = two
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     clock.now += DURATION_S - MARGIN_S
     assert not a.is_leading
-    await b.step()
+    await b.check_lease()
     assert not b.is_leading
     clock.now += MARGIN_S
-    await b.step()
+    await b.check_lease()
     assert b.is_leading
-    await a.step()
+    await a.check_lease()
     assert a.terms == ["begin", "end"]
     assert a.other_holder.holder == "b"
 
@@ -115,8 +115,8 @@ async def test_a_silent_leader_stops_before_the_standby_takes_over(two):
 async def test_renewals_keep_it_however_long(two):
     _, clock, a, b = two
     for _ in range(20):
-        await a.step()
-        await b.step()
+        await a.check_lease()
+        await b.check_lease()
         clock.now += 1.0
     assert (a.is_leading, b.is_leading) == (True, False)
     assert a.terms == ["begin"]
@@ -125,24 +125,24 @@ async def test_renewals_keep_it_however_long(two):
 async def test_a_term_outlives_its_time_when_nobody_has_led_since(two):
     """As on a machine so starved that no renewal comes in time."""
     _, clock, a, _ = two
-    await a.step()
+    await a.check_lease()
     for _ in range(12):
         clock.now += DURATION_S * 3
         assert (a.is_leading, a.is_late) == (False, True)
-        await a.step()
+        await a.check_lease()
         assert (a.is_leading, a.is_late) == (True, False)
     assert a.terms == ["begin"]
 
 
 async def test_a_term_ends_at_a_late_look_when_somebody_has_led_since(two):
     _, clock, a, b = two
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     clock.now += DURATION_S
-    await b.step()
+    await b.check_lease()
     assert b.is_leading
     await b.release()
-    await a.step()
+    await a.check_lease()
     assert a.terms == ["begin", "end", "begin"]
 
 
@@ -154,7 +154,7 @@ async def test_a_late_look_is_taken_only_where_a_late_holder_does_no_harm(two, i
     running = asyncio.create_task(a.run())
     try:
         clock.now += DURATION_S * 3
-        await a.looked(patience(10))
+        await a.wait_for_check(patience(10))
         await until(lambda: a.is_leading)
         assert a.terms == terms
     finally:
@@ -163,12 +163,12 @@ async def test_a_late_look_is_taken_only_where_a_late_holder_does_no_harm(two, i
 
 async def test_a_late_holder_looks_while_no_other_process_could_have_led(tmp_path):
     a = FileLease(tmp_path / "lease", holder="a")
-    assert await a.is_late_look_safe()
+    assert await a.is_late_check_safe()
     b = FileLease(tmp_path / "lease", holder="b")
-    assert not await a.is_late_look_safe()
+    assert not await a.is_late_check_safe()
     b.close()
     (tmp_path / "lease.killed").touch()
-    assert await a.is_late_look_safe()
+    assert await a.is_late_check_safe()
     a.close()
 
 
@@ -183,20 +183,20 @@ async def test_what_keeps_it_from_leading_is_known_until_nothing_does(two):
         raise StoreError("no space left in /srv: make room")
 
     begin, a.on_begin = a.on_begin, full
-    await a.step()
+    await a.check_lease()
     assert (a.is_leading, a.trouble) == (False, "no space left in /srv: make room")
     a.on_begin = begin
-    await a.step()
+    await a.check_lease()
     assert (a.is_leading, a.trouble) == (True, "")
 
 
 async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):
     record, clock, a, _ = two
-    await a.step()
+    await a.check_lease()
     record.fails = True
     clock.now += 3.9
     with pytest.raises(LeaseUnreachable):
-        await a.step()
+        await a.check_lease()
     assert a.is_leading
     clock.now += 0.1
     assert not a.is_leading
@@ -204,21 +204,21 @@ async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):
 
 async def test_a_deleted_lease_is_made_again_by_its_holder_and_nobody_else_steps_in(two):
     record, clock, a, b = two
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     record.hold = None
-    await b.step()
+    await b.check_lease()
     assert not b.is_leading
     clock.now += 1.0
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     assert (a.is_leading, b.is_leading) == (True, False)
     assert a.terms == ["begin"]
     record.hold = None
     for _ in range(2):
-        await b.step()
+        await b.check_lease()
         clock.now += DURATION_S
-    await b.step()
+    await b.check_lease()
     assert b.is_leading  # the holder was gone, too
 
 
@@ -226,25 +226,25 @@ async def test_where_records_may_be_deleted_a_newcomer_that_finds_none_waits_for
     record, clock, a, _ = two
     record.is_absence_new = False
     c = leadership(record, "c", clock)
-    await a.step()
+    await a.check_lease()
     record.hold = None
-    await c.step()
+    await c.check_lease()
     assert not c.is_leading
     clock.now += DURATION_S - MARGIN_S
     assert not a.is_leading
-    await c.step()
+    await c.check_lease()
     assert not c.is_leading
     clock.now += MARGIN_S
-    await c.step()
+    await c.check_lease()
     assert c.is_leading
 
 
 async def test_a_lease_that_is_given_back_is_free_at_once(two):
     _, _, a, b = two
-    await a.step()
-    await b.step()
+    await a.check_lease()
+    await b.check_lease()
     await a.release()
-    await b.step()
+    await b.check_lease()
     assert (a.is_leading, b.is_leading) == (False, True)
     assert a.terms == ["begin", "end"]
 
@@ -256,19 +256,19 @@ async def test_a_term_that_cannot_begin_is_tried_again(two):
         raise RuntimeError("the store is away")
 
     good, a.on_begin = a.on_begin, worst
-    await a.step()
+    await a.check_lease()
     assert not a.is_leading
     a.on_begin = good
-    await a.step()
+    await a.check_lease()
     assert a.is_leading
 
 
 async def test_a_doubt_ends_the_term_and_only_a_renewal_begins_another(two):
     _, _, a, _ = two
-    await a.step()
-    a.doubt("an agent has obeyed somebody newer")
+    await a.check_lease()
+    a.on_newer_leader("an agent has obeyed somebody newer")
     assert not a.is_leading
-    await a.step()
+    await a.check_lease()
     assert a.is_leading
     assert a.terms == ["begin", "end", "begin"]
 

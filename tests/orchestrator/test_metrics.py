@@ -41,19 +41,19 @@ def test_who_is_asked_for_now_takes_the_place_of_who_is_not_any_more():
     assert [labels.label(name) for name in ("a/v1", "a/v2")] == ["a/v1", "a/v2"]
 
 
-async def test_the_series_of_a_deleted_adapter_end(house, clock):
-    await house.worker()
-    await house.register()
-    await house.ensure()
-    await house.settle()
+async def test_the_series_of_a_deleted_adapter_end(service, clock):
+    await service.worker()
+    await service.register()
+    await service.ensure()
+    await service.settle()
     for seq, requests in ((1, 0), (2, 7)):
         use = {"worker_id": "w0", "engine_name": "sql/v1@0", "requests": requests}
-        await house.usage(1, use, seq=seq)
-    assert 'lora_usage_requests_total{lora_id="sql/v1"} 7.0' in (await house.http.get("/metrics")).text
-    await house.http.delete("/v1/adapters/sql/v1")
+        await service.usage(1, use, seq=seq)
+    assert 'lora_usage_requests_total{lora_id="sql/v1"} 7.0' in (await service.http.get("/metrics")).text
+    await service.http.delete("/v1/adapters/sql/v1")
     clock.now += 60
-    await house.settle()
-    assert "sql/v1" not in (await house.http.get("/metrics")).text
+    await service.settle()
+    assert "sql/v1" not in (await service.http.get("/metrics")).text
 
 
 def test_every_request_is_counted_once_and_no_series_ever_falls():
@@ -72,48 +72,48 @@ def test_every_request_is_counted_once_and_no_series_ever_falls():
         before = now
 
 
-async def test_evictions_say_why_and_loads_how_long(house, clock):
-    await house.worker(slots=1)
-    await house.http.patch("/v1/policy", json={"min_residency_s": 0})
+async def test_evictions_say_why_and_loads_how_long(service, clock):
+    await service.worker(slots=1)
+    await service.http.patch("/v1/policy", json={"min_residency_s": 0})
     for name in ("a/v1", "b/v1"):
-        await house.register(name)
-        await house.ensure(name)
-        await house.settle()
+        await service.register(name)
+        await service.ensure(name)
+        await service.settle()
         clock.now += 1
-        await house.settle()
-    text = (await house.http.get("/metrics")).text
+        await service.settle()
+    text = (await service.http.get("/metrics")).text
     assert series(text, "lora_evictions_total") == {'lora_id="a/v1",reason="lru"': 1.0}
     assert series(text, "lora_placement_operations_total")['operation="load",outcome="ok"'] == 2.0
     assert "lorafleet_orchestrator_load_seconds_count 2.0" in text
     assert "lorafleet_orchestrator_leading 1.0" in text
     use = {"worker_id": "w0", "engine_name": engine_name("b/v1", digest_of("file:///b/v1")), "in_flight": 0}
     for seq in (1, 2):
-        await house.usage(1, use | {"requests": 5 * seq}, seq=seq)
-    text = (await house.http.get("/metrics")).text
+        await service.usage(1, use | {"requests": 5 * seq}, seq=seq)
+    text = (await service.http.get("/metrics")).text
     assert series(text, "lora_usage_requests_total") == {'lora_id="b/v1"': 5.0}
 
 
-async def test_every_load_and_unload_is_in_the_history_with_who_asked_and_what_came_of_it(house, clock):
-    agent = await house.worker(slots=1)
-    await house.http.patch("/v1/policy", json={"min_residency_s": 0})
-    await house.register("a/v1")
-    await house.settle()
+async def test_every_load_and_unload_is_in_the_history_with_who_asked_and_what_came_of_it(service, clock):
+    agent = await service.worker(slots=1)
+    await service.http.patch("/v1/policy", json={"min_residency_s": 0})
+    await service.register("a/v1")
+    await service.settle()
     agent.refuse["a/v1"] = "engine_down"
-    await house.ensure("a/v1")
-    await house.settle()
+    await service.ensure("a/v1")
+    await service.settle()
     agent.refuse.clear()
-    await house.register("b/v1")
+    await service.register("b/v1")
     for name in ("a/v1", "b/v1"):
         clock.now += 2
-        await house.ensure(name)
-        await house.settle()
+        await service.ensure(name)
+        await service.settle()
         clock.now += 1
-        await house.settle()
-    await house.http.delete("/v1/adapters/b/v1")
+        await service.settle()
+    await service.http.delete("/v1/adapters/b/v1")
     for _ in range(2):
         clock.now += 1
-        await house.settle()
-    entries = house.store.history(kinds=("load", "unload"))
+        await service.settle()
+    entries = service.store.history(kinds=("load", "unload"))
     told = [(e.kind, e.subject, e.body["outcome"], e.actor) for e in reversed(entries)]
     assert told == [
         ("load", "a/v1", "failed", "anyone"),
@@ -130,17 +130,17 @@ async def test_every_load_and_unload_is_in_the_history_with_who_asked_and_what_c
 async def large(tmp_path):
     """200 workers with 60 of 10,000 adapters each, and traffic on them; nothing is served."""
     rng, names = Random(1), [f"a{n}/v1" for n in range(10_000)]
-    whole = build(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0, probe_after_s=1e6))
-    whole.leadership.lead_until(math.inf)
-    it = whole.reconciler
-    with whole.store.together():
+    built = build(OrchestratorSettings(store=tmp_path / "store.db", settle_s=0, probe_after_s=1e6))
+    built.leadership.lead_until(math.inf)
+    it = built.reconciler
+    with built.store.together():
         for name in names:
             known = {"base_model": "tiny-qwen", "digest": digest_of(name), "rank": 8, "size_bytes": 1000}
-            whole.store.put_adapter(RegisteredAdapter(lora_id=name, source=name, **known))
+            built.store.put_adapter(RegisteredAdapter(lora_id=name, source=name, **known))
     uses = []
     for number in range(200):
         agent = FakeAgent(f"w{number}", slots=64)
-        agent.epoch = whole.store.epoch
+        agent.epoch = built.store.epoch
         for name in rng.sample(names, 60):
             agent.put(name, name)
             named = {"lora_id": name, "worker_id": agent.worker_id, "engine_name": agent.loaded[name]["engine_name"]}
@@ -152,9 +152,9 @@ async def large(tmp_path):
         )
     yield it
     await it.stop()
-    await whole.leadership.release()
-    await whole.client.aclose()
-    whole.store.close()
+    await built.leadership.release()
+    await built.client.aclose()
+    built.store.close()
 
 
 @pytest.mark.slow

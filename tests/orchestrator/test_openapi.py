@@ -25,9 +25,9 @@ def application(path):
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory):
-    whole = application(tmp_path_factory.mktemp("document"))
-    yield whole.app.openapi()
-    whole.store.close()
+    built = application(tmp_path_factory.mktemp("document"))
+    yield built.app.openapi()
+    built.store.close()
 
 
 def operations(document):
@@ -116,9 +116,9 @@ def calls(draw, document):
 
 
 def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
-    whole = application(tmp_path)
-    whole.leadership.lead_until(math.inf)
-    transport = httpx.ASGITransport(whole.app, raise_app_exceptions=False)
+    built = application(tmp_path)
+    built.leadership.lead_until(math.inf)
+    transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
     seen = {}
 
@@ -142,8 +142,8 @@ def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
     with asyncio.Runner() as runner:
         never_500()
         runner.run(client.aclose())
-        runner.run(whole.client.aclose())
-    whole.store.close()
+        runner.run(built.client.aclose())
+    built.store.close()
     # Otherwise it only knocked at the door.
     least = examples(600) // 12
     assert min(seen[status] for status in (200, 400, 404)) > least

@@ -5,29 +5,29 @@ import pytest
 from orchestrator.store.store import IntentStore
 
 
-async def filled(house, count=4):
+async def filled(service, count=4):
     """A fleet of three workers that holds what was asked for."""
-    agents = [await house.worker(f"w{n}") for n in range(3)]
+    agents = [await service.worker(f"w{n}") for n in range(3)]
     for number in range(count):
-        await house.register(f"a{number}/v1")
-        await house.ensure(f"a{number}/v1")
-    await house.settle()
+        await service.register(f"a{number}/v1")
+        await service.ensure(f"a{number}/v1")
+    await service.settle()
     assert sum(len(agent.loaded) for agent in agents) == count
     return agents
 
 
-async def move(agents, house):
+async def move(agents, service):
     """The same agents, in front of another orchestrator."""
     for agent in agents:
         agent.calls.clear()
-        await house.join(agent)
+        await service.join(agent)
 
 
-async def pass_by(house):
+async def pass_by(service):
     """Passes enough, and time enough between them, for every drain to end and every unload to happen."""
     for _ in range(5):
-        house.clock.now += 60
-        await house.turn()
+        service.clock.now += 60
+        await service.turn()
 
 
 def state(agents):
@@ -38,8 +38,8 @@ def state(agents):
 async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_with_one_call(
     open_house, tmp_path, kind
 ):
-    house = open_house()
-    agents = await filled(house)
+    service = open_house()
+    agents = await filled(service)
     before = state(agents)
     path = tmp_path / "other.db"
     if kind == "another one's":
@@ -48,10 +48,10 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
         other = open_house(path)
         await other.register("elsewhere/v1")
     elif kind == "old backup":
-        house.store.backup(path)
-        await house.register("later/v1")
-        await house.ensure("later/v1")
-        await house.settle()
+        service.store.backup(path)
+        await service.register("later/v1")
+        await service.ensure("later/v1")
+        await service.settle()
         before = state(agents)
         fresh = open_house(path)
     if kind != "old backup":
@@ -76,17 +76,17 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
 
 
 async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_it_is_put_back(open_house, tmp_path):
-    house = open_house()
-    agents = await filled(house, 2)
-    await house.http.delete("/v1/adapters/a0/v1")
-    house.store.backup(tmp_path / "middle.db")
-    house.clock.now += 60
-    await house.settle()
-    assert "a0/v1" not in house.store.adapters
-    house.store.backup(tmp_path / "after.db")
-    await house.register("a0/v1")
-    await house.ensure("a0/v1")
-    await house.settle()
+    service = open_house()
+    agents = await filled(service, 2)
+    await service.http.delete("/v1/adapters/a0/v1")
+    service.store.backup(tmp_path / "middle.db")
+    service.clock.now += 60
+    await service.settle()
+    assert "a0/v1" not in service.store.adapters
+    service.store.backup(tmp_path / "after.db")
+    await service.register("a0/v1")
+    await service.ensure("a0/v1")
+    await service.settle()
     before = state(agents)
     for name in ("middle.db", "after.db"):
         restored = open_house(tmp_path / name)
@@ -95,18 +95,20 @@ async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_i
         assert state(agents) == before, name
 
 
-async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(house):
-    one, two = await house.worker("w0"), await house.worker("w1")
+async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(service):
+    one, two = await service.worker("w0"), await service.worker("w1")
     one.put("two-kinds", "file:///x")
     two.put("two-kinds", "file:///y")
     one.put("sql/v1", "file:///other")
     one.put("fine/v1", "file:///fine")
     one.loaded["nameless"] = one.put("stranger", "file:///s") | {"source": "", "lora_id": "nameless"}
     del one.loaded["stranger"]
-    await house.beat()
-    await house.register(digest="f" * 64)
+    await service.beat()
+    await service.register(digest="f" * 64)
     asked = ["two-kinds", "sql/v1", "nameless", "fine/v1", "gone"]
-    answer = (await house.http.post("/v1/orphans/adopt", json={"lora_ids": asked, "tenants": ["acme"]})).json()["data"]
+    answer = (await service.http.post("/v1/orphans/adopt", json={"lora_ids": asked, "tenants": ["acme"]})).json()[
+        "data"
+    ]
     told = {item["lora_id"]: (item["status"], item["code"]) for item in answer}
     assert told == {
         "two-kinds": (409, "not_adoptable"),
@@ -115,10 +117,10 @@ async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(house):
         "fine/v1": (201, None),
         "gone": (404, "not_adoptable"),
     }
-    problems = {item["lora_id"]: item["problem"] for item in (await house.http.get("/v1/orphans")).json()["data"]}
+    problems = {item["lora_id"]: item["problem"] for item in (await service.http.get("/v1/orphans")).json()["data"]}
     assert "2 digests" in problems["two-kinds"]
     assert "by hand" in problems["nameless"]
     assert "registered with digest" in problems["sql/v1"]
-    assert (await house.adapter("fine/v1"))["tenants"] == ["acme"]
-    history = (await house.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
+    assert (await service.adapter("fine/v1"))["tenants"] == ["acme"]
+    history = (await service.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
     assert [entry["kind"] for entry in history] == ["adapter_adopted"]

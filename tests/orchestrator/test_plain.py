@@ -61,12 +61,12 @@ class OrchestratorOfEngines(OrchestratorUnderTest):
 
     async def beat(self):
         await super().beat()
-        await self.whole.plain.beat(self.reconciler.monitor.record_heartbeat)
+        await self.built.agentless.report_once(self.reconciler.monitor.record_heartbeat)
 
 
 @pytest.fixture
 async def house_of(tmp_path, clock):
-    """Makes a house in front of these engines."""
+    """Makes a service in front of these engines."""
     houses = []
 
     def make(*running, engines=(), **settings):
@@ -75,12 +75,12 @@ async def house_of(tmp_path, clock):
         return houses[-1]
 
     yield make
-    for house in houses:
-        await house.close()
+    for service in houses:
+        await service.close()
 
 
-def register(house, shelf, name="sql", *, lora_id=SQL, **more):
-    return house.register(
+def register(service, shelf, name="sql", *, lora_id=SQL, **more):
+    return service.register(
         lora_id, **{"source": f"file://{shelf / name}", "base_model": "tiny-qwen", "digest": DIGEST} | more
     )
 
@@ -89,44 +89,44 @@ def register(house, shelf, name="sql", *, lora_id=SQL, **more):
 async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_unloaded_when_deleted(
     house_of, engine, shelf
 ):
-    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
-    await register(house, shelf)
-    await house.settle()
-    await house.ensure(SQL)
-    await house.settle()
+    service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    await register(service, shelf)
+    await service.settle()
+    await service.ensure(SQL)
+    await service.settle()
     assert held(engine) == {f"{SQL}@{DIGEST[:12]}": str(shelf / "sql")}
-    item = await house.adapter(SQL)
+    item = await service.adapter(SQL)
     assert (item["state"], item["workers"], item["digest"]) == ("ready", ["e0"], DIGEST)
-    assert await house.turn() == []
+    assert await service.turn() == []
 
-    (await house.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+    (await service.http.delete(f"/v1/adapters/{SQL}")).raise_for_status()
     for _ in range(4):
-        await house.turn()
-        house.clock.now += 31
+        await service.turn()
+        service.clock.now += 31
     assert held(engine) == {}
 
 
 @pytest.mark.fleet
 async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
-    house = house_of(engine)
-    await house.turn()
-    (worker,) = (await house.http.get("/v1/catalog")).json()["workers"]
+    service = house_of(engine)
+    await service.turn()
+    (worker,) = (await service.http.get("/v1/catalog")).json()["workers"]
     assert worker == {"id": "e0", "agent_url": "", "state": "ready", "engine_url": engine.url, "agent_boot_id": ""}
-    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    (item,) = (await service.http.get("/v1/workers")).json()["data"]
     assert (item["agent_url"], item["engine_url"], item["base_model"]) == ("", engine.url, "tiny-qwen")
 
 
 @pytest.mark.fleet
 async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(house_of, engine, shelf):
-    house = house_of(engine, engine_slots=2, engine_roots=(shelf,))
-    await house.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 0})
+    service = house_of(engine, engine_slots=2, engine_roots=(shelf,))
+    await service.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 0})
     for number, name in enumerate(("sql", "legal", "code")):
-        await register(house, shelf, name, lora_id=name, digest=f"{number}" * 64)
-        await house.settle()
-        await house.ensure(name)
+        await register(service, shelf, name, lora_id=name, digest=f"{number}" * 64)
+        await service.settle()
+        await service.ensure(name)
         for _ in range(4):
-            house.clock.now += 1
-            await house.turn()
+            service.clock.now += 1
+            await service.turn()
     assert held(engine).keys() == {f"legal@{'1' * 12}", f"code@{'2' * 12}"}
 
 
@@ -135,13 +135,13 @@ async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_o
     load = {"lora_name": "own", "lora_path": str(shelf / "legal")}
     async with httpx.AsyncClient() as client:
         (await client.post(f"{engine.url}/v1/load_lora_adapter", json=load)).raise_for_status()
-    house = house_of(engine, engine_slots=3, engine_roots=(shelf,))
-    await register(house, shelf)
-    await house.settle()
-    await house.ensure(SQL)
-    await house.settle()
+    service = house_of(engine, engine_slots=3, engine_roots=(shelf,))
+    await register(service, shelf)
+    await service.settle()
+    await service.ensure(SQL)
+    await service.settle()
     assert held(engine).keys() == {"own", f"{SQL}@{DIGEST[:12]}"}
-    (item,) = (await house.http.get("/v1/workers")).json()["data"]
+    (item,) = (await service.http.get("/v1/workers")).json()["data"]
     assert item["orphans"] == ["own"]
 
 
@@ -151,20 +151,20 @@ async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector
         own = {"lora_name": "own", "lora_path": str(shelf / "legal")}
         async with httpx.AsyncClient() as client:
             (await client.post(f"{url}/v1/load_lora_adapter", json=own)).raise_for_status()
-        house = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
-        await register(house, shelf)
+        service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
+        await register(service, shelf)
         with capture_logs() as logs:
-            await house.settle()
-        answer = (await house.ensure(SQL)).json()
+            await service.settle()
+        answer = (await service.ensure(SQL)).json()
         assert answer["fits_nowhere"]
         assert "engine_salt" in answer["error"]
-        (item,) = (await house.http.get("/v1/workers")).json()["data"]
+        (item,) = (await service.http.get("/v1/workers")).json()["data"]
         assert "engine_salt" in item["refusal"]
         assert (item["adapters"], item["orphans"], item["capacity"]["available_slots"]) == ([], [], 0)
         told = [line for line in logs if line["event"] == "engine takes no adapters"]
         assert [line["reason"] for line in told] == [item["refusal"]]
         load = {"lora_id": SQL, "source": f"file://{shelf}/sql", "digest": DIGEST}
-        refused = await house.whole.plain.handle_async_request(
+        refused = await service.built.agentless.handle_async_request(
             httpx.Request("POST", "plain://workers/e0/v1/admin/load_lora", json=load)
         )
         assert (refused.status_code, json.loads(refused.content)["error"]["code"]) == (409, "adapters_refused")
@@ -197,29 +197,29 @@ async def models_of(url):
 async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_engine(
     house_of, engine, shelf, spec, why
 ):
-    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
     spec = {key: value.format(shelf=shelf) if value else value for key, value in spec.items()}
-    await register(house, shelf, **spec)
-    await house.settle()
-    await house.ensure(SQL)
+    await register(service, shelf, **spec)
+    await service.settle()
+    await service.ensure(SQL)
     for _ in range(3):
-        await house.turn()
-    item = await house.adapter(SQL)
+        await service.turn()
+    item = await service.adapter(SQL)
     assert why in item["error"]
     assert held(engine) == {}
 
 
 @pytest.mark.fleet
 async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of, engine, shelf):
-    house = house_of(engine, engine_slots=4, engine_roots=(shelf,))
-    await register(house, shelf, "absent")
-    await house.settle()
-    answer = (await house.ensure(SQL)).json()
+    service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
+    await register(service, shelf, "absent")
+    await service.settle()
+    answer = (await service.ensure(SQL)).json()
     for _ in range(3):
-        await house.turn()
-    answer = (await house.ensure(SQL)).json()
+        await service.turn()
+    answer = (await service.ensure(SQL)).json()
     assert "No adapter found" in answer["error"]
-    assert (await house.adapter(SQL))["state"] != "failed"
+    assert (await service.adapter(SQL))["state"] != "failed"
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
@@ -235,13 +235,13 @@ async def test_only_what_an_engine_says_of_the_adapter_itself_is_held_against_it
         ]
     )
     async with serving(refusing) as url:
-        house = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=("/adapters",))
-        await house.register(SQL, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
-        await house.settle()
-        await house.ensure(SQL)
-        await house.turn()
-        await house.turn()
-        item = await house.adapter(SQL)
+        service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=("/adapters",))
+        await service.register(SQL, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
+        await service.settle()
+        await service.ensure(SQL)
+        await service.turn()
+        await service.turn()
+        item = await service.adapter(SQL)
         assert f"the engine answered {status}" in item["error"]
         assert item["state"] == ("failed" if code else "registered")
 
@@ -264,15 +264,15 @@ async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_th
         ]
     )
     async with serving(failing) as url:
-        house = house_of(engines=(f"e0={url}",), engine_slots=1, engine_roots=("/adapters",))
+        service = house_of(engines=(f"e0={url}",), engine_slots=1, engine_roots=("/adapters",))
         for lora_id in (SQL, "team/old"):
-            await house.register(lora_id, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
-        await house.http.patch("/v1/policy", json={"min_residency_s": 0, "drain_deadline_s": 0})
-        await house.settle()
-        await house.ensure(SQL)
+            await service.register(lora_id, source="file:///adapters/sql", base_model="tiny-qwen", digest=DIGEST)
+        await service.http.patch("/v1/policy", json={"min_residency_s": 0, "drain_deadline_s": 0})
+        await service.settle()
+        await service.ensure(SQL)
         for _ in range(3):
-            await house.turn()
-        item = await house.adapter(SQL)
+            await service.turn()
+        item = await service.adapter(SQL)
         assert f"{fails} team/" in item["error"]
         assert item["state"] == "registered"
 
@@ -281,11 +281,11 @@ async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_th
 async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
     closed = start_engine("sim", model, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:
-        house = house_of(closed, engine_slots=4, engine_roots=(shelf,))
-        await register(house, shelf)
-        await house.settle()
-        await house.ensure(SQL)
-        assert not [action for action in await house.turn() if action.operation == "load"]
+        service = house_of(closed, engine_slots=4, engine_roots=(shelf,))
+        await register(service, shelf)
+        await service.settle()
+        await service.ensure(SQL)
+        assert not [action for action in await service.turn() if action.operation == "load"]
         assert held(closed) == {}
     finally:
         closed.stop()
@@ -293,32 +293,32 @@ async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, mo
 
 @pytest.mark.fleet
 async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_can(house_of, engine):
-    house = house_of(engine)
-    await house.join(FakeAgent("w0"))
-    await house.register("sql/v1", source="hf://org/sql")
-    await house.settle()
-    await house.ensure("sql/v1")
-    await house.settle()
-    assert (await house.adapter("sql/v1"))["workers"] == ["w0"]
+    service = house_of(engine)
+    await service.join(FakeAgent("w0"))
+    await service.register("sql/v1", source="hf://org/sql")
+    await service.settle()
+    await service.ensure("sql/v1")
+    await service.settle()
+    assert (await service.adapter("sql/v1"))["workers"] == ["w0"]
 
 
 @pytest.mark.fleet
 async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wanted_back(house_of, model, shelf):
     first, second = (start_engine("sim", model) for _ in range(2))
     try:
-        house = house_of(first, second, engine_slots=4, engine_roots=(shelf,))
-        await register(house, shelf)
-        await house.settle()
-        await house.ensure(SQL)
-        await house.settle()
-        (where,) = (await house.adapter(SQL))["workers"]
+        service = house_of(first, second, engine_slots=4, engine_roots=(shelf,))
+        await register(service, shelf)
+        await service.settle()
+        await service.ensure(SQL)
+        await service.settle()
+        (where,) = (await service.adapter(SQL))["workers"]
         gone, left = (first, second) if where == "e0" else (second, first)
         gone.stop()
         for _ in range(6):
-            house.clock.now += 2
-            await house.turn()
+            service.clock.now += 2
+            await service.turn()
         assert held(left).keys() == {f"{SQL}@{DIGEST[:12]}"}
-        states = {w["id"]: w["state"] for w in (await house.http.get("/v1/workers")).json()["data"]}
+        states = {w["id"]: w["state"] for w in (await service.http.get("/v1/workers")).json()["data"]}
         assert states[where] == "lost"
     finally:
         first.stop()
@@ -327,16 +327,16 @@ async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wa
 
 @pytest.mark.fleet
 async def test_a_worker_without_an_agent_is_drained_and_used_again(house_of, engine):
-    house = house_of(engine)
-    await house.turn()
-    (await house.http.post("/v1/workers/e0/drain", json={"deadline_s": 0})).raise_for_status()
+    service = house_of(engine)
+    await service.turn()
+    (await service.http.post("/v1/workers/e0/drain", json={"deadline_s": 0})).raise_for_status()
     for _ in range(3):
-        await house.turn()
-    assert (await house.http.get("/v1/workers/e0")).json()["state"] == "draining"
-    (await house.http.post("/v1/workers/e0/uncordon")).raise_for_status()
-    await house.settle()
-    await house.turn()
-    assert (await house.http.get("/v1/workers/e0")).json()["state"] == "ready"
+        await service.turn()
+    assert (await service.http.get("/v1/workers/e0")).json()["state"] == "draining"
+    (await service.http.post("/v1/workers/e0/uncordon")).raise_for_status()
+    await service.settle()
+    await service.turn()
+    assert (await service.http.get("/v1/workers/e0")).json()["state"] == "ready"
 
 
 @pytest.mark.parametrize(

@@ -72,16 +72,16 @@ def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
     assert (book.wait_s("w0", 10.5), book.in_flight("w0", 10.5)) == (0.0, 0)
 
 
-async def test_an_agent_hears_how_many_requests_routers_have_at_its_engine(house, clock):
+async def test_an_agent_hears_how_many_requests_routers_have_at_its_engine(service, clock):
     agent = FakeAgent("w0")
-    await house.join(agent)
+    await service.join(agent)
     names = ("tiny-qwen", "sql/v1@3f9a1c2b77aa")
     uses = [{"worker_id": "w0", "engine_name": name, "requests": 9, "in_flight": 2} for name in names]
     body = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "uses": uses}
-    (await house.http.post("/v1/usage", json=body)).raise_for_status()
+    (await service.http.post("/v1/usage", json=body)).raise_for_status()
 
     async def told():
-        return (await house.http.post("/v1/workers/register", json=agent.heartbeat())).json()["in_flight"]
+        return (await service.http.post("/v1/workers/register", json=agent.heartbeat())).json()["in_flight"]
 
     assert await told() == 4
     clock.now += 11
@@ -95,47 +95,47 @@ class PooledAgent(FakeAgent):
         return super().metadata() | {"pool": "gold", "load": self.load}
 
 
-async def test_the_leader_tells_each_pools_slots_need_and_wait(house, clock):
+async def test_the_leader_tells_each_pools_slots_need_and_wait(service, clock):
     agent = PooledAgent("w0", slots=3)
-    await house.join(agent)
-    (await house.http.patch("/v1/policy", json={"reserve_slots": 1})).raise_for_status()
-    await house.http.patch("/v1/policy", json={"reserve_slots": 1})
+    await service.join(agent)
+    (await service.http.patch("/v1/policy", json={"reserve_slots": 1})).raise_for_status()
+    await service.http.patch("/v1/policy", json={"reserve_slots": 1})
     for lora_id in ("a/v1", "b/v1", "c/v1"):
-        await house.register(lora_id, policy={"loading": "eager"})
-    await house.settle()
+        await service.register(lora_id, policy={"loading": "eager"})
+    await service.settle()
     agent.load = {"running": 4, "waiting": 2, "mean_request_s": 3.0}
-    await house.beat()
+    await service.beat()
     queues = {"router_id": "r", "boot_id": "b", "seq": 1, "revision_seen": 0, "waits_s": {"w0": 2.5}}
-    (await house.http.post("/v1/usage", json=queues)).raise_for_status()
+    (await service.http.post("/v1/usage", json=queues)).raise_for_status()
 
-    text = (await house.http.get("/metrics")).text
+    text = (await service.http.get("/metrics")).text
     labels = 'base_model="tiny-qwen",pool="gold"'
     assert series(text, "lorafleet_pool_slots") == {labels: 2.0}  # one is kept in reserve
     assert series(text, "lorafleet_pool_slots_wanted") == {labels: 3.0}  # one of them has no room
     assert series(text, "lorafleet_pool_queue_wait_seconds") == {labels: 4.0}
     clock.now += 11
-    assert series((await house.http.get("/metrics")).text, "lorafleet_pool_queue_wait_seconds") == {labels: 1.5}
+    assert series((await service.http.get("/metrics")).text, "lorafleet_pool_queue_wait_seconds") == {labels: 1.5}
 
-    house.whole.leadership.lead_until(0.0)
-    assert series((await house.http.get("/metrics")).text, "lorafleet_pool_slots") == {}
+    service.built.leadership.lead_until(0.0)
+    assert series((await service.http.get("/metrics")).text, "lorafleet_pool_slots") == {}
 
 
-async def test_a_lazy_adapter_needs_a_slot_while_it_is_asked_for(house, clock):
-    await house.join(PooledAgent("w0", slots=4))
-    await house.register("a/v1")
-    await house.ensure("a/v1")
-    await house.settle()
+async def test_a_lazy_adapter_needs_a_slot_while_it_is_asked_for(service, clock):
+    await service.join(PooledAgent("w0", slots=4))
+    await service.register("a/v1")
+    await service.ensure("a/v1")
+    await service.settle()
 
     async def needed():
-        return sum(series((await house.http.get("/metrics")).text, "lorafleet_pool_slots_wanted").values())
+        return sum(series((await service.http.get("/metrics")).text, "lorafleet_pool_slots_wanted").values())
 
-    name = house.agents["w0"].loaded["a/v1"]["engine_name"]
+    name = service.agents["w0"].loaded["a/v1"]["engine_name"]
     for seq in (1, 2):
         use = {"worker_id": "w0", "engine_name": name, "requests": seq}
         body = {"router_id": "r", "boot_id": "b", "seq": seq, "revision_seen": 0, "uses": [use]}
-        (await house.http.post("/v1/usage", json=body)).raise_for_status()
+        (await service.http.post("/v1/usage", json=body)).raise_for_status()
         clock.now += 1
     assert await needed() == 1.0
     clock.now += 120
-    await house.settle()
+    await service.settle()
     assert await needed() == 0.0

@@ -23,22 +23,22 @@ def code(answer):
     return answer.json()["error"]["code"]
 
 
-async def test_registering_is_201_then_200_and_another_source_is_409_that_names_the_way_out(house):
-    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 201
-    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 200
-    answer = await house.http.post("/v1/adapters", json=SPEC | {"source": "file:///other"})
+async def test_registering_is_201_then_200_and_another_source_is_409_that_names_the_way_out(service):
+    assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 201
+    assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 200
+    answer = await service.http.post("/v1/adapters", json=SPEC | {"source": "file:///other"})
     assert (answer.status_code, code(answer)) == (409, "immutable")
     assert "sql/v2" in answer.json()["error"]["message"]
     assert "alias" in answer.json()["error"]["message"]
-    other = await house.http.post("/v1/adapters", json=SPEC | {"tenants": ["acme"]})
+    other = await service.http.post("/v1/adapters", json=SPEC | {"tenants": ["acme"]})
     assert (other.status_code, code(other)) == (409, "already_registered")
 
 
-async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(house):
-    await house.register()
-    assert (await house.http.post("/v1/adapters", json=SPEC | {"digest": "a" * 64})).status_code == 200
-    assert (await house.adapter())["digest"] == "a" * 64
-    answer = await house.http.post("/v1/adapters", json=SPEC | {"digest": "b" * 64})
+async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(service):
+    await service.register()
+    assert (await service.http.post("/v1/adapters", json=SPEC | {"digest": "a" * 64})).status_code == 200
+    assert (await service.adapter())["digest"] == "a" * 64
+    answer = await service.http.post("/v1/adapters", json=SPEC | {"digest": "b" * 64})
     assert (answer.status_code, code(answer)) == (409, "immutable")
 
 
@@ -56,11 +56,11 @@ async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(house):
         {"lora_id": "x", "source": "s", "policy": {"loading": "eagre"}},
     ],
 )
-async def test_a_body_that_is_wrong_is_400_and_registers_nothing(house, body):
-    answer = await house.http.post("/v1/adapters", json=body)
+async def test_a_body_that_is_wrong_is_400_and_registers_nothing(service, body):
+    answer = await service.http.post("/v1/adapters", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+    assert (await service.http.get("/v1/adapters")).json()["data"] == []
 
 
 @pytest.mark.parametrize(
@@ -76,75 +76,75 @@ async def test_a_body_that_is_wrong_is_400_and_registers_nothing(house, body):
     ],
 )
 @pytest.mark.parametrize("said", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(house, method, path, body, said):
-    answer = await house.http.request(method, path, content=body, headers={"content-type": said})
+async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(service, method, path, body, said):
+    answer = await service.http.request(method, path, content=body, headers={"content-type": said})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
     assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
     for listed in ("/v1/adapters", "/v1/catalog", "/v1/history", "/v1/policy"):
-        assert (await house.http.get(listed)).status_code == 200
+        assert (await service.http.get(listed)).status_code == 200
 
 
-async def test_a_body_that_is_not_said_to_be_json_is_400_that_names_the_header(house):
+async def test_a_body_that_is_not_said_to_be_json_is_400_that_names_the_header(service):
     for said in ({}, {"content-type": "application/x-www-form-urlencoded"}):
-        answer = await house.http.post("/v1/adapters", content=json.dumps(SPEC), headers=said)
+        answer = await service.http.post("/v1/adapters", content=json.dumps(SPEC), headers=said)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "content-type")
         assert "expected application/json" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("count", ["NaN", "1e400", "1e308", "-1", "1" + 400 * "0"])
 @pytest.mark.parametrize("name", ["work_s", "requests", "first_token_s"])
-async def test_a_router_that_counts_nonsense_is_refused_and_placement_goes_on(house, clock, name, count):
-    await house.worker()
-    await house.register()
-    await house.settle()
+async def test_a_router_that_counts_nonsense_is_refused_and_placement_goes_on(service, clock, name, count):
+    await service.worker()
+    await service.register()
+    await service.settle()
     use = '{"worker_id": "w0", "engine_name": "sql/v1@0", "%s": %s}'
     body = '{"router_id": "r", "boot_id": "b", "seq": %d, "revision_seen": 1, "uses": [%s]}'
     for seq, said in ((1, "0"), (2, count)):
         clock.now += 1
         text = body % (seq, use % (name, said))
-        answer = await house.http.post("/v1/usage", content=text, headers={"content-type": "application/json"})
+        answer = await service.http.post("/v1/usage", content=text, headers={"content-type": "application/json"})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
-    await house.ensure()
-    await house.settle()
-    assert (await house.adapter())["state"] == "ready"
+    await service.ensure()
+    await service.settle()
+    assert (await service.adapter())["state"] == "ready"
 
 
-async def test_names_of_base_models_aliases_and_adapters_exclude_each_other(house):
-    await house.worker(base_model="tiny-qwen")
-    await house.register()
-    assert (await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})).status_code == 201
+async def test_names_of_base_models_aliases_and_adapters_exclude_each_other(service):
+    await service.worker(base_model="tiny-qwen")
+    await service.register()
+    assert (await service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})).status_code == 201
     for name in ("tiny-qwen", "sql"):
-        answer = await house.http.post("/v1/adapters", json=SPEC | {"lora_id": name})
+        answer = await service.http.post("/v1/adapters", json=SPEC | {"lora_id": name})
         assert (answer.status_code, code(answer)) == (409, "name_taken")
     for name in ("tiny-qwen", "sql/v1"):
-        answer = await house.http.put(f"/v1/aliases/{name}", json={"targets": [{"lora_id": "sql/v1"}]})
+        answer = await service.http.put(f"/v1/aliases/{name}", json={"targets": [{"lora_id": "sql/v1"}]})
         assert (answer.status_code, code(answer)) == (409, "name_taken")
 
 
-async def test_an_alias_needs_targets_that_exist_and_keeps_them_from_being_deleted(house):
-    answer = await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
+async def test_an_alias_needs_targets_that_exist_and_keeps_them_from_being_deleted(service):
+    answer = await service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
     assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
-    await house.register()
+    await service.register()
     body = {"targets": [{"lora_id": "sql/v1", "weight": 2.0}]}
-    assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 201
-    assert (await house.http.put("/v1/aliases/sql", json=body)).status_code == 200
-    assert (await house.http.get("/v1/aliases")).json()["data"] == [{"name": "sql", "pending": None} | body]
-    answer = await house.http.delete("/v1/adapters/sql/v1")
+    assert (await service.http.put("/v1/aliases/sql", json=body)).status_code == 201
+    assert (await service.http.put("/v1/aliases/sql", json=body)).status_code == 200
+    assert (await service.http.get("/v1/aliases")).json()["data"] == [{"name": "sql", "pending": None} | body]
+    answer = await service.http.delete("/v1/adapters/sql/v1")
     assert (answer.status_code, code(answer)) == (409, "in_use")
-    assert (await house.http.delete("/v1/aliases/sql")).status_code == 204
-    answer = await house.http.get("/v1/aliases/sql")
+    assert (await service.http.delete("/v1/aliases/sql")).status_code == 204
+    answer = await service.http.get("/v1/aliases/sql")
     assert (answer.status_code, code(answer)) == (404, "alias_not_found")
-    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+    assert (await service.http.delete("/v1/adapters/sql/v1")).status_code == 204
 
 
-async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(house):
-    await house.register()
-    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
+async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(service):
+    await service.register()
+    assert (await service.http.delete("/v1/adapters/sql/v1")).status_code == 204
     for answer in (
-        await house.http.get("/v1/adapters/sql/v1"),
-        await house.http.delete("/v1/adapters/sql/v1"),
-        await house.ensure(),
-        await house.http.post("/v1/adapters/sql/v1/retry"),
+        await service.http.get("/v1/adapters/sql/v1"),
+        await service.http.delete("/v1/adapters/sql/v1"),
+        await service.ensure(),
+        await service.http.post("/v1/adapters/sql/v1/retry"),
     ):
         assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
 
@@ -158,173 +158,173 @@ async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(ho
         ("https://host/a.zip#hunter2?x", "a fragment", "https://host/a.zip"),
     ],
 )
-async def test_a_source_with_credentials_in_it_is_not_registered_and_not_repeated(house, source, what, shown):
-    answer = await house.http.post("/v1/adapters", json=SPEC | {"source": source})
+async def test_a_source_with_credentials_in_it_is_not_registered_and_not_repeated(service, source, what, shown):
+    answer = await service.http.post("/v1/adapters", json=SPEC | {"source": source})
     assert (answer.status_code, code(answer)) == (400, "source_has_credentials")
     assert f"{shown!r} has {what}" in answer.text
     assert "hunter2" not in answer.text
-    batch = await house.http.post("/v1/adapters:batch", json={"adapters": [SPEC | {"source": source}]})
+    batch = await service.http.post("/v1/adapters:batch", json={"adapters": [SPEC | {"source": source}]})
     assert [row["code"] for row in batch.json()["data"]] == ["source_has_credentials"]
-    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+    assert (await service.http.get("/v1/adapters")).json()["data"] == []
 
 
 @pytest.mark.parametrize("source", ["hf://acme/sql@main", "file:///srv/odd?name#1", "/srv/me@home", "s3://bucket/a@b"])
-async def test_what_only_looks_like_credentials_is_registered(house, source):
-    assert (await house.http.post("/v1/adapters", json=SPEC | {"source": source})).status_code == 201
+async def test_what_only_looks_like_credentials_is_registered(service, source):
+    assert (await service.http.post("/v1/adapters", json=SPEC | {"source": source})).status_code == 201
 
 
-async def test_a_patch_changes_what_it_names_and_nothing_else(house):
-    await house.register(policy={"pinned": True}, tenants=["acme"])
-    item = (await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
+async def test_a_patch_changes_what_it_names_and_nothing_else(service):
+    await service.register(policy={"pinned": True}, tenants=["acme"])
+    item = (await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
     assert (item["policy"]["pinned"], item["policy"]["priority"], item["tenants"]) == (True, 4, ["acme"])
-    item = (await house.http.patch("/v1/adapters/sql/v1", json={"tenants": None})).json()
+    item = (await service.http.patch("/v1/adapters/sql/v1", json={"tenants": None})).json()
     assert (item["policy"]["priority"], item["tenants"]) == (4, None)
-    answer = await house.http.patch("/v1/adapters/sql/v1", json={"source": "file:///other"})
+    answer = await service.http.patch("/v1/adapters/sql/v1", json={"source": "file:///other"})
     assert answer.status_code == 400
 
 
-async def test_lists_are_paged_by_cursor_and_filtered(house):
+async def test_lists_are_paged_by_cursor_and_filtered(service):
     for number in range(5):
-        await house.register(f"a{number}", base_model="qwen" if number % 2 else "llama")
-    first = (await house.http.get("/v1/adapters", params={"limit": 2})).json()
+        await service.register(f"a{number}", base_model="qwen" if number % 2 else "llama")
+    first = (await service.http.get("/v1/adapters", params={"limit": 2})).json()
     assert ([item["lora_id"] for item in first["data"]], first["next"]) == (["a0", "a1"], "a1")
-    await house.http.delete("/v1/adapters/a1")
-    second = (await house.http.get("/v1/adapters", params={"limit": 2, "cursor": first["next"]})).json()
+    await service.http.delete("/v1/adapters/a1")
+    second = (await service.http.get("/v1/adapters", params={"limit": 2, "cursor": first["next"]})).json()
     assert [item["lora_id"] for item in second["data"]] == ["a2", "a3"]
-    last = (await house.http.get("/v1/adapters", params={"limit": 2, "cursor": second["next"]})).json()
+    last = (await service.http.get("/v1/adapters", params={"limit": 2, "cursor": second["next"]})).json()
     assert ([item["lora_id"] for item in last["data"]], last["next"]) == (["a4"], None)
-    only = (await house.http.get("/v1/adapters", params={"base_model": "qwen", "state": "registered"})).json()
+    only = (await service.http.get("/v1/adapters", params={"base_model": "qwen", "state": "registered"})).json()
     assert [item["lora_id"] for item in only["data"]] == ["a3"]
 
 
-async def test_a_batch_takes_what_it_can_and_says_what_it_could_not(house):
-    await house.register("a")
+async def test_a_batch_takes_what_it_can_and_says_what_it_could_not(service):
+    await service.register("a")
     adapters = [
         {"lora_id": "a", "source": "file:///a"},
         {"lora_id": "a", "source": "file:///b"},
         {"lora_id": "b", "source": "file:///b"},
     ]
-    answer = (await house.http.post("/v1/adapters:batch", json={"adapters": adapters})).json()
+    answer = (await service.http.post("/v1/adapters:batch", json={"adapters": adapters})).json()
     assert [item["status"] for item in answer["data"]] == [200, 409, 201]
     assert answer["data"][1]["code"] == "immutable"
 
 
-async def test_a_source_that_no_worker_may_read_is_refused_at_registration(house):
-    a, b = await house.worker("a"), await house.worker("b")
+async def test_a_source_that_no_worker_may_read_is_refused_at_registration(service):
+    a, b = await service.worker("a"), await service.worker("b")
     a.forbidden = b.forbidden = {SPEC["source"]}
-    answer = await house.http.post("/v1/adapters", json=SPEC)
+    answer = await service.http.post("/v1/adapters", json=SPEC)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "source_forbidden", "source")
     assert "outside the folders" in error["message"]
-    assert (await house.http.get(f"/v1/adapters/{SPEC['lora_id']}")).status_code == 404
+    assert (await service.http.get(f"/v1/adapters/{SPEC['lora_id']}")).status_code == 404
     b.forbidden = set()
-    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 201
+    assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 201
     b.forbidden = {SPEC["source"]}
-    assert (await house.http.post("/v1/adapters", json=SPEC)).status_code == 200
+    assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 200
 
 
-async def test_a_dry_run_inspects_and_registers_nothing(house):
-    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+async def test_a_dry_run_inspects_and_registers_nothing(service):
+    answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code(answer)) == (503, "no_worker")
     assert "retry-after" in answer.headers
-    agent = await house.worker()
-    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    agent = await service.worker()
+    answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, answer.json()["rank"]) == (200, 8)
-    assert (await house.http.get("/v1/adapters")).json()["data"] == []
+    assert (await service.http.get("/v1/adapters")).json()["data"] == []
     agent.refuse["sql/v1"] = "adapter_invalid"
-    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code(answer)) == (400, "adapter_invalid")
     agent.refuse.clear()
     agent.ranks[SPEC["source"]] = 65
-    answer = await house.http.post("/v1/adapters?dry_run=1", json=SPEC)
+    answer = await service.http.post("/v1/adapters?dry_run=1", json=SPEC)
     assert (answer.status_code, code(answer)) == (400, "rank_too_big")
-    await house.worker("w1", max_lora_rank=128)
-    assert (await house.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["rank"] == 65
+    await service.worker("w1", max_lora_rank=128)
+    assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["rank"] == 65
 
 
-async def test_the_policy_is_changed_only_by_who_has_seen_it(house):
-    seen = await house.http.get("/v1/policy")
+async def test_the_policy_is_changed_only_by_who_has_seen_it(service):
+    seen = await service.http.get("/v1/policy")
     tag = {"if-match": seen.headers["etag"]}
-    changed = await house.http.patch("/v1/policy", json={"loading": "eager"}, headers=tag)
+    changed = await service.http.patch("/v1/policy", json={"loading": "eager"}, headers=tag)
     assert changed.json() == seen.json() | {"loading": "eager"}
     assert changed.headers["etag"] != seen.headers["etag"]
-    answer = await house.http.put("/v1/policy", json={"loading": "weighted"}, headers=tag)
+    answer = await service.http.put("/v1/policy", json={"loading": "weighted"}, headers=tag)
     assert (answer.status_code, code(answer)) == (412, "precondition_failed")
-    assert (await house.http.get("/v1/policy")).json()["loading"] == "eager"
+    assert (await service.http.get("/v1/policy")).json()["loading"] == "eager"
     for body in ({"loading": "eagre"}, {"lodaing": "eager"}, {"min_replicas": 9, "max_replicas": 2}):
-        assert (await house.http.patch("/v1/policy", json=body)).status_code == 400
+        assert (await service.http.patch("/v1/policy", json=body)).status_code == 400
 
 
-async def test_the_catalog_is_304_until_something_changes(house):
-    await house.register()
-    first = await house.http.get("/v1/catalog")
+async def test_the_catalog_is_304_until_something_changes(service):
+    await service.register()
+    first = await service.http.get("/v1/catalog")
     tag = {"if-none-match": first.headers["etag"]}
     assert first.headers["etag"] == f'"{first.json()["revision"]}"'
-    assert (await house.http.get("/v1/catalog", headers=tag)).status_code == 304
-    await house.register("b")
-    second = await house.http.get("/v1/catalog", headers=tag)
+    assert (await service.http.get("/v1/catalog", headers=tag)).status_code == 304
+    await service.register("b")
+    second = await service.http.get("/v1/catalog", headers=tag)
     assert second.status_code == 200
     assert second.json()["revision"] > first.json()["revision"]
     assert [item["lora_id"] for item in second.json()["adapters"]] == ["b", "sql/v1"]
 
 
-async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(house):
-    await house.worker()
-    await house.turn()
-    before = (await house.catalog())["revision"]
-    await house.settle()
-    assert (await house.catalog())["revision"] == before
+async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(service):
+    await service.worker()
+    await service.turn()
+    before = (await service.catalog())["revision"]
+    await service.settle()
+    assert (await service.catalog())["revision"] == before
 
 
 @pytest.mark.parametrize("name", ["", "w0\r\nset-cookie: a=b", "w0\n", "w\x1b[31m0", "w\u2192", "w" * 254])
-async def test_a_worker_by_a_name_that_no_header_can_have_is_not_taken(house, name):
-    agent = await house.worker()
+async def test_a_worker_by_a_name_that_no_header_can_have_is_not_taken(service, name):
+    agent = await service.worker()
     beat = {"metadata": {**agent.metadata(), "instance_id": name}}
-    answer = await house.http.post("/v1/workers/register", json=beat)
+    answer = await service.http.post("/v1/workers/register", json=beat)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata.instance_id")
-    assert [worker["id"] for worker in (await house.http.get("/v1/workers")).json()["data"]] == [agent.worker_id]
+    assert [worker["id"] for worker in (await service.http.get("/v1/workers")).json()["data"]] == [agent.worker_id]
 
 
-async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(house):
-    await house.worker()
-    await house.register(policy={"max_replicas": 1})
-    assert (await house.http.post("/v1/adapters/sql/v1/ensure")).status_code == 200
-    await house.settle()
-    assert (await house.ensure(replicas=5)).json()["expected_s"] == 0.0
+async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(service):
+    await service.worker()
+    await service.register(policy={"max_replicas": 1})
+    assert (await service.http.post("/v1/adapters/sql/v1/ensure")).status_code == 200
+    await service.settle()
+    assert (await service.ensure(replicas=5)).json()["expected_s"] == 0.0
 
 
-async def test_placements_show_what_is_there_and_what_should_be(house):
-    agent = await house.worker()
+async def test_placements_show_what_is_there_and_what_should_be(service):
+    agent = await service.worker()
     agent.put("orphan", "o")
-    await house.register()
-    await house.ensure()
-    await house.settle()
-    rows = (await house.http.get("/v1/placements")).json()["data"]
+    await service.register()
+    await service.ensure()
+    await service.settle()
+    rows = (await service.http.get("/v1/placements")).json()["data"]
     assert [(row["lora_id"], row["worker_id"], row["state"], row["desired"]) for row in rows] == [
         ("orphan", "w0", "ready", False),
         ("sql/v1", "w0", "ready", True),
     ]
-    rows = (await house.http.get("/v1/placements", params={"lora_id": "sql/v1"})).json()["data"]
+    rows = (await service.http.get("/v1/placements", params={"lora_id": "sql/v1"})).json()["data"]
     assert len(rows) == 1
 
 
-async def test_a_worker_that_never_registered_is_404_with_those_that_did(house):
-    await house.worker()
-    answer = await house.http.post("/v1/workers/w9/cordon")
+async def test_a_worker_that_never_registered_is_404_with_those_that_did(service):
+    await service.worker()
+    answer = await service.http.post("/v1/workers/w9/cordon")
     assert (answer.status_code, code(answer)) == (404, "worker_not_found")
     assert "w0" in answer.json()["error"]["message"]
-    assert (await house.http.get("/v1/workers/w9")).status_code == 404
+    assert (await service.http.get("/v1/workers/w9")).status_code == 404
 
 
-async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(house):
-    await house.register()
-    await house.turn()
-    before = (await house.http.get("/metrics")).text
+async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(service):
+    await service.register()
+    await service.turn()
+    before = (await service.http.get("/metrics")).text
     passes = [line for line in before.splitlines() if line.startswith("lorafleet_orchestrator_pass_seconds_count")]
     assert passes
-    assert (await house.http.delete("/v1/adapters/sql/v1")).status_code == 204
-    assert passes[0] in (await house.http.get("/metrics")).text.splitlines()
-    assert (await house.catalog())["adapters"] == []
+    assert (await service.http.delete("/v1/adapters/sql/v1")).status_code == 204
+    assert passes[0] in (await service.http.get("/metrics")).text.splitlines()
+    assert (await service.catalog())["adapters"] == []
 
 
 async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_house):
@@ -332,25 +332,25 @@ async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_house):
     await before.worker("w0")
     await before.http.post("/v1/workers/w0/cordon")
     await before.close()
-    house = open_house()
-    answer = await house.http.post("/v1/workers/w0/uncordon")
+    service = open_house()
+    answer = await service.http.post("/v1/workers/w0/uncordon")
     assert (answer.status_code, answer.json()["id"], answer.json()["state"]) == (200, "w0", "lost")
-    assert house.store.workers == {}
-    assert (await house.http.post("/v1/workers/w0/uncordon")).status_code == 404
+    assert service.store.workers == {}
+    assert (await service.http.post("/v1/workers/w0/uncordon")).status_code == 404
 
 
-async def test_a_base_model_that_no_ready_worker_serves_is_named_with_those_that_are(house):
-    await house.register("x/v1", base_model="tiny-qwne")
-    await house.settle()
-    assert (await house.adapter("x/v1"))["error"] is None  # there may be one in a moment
-    await house.worker(base_model="tiny-qwen")
-    await house.settle()
+async def test_a_base_model_that_no_ready_worker_serves_is_named_with_those_that_are(service):
+    await service.register("x/v1", base_model="tiny-qwne")
+    await service.settle()
+    assert (await service.adapter("x/v1"))["error"] is None  # there may be one in a moment
+    await service.worker(base_model="tiny-qwen")
+    await service.settle()
     says = "no ready worker serves 'tiny-qwne'; those there are serve ['tiny-qwen']"
-    assert (await house.adapter("x/v1"))["error"] == says
-    assert (await house.ensure("x/v1")).json()["error"] == says
-    await house.worker("w1", base_model="tiny-qwne")
-    await house.settle()
-    assert (await house.adapter("x/v1"))["error"] is None
+    assert (await service.adapter("x/v1"))["error"] == says
+    assert (await service.ensure("x/v1")).json()["error"] == says
+    await service.worker("w1", base_model="tiny-qwne")
+    await service.settle()
+    assert (await service.adapter("x/v1"))["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -360,28 +360,28 @@ async def test_a_base_model_that_no_ready_worker_serves_is_named_with_those_that
         ([{"lora_id": "sql/v1", "weight": 1e308}, {"lora_id": "sql/v2", "weight": 1e308}], "add up"),
     ],
 )
-async def test_an_alias_whose_targets_do_not_add_up_is_refused(house, targets, says):
-    await house.register("sql/v1")
-    await house.register("sql/v2")
-    answer = await house.http.put("/v1/aliases/sql", json={"targets": targets})
+async def test_an_alias_whose_targets_do_not_add_up_is_refused(service, targets, says):
+    await service.register("sql/v1")
+    await service.register("sql/v2")
+    answer = await service.http.put("/v1/aliases/sql", json={"targets": targets})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
     assert says in answer.json()["error"]["message"]
 
 
-async def test_who_may_use_an_adapter_can_be_changed_whatever_bounds_its_policy_has_by_now(house):
-    await house.register("sql/v1", policy={"min_replicas": 100})
-    answer = await house.http.patch("/v1/adapters/sql/v1", json={"tenants": ["acme"]})
+async def test_who_may_use_an_adapter_can_be_changed_whatever_bounds_its_policy_has_by_now(service):
+    await service.register("sql/v1", policy={"min_replicas": 100})
+    answer = await service.http.patch("/v1/adapters/sql/v1", json={"tenants": ["acme"]})
     assert (answer.status_code, answer.json()["tenants"]) == (200, ["acme"])
-    wrong = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 65}})
+    wrong = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 65}})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "policy.min_replicas")
 
 
-async def test_metrics_count_operations_and_replicas_and_bound_their_labels(house):
-    await house.worker()
-    await house.register()
-    await house.ensure()
-    await house.settle()
-    text = (await house.http.get("/metrics")).text
+async def test_metrics_count_operations_and_replicas_and_bound_their_labels(service):
+    await service.worker()
+    await service.register()
+    await service.ensure()
+    await service.settle()
+    text = (await service.http.get("/metrics")).text
     assert 'lora_placement_operations_total{operation="load",outcome="ok"} 1.0' in text
     assert 'lora_replicas_current{lora_id="sql/v1"} 1.0' in text
     assert 'lorafleet_orchestrator_workers{state="ready"} 1.0' in text
@@ -390,11 +390,11 @@ async def test_metrics_count_operations_and_replicas_and_bound_their_labels(hous
 async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
     keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    house = open_house(key_files=(tmp_path / "keys.yaml",))
+    service = open_house(key_files=(tmp_path / "keys.yaml",))
 
     async def status(key, method, path):
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return (await house.http.request(method, path, headers=headers)).status_code
+        return (await service.http.request(method, path, headers=headers)).status_code
 
     for_admins = [
         ("GET", "/v1/adapters"),
@@ -434,7 +434,7 @@ async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
     assert not {await status(key, *heartbeat) for key in ("register", "admin")} & {401, 403}
     for path in ("/health", "/ready", "/metrics"):
         assert await status(None, "GET", path) == 200
-    house = open_house(key_files=(tmp_path / "keys.yaml",), metrics_need_key=True)
+    service = open_house(key_files=(tmp_path / "keys.yaml",), metrics_need_key=True)
     refused |= {"register": 403, "admin": 200}
     assert {key: await status(key, "GET", "/metrics") for key in refused} == refused
     assert await status(None, "GET", "/health") == 200
@@ -451,11 +451,11 @@ async def _next_event(lines):
     return None
 
 
-async def test_events_follow_from_a_revision_live_and_after_a_reconnect(house):
-    await house.register("a")
-    start = (await house.catalog())["revision"]
-    await house.register("b")
-    async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+async def test_events_follow_from_a_revision_live_and_after_a_reconnect(service):
+    await service.register("a")
+    start = (await service.catalog())["revision"]
+    await service.register("b")
+    async with serving(service.built.app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
         async with client.stream("GET", "/v1/events", params={"since": start}) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = answer.aiter_lines()
@@ -466,62 +466,62 @@ async def test_events_follow_from_a_revision_live_and_after_a_reconnect(house):
             assert json.loads((await _next_event(lines))["data"])["lora_id"] == "c"
         async with client.stream("GET", "/v1/events", headers={"last-event-id": event["id"]}) as answer:
             assert json.loads((await _next_event(answer.aiter_lines()))["data"])["lora_id"] == "c"
-        house.whole.stop()
+        service.built.stop()
 
 
 async def test_events_older_than_the_buffer_are_410(open_house):
-    house = open_house(event_buffer=3)
-    start = (await house.catalog())["revision"]
+    service = open_house(event_buffer=3)
+    start = (await service.catalog())["revision"]
     for number in range(3):
-        await house.register(f"a{number}")
-    assert house.reconciler.catalog.events_since(start)
-    await house.register("a9")
+        await service.register(f"a{number}")
+    assert service.reconciler.catalog.events_since(start)
+    await service.register("a9")
     for since in (start, 1, 10**18):
-        answer = await house.http.get("/v1/events", params={"since": since})
+        answer = await service.http.get("/v1/events", params={"since": since})
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
 async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_house):
-    house = open_house()
+    service = open_house()
     async with (
-        serving(house.whole.app) as url,
+        serving(service.built.app) as url,
         httpx.AsyncClient() as client,
         client.stream("GET", f"{url}/v1/events") as it,
     ):
         lines = it.aiter_lines()
         assert (await anext(lines)).startswith(": following")
-        house.whole.leadership.doubt("another leads")
+        service.built.leadership.on_newer_leader("another leads")
         async with within(5):
             assert [line async for line in lines if line] == []
 
 
 async def test_events_of_another_leaders_term_are_410(open_house):
-    house = open_house()
-    before = (await house.catalog())["revision"]
-    await house.whole.leadership.release()
+    service = open_house()
+    before = (await service.catalog())["revision"]
+    await service.built.leadership.release()
     other = open_house()
     await other.register("told-by-the-other")
     between = (await other.catalog())["revision"]
-    await other.whole.leadership.release()
-    await house.reconciler.prepare_term()
-    house.whole.leadership.lead_until(math.inf)
+    await other.built.leadership.release()
+    await service.reconciler.prepare_term()
+    service.built.leadership.lead_until(math.inf)
     for since in (before, between):
-        answer = await house.http.get("/v1/events", params={"since": since})
+        answer = await service.http.get("/v1/events", params={"since": since})
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
 async def test_an_idle_event_stream_says_that_it_is_alive(open_house):
-    house = open_house(keep_alive_s=0.01)
-    stream = house.reconciler.catalog.event_stream(
-        house.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
+    service = open_house(keep_alive_s=0.01)
+    stream = service.reconciler.catalog.event_stream(
+        service.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
     )
     texts = [await asyncio.wait_for(anext(stream), patience(5)) for _ in range(3)]
     assert all(text.startswith(":") for text in texts)
     await stream.aclose()
 
 
-async def test_the_openapi_document_has_an_example_for_every_body_that_people_write(house):
-    paths = (await house.http.get("/openapi.json")).json()["paths"]
+async def test_the_openapi_document_has_an_example_for_every_body_that_people_write(service):
+    paths = (await service.http.get("/openapi.json")).json()["paths"]
     for path, method in (("/v1/adapters", "post"), ("/v1/aliases/{name}", "put"), ("/v1/policy", "put")):
         schema = paths[path][method]["requestBody"]["content"]["application/json"]["schema"]
         assert schema["examples"], path
@@ -580,23 +580,23 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
     await again.wait()
 
 
-async def test_who_leaves_while_it_waits_is_not_waited_for(house):
+async def test_who_leaves_while_it_waits_is_not_waited_for(service):
     def waited_for():
         return [
-            name for name, want in house.reconciler.demand.open_wants(house.clock.now).items() if want.is_waited_for
+            name for name, want in service.reconciler.demand.open_wants(service.clock.now).items() if want.is_waited_for
         ]
 
-    await house.register()
-    async with serving(house.whole.app) as url, httpx.AsyncClient(base_url=url) as client:
+    await service.register()
+    async with serving(service.built.app) as url, httpx.AsyncClient(base_url=url) as client:
         waiting = asyncio.create_task(client.post("/v1/adapters/sql/v1/ensure", json={"wait_s": 600}, timeout=None))
         await until(lambda: waited_for() == ["sql/v1"])
         waiting.cancel()
         await until(lambda: not waited_for())
-        house.reconciler.catalog.changed.notify()  # nobody is woken who would ask on
+        service.reconciler.catalog.changed.notify()  # nobody is woken who would ask on
         await client.get("/health")
         assert not waited_for()
         # It is asked for still, and waited for as soon as somebody asks again.
-        assert house.reconciler.demand.open_wants(house.clock.now).keys() == {"sql/v1"}
+        assert service.reconciler.demand.open_wants(service.clock.now).keys() == {"sql/v1"}
         await client.post("/v1/adapters/sql/v1/ensure")
         assert waited_for() == ["sql/v1"]
 
@@ -612,11 +612,11 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(house):
     ],
 )
 async def test_who_asks_for_an_adapter_says_whose_requests_wait_and_else_it_is_its_only_tenant(
-    house, registered, said, waits
+    service, registered, said, waits
 ):
-    await house.register(tenants=registered)
-    assert (await house.ensure(**said)).status_code == 200
-    assert house.reconciler.demand.open_wants(house.clock.now)["sql/v1"].tenants == waits
+    await service.register(tenants=registered)
+    assert (await service.ensure(**said)).status_code == 200
+    assert service.reconciler.demand.open_wants(service.clock.now)["sql/v1"].tenants == waits
 
 
 @pytest.mark.fleet

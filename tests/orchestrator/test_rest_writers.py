@@ -10,103 +10,103 @@ def code(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_whole_policy_is_put_only_over_the_one_that_was_seen(house):
-    seen = await house.http.get("/v1/policy")
+async def test_a_whole_policy_is_put_only_over_the_one_that_was_seen(service):
+    seen = await service.http.get("/v1/policy")
     body = seen.json() | {"loading": "eager"}
-    assert code(await house.http.put("/v1/policy", json=body)) == (428, "precondition_required")
+    assert code(await service.http.put("/v1/policy", json=body)) == (428, "precondition_required")
     tag = {"if-match": seen.headers["etag"]}
-    first = await house.http.put("/v1/policy", json=body, headers=tag)
+    first = await service.http.put("/v1/policy", json=body, headers=tag)
     assert first.status_code == 200
-    assert code(await house.http.put("/v1/policy", json=seen.json(), headers=tag)) == (412, "precondition_failed")
-    again = await house.http.put("/v1/policy", json=body, headers={"if-match": first.headers["etag"]})
+    assert code(await service.http.put("/v1/policy", json=seen.json(), headers=tag)) == (412, "precondition_failed")
+    again = await service.http.put("/v1/policy", json=body, headers={"if-match": first.headers["etag"]})
     assert again.headers["etag"] == first.headers["etag"]
-    assert (await house.http.put("/v1/policy", json={}, headers={"if-match": "*"})).json() == seen.json()
+    assert (await service.http.put("/v1/policy", json={}, headers={"if-match": "*"})).json() == seen.json()
 
 
-async def test_a_policy_is_in_force_at_the_next_pass(house):
-    agents = [await house.worker(f"w{n}") for n in range(2)]
-    await house.register()
-    await house.settle()
+async def test_a_policy_is_in_force_at_the_next_pass(service):
+    agents = [await service.worker(f"w{n}") for n in range(2)]
+    await service.register()
+    await service.settle()
     assert [len(agent.loaded) for agent in agents] == [0, 0]
-    await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 2}})
-    await house.settle()
+    await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 2}})
+    await service.settle()
     assert [len(agent.loaded) for agent in agents] == [1, 1]
 
 
-async def test_bounds_that_the_policy_has_cut_short_since_keep_nothing_else_of_an_adapter_from_changing(house):
-    await house.register(policy={"min_replicas": 2})
-    await house.http.patch("/v1/policy", json={"max_replicas": 1})
-    changed = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
+async def test_bounds_that_the_policy_has_cut_short_since_keep_nothing_else_of_an_adapter_from_changing(service):
+    await service.register(policy={"min_replicas": 2})
+    await service.http.patch("/v1/policy", json={"max_replicas": 1})
+    changed = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
     assert (changed.status_code, changed.json()["policy"]["priority"]) == (200, 3)
-    refused = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 3}})
+    refused = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"min_replicas": 3}})
     assert code(refused) == (400, "invalid_request")
 
 
-async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(house):
-    await house.register()
-    tag = {"if-match": (await house.http.get("/v1/adapters/sql/v1")).headers["etag"]}
-    mine = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}}, headers=tag)
+async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(service):
+    await service.register()
+    tag = {"if-match": (await service.http.get("/v1/adapters/sql/v1")).headers["etag"]}
+    mine = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}}, headers=tag)
     assert mine.status_code == 200
-    late = await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 9}}, headers=tag)
+    late = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 9}}, headers=tag)
     assert code(late) == (412, "precondition_failed")
-    assert code(await house.http.delete("/v1/adapters/sql/v1", headers=tag)) == (412, "precondition_failed")
-    assert (await house.adapter())["policy"]["priority"] == 3
+    assert code(await service.http.delete("/v1/adapters/sql/v1", headers=tag)) == (412, "precondition_failed")
+    assert (await service.adapter())["policy"]["priority"] == 3
     now = {"if-match": mine.headers["etag"]}
-    assert (await house.http.delete("/v1/adapters/sql/v1", headers=now)).status_code == 204
+    assert (await service.http.delete("/v1/adapters/sql/v1", headers=now)).status_code == 204
 
 
-async def test_what_agents_find_does_not_change_the_etag_that_a_writer_has_seen(house):
-    await house.worker()
-    await house.register()
-    before = (await house.http.get("/v1/adapters/sql/v1")).headers["etag"]
-    await house.ensure()
-    await house.settle()
-    assert (await house.adapter())["state"] == "ready"
-    assert (await house.http.get("/v1/adapters/sql/v1")).headers["etag"] == before
+async def test_what_agents_find_does_not_change_the_etag_that_a_writer_has_seen(service):
+    await service.worker()
+    await service.register()
+    before = (await service.http.get("/v1/adapters/sql/v1")).headers["etag"]
+    await service.ensure()
+    await service.settle()
+    assert (await service.adapter())["state"] == "ready"
+    assert (await service.http.get("/v1/adapters/sql/v1")).headers["etag"] == before
 
 
-async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(house):
-    await house.register("a/v1")
+async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(service):
+    await service.register("a/v1")
     one = {"targets": [{"lora_id": "a/v1", "weight": 1.0}]}
     two = {"targets": [{"lora_id": "a/v1", "weight": 2.0}]}
-    await house.http.put("/v1/aliases/a", json=one)
-    tag = {"if-match": (await house.http.get("/v1/aliases/a")).headers["etag"]}
-    assert (await house.http.put("/v1/aliases/a", json=two, headers=tag)).status_code in (200, 202)
-    assert code(await house.http.put("/v1/aliases/a", json=one, headers=tag)) == (412, "precondition_failed")
-    assert code(await house.http.delete("/v1/aliases/a", headers=tag)) == (412, "precondition_failed")
-    assert code(await house.http.put("/v1/aliases/new", json=one, headers={"if-match": "*"})) == (
+    await service.http.put("/v1/aliases/a", json=one)
+    tag = {"if-match": (await service.http.get("/v1/aliases/a")).headers["etag"]}
+    assert (await service.http.put("/v1/aliases/a", json=two, headers=tag)).status_code in (200, 202)
+    assert code(await service.http.put("/v1/aliases/a", json=one, headers=tag)) == (412, "precondition_failed")
+    assert code(await service.http.delete("/v1/aliases/a", headers=tag)) == (412, "precondition_failed")
+    assert code(await service.http.put("/v1/aliases/new", json=one, headers={"if-match": "*"})) == (
         412,
         "precondition_failed",
     )
 
 
-async def test_the_same_change_twice_is_one_change_and_one_line_of_history(house):
+async def test_the_same_change_twice_is_one_change_and_one_line_of_history(service):
     alias = {"targets": [{"lora_id": "sql/v1"}]}
-    await house.worker()
+    await service.worker()
     for _ in range(2):
-        await house.register()
+        await service.register()
     for _ in range(2):
-        assert (await house.http.put("/v1/aliases/sql", json=alias)).status_code in (200, 201)
-        await house.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
-        await house.http.patch("/v1/policy", json={"loading": "eager"})
-        assert (await house.http.post("/v1/workers/w0/cordon")).json()["state"] == "cordoned"
+        assert (await service.http.put("/v1/aliases/sql", json=alias)).status_code in (200, 201)
+        await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
+        await service.http.patch("/v1/policy", json={"loading": "eager"})
+        assert (await service.http.post("/v1/workers/w0/cordon")).json()["state"] == "cordoned"
     for _ in range(2):
-        assert (await house.http.post("/v1/workers/w0/uncordon")).json()["state"] == "ready"
-    kinds = [entry["kind"] for entry in (await house.http.get("/v1/history")).json()["data"]]
+        assert (await service.http.post("/v1/workers/w0/uncordon")).json()["state"] == "ready"
+    kinds = [entry["kind"] for entry in (await service.http.get("/v1/history")).json()["data"]]
     intent = ["adapter_changed", "adapter_registered", "alias_set", "policy_changed"]
     assert sorted(kinds) == [*intent, "worker_cordoned", "worker_uncordoned"]
 
 
-async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(house):
-    agent = await house.worker()
-    await house.register()
-    await house.ensure()
-    await house.settle()
-    assert [(await house.http.delete("/v1/adapters/sql/v1")).status_code for _ in range(2)] == [202, 202]
-    deleted = (await house.http.get("/v1/history", params={"kind": "adapter_deleted"})).json()["data"]
+async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(service):
+    agent = await service.worker()
+    await service.register()
+    await service.ensure()
+    await service.settle()
+    assert [(await service.http.delete("/v1/adapters/sql/v1")).status_code for _ in range(2)] == [202, 202]
+    deleted = (await service.http.get("/v1/history", params={"kind": "adapter_deleted"})).json()["data"]
     assert len(deleted) == 1
-    house.clock.now += 60
-    await house.settle()
+    service.clock.now += 60
+    await service.settle()
     assert agent.loaded == {}
 
 
@@ -116,16 +116,16 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_pat
         {"sha256": hash_key("root"), "scopes": ["admin"]},
     ]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    house = open_house(key_files=(tmp_path / "keys.yaml",))
+    service = open_house(key_files=(tmp_path / "keys.yaml",))
     mine, root = ({"authorization": f"Bearer {key}"} for key in ("mine", "root"))
     spec = {"lora_id": "sql/v1", "source": "file:///sql"}
-    await house.http.post("/v1/adapters", json=spec, headers=mine)
-    await house.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]}, headers=mine)
-    await house.http.delete("/v1/aliases/sql", headers=root)
-    await house.http.patch("/v1/policy", json={"reserve_slots": 1}, headers=root)
+    await service.http.post("/v1/adapters", json=spec, headers=mine)
+    await service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]}, headers=mine)
+    await service.http.delete("/v1/aliases/sql", headers=root)
+    await service.http.patch("/v1/policy", json={"reserve_slots": 1}, headers=root)
 
     async def lines(path, **query):
-        answer = (await house.http.get(path, params=query, headers=root)).json()
+        answer = (await service.http.get(path, params=query, headers=root)).json()
         return [(entry["kind"], entry["actor"].partition(" (")[0], entry["body"]) for entry in answer["data"]]
 
     assert await lines("/v1/aliases/sql/history") == [
@@ -135,8 +135,8 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_pat
     assert await lines("/v1/history", kind="policy_changed") == [
         ("policy_changed", "operator", {"reserve_slots": [0, 1]})
     ]
-    first = (await house.http.get("/v1/history", params={"limit": 3}, headers=root)).json()
-    second = (await house.http.get("/v1/history", params={"cursor": first["next"]}, headers=root)).json()
+    first = (await service.http.get("/v1/history", params={"limit": 3}, headers=root)).json()
+    second = (await service.http.get("/v1/history", params={"cursor": first["next"]}, headers=root)).json()
     assert [entry["kind"] for entry in first["data"] + second["data"]] == [
         "policy_changed",
         "alias_deleted",
@@ -146,16 +146,16 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_pat
     assert second["next"] is None
 
 
-async def test_a_list_has_what_is_all_that_was_asked_for(house):
-    await house.worker()
-    await house.register("sql/v1", tenants=["acme"])
-    await house.register("sql/v2", base_model="llama")
-    await house.register("tax/v1", tenants=["other"])
-    await house.ensure("sql/v1")
-    await house.settle()
+async def test_a_list_has_what_is_all_that_was_asked_for(service):
+    await service.worker()
+    await service.register("sql/v1", tenants=["acme"])
+    await service.register("sql/v2", base_model="llama")
+    await service.register("tax/v1", tenants=["other"])
+    await service.ensure("sql/v1")
+    await service.settle()
 
     async def ids(**query):
-        return [item["lora_id"] for item in (await house.http.get("/v1/adapters", params=query)).json()["data"]]
+        return [item["lora_id"] for item in (await service.http.get("/v1/adapters", params=query)).json()["data"]]
 
     assert await ids(prefix="sql/") == ["sql/v1", "sql/v2"]
     assert await ids(tenant="acme") == ["sql/v1", "sql/v2"]
@@ -175,40 +175,40 @@ async def test_a_list_has_what_is_all_that_was_asked_for(house):
         ("/v1/history?cursor=x", ("'x'", "integer")),
     ],
 )
-async def test_a_wrong_parameter_is_400_that_says_what_was_found_and_what_is_allowed(house, path, says):
-    answer = await house.http.get(path)
+async def test_a_wrong_parameter_is_400_that_says_what_was_found_and_what_is_allowed(service, path, says):
+    answer = await service.http.get(path)
     assert code(answer) == (400, "invalid_request")
     assert all(text in answer.json()["error"]["message"] for text in says)
 
 
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters/sql/v1/ensure"])
-async def test_tenants_that_are_no_list_are_refused_in_the_words_of_json(house, path):
-    await house.register("sql/v1")
-    answer = await house.http.post(path, json={"lora_id": "law/v1", "source": "file:///law", "tenants": "acme"})
+async def test_tenants_that_are_no_list_are_refused_in_the_words_of_json(service, path):
+    await service.register("sql/v1")
+    answer = await service.http.post(path, json={"lora_id": "law/v1", "source": "file:///law", "tenants": "acme"})
     assert code(answer) == (400, "invalid_request")
     assert answer.json()["error"]["message"] == "tenants: Input should be a list, found 'acme'"
 
 
-async def test_a_backup_over_rest_is_the_store_as_a_file(house, tmp_path):
-    await house.register()
-    answer = await house.http.get("/v1/backup")
+async def test_a_backup_over_rest_is_the_store_as_a_file(service, tmp_path):
+    await service.register()
+    answer = await service.http.get("/v1/backup")
     assert answer.headers["content-type"] == "application/vnd.sqlite3"
     assert answer.content.startswith(b"SQLite format 3")
 
 
-async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(house):
-    agent = await house.worker()
+async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(service):
+    agent = await service.worker()
     ref = {"name": "acme-hub", "key": "token"}
-    item = await house.register("sql/v1", source="hf://acme/sql", secretRef=ref)
+    item = await service.register("sql/v1", source="hf://acme/sql", secretRef=ref)
     assert item["secret_ref"] == ref
-    await house.ensure("sql/v1")
-    await house.settle()
+    await service.ensure("sql/v1")
+    await service.settle()
     said = {verb: body.get("secret") for verb, body in agent.calls}
     assert said == {"inspect_lora": "acme-hub/token", "load_lora": "acme-hub/token"}
-    assert (await house.catalog())["adapters"][0]["secret"] == "acme-hub/token"
-    changed = await house.http.patch("/v1/adapters/sql/v1", json={"secret_ref": {"name": "acme-hub", "key": "new"}})
+    assert (await service.catalog())["adapters"][0]["secret"] == "acme-hub/token"
+    changed = await service.http.patch("/v1/adapters/sql/v1", json={"secret_ref": {"name": "acme-hub", "key": "new"}})
     assert changed.json()["secret_ref"]["key"] == "new"
-    assert (await house.http.patch("/v1/adapters/sql/v1", json={"secret_ref": None})).json()["secret_ref"] is None
+    assert (await service.http.patch("/v1/adapters/sql/v1", json={"secret_ref": None})).json()["secret_ref"] is None
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(house):
         ("hf://acme/sql", {"name": "acme", "key": "k", "value": "hunter2"}, "value: there is no such field"),
     ],
 )
-async def test_a_secret_that_no_worker_could_have_is_refused(house, source, ref, why):
-    answer = await house.http.post("/v1/adapters", json={"lora_id": "sql/v1", "source": source, "secretRef": ref})
+async def test_a_secret_that_no_worker_could_have_is_refused(service, source, ref, why):
+    answer = await service.http.post("/v1/adapters", json={"lora_id": "sql/v1", "source": source, "secretRef": ref})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
     assert "Value error" not in answer.text

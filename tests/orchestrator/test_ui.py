@@ -5,8 +5,8 @@ import re
 from orchestrator.api.ui import PAGE, policy
 
 
-async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(house):
-    answer = await house.http.get("/ui")
+async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(service):
+    answer = await service.http.get("/ui")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
     rule = answer.headers["content-security-policy"]
@@ -22,20 +22,20 @@ def test_the_page_names_no_other_place_and_never_writes_markup():
     assert len(PAGE) < 20_000
 
 
-async def test_every_call_of_the_page_is_a_route(house):
-    paths = (await house.http.get("/openapi.json")).json()["paths"]
+async def test_every_call_of_the_page_is_a_route(service):
+    paths = (await service.http.get("/openapi.json")).json()["paths"]
     called = set(re.findall(r'"(/[a-z0-9/]+)', PAGE))
     assert called == {"/health", "/v1/workers", "/v1/adapters", "/v1/placements", "/v1/events"}
     assert called <= set(paths)
 
 
-async def test_what_is_asked_for_is_shown_as_demand(house):
-    agent = await house.worker()
-    await house.register()
-    await house.ensure()
-    await house.settle()
+async def test_what_is_asked_for_is_shown_as_demand(service):
+    agent = await service.worker()
+    await service.register()
+    await service.ensure()
+    await service.settle()
     name = next(iter(agent.loaded.values()))["engine_name"]
     for seq, requests in ((1, 0), (2, 600)):
         use = {"worker_id": "w0", "engine_name": name, "requests": requests, "in_flight": 0}
-        await house.usage(10**15, use, seq=seq)
-    assert (await house.adapter())["requests_per_s"] > 1
+        await service.usage(10**15, use, seq=seq)
+    assert (await service.adapter())["requests_per_s"] > 1

@@ -96,107 +96,107 @@ class WarmingAgent(FakeAgent):
         return super().metadata() | {"is_warming": is_warming, "transport": {"engine_url": self.url}}
 
 
-async def joined(house, worker_id="new", **shape):
+async def joined(service, worker_id="new", **shape):
     agent = WarmingAgent(worker_id, **shape)
     agent.state = "starting"
-    await house.join(agent)
+    await service.join(agent)
     return agent
 
 
-async def is_warm(house, agent):
-    answer = await house.http.post("/v1/workers/register", json=agent.heartbeat())
+async def is_warm(service, agent):
+    answer = await service.http.post("/v1/workers/register", json=agent.heartbeat())
     return answer.json()["is_warm"]
 
 
-async def report(house, *lora_ids):
+async def report(service, *lora_ids):
     """One router that sends each of these a request a second to w0."""
-    so_far = {"worker_id": "w0", "requests": house.sent, "work_s": house.sent / 10}
-    uses = [so_far | {"engine_name": house.agents["w0"].loaded[name]["engine_name"]} for name in lora_ids]
-    body = {"router_id": "r", "boot_id": "b", "seq": house.sent, "revision_seen": 0, "uses": uses}
-    (await house.http.post("/v1/usage", json=body)).raise_for_status()
-    house.sent += 10
-    house.clock.now += 1.0
+    so_far = {"worker_id": "w0", "requests": service.sent, "work_s": service.sent / 10}
+    uses = [so_far | {"engine_name": service.agents["w0"].loaded[name]["engine_name"]} for name in lora_ids]
+    body = {"router_id": "r", "boot_id": "b", "seq": service.sent, "revision_seen": 0, "uses": uses}
+    (await service.http.post("/v1/usage", json=body)).raise_for_status()
+    service.sent += 10
+    service.clock.now += 1.0
 
 
-async def busy_house(house):
+async def busy_house(service):
     """Twelve adapters on one worker, all of them asked for."""
     names = [f"sql/v{i}" for i in range(12)]
-    await house.worker("w0", slots=16)
+    await service.worker("w0", slots=16)
     for name in names:
-        await house.register(name, policy={"loading": "eager"})
-    await house.settle()
-    house.sent = 1
+        await service.register(name, policy={"loading": "eager"})
+    await service.settle()
+    service.sent = 1
     for _ in range(3):
-        await report(house, *names)
+        await report(service, *names)
     for name in names:
-        (await house.http.patch(f"/v1/adapters/{name}", json={"policy": {"loading": "lazy"}})).raise_for_status()
+        (await service.http.patch(f"/v1/adapters/{name}", json={"policy": {"loading": "lazy"}})).raise_for_status()
     return names
 
 
-async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(house):
-    names = await busy_house(house)
-    agent = await joined(house, slots=16)
-    assert not await is_warm(house, agent)  # nobody has looked yet
-    await house.turn()
+async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(service):
+    names = await busy_house(service)
+    agent = await joined(service, slots=16)
+    assert not await is_warm(service, agent)  # nobody has looked yet
+    await service.turn()
     assert len(agent.loaded) == 4  # as many at once as may be, and not one
-    assert not await is_warm(house, agent)
-    await house.settle()
+    assert not await is_warm(service, agent)
+    await service.settle()
     assert 3 <= len(agent.loaded) < len(names)
-    assert await is_warm(house, agent)
+    assert await is_warm(service, agent)
     before = set(agent.loaded)
     agent.state = "ready"
-    await house.settle()
+    await service.settle()
     assert before <= set(agent.loaded)
 
 
-async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(house):
-    await busy_house(house)
+async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(service):
+    await busy_house(service)
     agent = FakeAgent("new", slots=16)
     agent.state = "starting"
-    await house.join(agent)
-    await house.turn()
+    await service.join(agent)
+    await service.turn()
     agent.__class__ = WarmingAgent
-    assert not await is_warm(house, agent)
-    await house.settle()
+    assert not await is_warm(service, agent)
+    await service.settle()
     assert agent.loaded
-    assert await is_warm(house, agent)
+    assert await is_warm(service, agent)
 
 
-async def test_copies_on_a_worker_that_is_warming_are_nobodys_replicas_and_the_catalog_calls_it_starting(house):
-    names = await busy_house(house)
-    agent = await joined(house, slots=16)
-    await house.settle()
+async def test_copies_on_a_worker_that_is_warming_are_nobodys_replicas_and_the_catalog_calls_it_starting(service):
+    names = await busy_house(service)
+    agent = await joined(service, slots=16)
+    await service.settle()
     assert agent.loaded
-    assert {worker for name in names for worker in (await house.adapter(name))["workers"]} == {"w0"}
-    catalog = (await house.http.get("/v1/catalog")).json()
+    assert {worker for name in names for worker in (await service.adapter(name))["workers"]} == {"w0"}
+    catalog = (await service.http.get("/v1/catalog")).json()
     assert {w["id"]: w["state"] for w in catalog["workers"]} == {"w0": "ready", "new": "starting"}
-    assert len(house.agents["w0"].loaded) == len(names)
+    assert len(service.agents["w0"].loaded) == len(names)
 
 
-async def test_a_share_that_cannot_be_loaded_keeps_no_worker_waiting(house):
-    names = await busy_house(house)
-    agent = await joined(house, slots=16)
+async def test_a_share_that_cannot_be_loaded_keeps_no_worker_waiting(service):
+    names = await busy_house(service)
+    agent = await joined(service, slots=16)
     agent.refuse = dict.fromkeys(names, "disk_full")
     for _ in range(8):
-        await house.turn()
+        await service.turn()
     assert agent.loaded == {}
-    assert await is_warm(house, agent)
+    assert await is_warm(service, agent)
 
 
-async def test_a_worker_that_is_given_nothing_waits_for_nothing(house):
-    await busy_house(house)
-    agent = await joined(house, slots=16)
-    (await house.http.post("/v1/workers/new/cordon")).raise_for_status()
-    await house.turn()
+async def test_a_worker_that_is_given_nothing_waits_for_nothing(service):
+    await busy_house(service)
+    agent = await joined(service, slots=16)
+    (await service.http.post("/v1/workers/new/cordon")).raise_for_status()
+    await service.turn()
     assert agent.loaded == {}
-    assert await is_warm(house, agent)
+    assert await is_warm(service, agent)
 
 
-async def test_a_worker_without_demand_for_anything_is_warm_after_one_pass(house):
-    await house.register()
-    agent = await joined(house)
-    await house.turn()
-    assert await is_warm(house, agent)
+async def test_a_worker_without_demand_for_anything_is_warm_after_one_pass(service):
+    await service.register()
+    agent = await joined(service)
+    await service.turn()
+    assert await is_warm(service, agent)
 
 
 def test_the_new_workers_share_is_of_what_is_hot_now_with_more_weight_on_nobody():

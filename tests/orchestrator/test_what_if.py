@@ -148,20 +148,20 @@ def test_passes_that_do_not_suffice_are_said_not_to():
 # --- over REST ---------------------------------------------------------------------------------------------------
 
 
-async def plan(house, body=None):
-    answer = await house.http.post("/v1/placements/plan", json=body)
+async def plan(service, body=None):
+    answer = await service.http.post("/v1/placements/plan", json=body)
     return answer.status_code, answer.json()
 
 
-async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(house):
-    agents = [await house.worker(f"w{n}") for n in range(3)]
-    await house.register()
-    await house.ensure()
-    await house.settle()
+async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(service):
+    agents = [await service.worker(f"w{n}") for n in range(3)]
+    await service.register()
+    await service.ensure()
+    await service.settle()
     holder = next(agent for agent in agents if agent.loaded)
     calls = [len(agent.calls) for agent in agents]
     status, answer = await plan(
-        house,
+        service,
         {
             "workers_gone": [holder.worker_id],
             "adapters": [{"lora_id": "new/v1", "source": "file:///n", "policy": {"loading": "eager"}, "size_bytes": 7}],
@@ -174,23 +174,23 @@ async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(house
     assert answer["cost"]["bytes"] == 1000 + 7
     assert answer["targets"]["new/v1"] == {"before": 0, "after": 1}
     assert answer["is_settled"]
-    assert (await house.http.get("/v1/adapters/new/v1")).status_code == 404
+    assert (await service.http.get("/v1/adapters/new/v1")).status_code == 404
     assert [len(agent.calls) for agent in agents] == calls
-    assert await house.turn() == []
+    assert await service.turn() == []
 
 
-async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_it_is(house):
+async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_it_is(service):
     for number in range(3):
-        await house.worker(f"w{number}")
-    await house.register()
-    await house.settle()
-    tag = (await house.http.get("/v1/policy")).headers["etag"]
-    _, answer = await plan(house, {"policy": {"loading": "eager", "min_replicas": 3}})
+        await service.worker(f"w{number}")
+    await service.register()
+    await service.settle()
+    tag = (await service.http.get("/v1/policy")).headers["etag"]
+    _, answer = await plan(service, {"policy": {"loading": "eager", "min_replicas": 3}})
     assert answer["cost"]["loads"] == 3
-    _, answer = await plan(house, {"adapter_policies": {"sql/v1": {"min_replicas": 2}}})
+    _, answer = await plan(service, {"adapter_policies": {"sql/v1": {"min_replicas": 2}}})
     assert answer["cost"]["loads"] == 2
-    assert (await house.http.get("/v1/policy")).headers["etag"] == tag
-    assert (await plan(house))[1]["actions"] == []
+    assert (await service.http.get("/v1/policy")).headers["etag"] == tag
+    assert (await plan(service))[1]["actions"] == []
 
 
 @pytest.mark.parametrize(
@@ -206,27 +206,27 @@ async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_i
         ({"passes": 0}, 400, "passes"),
     ],
 )
-async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(house, body, status, says):
-    await house.worker()
-    await house.register()
-    found, answer = await plan(house, body)
+async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(service, body, status, says):
+    await service.worker()
+    await service.register()
+    found, answer = await plan(service, body)
     assert found == status
     assert says in answer["error"]["message"]
 
 
 @pytest.mark.slow
-async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile(house, tmp_path):
-    await house.worker()
-    with house.store.together():
+async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile(service, tmp_path):
+    await service.worker()
+    with service.store.together():
         for number in range(300):
             known = {"loading": "eager", "min_replicas": 4, "base_model": "tiny-qwen", "rank": 8}
-            house.store.put_adapter(
+            service.store.put_adapter(
                 RegisteredAdapter(lora_id=f"a{number}", source="s", digest=f"{number:064}", **known)
             )
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     lease = FileLease(tmp_path / "lease", holder="x")
     ask = {"workers_more": [{"count": 30}], "passes": 20}
-    plans = [asyncio.create_task(house.http.post("/v1/placements/plan", json=ask)) for _ in range(3)]
+    plans = [asyncio.create_task(service.http.post("/v1/placements/plan", json=ask)) for _ in range(3)]
     await until(lambda: any(thread.name.startswith("ThreadPool") for thread in threading.enumerate()))
     assert await lease.read() is None
     assert not any(plan.done() for plan in plans)
@@ -234,8 +234,8 @@ async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile
     lease.close()
 
 
-async def test_more_workers_than_can_be_thought_through_are_refused(house):
-    await house.worker()
-    answer = await house.http.post("/v1/placements/plan", json={"workers_more": [{"count": 1000}] * 3})
+async def test_more_workers_than_can_be_thought_through_are_refused(service):
+    await service.worker()
+    answer = await service.http.post("/v1/placements/plan", json={"workers_more": [{"count": 1000}] * 3})
     assert answer.status_code == 400
     assert "3000 more workers are supposed, at most 2000" in answer.json()["error"]["message"]
