@@ -42,8 +42,8 @@ class SimulatedEngine:
             chain=chain,
             prompt_tokens=prompt_tokens,
             reply=[0] * answer_tokens,
-            reply_ended=FinishReason.LENGTH,
-            arrived=self.now,
+            reply_finish_reason=FinishReason.LENGTH,
+            arrived_at=self.now,
         )
         self.batch.add(job)
         return job
@@ -54,7 +54,7 @@ class SimulatedEngine:
         if self._step is None:
             if not self.batch.has_work:
                 return inf
-            step = self.batch.begin(self.now)
+            step = self.batch.begin_step(self.now)
             self._step = step, self.now + step.duration_s
         return self._step[1]
 
@@ -75,22 +75,22 @@ class SimulatedEngine:
             self.read_at += 1.0
 
     def _ended(self, step: EngineStep, now: float) -> Sequence[EngineJob]:
-        told, totals = self.batch.end(step, now), self.totals
+        told, totals = self.batch.end_step(step, now), self.totals
         totals["steps"] += bool(told)
         for job in told:
             computed = job.prompt_tokens - job.cached_tokens
-            assert job.first_token is not None
-            assert job.scheduled is not None
+            assert job.first_token_at is not None
+            assert job.scheduled_at is not None
             if job.produced == 1:
                 totals["computed_tokens"] += computed
                 totals["first_tokens"] += 1
             else:
                 totals["token_gaps"] += 1
                 totals["gap_seconds"] += job.gap_s
-            if job.ended is not None:
+            if job.finish_reason is not None:
                 totals["ended"] += 1
                 totals["ended_prefill_tokens"] += computed
-                totals["ended_prefill_seconds"] += job.first_token - job.scheduled
+                totals["ended_prefill_seconds"] += job.first_token_at - job.scheduled_at
                 totals["ended_output_tokens"] += job.produced
-                totals["ended_seconds"] += now - job.scheduled
+                totals["ended_seconds"] += now - job.scheduled_at
         return told

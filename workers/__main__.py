@@ -9,7 +9,7 @@ from lorafleet.service.auth import KeyFileError
 from lorafleet.service.settings import SettingsError, load_or_exit
 from workers.app import main
 from workers.config import WorkerSettings
-from workers.engines.adopt import CommandError, adopted
+from workers.engines.command import CommandError, settings_from_command
 
 PROG = "python -m workers"
 
@@ -22,7 +22,7 @@ def run() -> None:
     logs.configure("worker", log_format=settings.log_format, level=settings.log_level)
     own_command = arguments[cut + 1 :]
     try:
-        agreed = adopted(settings, own_command, os.environ)
+        agreed = settings_from_command(settings, own_command, os.environ)
         serve.run(lambda: main(agreed, own_command))
     except (CommandError, KeyFileError, SettingsError, OSError) as exc:
         print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the process could not start)

@@ -38,7 +38,7 @@ from workers.core.addresses import parse_networks
 from workers.core.errors import WorkerError
 from workers.core.manifest import AdapterRules
 from workers.core.retry import RetryPolicy
-from workers.engines.connector import named_connector
+from workers.engines.kv_connector import connector_from_command
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraManager
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
@@ -158,7 +158,7 @@ def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Conne
     """The KV connector that the engine's command names; None if it names none. Raises CommandError."""
     if settings.engine_url or settings.engine == "sglang":
         return None
-    return named_connector((*own_command, *settings.engine_args))
+    return connector_from_command((*own_command, *settings.engine_args))
 
 
 def _require_model(settings: WorkerSettings) -> None:

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import ServiceSettings, Url, whole_url
 from lorafleet.service.sockets import UNIX_PATH_BYTES
-from workers.engines.base import STATIC
+from workers.engines.base import STATIC_ENGINES
 
 
 def _home(kind: str) -> Path:
@@ -207,7 +207,7 @@ class WorkerSettings(ServiceSettings):
     @field_validator("engine", mode="before")
     @classmethod
     def _refuse_static_engine(cls, kind: object) -> object:
-        if isinstance(kind, str) and (traits := STATIC.get(kind)):
+        if isinstance(kind, str) and (traits := STATIC_ENGINES.get(kind)):
             raise ValueError(
                 f"{kind} takes adapters {traits.takes_adapters} alone, so no agent can load them; an agent drives vllm,"
                 " sglang or sim; see docs/engines.md"

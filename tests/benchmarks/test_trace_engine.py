@@ -38,25 +38,29 @@ def by_batch(drawn, hardware):
     )  # fmt: skip
     batch = EngineBatch(BlockPool(hardware.blocks + 1, BLOCK), pace)
     jobs = []
-    for arrived, adapter, prompt, output in drawn:
+    for arrived_at, adapter, prompt, output in drawn:
         name = str(adapter) if adapter else None
         chain = BlockChain(list(prompt), ChainRoot(lora_name=name), BLOCK)
         reply = [-1 - len(jobs)] * output  # nobody else's
         job = EngineJob(
-            chain=chain, prompt_tokens=len(prompt), reply=reply, reply_ended=FinishReason.LENGTH, arrived=arrived
+            chain=chain,
+            prompt_tokens=len(prompt),
+            reply=reply,
+            reply_finish_reason=FinishReason.LENGTH,
+            arrived_at=arrived_at,
         )
         job.adapter = adapter or None
         jobs.append(job)
     line, now, loads = list(jobs), 0.0, 0
     while line or batch.has_work:
         if not batch.has_work:
-            now = max(now, line[0].arrived)
-        while line and line[0].arrived <= now:
+            now = max(now, line[0].arrived_at)
+        while line and line[0].arrived_at <= now:
             batch.add(line.pop(0))
-        step = batch.begin(now)
+        step = batch.begin_step(now)
         loads += len(step.reloads)
         now += step.duration_s
-        batch.end(step, now)
+        batch.end_step(step, now)
     return jobs, batch, loads
 
 
@@ -70,11 +74,11 @@ def by_engine(drawn, hardware):
         keys = [names.setdefault((adapter, *prompt[:end]), len(names)) for end in full]
         jobs.append(TraceJob(number, keys, len(prompt), output, adapter or None))
     held = set()
-    line = [(arrived, job) for (arrived, *_), job in zip(drawn, jobs, strict=True)]
+    line = [(arrived_at, job) for (arrived_at, *_), job in zip(drawn, jobs, strict=True)]
     while line or engine.due < NEVER:
         if line and line[0][0] <= engine.due:
-            arrived, job = line.pop(0)
-            engine.add(job, arrived)
+            arrived_at, job = line.pop(0)
+            engine.add(job, arrived_at)
         else:
             engine.finish()
         for key, is_new in engine.blocks.take_changes():
@@ -92,9 +96,9 @@ def test_the_fast_engine_does_what_the_sims_batch_does(seed, blocks):
     slow, batch, loads = by_batch(drawn, hardware)
     fast, engine = by_engine(drawn, hardware)
     for one, other in zip(slow, fast, strict=True):
-        assert other.scheduled == pytest.approx(one.scheduled)
-        assert other.first_token == pytest.approx(one.first_token)
-        assert other.last_token == pytest.approx(one.last_token)
+        assert other.scheduled_at == pytest.approx(one.scheduled_at)
+        assert other.first_token_at == pytest.approx(one.first_token_at)
+        assert other.last_token_at == pytest.approx(one.last_token_at)
         assert (other.cached_tokens, other.preemptions) == (one.cached_tokens, one.preemptions)
     assert engine.counters.loads == loads
     assert len(engine.blocks.first) == len(batch.pool.copies)

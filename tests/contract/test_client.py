@@ -24,7 +24,7 @@ from tests.patience import within
 from tests.workers.broken import BrokenAdapter, pairs
 from workers.core.errors import EngineError
 from workers.engines.base import EngineClient
-from workers.engines.kinds import connect
+from workers.engines.kinds import engine_client
 
 BASE, BLOCK = "tiny-qwen", 32
 KINDS = ["sim", "sglang", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -97,7 +97,7 @@ class ClientUnderTest:
 
 @pytest.fixture
 async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncIterator[ClientUnderTest]:
-    engine = connect(running.kind, running.url)
+    engine = engine_client(running.kind, running.url)
     context = zmq.asyncio.Context()
     sub = context.socket(zmq.SUB)
     sub.set_hwm(0)
@@ -108,7 +108,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
             bench = ClientUnderTest(running.kind, engine, http, sub, adapters)
             await _until_heard(bench)
             yield bench
-            for name in await engine.adapters():
+            for name in await engine.list_adapters():
                 await engine.unload(name, timeout_s=30)
     finally:
         await engine.aclose()
@@ -130,16 +130,16 @@ async def _until_heard(bench: ClientUnderTest) -> None:
 async def test_a_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: ClientUnderTest) -> None:
     for _ in range(2):
         await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
-        assert await bench.engine.adapters() == {"sql/v1@1": str(bench.adapters["sql"])}
+        assert await bench.engine.list_adapters() == {"sql/v1@1": str(bench.adapters["sql"])}
 
 
 async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     for _ in range(2):
         await bench.engine.unload("sql/v1@1", timeout_s=30)
-        assert await bench.engine.adapters() == {}
+        assert await bench.engine.list_adapters() == {}
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
-    assert "sql/v1@1" in await bench.engine.adapters()
+    assert "sql/v1@1" in await bench.engine.list_adapters()
 
 
 async def test_a_name_that_is_taken_by_other_files_is_refused(bench: ClientUnderTest) -> None:
@@ -158,7 +158,7 @@ async def test_a_bad_adapter_is_refused_with_the_engines_reason(
     with pytest.raises(EngineError, match=said) as refused:
         await bench.engine.load("bad@1", bad_adapters[fault], timeout_s=30)
     assert refused.value.code == "adapter_refused"
-    assert await bench.engine.adapters() == {}
+    assert await bench.engine.list_adapters() == {}
 
 
 async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_by(bench: ClientUnderTest) -> None:
@@ -181,7 +181,7 @@ async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_mod
 
 
 async def test_it_says_its_shape(bench: ClientUnderTest) -> None:
-    shape = await bench.engine.shape()
+    shape = await bench.engine.read_shape()
     assert (shape.block_size, shape.max_model_len, shape.model_name) == (BLOCK, 2048, BASE)
     assert shape.total_kv_blocks == 256
 
@@ -226,7 +226,7 @@ async def test_its_answers_say_how_much_was_cached(bench: ClientUnderTest) -> No
 
 async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: ClientUnderTest) -> None:
     assert await bench.engine.is_healthy(timeout_s=10)
-    assert await bench.engine.gives_tokens(BASE, timeout_s=30)
+    assert await bench.engine.can_generate(BASE, timeout_s=30)
     assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
 
 
@@ -242,15 +242,15 @@ async def test_where_its_core_hangs_its_health_route_is_well_and_no_counter_move
         try:
             for core in cores:
                 os.kill(core, signal.SIGSTOP)
-            assert not await bench.engine.gives_tokens(BASE, timeout_s=1)
+            assert not await bench.engine.can_generate(BASE, timeout_s=1)
             scrape = await bench.engine.scrape()
             assert await bench.engine.is_healthy(timeout_s=10)
-            assert not await bench.engine.gives_tokens(BASE, timeout_s=1)
+            assert not await bench.engine.can_generate(BASE, timeout_s=1)
             assert await bench.engine.scrape() == scrape
         finally:
             for core in cores:
                 os.kill(core, signal.SIGCONT)
-    assert await bench.engine.gives_tokens(BASE, timeout_s=30)
+    assert await bench.engine.can_generate(BASE, timeout_s=30)
     assert await bench.engine.scrape() != scrape
 
 
@@ -271,9 +271,9 @@ def _cores(server: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_an_engine_that_is_not_there_is_unreachable(kind: str) -> None:
-    gone = connect(kind, "http://127.0.0.1:1")
+    gone = engine_client(kind, "http://127.0.0.1:1")
     assert not await gone.is_healthy(timeout_s=1)
-    for ask in (gone.adapters, gone.scrape, gone.shape, gone.boot_mark):
+    for ask in (gone.list_adapters, gone.scrape, gone.read_shape, gone.boot_mark):
         with pytest.raises(EngineError) as refused:
             await ask()
         assert refused.value.code == "engine_unreachable"
@@ -378,7 +378,7 @@ async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
     with pytest.raises(EngineError, match=said) as refused:
         await bench.engine.load("flawed@1", BrokenAdapter("flawed", None, **flaw).write(tmp_path), timeout_s=30)
     assert refused.value.code == "adapter_refused"
-    assert await bench.engine.adapters() == {}
+    assert await bench.engine.list_adapters() == {}
 
 
 @only_sglang
@@ -415,7 +415,7 @@ async def test_an_unloaded_adapter_comes_back_when_it_is_asked_for_and_is_listed
     await bench.engine.load("ghost/v1@1", files, timeout_s=30)
     await bench.engine.unload("ghost/v1@1", timeout_s=30)
     await bench.text("x", "ghost/v1@1")
-    assert "ghost/v1@1" in await bench.engine.adapters()
+    assert "ghost/v1@1" in await bench.engine.list_adapters()
     await bench.engine.unload("ghost/v1@1", timeout_s=30)
     shutil.rmtree(files)
     refused = await bench.ask("x", "ghost/v1@1")

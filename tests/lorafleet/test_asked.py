@@ -13,7 +13,7 @@ from lorafleet.local.options import FleetOptions, asked, device_groups, lora_roo
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
-from workers.engines.adopt import adopted
+from workers.engines.command import settings_from_command
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
@@ -48,7 +48,7 @@ def settings_of(
     lists = commands.agents_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
     for name, value in {**(environment or {}), **lists}.items():
         monkeypatch.setenv(name, value)
-    return adopted(load(WorkerSettings, command[4:], prog="workers"), (), {})
+    return settings_from_command(load(WorkerSettings, command[4:], prog="workers"), (), {})
 
 
 def last(words: Sequence[str], flag: str) -> str:

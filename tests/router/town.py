@@ -147,7 +147,7 @@ class SimulatedFleet:
             if job.produced == 1:
                 sent.asked.first_at = self.now
                 self.scheduler.load.record_first_token(sent.flight, self.now)
-            if job.ended is not None:
+            if job.finish_reason is not None:
                 sent.asked.ended_at = self.now
                 del self._sent[job]
                 self.scheduler.load.remove(sent.flight, self.now)

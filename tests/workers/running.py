@@ -19,13 +19,13 @@ from tests.patience import patience, until
 from tests.serving import serving
 from workers.app import build
 from workers.config import TIMERS, AgentTimers, WorkerSettings
-from workers.engines.adopt import adopted
-from workers.engines.sim.__main__ import service_of
+from workers.engines.command import settings_from_command
+from workers.engines.sim.__main__ import handlers_of
 from workers.engines.sim.app import make_app
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.publisher import KVEventPublisher
-from workers.engines.sim.settings import parse
+from workers.engines.sim.settings import parse_settings
 
 _SLOTS = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
 SIM = ("--engine", "sim", *_SLOTS)
@@ -56,7 +56,7 @@ class RunningWorker:
         settings, own_command = load(WorkerSettings, words[:cut], prog="agent"), words[cut + 1 :]
         sock = bind("127.0.0.1", 0)
         try:
-            agreed = adopted(settings, own_command, os.environ)
+            agreed = settings_from_command(settings, own_command, os.environ)
             worker = build(agreed, port=sock.getsockname()[1], own_command=own_command, timers=timers)
         except BaseException:
             sock.close()
@@ -139,14 +139,14 @@ async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
     # Abstract (`@`): no file is left, and pytest's folders are too long for a socket's path.
     endpoints = {name: f"ipc://@{uuid.uuid4().hex}" for name in ("endpoint", "replay_endpoint")}
     events = {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
-    settings = parse(
+    settings = parse_settings(
         (*words, "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)),
         {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
     )
     publisher = KVEventPublisher(settings.kv_events)
     engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=lambda: None)
     try:
-        async with serving(make_app(service_of(settings, engine), engine.run)) as url:
+        async with serving(make_app(handlers_of(settings, engine), engine.run)) as url:
             yield url
     finally:
         await asyncio.to_thread(publisher.close)

@@ -10,7 +10,7 @@ from lorafleet.engine.metrics_page import parse_metrics
 from lorafleet.service.http import envelope
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
-from workers.engines.launch import launch
+from workers.engines.launch import launch_command
 from workers.engines.process import without_secrets
 
 COMMON = {"model": "/models/m", "served_model_name": "m"}
@@ -25,7 +25,7 @@ def flag(command, name: str) -> str:
 
 
 def test_on_a_gpu_vllms_own_choices_stand():
-    start = launch(settings(device_profile="gpu"), port=8100, topic="kv@b")
+    start = launch_command(settings(device_profile="gpu"), port=8100, topic="kv@b")
     assert "--enforce-eager" not in start.command
     assert "--block-size" not in start.command
     assert not any(name.startswith(("VLLM_CPU", "OMP")) for name in start.environment)
@@ -33,14 +33,14 @@ def test_on_a_gpu_vllms_own_choices_stand():
 
 
 def test_on_a_cpu_the_light_recipe_is_used():
-    start = launch(settings(device_profile="cpu"), port=8100, topic="kv@b")
+    start = launch_command(settings(device_profile="cpu"), port=8100, topic="kv@b")
     assert flag(start.command, "--block-size") == "32"
     assert "--enforce-eager" in start.command
     assert start.environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_kv_events_go_to_sockets_that_vllm_binds_under_this_boots_topic():
-    events = json.loads(flag(launch(settings(), port=1, topic="kv@b").command, "--kv-events-config"))
+    events = json.loads(flag(launch_command(settings(), port=1, topic="kv@b").command, "--kv-events-config"))
     assert events["topic"] == "kv@b"
     assert events["endpoint"].startswith("ipc:///")
     assert events["endpoint"] != events["replay_endpoint"]
@@ -48,7 +48,7 @@ def test_kv_events_go_to_sockets_that_vllm_binds_under_this_boots_topic():
 
 def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
     own = ("vllm", "serve", "/other", "--max-loras=7", "--port", "9")
-    command = launch(settings(), port=9, topic="t", own_command=own).command
+    command = launch_command(settings(), port=9, topic="t", own_command=own).command
     assert command[:6] == own
     assert "--model" not in command
     assert "--max-loras" not in command
@@ -56,7 +56,7 @@ def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
 
 
 def test_sglang_is_started_with_what_an_agent_needs_of_it():
-    start = launch(settings(engine="sglang", max_loras=4, num_gpu_blocks_override=100), port=7, topic="kv@b")
+    start = launch_command(settings(engine="sglang", max_loras=4, num_gpu_blocks_override=100), port=7, topic="kv@b")
     command = start.command
     assert command[1:4] == ("-P", "-m", "sglang.launch_server")
     assert {"--enable-lora", "--enable-metrics", "--enable-cache-report"} <= set(command)
@@ -70,12 +70,12 @@ def test_sglang_is_started_with_what_an_agent_needs_of_it():
 
 
 def test_sglang_on_a_cpu_has_no_timer_of_gpu_time_which_would_end_it_and_no_triton(monkeypatch):
-    on_gpu = launch(settings(engine="sglang"), port=7, topic="t")
+    on_gpu = launch_command(settings(engine="sglang"), port=7, topic="t")
     assert on_gpu.environment["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] == "1"
     assert "--lora-backend" not in on_gpu.command
-    by_profile = launch(settings(engine="sglang", device_profile="cpu"), port=7, topic="t")
+    by_profile = launch_command(settings(engine="sglang", device_profile="cpu"), port=7, topic="t")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    for start in (by_profile, launch(settings(engine="sglang"), port=7, topic="t")):
+    for start in (by_profile, launch_command(settings(engine="sglang"), port=7, topic="t")):
         assert start.environment["SGLANG_USE_CPU_ENGINE"] == "1"
         assert "SGLANG_ENABLE_METRICS_DEVICE_TIMER" not in start.environment
         assert flag(start.command, "--lora-backend") == "torch_native"
@@ -83,7 +83,7 @@ def test_sglang_on_a_cpu_has_no_timer_of_gpu_time_which_would_end_it_and_no_trit
 
 def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
     own = ("python", "-m", "sglang.launch_server", "--model", "/other", "--page-size=64")
-    command = launch(settings(engine="sglang"), port=9, topic="t", own_command=own).command
+    command = launch_command(settings(engine="sglang"), port=9, topic="t", own_command=own).command
     assert command[:6] == own
     assert "--model-path" not in command
     assert "--page-size" not in command

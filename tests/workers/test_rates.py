@@ -153,7 +153,7 @@ def after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float,
         for reading in readings:
             rates.add(reading)
         for job in told:
-            if job.ended is not None and left:
+            if job.finish_reason is not None and left:
                 engine.ask(*left.pop(0))
     for reading in engine.advance(engine.now + 2.0)[0]:
         rates.add(reading)

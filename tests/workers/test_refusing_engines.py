@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from lorafleet.kv.connectors import CONNECTORS
 from tests.serving import serving
 from tests.workers.running import SIM, RunningWorker, code, post
-from workers.engines.kinds import connect
+from workers.engines.kinds import engine_client
 from workers.wire import Metadata
 
 MODEL = "tiny-qwen"
@@ -99,8 +99,8 @@ async def test_engine_that_the_agent_starts_is_judged_by_its_command(agent_model
 async def test_sglangs_outer_caches_count_as_connectors_that_are_not_known(arguments, separation):
     app = Starlette(routes=[Route("/server_info", lambda _: JSONResponse({"page_size": 16, **arguments}))])
     async with serving(app) as url:
-        engine = connect("sglang", url)
-        found = await engine.connector()
+        engine = engine_client("sglang", url)
+        found = await engine.kv_connector()
         await engine.aclose()
     assert (found.separation, found.is_known) == (separation, separation == "safe")
 

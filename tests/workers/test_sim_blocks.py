@@ -50,9 +50,9 @@ def test_hashes_are_numbers_of_64_bits_or_32_bytes() -> None:
 
 def test_a_prefix_hashes_alike_whatever_follows_and_differently_under_each_root() -> None:
     one, other = BlockChain([1] * 8, ChainRoot(), BLOCK), BlockChain([1] * 4 + [2] * 4, ChainRoot(), BLOCK)
-    assert one.extend()[0] == other.extend()[0]
-    assert one.extend()[1] != other.extend()[1]
-    assert len({BlockChain([1] * 4, root, BLOCK).extend()[0] for root in ROOTS}) == len(ROOTS)
+    assert one.update_hashes()[0] == other.update_hashes()[0]
+    assert one.update_hashes()[1] != other.update_hashes()[1]
+    assert len({BlockChain([1] * 4, root, BLOCK).update_hashes()[0] for root in ROOTS}) == len(ROOTS)
 
 
 class PoolAgainstList(RuleBasedStateMachine):
@@ -84,16 +84,16 @@ class PoolAgainstList(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from(FOREST), root=st.sampled_from(ROOTS))
     def come(self, tokens: list[int], root: ChainRoot) -> None:
         chain = BlockChain(list(tokens), root, BLOCK)
-        hits = self.pool.match(chain)
+        hits = self.pool.cached_prefix(chain)
         expected = self.hits(tokens, root)
         assert len(hits) == len(expected)
         assert [self.content[hit] for hit in hits] == [self.content[block] for block in expected]
         missing = -(-len(tokens) // BLOCK) - len(hits)
         fits = missing + sum(hit in self.order for hit in hits) <= len(self.order)
-        assert self.pool.room_for(hits, missing) == fits
+        assert self.pool.has_room_for(hits, missing) == fits
         if not fits:
             return
-        self.pool.hold(hits)
+        self.pool.add_references(hits)
         self.order = [block for block in self.order if block not in hits]
         taken, self.order = self.order[:missing], self.order[missing:]
         for block in taken:
@@ -141,7 +141,7 @@ class PoolAgainstList(RuleBasedStateMachine):
         expected: Counter[Any] = Counter()
         for root_key in self.content.values():
             name, path, salt, tokens = root_key
-            digest = BlockChain(list(tokens), ChainRoot(None, name, path, salt), BLOCK).extend()[-1]
+            digest = BlockChain(list(tokens), ChainRoot(None, name, path, salt), BLOCK).update_hashes()[-1]
             expected[int.from_bytes(digest[-8:], "big")] += 1
         assert +self.announced == expected
 

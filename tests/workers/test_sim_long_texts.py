@@ -8,11 +8,11 @@ import pytest
 
 from lorafleet.local.tiny_model import make_model
 from tests.patience import within
-from workers.engines.sim.__main__ import service_of
+from workers.engines.sim.__main__ import handlers_of
 from workers.engines.sim.app import make_app
 from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.metrics import SimMetrics
-from workers.engines.sim.settings import parse
+from workers.engines.sim.settings import parse_settings
 
 CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 
@@ -42,9 +42,9 @@ def model(tmp_path_factory):
 @pytest.fixture
 async def sim(model):
     """(service, client) of an engine in this process."""
-    settings = parse(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
+    settings = parse_settings(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
     engine = SimEngine(settings, None, SimMetrics(settings), on_death=lambda: None)
-    service = service_of(settings, engine)
+    service = handlers_of(settings, engine)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(make_app(service, engine.run)), base_url="http://sim"
     ) as c:
@@ -63,7 +63,7 @@ def asking(path: str, text: str) -> dict:
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS, TOKENIZE])
 async def test_others_are_answered_while_a_long_text_is_tokenized(sim, path):
     service, client = sim
-    service.tokenizer = held = HeldTokenizer(service.tokenizer)
+    service.prompts.tokenizer = held = HeldTokenizer(service.prompts.tokenizer)
     long = asyncio.create_task(client.post(path, json=asking(path, "one two " * 5000)))
     try:
         async with within(30):
@@ -77,11 +77,11 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(sim, path):
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(sim, path):
     service, client = sim
-    service.tokenizer = held = HeldTokenizer(service.tokenizer)
+    service.prompts.tokenizer = held = HeldTokenizer(service.prompts.tokenizer)
     held.go_on.set()
     answer = await client.post(path, json=asking(path, "a" * 2_000_000))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "input_text")
-    assert f"more than {20_000 * service.tokenizer.max_chars_per_token} characters" in error["message"]
+    assert f"more than {20_000 * service.prompts.tokenizer.max_chars_per_token} characters" in error["message"]
     assert not held.begun.is_set()
     assert (await client.post(path, json=asking(path, "one " * 3000))).status_code == 200

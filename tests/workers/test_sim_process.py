@@ -14,7 +14,7 @@ import pytest
 from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.engines import RunningEngine, start_engine
 from tests.patience import patience, wait_until
-from workers.engines.sim.settings import parse
+from workers.engines.sim.settings import parse_settings
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_a_flag_it_cannot_honour_is_refused_by_name(
     model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse(["--model", str(model_dir), *flags], {})
+        parse_settings(["--model", str(model_dir), *flags], {})
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
 

@@ -20,14 +20,16 @@ def make_batch(blocks: int = 100, **changes: float) -> EngineBatch:
     return EngineBatch(BlockPool(blocks + 1, BLOCK), EngineLimits(**(limits | rates | changes)))  # type: ignore[arg-type]
 
 
-def make_job(prompt: Iterable[int], output: int = 3, *, adapter: str | None = None, arrived: float = 0.0) -> EngineJob:
+def make_job(
+    prompt: Iterable[int], output: int = 3, *, adapter: str | None = None, arrived_at: float = 0.0
+) -> EngineJob:
     tokens = list(prompt)
     return EngineJob(
         chain=BlockChain(tokens, ChainRoot(lora_name=adapter, lora_path=adapter), BLOCK),
         prompt_tokens=len(tokens),
         reply=[9] * output,
-        reply_ended=FinishReason.LENGTH,
-        arrived=arrived,
+        reply_finish_reason=FinishReason.LENGTH,
+        arrived_at=arrived_at,
         adapter=adapter,
     )
 
@@ -36,11 +38,11 @@ def run(batch: EngineBatch, *, now: float = 0.0, steps: int = 1000) -> list[Engi
     """Step until nothing is left."""
     done: list[EngineStep] = []
     while batch.has_work:
-        step = batch.begin(now)
+        step = batch.begin_step(now)
         assert step.work, "a step did nothing though requests are there"
         assert len(done) < steps, "the batch does not end"
         now += step.duration_s
-        batch.end(step, now)
+        batch.end_step(step, now)
         done.append(step)
     return done
 
@@ -51,19 +53,19 @@ def test_a_long_prompt_is_cut_to_the_token_budget_and_its_first_token_comes_afte
     batch.add(job)
     steps = run(batch)
     assert [step.prefill_tokens for step in steps] == [16, 16, 8, 0]
-    assert job.first_token == pytest.approx(40 * PREFILL_S)
-    assert job.last_token == pytest.approx(40 * PREFILL_S + TOKEN_S)
-    assert (job.ended, job.produced) == (FinishReason.LENGTH, 2)
+    assert job.first_token_at == pytest.approx(40 * PREFILL_S)
+    assert job.last_token_at == pytest.approx(40 * PREFILL_S + TOKEN_S)
+    assert (job.finish_reason, job.produced) == (FinishReason.LENGTH, 2)
 
 
 def test_a_prefill_slows_the_decode_beside_it() -> None:
     batch = make_batch()
     batch.add(make_job(range(4), output=3))
-    first = batch.begin(0.0)
-    batch.end(first, 0.0)
-    alone = batch.begin(0.0).duration_s
+    first = batch.begin_step(0.0)
+    batch.end_step(first, 0.0)
+    alone = batch.begin_step(0.0).duration_s
     batch.add(make_job(range(100, 112)))
-    beside = batch.begin(0.0)
+    beside = batch.begin_step(0.0)
     assert alone == pytest.approx(TOKEN_S)
     assert (beside.decoding, beside.prefill_tokens) == (1, 12)
     assert beside.duration_s == pytest.approx(TOKEN_S + 12 * PREFILL_S)
@@ -83,7 +85,7 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
     batch = make_batch(max_num_seqs=2)
     for start in range(3):
         batch.add(make_job([start * 10], output=2))
-    step = batch.begin(0.0)
+    step = batch.begin_step(0.0)
     assert (len(step.work), len(batch.running), len(batch.waiting)) == (2, 2, 1)
 
 
@@ -92,11 +94,11 @@ def test_a_third_adapter_waits_while_the_requests_behind_it_pass() -> None:
     jobs = [make_job([n], adapter=name) for n, name in enumerate(["a", "b", "c", "a", None])]
     for job in jobs:
         batch.add(job)
-    step = batch.begin(0.0)
+    step = batch.begin_step(0.0)
     assert [job for job, _ in step.work] == [jobs[0], jobs[1], jobs[3], jobs[4]]
     assert (list(batch.waiting), batch.deferred) == ([jobs[2]], 1)
     run(batch)
-    assert jobs[2].ended is FinishReason.LENGTH
+    assert jobs[2].finish_reason is FinishReason.LENGTH
 
 
 def test_an_adapter_fallen_out_of_host_memory_is_read_again_and_stalls_the_step() -> None:
@@ -116,7 +118,7 @@ def test_an_unloaded_adapter_is_a_ghost_that_still_takes_room() -> None:
     host.use("ghost")
     host.use("live")
     host.use("new")
-    assert list(host.held) == ["live", "new"]
+    assert list(host.lru) == ["live", "new"]
     assert host.use("ghost")
 
 
@@ -124,15 +126,15 @@ def test_an_abort_frees_the_blocks_at_once_and_the_step_under_way_does_not_mind(
     batch = make_batch()
     job, waiting = make_job(range(8)), make_job(range(50, 54))
     batch.add(job)
-    step = batch.begin(0.0)
+    step = batch.begin_step(0.0)
     batch.add(waiting)
     assert batch.pool.usage > 0
     batch.abort(job)
     batch.abort(waiting)
     assert batch.pool.usage == 0
-    assert batch.end(step, 1.0) == []
+    assert batch.end_step(step, 1.0) == []
     assert not batch.has_work
-    assert (job.ended, job.produced) == (FinishReason.ABORT, 0)
+    assert (job.finish_reason, job.produced) == (FinishReason.ABORT, 0)
 
 
 def test_when_memory_runs_out_the_youngest_steps_back_and_still_finishes() -> None:
@@ -167,23 +169,23 @@ def test_whatever_comes_and_goes_every_limit_holds_and_everybody_ends(seed: int)
     for _ in range(150):
         if rng.random() < 0.4:
             prompt = [rng.randrange(2) for _ in range(rng.randint(1, 30))]
-            job = make_job(prompt, rng.randint(1, 20), adapter=rng.choice([None, "a", "b", "c", "d"]), arrived=now)
+            job = make_job(prompt, rng.randint(1, 20), adapter=rng.choice([None, "a", "b", "c", "d"]), arrived_at=now)
             jobs.append(job)
             batch.add(job)
         if jobs and rng.random() < 0.05:
             batch.abort(rng.choice(jobs))
-        step = batch.begin(now)
+        step = batch.begin_step(now)
         assert sum(tokens for _, tokens in step.work) <= 16
         assert len(batch.running) <= 4
         assert len({job.adapter for job, _ in step.work} - {None}) <= 2
         now += step.duration_s
-        batch.end(step, now)
+        batch.end_step(step, now)
     run(batch, now=now, steps=5000)
-    assert all(job.ended in {FinishReason.LENGTH, FinishReason.ABORT} for job in jobs)
+    assert all(job.finish_reason in {FinishReason.LENGTH, FinishReason.ABORT} for job in jobs)
     assert batch.pool.usage == 0
     for job in jobs:
-        if job.ended is FinishReason.LENGTH:
-            assert job.scheduled is not None
-            assert job.first_token is not None
-            assert job.last_token is not None
-            assert job.arrived <= job.scheduled < job.first_token <= job.last_token
+        if job.finish_reason is FinishReason.LENGTH:
+            assert job.scheduled_at is not None
+            assert job.first_token_at is not None
+            assert job.last_token_at is not None
+            assert job.arrived_at <= job.scheduled_at < job.first_token_at <= job.last_token_at

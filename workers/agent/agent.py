@@ -105,7 +105,7 @@ class WorkerAgent:
             metrics=metrics,
             clock=clock,
         )
-        self.inventory.connector = decided(settings.engine_salt, connector or NO_CONNECTOR)
+        self.inventory.kv_connector = decided(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False
         self._is_stopping = False
@@ -139,8 +139,8 @@ class WorkerAgent:
         self.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
         await self._read_base_model_shapes()
-        reported = await client.connector() if self._connector is None else self._connector
-        connector = self.inventory.connector = decided(self.settings.engine_salt, reported)
+        reported = await client.kv_connector() if self._connector is None else self._connector
+        connector = self.inventory.kv_connector = decided(self.settings.engine_salt, reported)
         if connector.reason:
             log.info("KV connector", separation=connector.separation, reason=connector.reason)
         if connector.refusal:
@@ -208,7 +208,7 @@ class WorkerAgent:
             return await client.is_healthy(timeout_s=timeout_s)
         # A full engine computes without answering our own request.
         is_well = was_suspect and engine.has_computed_since_suspect
-        if is_well or await client.gives_tokens(engine.model_card().name, timeout_s=timeout_s):
+        if is_well or await client.can_generate(engine.model_card().name, timeout_s=timeout_s):
             if was_suspect:
                 self._loader.clear_suspicion()
             return True
@@ -273,7 +273,7 @@ class WorkerAgent:
         if self.state != "ready" and not self.is_warming:
             reason = f": {self.state_reason}" if self.state_reason else ""
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
-        if refusal := self.inventory.connector.refusal:
+        if refusal := self.inventory.kv_connector.refusal:
             raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
@@ -353,7 +353,7 @@ class WorkerAgent:
         if await self.local_adapters.scan():
             self.inventory.mark_changed()
         # An engine that takes no adapters gets no requests for them: ignore its list.
-        if not self.inventory.connector.refusal:
+        if not self.inventory.kv_connector.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
 
     async def sweep(self) -> None:

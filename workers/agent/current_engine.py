@@ -72,8 +72,8 @@ class CurrentEngine:
 
     async def attach(self, client: EngineClient, *, boot_id: str, transport: Transport) -> None:
         """Use this healthy engine: read its shape and start its KV ledgers. Raises EngineError."""
-        self._shape = await client.shape()
-        self._boot_mark = self._shape.mark or await client.boot_mark()
+        self._shape = await client.read_shape()
+        self._boot_mark = self._shape.boot_mark or await client.boot_mark()
         self._load.rates = EngineRates()
         self.client, self.boot_id = client, boot_id
         self.transport = await self._start_ledgers(transport)
@@ -152,7 +152,7 @@ class CurrentEngine:
         client = self.client
         if client is None:
             return frozenset()
-        return frozenset(Path(path).name for path in (await client.adapters()).values() if path)
+        return frozenset(Path(path).name for path in (await client.list_adapters()).values() if path)
 
     # --- its blocks ----------------------------------------------------------------------------------------------
 

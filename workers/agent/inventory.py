@@ -34,7 +34,7 @@ class Inventory:
     """The adapters of one worker. The event loop is the only writer.
 
     changes    wakes the senders of heartbeats; `version` grows with each change
-    connector  what the engine's KV connector allows adapters
+    kv_connector  what the engine's KV connector allows adapters
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Inventory:
         self.changes = ChangeSignal()
         self.version = 0
         self.slots = AdapterSlots(settings.max_loras, settings.max_cpu_loras)
-        self.connector: ConnectorVerdict = NO_CONNECTOR
+        self.kv_connector: ConnectorVerdict = NO_CONNECTOR
         self._settings = settings
         self._metrics = metrics
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`

@@ -39,7 +39,7 @@ class InventoryReport:
 
     def info(self) -> LoraInfo:
         """The adapters' part of /metadata."""
-        settings, slots, refusal = self._settings, self._inventory.slots, self._inventory.connector.refusal
+        settings, slots, refusal = self._settings, self._inventory.slots, self._inventory.kv_connector.refusal
         count, digest = self._available_summary()
         listed_at = self._inventory.listed_at
         return LoraInfo(
@@ -53,7 +53,7 @@ class InventoryReport:
             loaded_loras=self.loaded(),
             list_age_s=None if listed_at is None else self._clock() - listed_at,
             refusal=refusal,
-            is_salted=self._inventory.connector.separation == "salted",
+            is_salted=self._inventory.kv_connector.separation == "salted",
             capacity=LoraCapacity(
                 loaded_count=len(slots.registered),
                 available_slots=0 if refusal else slots.free,

@@ -114,7 +114,7 @@ class Loader:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
             listed_at = self._clock()
-            for name in await client.adapters():
+            for name in await client.list_adapters():
                 self._inventory.adopt(name)
             self._inventory.confirm_list(listed_at)
 
@@ -174,7 +174,7 @@ class Loader:
         """Record reloaded adapters that the engine does not list as failed."""
         async with self._engine.lock:
             listed_at = self._clock()
-            listed = await self._engine.require_client().adapters()
+            listed = await self._engine.require_client().list_adapters()
             for adapter in adapters:
                 if adapter.engine_name not in listed:
                     self._inventory.mark_unloaded(adapter)
@@ -226,7 +226,7 @@ class Loader:
             if client is None or not is_settled():
                 return
             listed_at = self._clock()
-            listed = set(await client.adapters())
+            listed = set(await client.list_adapters())
             known = self._inventory.slots.registered
             if known - listed and not await self._engine.is_same_start():
                 return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
@@ -285,7 +285,7 @@ class Loader:
     async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> None:
         await self._call_load(client, adapter)
         listed_at = self._clock()
-        if adapter.engine_name not in (listed := await client.adapters()):
+        if adapter.engine_name not in (listed := await client.list_adapters()):
             raise _not_listed_error(adapter)
         if self._inventory.slots.registered <= listed.keys():
             self._inventory.confirm_list(listed_at)

@@ -23,8 +23,8 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.restarts import RestartBackoff
 from workers.engines.base import EngineClient
-from workers.engines.kinds import connect
-from workers.engines.launch import kv_config, launch
+from workers.engines.kinds import engine_client
+from workers.engines.launch import kv_events_config, launch_command
 from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
 from workers.wire import Transport
 
@@ -130,12 +130,12 @@ class Supervisor:
             self._release_port()
             raise EngineError("engine_start_failed", message)
         _make_private_folder(self._settings.ipc_dir)
-        start = launch(self._settings, port=self._port, topic=topic, own_command=self._own_command)
+        start = launch_command(self._settings, port=self._port, topic=topic, own_command=self._own_command)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
-        client = connect(self._settings.engine, self._url())
+        client = engine_client(self._settings.engine, self._url())
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
-        kv = kv_config(self._settings, topic)
+        kv = kv_events_config(self._settings, topic)
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or client.url,
             dialect=client.traits.dialect,
@@ -149,12 +149,12 @@ class Supervisor:
 
     async def _attach(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Use the engine at `engine_url`, which somebody else starts. Raises EngineError."""
-        client = connect(self._settings.engine, self._settings.engine_url.rstrip("/"))
+        client = engine_client(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
         # We gave this engine no boot id, so its own start mark serves as one.
         boot_id = await client.boot_mark()
-        kv = await client.kv_sources()
+        kv = await client.kv_event_sources()
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or client.url,
             dialect=client.traits.dialect,

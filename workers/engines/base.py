@@ -1,4 +1,4 @@
-"""What the agent needs of an engine; each engine's own words stay in its file."""
+"""The interface between the agent and any kind of engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from lorafleet.kv.sources import KvEventEndpoints
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """How an engine differs from the next."""
+    """How a kind of engine behaves."""
 
     dialect: str
     keeps_ghosts: bool
-    """Unloaded weights stay until an LRU drops them."""
+    """Unloaded weights stay in memory until an LRU drops them."""
     takes_adapters: Literal["while running", "with a request", "at its start"] = "while running"
     loads_at_once: int = 1
-    """Loads it may be given at once while it serves nobody; more than one only where that was measured to help."""
+    """Concurrent loads while the engine serves no requests; more than one only if measured to be faster."""
 
 
 # Engines that no agent can load adapters into (docs/engines.md).
-STATIC: Mapping[str, EngineTraits] = {
+STATIC_ENGINES: Mapping[str, EngineTraits] = {
     "llama.cpp": EngineTraits("llama.cpp", keeps_ghosts=False, takes_adapters="at its start"),
     "sgl-jax": EngineTraits("sgl-jax", keeps_ghosts=False, takes_adapters="at its start"),
     "tgi": EngineTraits("tgi", keeps_ghosts=False, takes_adapters="at its start"),
@@ -34,20 +34,20 @@ STATIC: Mapping[str, EngineTraits] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What a running engine says of itself. 0 and "" where it does not say.
+    """Figures that a running engine reports about itself; 0 and "" if it does not.
 
-    mark  its `boot_mark`, where that was read with the rest
+    boot_mark  as of `EngineClient.boot_mark`, if it was read with the rest
     """
 
     block_size: int = 0
     total_kv_blocks: int = 0
     max_model_len: int = 0
     model_name: str = ""
-    mark: str = ""
+    boot_mark: str = ""
 
 
 class EngineClient(Protocol):
-    """A running engine. Every method raises EngineError: unreachable, timeout, or refused."""
+    """The client of one running engine. Every method raises EngineError: unreachable, timeout, or refused."""
 
     @property
     def url(self) -> str: ...
@@ -56,30 +56,32 @@ class EngineClient(Protocol):
     def traits(self) -> EngineTraits: ...
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
-        """Load; when it returns, the engine has said that it has the adapter."""
+        """Load an adapter; returns when the engine confirms that it is loaded."""
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
-        """Take the name away; an unknown name is fine. Requests in flight go on."""
+        """Unload an adapter; no error if it is not loaded. Requests that use it finish."""
 
-    async def adapters(self) -> Mapping[str, str]:
-        """engine name -> path of every adapter that answers."""
+    async def list_adapters(self) -> Mapping[str, str]:
+        """engine name -> path of all loaded adapters."""
 
-    async def shape(self) -> EngineShape: ...
+    async def read_shape(self) -> EngineShape:
+        """Block size, block count, context length and name of the base model."""
 
-    async def is_healthy(self, *, timeout_s: float) -> bool: ...
+    async def is_healthy(self, *, timeout_s: float) -> bool:
+        """Whether the health route answers with success in time. Never raises."""
 
-    async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
-        """Whether a request for one token of the base model is answered in time."""
+    async def can_generate(self, model: str, *, timeout_s: float) -> bool:
+        """Whether the base model returns one token in time. Never raises."""
 
     async def scrape(self) -> EngineMetrics: ...
 
-    async def kv_sources(self) -> KvEventEndpoints:
-        """Where its KV events are, of an engine that we did not start; nothing where it does not say."""
+    async def kv_event_sources(self) -> KvEventEndpoints:
+        """The KV event endpoints of an engine that we did not start; empty if it does not report them."""
 
-    async def connector(self) -> ConnectorVerdict:
-        """What it tells of its KV connector, of an engine whose command does not say."""
+    async def kv_connector(self) -> ConnectorVerdict:
+        """The engine's KV connector, for engines whose command does not name one."""
 
     async def boot_mark(self) -> str:
-        """What tells this start of the engine from any other, where nobody gave it a boot id."""
+        """A text that changes with every start of the engine, for engines without a boot id."""
 
     async def aclose(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What the HTTP of every engine has in common: one client, and one way to say that an engine cannot be had."""
+"""The HTTP client that the clients of all engines share, with errors translated to EngineError."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ METRICS_TIMEOUT_S = 5.0
 
 
 class HttpEngineClient:
-    """Client of one engine. Redirects and proxies of the environment are not followed."""
+    """HTTP client of one engine. Ignores redirects and the environment's proxies."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -25,36 +25,36 @@ class HttpEngineClient:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def adapters(self) -> Mapping[str, str]:
-        """engine name -> path; an adapter is what has a parent."""
-        return {item["id"]: str(item.get("root") or "") for item in await self._models() if item.get("parent")}
+    async def list_adapters(self) -> Mapping[str, str]:
+        """engine name -> path of all loaded adapters: the models with a parent."""
+        return {item["id"]: str(item.get("root") or "") for item in await self._list_models() if item.get("parent")}
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
         try:
-            return (await self._call("GET", "/health", timeout_s=timeout_s)).is_success
+            return (await self._request("GET", "/health", timeout_s=timeout_s)).is_success
         except EngineError:
             return False
 
-    async def gives_tokens(self, model: str, *, timeout_s: float) -> bool:
+    async def can_generate(self, model: str, *, timeout_s: float) -> bool:
         body = {"model": model, "prompt": "a", "max_tokens": 1}
         try:
-            return (await self._call("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
+            return (await self._request("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
         except EngineError:
             return False
 
-    async def _has(self, name: str, path: Path) -> bool:
-        """Whether it is listed; False where nobody answers."""
+    async def _has_loaded(self, name: str, path: Path) -> bool:
+        """Whether the engine lists the adapter with this path; False if it does not answer."""
         try:
-            return (await self.adapters()).get(name) == str(path)
+            return (await self.list_adapters()).get(name) == str(path)
         except EngineError:
             return False
 
-    async def _base(self) -> Mapping[str, Any]:
-        """The base model's entry of /v1/models; empty where there is none."""
-        return next((item for item in await self._models() if not item.get("parent")), {})
+    async def _base_model_entry(self) -> Mapping[str, Any]:
+        """The base model's entry in /v1/models; empty without one."""
+        return next((item for item in await self._list_models() if not item.get("parent")), {})
 
-    async def _models(self) -> list[dict[str, Any]]:
-        answer = await self._call("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
+    async def _list_models(self) -> list[dict[str, Any]]:
+        answer = await self._request("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
         try:
             return list(answer.json()["data"])
         except (ValueError, KeyError, TypeError) as exc:
@@ -62,16 +62,17 @@ class HttpEngineClient:
             raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
 
     async def _metrics_page(self) -> str:
-        answer = await self._call("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
-        if not answer.is_success:  # read as a page, it would say that nothing runs
+        answer = await self._request("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
+        if not answer.is_success:  # parsed as metrics, an error page would mean an idle engine
             message = f"engine {self.url}/metrics: HTTP {answer.status_code}"
             raise EngineError("engine_unreachable", message, retry_after_s=1)
         return answer.text
 
-    async def _call(
+    async def _request(
         self, method: str, path: str, *, timeout_s: float, body: Mapping[str, Any] | None = None
     ) -> httpx.Response:
-        if self._client.is_closed:  # the supervisor gave this engine up while somebody was still speaking to it
+        """Send a request. Raises EngineError `engine_timeout`, `engine_unreachable`, or `engine_down` if closed."""
+        if self._client.is_closed:  # the supervisor detached the engine during a call
             raise EngineError("engine_down", f"engine {self.url}{path}: given up", retry_after_s=5)
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,9 +1,8 @@
-"""Runs one command and sees that nothing of it outlives the agent: `python guard.py PID_FILE COMMAND...`.
+"""Runs a command and kills its process group when the agent ends: `python guard.py PID_FILE COMMAND...`.
 
-It leads the command's process group and reads a pipe that only the agent holds the other end of. When that closes,
-however the agent ended, it kills the whole group: vLLM's EngineCore is a child that does not notice its parent's
-death by itself (vLLM 0.32, no death watch in v1/engine/core.py). SIGTERM goes on to the command alone, which knows how
-to drain. Standard library only: it starts in milliseconds.
+The guard leads the process group and reads a pipe whose other end only the agent has. When the pipe closes, it kills
+the group, because vLLM 0.32's EngineCore does not notice that its parent has died. SIGTERM is passed to the command
+only, which then drains. Standard library only, so that it starts in milliseconds.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """The command's exit status, 128 + n for signal n as shells have it."""
+    """Run the command and return its exit status, or 128 + n after signal n."""
     libc = ctypes.CDLL(None)
 
     def die_with_guard() -> None:
@@ -29,14 +28,14 @@ def main() -> int:
     try:
         with open(sys.argv[1], "w", encoding="ascii") as file:  # noqa: PTH123  (pathlib costs start-up time)
             file.write(str(child.pid))
-    except OSError as exc:  # a full disk: whoever looks for the number finds none
+    except OSError as exc:  # for example a full disk; the engine runs without a PID file
         sys.stderr.write(f"{sys.argv[1]}: {exc}\n")
-    threading.Thread(target=_kill_when_alone, daemon=True).start()
+    threading.Thread(target=_kill_group_when_agent_ends, daemon=True).start()
     code = child.wait()
     return code if code >= 0 else 128 - code
 
 
-def _kill_when_alone() -> None:
+def _kill_group_when_agent_ends() -> None:
     while os.read(0, 1024):
         pass
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The kinds of engines: which an agent can drive, and why not the others."""
+"""The engine client of each kind of engine."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from workers.engines.base import EngineClient
 from workers.engines.sglang import SglangClient
 from workers.engines.vllm import VllmClient
 
-# A kind's dialect. The sim speaks vLLM's.
+# The sim has vLLM's API.
 _CLIENTS: Mapping[str, type[VllmClient] | type[SglangClient]] = {
     "vllm": VllmClient,
     "sim": VllmClient,
@@ -14,6 +14,6 @@ _CLIENTS: Mapping[str, type[VllmClient] | type[SglangClient]] = {
 }
 
 
-def connect(kind: str, url: str) -> EngineClient:
-    """A client that speaks to this kind of engine. Close it."""
+def engine_client(kind: str, url: str) -> EngineClient:
+    """A new client for an engine of this kind; the caller closes it."""
     return _CLIENTS[kind](url)

@@ -1,4 +1,4 @@
-"""The command line and environment that start an engine."""
+"""Command line and environment of the engine's process."""
 
 import json
 import os
@@ -22,32 +22,33 @@ log = structlog.get_logger()
 
 _Flags = list[tuple[str, str | None]]
 
-# The lightest vLLM on a few cores; on a GPU none of it is set (vLLM 0.32 on the CPU, seen running).
+# Settings for vLLM 0.32 on a CPU with few cores; not set on a GPU.
 _CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 _CPU_BLOCK_SIZE = 32  # the CPU backend takes multiples of 32 only
-# SGLang's own page is one token on most hardware, a block each: sixteen times the events and the index. vLLM's default.
+# vLLM's default. SGLang's page is one token on most hardware, which means sixteen times the KV events.
 _SGLANG_BLOCK_SIZE = 16
 
 _VLLM_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _SGLANG_ENVIRONMENT = {"DO_NOT_TRACK": "1"}
-# Seconds of GPU time in prefill, from which its rate is told; two CUDA events a forward pass. The CPU has no such
-# events, and SGLang 0.5.23 dies there of its first token (seen running).
+# Measures GPU seconds in prefill, for the prefill rate. Only on a GPU: on a CPU SGLang 0.5.23 crashes with it.
 _SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
 _SGLANG_CPU = "SGLANG_USE_CPU_ENGINE"  # without it SGLang looks for a GPU (srt/platforms/__init__.py)
-# By whatever name a command of the user's own has one of our flags (SGLang 0.5.23 server_args.py).
+# Other names of our flags in a user's command (SGLang 0.5.23 server_args.py).
 _ALIASES = {"--model-path": ("--model-path", "--model")}
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """What to run, and what its environment has besides ours (ours wins where both name something)."""
+    """The engine's command, and environment variables in addition to the agent's own, which take precedence."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
 
 
-def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()) -> LaunchCommand:
-    """How to start the engine. `own_command` stands in for `python -m vllm...`; flags it already has are kept."""
+def launch_command(
+    settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()
+) -> LaunchCommand:
+    """The command that starts the engine: `own_command` or `python -m ...`, with the flags that it lacks."""
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
     command = list(base)
@@ -56,7 +57,7 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
         flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=on_cpu)
         environment = _SGLANG_ENVIRONMENT | ({_SGLANG_CPU: "1"} if on_cpu else _SGLANG_GPU_ENVIRONMENT)
     else:
-        flags = _flags(settings, port=port, topic=topic, is_cpu=is_cpu)
+        flags = _vllm_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
         environment = dict(_VLLM_ENVIRONMENT)
     added = []
     for flag, value in flags:
@@ -76,7 +77,7 @@ def launch(settings: WorkerSettings, *, port: int, topic: str, own_command: Sequ
 
 
 def is_cpu_build(settings: WorkerSettings) -> bool:
-    """Whether vLLM will run on the CPU: as the profile says, else by what is installed."""
+    """Whether vLLM runs on the CPU: by `device_profile`, else by the installed build."""
     if settings.device_profile != "auto":
         return settings.device_profile == "cpu"
     return _version("vllm-cpu") is not None or any(
@@ -85,17 +86,15 @@ def is_cpu_build(settings: WorkerSettings) -> bool:
 
 
 def is_sglang_on_cpu(settings: WorkerSettings) -> bool:
-    """Whether SGLang will run on the CPU: as the profile says, else as SGLang itself is told to."""
+    """Whether SGLang runs on the CPU: by `device_profile`, else by SGLang's own environment variable."""
     if settings.device_profile != "auto":
         return settings.device_profile == "cpu"
     return os.environ.get(_SGLANG_CPU) == "1"
 
 
-def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
-    """--kv-events-config of vLLM and SGLang. Both bind ipc:// endpoints (a tcp:// one with an address they connect to).
-
-    SGLang has no switch beside the publisher.
-    """
+def kv_events_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
+    """The value of --kv-events-config. Engines bind ipc:// endpoints, but connect to a tcp:// one with an address."""
+    # SGLang has no switch: a publisher enables its events.
     switch = {} if settings.engine == "sglang" else {"enable_kv_cache_events": True}
     return {
         **switch,
@@ -106,7 +105,7 @@ def kv_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
     }
 
 
-def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
+def _vllm_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
     block_size = settings.block_size or (_CPU_BLOCK_SIZE if is_cpu else None)
     optional: list[tuple[str, object]] = [
         ("--block-size", block_size),
@@ -126,16 +125,17 @@ def _flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> 
         ("--max-num-batched-tokens", str(settings.max_num_batched_tokens)),
         ("--enable-prompt-tokens-details", None),
         ("--shutdown-timeout", str(settings.engine_shutdown_s)),
-        ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
+        ("--kv-events-config", json.dumps(kv_events_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),
         *([("--enforce-eager", None)] if is_cpu else []),
     ]
 
 
 def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
-    """SGLang 0.5.23 arg_groups/fields/lora.py: --max-loras-per-batch counts the base model as one.
+    """SGLang's flags (0.5.23 arg_groups/fields/lora.py).
 
-    --max-loaded-loras is at least that, and bounds what requests for unloaded names may bring back.
+    --max-loras-per-batch counts the base model, too. --max-loaded-loras must be at least that; it also limits adapters
+    that requests load again.
     """
     block_size = settings.block_size or _SGLANG_BLOCK_SIZE
     blocks = settings.num_gpu_blocks_override
@@ -160,7 +160,7 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
         ("--chunked-prefill-size", str(settings.max_num_batched_tokens)),
         ("--enable-metrics", None),
         ("--enable-cache-report", None),
-        ("--kv-events-config", json.dumps(kv_config(settings, topic), separators=(",", ":"))),
+        ("--kv-events-config", json.dumps(kv_events_config(settings, topic), separators=(",", ":"))),
         *((flag, str(value)) for flag, value in optional if value is not None),
     ]
 

@@ -1,4 +1,4 @@
-"""One engine process: started, listened to, stopped."""
+"""The engine's process: start, output, stop."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ _SECRET_NAME = re.compile(r"(?:key|token|password|secret)$", re.IGNORECASE)
 _GIVEN_SECRET = re.compile(r"(\w*(?:key|token|password|secret))=(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE)
 
 Echo: TypeAlias = Callable[[bytes], None]
-"""Is given each line of an engine's output; neither raises nor waits."""
+"""Receives each line of an engine's output; must neither raise nor block."""
 
 
 class EngineProcess:
-    """An engine under its guard, in a process group of its own. Start it once; a restart is a new one."""
+    """One run of an engine under its guard process, in a process group of its own."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path, echo: Echo | None
@@ -43,14 +43,14 @@ class EngineProcess:
         self._pid_file = pid_file
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._read(log_file))
-        # Once, for all who ask: asyncio keeps each waiter until the exit, also of those who waited for a second only.
+        # One waiter: asyncio keeps every call of wait() until the exit, even after a timeout.
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, launch: LaunchCommand, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
-        """Its output goes into `engine.log`, and on to `echo`. Raises OSError when the command cannot be run."""
+        """Start the engine with its output in `engine.log` and `echo`. Raises OSError if the command cannot be run."""
         pid_file = state_dir / "engine.pid"
-        _forget(pid_file)
+        _remove_file(pid_file)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -61,7 +61,7 @@ class EngineProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**launch.environment, **_inherited()},
+            env={**launch.environment, **_inherited_environment()},
             start_new_session=True,
             limit=1 << 20,
         )
@@ -70,7 +70,7 @@ class EngineProcess:
 
     @property
     def tail(self) -> str:
-        """The end of what the engine printed."""
+        """The last lines of the engine's output."""
         return "\n".join(self._tail)
 
     @property
@@ -78,13 +78,13 @@ class EngineProcess:
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """Its exit status, once nothing of its group is left. vLLM exits 0 on a crash too."""
+        """Wait for the exit, kill the rest of the process group and return the exit status."""
         code = await asyncio.shield(self._exit)
         self.kill()
         return code
 
     async def stop(self, *, within_s: float) -> None:
-        """SIGTERM, time to finish its requests, then SIGKILL for the whole group."""
+        """Send SIGTERM, wait at most `within_s`, then kill the process group."""
         if not self.has_exited:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -97,17 +97,17 @@ class EngineProcess:
         await self.end()
 
     async def end(self) -> None:
-        """Kill what is left and read its last words."""
+        """Kill the process group and read the rest of its output."""
         self.kill()
         await self._process.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await asyncio.shield(self._reader)
         self._reader.cancel()
-        _forget(self._pid_file)
+        _remove_file(self._pid_file)
 
     def kill(self) -> None:
-        """SIGKILL for every process of the group."""
+        """Send SIGKILL to the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -118,7 +118,7 @@ class EngineProcess:
                 try:
                     line = await self._process.stdout.readline()
                 except ValueError:
-                    continue  # a line of more than 1 MiB is not kept
+                    continue  # a line of more than 1 MiB is dropped
                 if not line:
                     return
                 file.write(line)
@@ -128,9 +128,9 @@ class EngineProcess:
 
 
 class _EngineLog:
-    """The engine's output on disk, at most twice `_LOG_BYTES`. A disk that cannot take it costs the lines alone:
+    """The engine's log file and its predecessor, each at most `_LOG_BYTES`.
 
-    were they not read any more, the engine would stop at its next one.
+    Lines that the disk does not take are dropped: an unread pipe would block the engine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,18 +167,18 @@ class _EngineLog:
         self._file = self._path.open("ab", buffering=0)
 
 
-def _forget(pid_file: Path) -> None:
-    with contextlib.suppress(OSError):  # a disk that can only be read keeps no engine from its start
+def _remove_file(pid_file: Path) -> None:
+    with contextlib.suppress(OSError):  # the engine may start on a read-only disk, too
         pid_file.unlink(missing_ok=True)
 
 
-def _inherited() -> dict[str, str]:
-    """Our environment without our own settings: the engine has no business with the agent's key."""
+def _inherited_environment() -> dict[str, str]:
+    """The agent's environment without its own settings, which include its key."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
 
 
 def without_secrets(command: Sequence[str]) -> list[str]:
-    """The command as it may stand in a log: also one that begins with `env` or a shell, which may be given a token."""
+    """The command for logs: values of words and flags that look like keys, tokens or passwords are replaced."""
     shown, is_secret = [], False
     for word in command:
         shown.append("***" if is_secret else _GIVEN_SECRET.sub(r"\1=***", word))
@@ -187,7 +187,7 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 
 
 def is_port_taken(host: str, port: int) -> bool:
-    """Whether somebody listens there. vLLM 0.32 would share the port without a word: it sets SO_REUSEPORT."""
+    """Whether another process listens on the port. vLLM 0.32 would share it silently (SO_REUSEPORT)."""
     try:
         bound(host, port).close()
     except OSError as exc:
@@ -196,7 +196,7 @@ def is_port_taken(host: str, port: int) -> bool:
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Whether somebody takes connections there; for addresses of this machine, which answer at once."""
+    """Whether a connection to a local port succeeds."""
     try:
         with socket.create_connection((host, port), timeout=0.1):
             return True

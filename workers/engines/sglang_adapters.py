@@ -1,7 +1,7 @@
-"""Which adapters SGLang 0.5.23 does not serve as they were trained, of those that an agent's checks let pass.
+"""Adapters that pass the agent's checks but that SGLang 0.5.23 does not serve correctly.
 
-It loads most of them with 200. Then it dies of the first request on one, or answers it with weights that are scaled
-otherwise (lora/lora.py LoRAAdapter, lora/mem_pool.py load_lora_weight_to_buffer; each seen running).
+SGLang loads most of them with 200. Then the first request kills it, or is answered with wrongly scaled weights
+(lora/lora.py LoRAAdapter, lora/mem_pool.py load_lora_weight_to_buffer).
 """
 
 import json
@@ -18,10 +18,10 @@ _A = (".lora_A.weight", ".lora_embedding_A")
 _PREFIX = "base_model.model."
 
 
-def refusal_of(folder: Path, base: Path | None) -> str:
-    """Why it is not to be loaded, or "". Reads a config and a header; of what it can't read the engine knows more.
+def sglang_refusal(folder: Path, base: Path | None) -> str:
+    """Why SGLang must not load the adapter, or "". Reads its config and tensor header; unreadable files are allowed.
 
-    base  the base model's folder, where it is at hand
+    base  the base model's folder, or None
     """
     try:
         config = json.loads((folder / CONFIG_NAME).read_bytes())
@@ -36,11 +36,11 @@ def refusal_of(folder: Path, base: Path | None) -> str:
         for suffix in _A
         if name.endswith(suffix) and tensor.shape
     }
-    return _scaled_otherwise(config) or _of_two_ranks(config, ranks) or _half_of_what_is_fused(ranks, _gated(base))
+    return _scaling_refusal(config) or _rank_refusal(config, ranks) or _fused_module_refusal(ranks, _gate_test(base))
 
 
-def _scaled_otherwise(config: Mapping[str, Any]) -> str:
-    """It scales by lora_alpha / r, whatever else a config says."""
+def _scaling_refusal(config: Mapping[str, Any]) -> str:
+    """A refusal of configs whose scale is not lora_alpha / r, as SGLang always uses that; or ""."""
     if config.get("use_rslora") and config.get("r") != 1:
         return "use_rslora: SGLang scales by lora_alpha / r all the same; accepted is lora_alpha times sqrt(r) instead"
     alphas = config.get("alpha_pattern") or {}
@@ -49,7 +49,8 @@ def _scaled_otherwise(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _of_two_ranks(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
+def _rank_refusal(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
+    """A refusal of adapters with more than one rank; or ""."""
     other = next((module for module, rank in ranks.items() if rank != config.get("r")), None)
     if other is None:
         return ""
@@ -57,8 +58,11 @@ def _of_two_ranks(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
     return f"{message}; accepted is one rank"
 
 
-def _half_of_what_is_fused(modules: Iterable[str], is_gated: Callable[[str], bool]) -> str:
-    """Query, key and value are one module there, and so are gate and up: k and up may be left out, others not."""
+def _fused_module_refusal(modules: Iterable[str], is_gated: Callable[[str], bool]) -> str:
+    """A refusal of adapters with only some parts of a module that SGLang fuses; or "".
+
+    Query, key and value are fused, and gate and up: only key and up may be missing.
+    """
     leaves: dict[str, set[str]] = {}
     for module in modules:
         parent, _, leaf = module.rpartition(".")
@@ -72,8 +76,8 @@ def _half_of_what_is_fused(modules: Iterable[str], is_gated: Callable[[str], boo
     return ""
 
 
-def _gated(base: Path | None) -> Callable[[str], bool]:
-    """Whether the base model has this gate; where nobody can tell it is said to."""
+def _gate_test(base: Path | None) -> Callable[[str], bool]:
+    """A test whether the base model has a gate module; always True if the base model is not known."""
     try:
         found = read_base_model(base) if base is not None and base.is_dir() else None
     except (OSError, ValueError, SourceError):

@@ -1,12 +1,13 @@
-"""An engine with vLLM 0.32's HTTP API for chats and completions, and its KV events over ZMQ, that computes nothing.
+"""A simulated engine with vLLM 0.32's HTTP API for chats and completions, and its KV events over ZMQ.
 
-Text is a hash, time a model, blocks are real.
+Text is pseudo-random, step times come from a model, KV blocks are managed as in vLLM.
 
     python -m workers.engines.sim --model DIR --served-model-name NAME ...     # vLLM's own flags, and --sim-*
 
-blocks    which tokens are cached (LRU, copies, references) and the events that say so
-timing    which request gets how many tokens in a step, and how long the step takes; no clock inside
-adapters  what vLLM checks in an adapter's files, and its LRU of adapters in host memory. A config with
-          `"sim": {"delay_s": 0.4, "failing": 0.5}` is a bad version: late answers, and 500 to that share of prompts
-engine    the loop that lets the steps take their time; publisher, metrics, answers, app: what the outside sees
+blocks    the KV cache: blocks with references, copies and LRU eviction, and their KV events
+timing    scheduling of requests in steps, and the duration of a step; without a clock
+adapters  vLLM's checks of an adapter's files. A config with `"sim": {"delay_s": 0.4, "failing": 0.5}` simulates a bad
+          version: answers are late, and that share of prompts gets 500
+engine    the loop that runs steps in real time
+app       the HTTP routes, with prompts, generation, bodies and answers; publisher and metrics
 """

@@ -1,4 +1,4 @@
-"""Starts the engine and serves until a signal ends it; the exit status is 0 whatever ended it, as vLLM's is."""
+"""Starts the sim and serves until a signal; the exit status is always 0, as in vLLM."""
 
 import asyncio
 import contextlib
@@ -15,27 +15,29 @@ import uvicorn
 from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.app import VERSION, SimHandlers, make_app
 from workers.engines.sim.engine import SimEngine
+from workers.engines.sim.generation import GenerationHandlers
 from workers.engines.sim.metrics import SimMetrics
+from workers.engines.sim.prompts import PromptReader
 from workers.engines.sim.publisher import KVEventPublisher
-from workers.engines.sim.settings import SimSettings, parse
+from workers.engines.sim.settings import SimSettings, parse_settings
 from workers.engines.sim.text import TextGenerator
 
 
 class SimServer(uvicorn.Server):
-    """uvicorn with our signals: a draining engine goes on answering /health, and new requests get their 500."""
+    """uvicorn without its own signal handling: a draining engine still answers /health, and 500 to new requests."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours are set in `serve`."""
+        """Do nothing; `serve` installs the signal handlers."""
         yield
 
 
 async def serve(settings: SimSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then for at most `shutdown_timeout` what is in flight."""
+    """Serve until SIGTERM or SIGINT, then finish requests in flight for at most `shutdown_timeout`."""
     publisher = KVEventPublisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
     engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=stop.set)
-    app = make_app(service_of(settings, engine), engine.run)
+    app = make_app(handlers_of(settings, engine), engine.run)
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -48,7 +50,7 @@ async def serve(settings: SimSettings) -> None:
     server = SimServer(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    ending = asyncio.ensure_future(_end(server, engine, stop))
+    ending = asyncio.ensure_future(_drain_and_stop(server, engine, stop))
     try:
         await server.serve()
     finally:
@@ -57,7 +59,7 @@ async def serve(settings: SimSettings) -> None:
             await asyncio.to_thread(publisher.close)
 
 
-async def _end(server: uvicorn.Server, engine: SimEngine, stop: asyncio.Event) -> None:
+async def _drain_and_stop(server: uvicorn.Server, engine: SimEngine, stop: asyncio.Event) -> None:
     await stop.wait()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(engine.settings.shutdown_timeout):
@@ -65,13 +67,13 @@ async def _end(server: uvicorn.Server, engine: SimEngine, stop: asyncio.Event) -
     server.should_exit = True
 
 
-def service_of(settings: SimSettings, engine: SimEngine) -> SimHandlers:
-    """The handlers, with the model's tokenizer and words. Raises OSError where its folder lacks a file."""
+def handlers_of(settings: SimSettings, engine: SimEngine) -> SimHandlers:
+    """The handlers with the model's tokenizer and text generator. Raises OSError if a file of the model is missing."""
     tokenizer = ChatTokenizer.from_dir(settings.model)
-    config = _config(settings.model)
+    config = _model_config(settings.model)
     vocabulary = int(config["vocab_size"])
     eos = config.get("eos_token_id", 0)
-    words = TextGenerator(
+    text_generator = TextGenerator(
         tokenizer,
         vocabulary=vocabulary,
         eos=eos[0] if isinstance(eos, list) else eos,
@@ -79,15 +81,17 @@ def service_of(settings: SimSettings, engine: SimEngine) -> SimHandlers:
         natural_tokens=settings.sim_response_tokens,
     )
     fingerprint = f"vllm-{VERSION}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
-    return SimHandlers(settings, engine, tokenizer, words, vocabulary, fingerprint)
+    prompts = PromptReader(settings, engine, tokenizer, vocabulary)
+    generation = GenerationHandlers(settings, engine, prompts, text_generator, fingerprint)
+    return SimHandlers(settings, engine, prompts, generation)
 
 
-def _config(model: Path) -> dict[str, Any]:
-    """The model's config.json with what generation_config.json says above it, as vLLM reads them."""
+def _model_config(model: Path) -> dict[str, Any]:
+    """The model's config.json, overridden by its generation_config.json, as vLLM reads them."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     generation = model / "generation_config.json"
     return config | (json.loads(generation.read_text()) if generation.is_file() else {})
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(parse(sys.argv[1:])))
+    asyncio.run(serve(parse_settings(sys.argv[1:])))

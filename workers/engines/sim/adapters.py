@@ -1,7 +1,7 @@
-"""What the engine knows of adapters: the names it serves, and what vLLM checks in their files before it takes one.
+"""vLLM's checks of an adapter's files before it is loaded.
 
-Texts are vLLM 0.32's own (lora/peft_helper.py, lora/lora_model.py, entrypoints/openai/models/serving.py): whoever
-reads them must find the same ones here. As in vLLM neither the base model's name nor the tensors' shapes are checked.
+Error messages are vLLM 0.32's (lora/peft_helper.py, lora/lora_model.py, entrypoints/openai/models/serving.py), as
+agents parse them. As in vLLM, neither the base model's name nor the tensors' shapes are checked.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 HEADER_LIMIT = 100_000_000
-"""Bytes of safetensors header that the safetensors library accepts."""
+"""Largest header that the safetensors library accepts, in bytes."""
 
 MODULES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-"""What a Llama-shaped model (Qwen2 is one) has LoRA layers for."""
+"""The modules of a Llama-like model (for example Qwen2) with LoRA layers."""
 
 
 class NoAdapterFound(Exception):
@@ -25,30 +25,30 @@ class NoAdapterFound(Exception):
 
 
 class AdapterRefused(Exception):
-    """The files are not an adapter this engine can take. vLLM answers 500."""
+    """The files are no adapter that this engine can load. vLLM answers 500."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimAdapter:
-    """One load of one adapter. Another load of the same name is another adapter, as in vLLM."""
+    """One load of an adapter. Another load of the same name is another adapter, as in vLLM."""
 
     int_id: int
     name: str
     path: str
     digest: bytes
-    """sha256 over config and weights: what its text is a function of."""
+    """sha256 over config and weights, which seeds its text."""
     delay_s: float = 0.0
-    """How much later its answers begin."""
+    """Seconds by which its answers are delayed."""
     failing: float = 0.0
-    """Share of prompts that it answers with 500."""
+    """Share of prompts that are answered with 500."""
 
     def fails(self, prompt: Sequence[int]) -> bool:
-        """Whether this is one of those prompts; always the same ones."""
+        """Whether this prompt is answered with 500; the same prompts always are."""
         return zlib.crc32(repr(prompt).encode()) < self.failing * 2**32
 
 
 def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdapter:
-    """The adapter in folder `path`. Reads every byte of it; raises `NoAdapterFound` or `AdapterRefused`."""
+    """Read and check the adapter in folder `path`. Raises `NoAdapterFound` or `AdapterRefused`."""
     folder = Path(path).expanduser()
     try:
         config_text = (folder / "adapter_config.json").read_bytes()
@@ -57,7 +57,7 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdap
     try:
         config = json.loads(config_text)
         _check_config(config, max_rank)
-        # How a bad version behaves, for who wants to see one; vLLM passes over what it does not know.
+        # Simulated faults of a bad version; vLLM ignores unknown fields.
         faults = config.get("sim") or {}
         delay_s, failing = float(faults.get("delay_s", 0.0)), float(faults.get("failing", 0.0))
     except (ValueError, TypeError) as exc:
@@ -92,7 +92,7 @@ def _check_config(config: dict[str, Any], max_rank: int) -> None:
 
 
 def _tensor_names(weights: Path) -> list[str]:
-    """The tensors that a safetensors file says it holds; refusals in the words of the safetensors library."""
+    """Tensor names in a safetensors file. Raises `AdapterRefused` with the safetensors library's messages."""
     size = weights.stat().st_size
     with weights.open("rb") as stream:
         length_bytes = stream.read(8)

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 answers, key by key and in its order (vllm/entrypoints/openai/*/protocol.py; tests/contract)."""
+"""Answer bodies with vLLM 0.32's keys in its order (vllm/entrypoints/openai/*/protocol.py; tests/contract)."""
 
 import time
 import uuid
@@ -13,7 +13,7 @@ from workers.engines.sim.timing import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all parts of one answer share."""
+    """The fields that all chunks of one answer share."""
 
     is_chat: bool
     id: str
@@ -29,17 +29,17 @@ class AnswerHead:
 
 
 def random_id() -> str:
-    """16 hex digits, as vLLM's ids have."""
+    """A random id of 16 hex digits, as in vLLM."""
     return uuid.uuid4().hex[:16]
 
 
-def finish_reason(job: StreamedJob) -> str | None:
-    """As OpenAI names it, None while the job runs."""
-    return job.ended.value if job.ended in {FinishReason.STOP, FinishReason.LENGTH} else None
+def openai_finish_reason(job: StreamedJob) -> str | None:
+    """The `finish_reason` field of an answer; None while the job runs."""
+    return job.finish_reason.value if job.finish_reason in {FinishReason.STOP, FinishReason.LENGTH} else None
 
 
-def complete(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[str]) -> dict[str, Any]:
-    """The whole answer to a request that did not ask for a stream; `echoes` are prepended, one a job."""
+def full_answer(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[str]) -> dict[str, Any]:
+    """The answer to a request without `stream`; `echoes` has the text before each job's answer."""
     choices = [_whole_choice(head, index, job, echoes[index]) for index, job in enumerate(jobs)]
     answer: dict[str, Any] = {
         "id": head.id,
@@ -58,7 +58,7 @@ def complete(head: AnswerHead, jobs: Sequence[StreamedJob], echoes: Sequence[str
 
 
 def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bool) -> dict[str, Any]:
-    """The first piece of a streamed chat, before any text."""
+    """The first chunk of a streamed chat, without text."""
     delta = {"role": "assistant", "content": ""}
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     chunk = _chunk(head, [choice])
@@ -69,10 +69,18 @@ def role_chunk(head: AnswerHead, index: int, job: StreamedJob, *, continuous: bo
 
 
 def text_chunk(
-    head: AnswerHead, index: int, job: StreamedJob, seen: int, until: int, text: str, *, continuous: bool, sign: bool
+    head: AnswerHead,
+    index: int,
+    job: StreamedJob,
+    seen: int,
+    until: int,
+    text: str,
+    *,
+    continuous: bool,
+    with_fingerprint: bool,
 ) -> dict[str, Any]:
-    """Tokens `seen` up to `until` of one choice; `sign` puts the fingerprint on its last piece."""
-    reason = finish_reason(job) if until == len(job.reply) else None
+    """A chunk with tokens `seen` to `until` of one choice; `with_fingerprint`: the last chunk has the fingerprint."""
+    reason = openai_finish_reason(job) if until == len(job.reply) else None
     ids = job.reply_text.token_ids[seen:until] if head.token_ids else None
     if head.is_chat:
         choice: dict[str, Any] = {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": reason}
@@ -92,27 +100,27 @@ def text_chunk(
     chunk = _chunk(head, [choice])
     if continuous:
         chunk["usage"] = _running_usage(head, job, until)
-    if reason is not None and sign:
+    if reason is not None and with_fingerprint:
         chunk["system_fingerprint"] = head.fingerprint
     return chunk
 
 
 def usage_chunk(head: AnswerHead, jobs: Sequence[StreamedJob]) -> dict[str, Any]:
-    """The last piece of a stream with `stream_options.include_usage`."""
+    """The last chunk of a stream with `stream_options.include_usage`."""
     return _chunk(head, []) | {"usage": _usage(head, jobs, whole=False), "system_fingerprint": head.fingerprint}
 
 
 def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Sequence[SimAdapter]) -> dict[str, Any]:
     """`GET /v1/models`: the base model under each of its names, then the adapters."""
-    cards = [_card(name, root, None, max_model_len) for name in names]
-    cards += [_card(adapter.name, adapter.path, names[0], None) for adapter in adapters]
+    cards = [_model_card(name, root, None, max_model_len) for name in names]
+    cards += [_model_card(adapter.name, adapter.path, names[0], None) for adapter in adapters]
     return {"object": "list", "data": cards}
 
 
 def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> dict[str, Any]:
     text = echo + "".join(job.reply_text.pieces)
     ids = list(job.reply) if head.token_ids else None
-    ending = {"logprobs": None, "finish_reason": finish_reason(job), "stop_reason": job.reply_text.stop_reason}
+    ending = {"logprobs": None, "finish_reason": openai_finish_reason(job), "stop_reason": job.reply_text.stop_reason}
     if head.is_chat:
         message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
         message |= {"function_call": None, "reasoning": None}
@@ -138,13 +146,13 @@ def _usage(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dic
     produced = sum(job.produced for job in jobs)
     usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + produced}
     usage["completion_tokens"] = produced
-    details = _cached(head, jobs[-1] if whole else jobs[0], whole=whole) if head.show_cached else None
+    details = _prompt_tokens_details(head, jobs[-1] if whole else jobs[0], whole=whole) if head.show_cached else None
     if whole:  # a stream leaves out what is null
         return usage | {"prompt_tokens_details": details, "completion_tokens_details": None}
     return usage if details is None else usage | {"prompt_tokens_details": details}
 
 
-def _cached(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any]:
+def _prompt_tokens_details(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any]:
     details: dict[str, Any] = {"cached_tokens": job.cached_tokens}
     if head.is_chat:
         details["created_cache_tokens"] = job.prompt_tokens // head.block_size * head.block_size - job.cached_tokens
@@ -153,7 +161,7 @@ def _cached(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any
     return details | {"multimodal_tokens": None} if whole else details
 
 
-def _card(name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+def _model_card(name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
     created = int(time.time())
     permission = {
         "id": f"modelperm-{random_id()}",

@@ -1,6 +1,6 @@
-"""Which tokens' KV is cached: a pool of blocks with references, copies and LRU eviction, and the events it causes.
+"""The KV cache: a pool of blocks with references, copies and LRU eviction, and its KV events.
 
-Source of every rule here: vLLM 0.32 v1/core/block_pool.py, kv_cache_manager.py and kv_cache_utils.py.
+source  vLLM 0.32 v1/core/block_pool.py, kv_cache_manager.py and kv_cache_utils.py
 """
 
 import hashlib
@@ -14,15 +14,15 @@ from workers.engines.sim.events import MEDIUM, AllBlocksCleared, BlockHash, Bloc
 
 @dataclass(frozen=True, slots=True)
 class ChainRoot:
-    """What keeps blocks of equal tokens apart. Source: vLLM 0.32 `generate_block_hash_extra_keys`."""
+    """Adapter and salt, which separate blocks of equal tokens. source  vLLM 0.32 `generate_block_hash_extra_keys`"""
 
     lora_id: int | None = None
     lora_name: str | None = None
     lora_path: str | None = None
     cache_salt: str | None = None
 
-    def keys(self, block: int) -> tuple[str, ...] | None:
-        """The extra keys of the block-th block as events print them: the path is in the hash, never in the event."""
+    def extra_keys(self, block: int) -> tuple[str, ...] | None:
+        """The extra keys of a block in events; the adapter's path is part of the hash, but not of the event."""
         salted = (self.cache_salt,) if block == 0 and self.cache_salt else ()
         named = (self.lora_name,) if self.lora_name else ()
         return (named + salted) or None
@@ -30,15 +30,15 @@ class ChainRoot:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's tokens so far and the hash of each full block of them."""
+    """A request's tokens so far, and the hashes of their full blocks."""
 
     tokens: list[int]
     root: ChainRoot
     block_size: int
     hashes: list[bytes] = field(default_factory=list)
 
-    def extend(self) -> list[bytes]:
-        """Hashes of all full blocks, computed as far as tokens have come."""
+    def update_hashes(self) -> list[bytes]:
+        """Compute the hashes of new full blocks; returns all hashes."""
         for block in range(len(self.hashes), len(self.tokens) // self.block_size):
             start = block * self.block_size
             digest = hashlib.sha256(self.hashes[-1] if self.hashes else b"")
@@ -52,7 +52,7 @@ class BlockChain:
 
 @dataclass(slots=True)
 class PoolBlock:
-    """One block of the pool; `hash` is set while its content can be found."""
+    """One block of the pool; `hash` is set while its content can be reused."""
 
     references: int = 0
     hash: bytes | None = None
@@ -61,12 +61,12 @@ class PoolBlock:
 class BlockPool:
     """The blocks of one engine.
 
-    A freed block keeps its content until somebody needs the room, oldest first; identical content may be in several
-    blocks, each announced by its own event. One block of `num_blocks` is never used (vLLM's null block).
+    A freed block keeps its content until it is allocated again, oldest first. Several blocks may have the same content,
+    each with its own event. One of the `num_blocks` blocks is never used (vLLM's null block).
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, int_hashes: bool = True) -> None:
-        """`int_hashes` is VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES: 64-bit numbers in events, or all 32 bytes."""
+        """`int_hashes`: 64-bit hashes in events instead of 32 bytes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks can hold nothing: give at least 2 (one is never used)")
         self.block_size = block_size
@@ -78,7 +78,7 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use by requests, 0 to 1; cached but free ones do not count."""
+        """Share of the blocks that requests use, 0 to 1; free cached blocks do not count."""
         return 1.0 - len(self.free) / (len(self.blocks) - 1)
 
     def take_events(self) -> list[KVEvent]:
@@ -86,67 +86,67 @@ class BlockPool:
         events, self.events = self.events, []
         return events
 
-    def match(self, chain: BlockChain) -> list[int]:
-        """Blocks that hold the longest cached prefix of `chain`; never its last token, which must be computed."""
+    def cached_prefix(self, chain: BlockChain) -> list[int]:
+        """Indexes of the blocks with the longest cached prefix of `chain`, without its last token."""
         found = []
-        for digest in chain.extend()[: (len(chain.tokens) - 1) // self.block_size]:
+        for digest in chain.update_hashes()[: (len(chain.tokens) - 1) // self.block_size]:
             holders = self.copies.get(digest)
             if not holders:
                 break
             found.append(next(iter(holders)))
         return found
 
-    def room_for(self, hits: Sequence[int], blocks: int) -> bool:
-        """Whether `blocks` new ones can be had beside `hits`, some of which may be free themselves."""
+    def has_room_for(self, hits: Sequence[int], blocks: int) -> bool:
+        """Whether `blocks` new blocks can be allocated in addition to `hits`, some of which may be free."""
         return blocks + sum(not self.blocks[hit].references for hit in hits) <= len(self.free)
 
-    def hold(self, hits: Iterable[int]) -> None:
-        """One more reference to each of `hits`."""
+    def add_references(self, hits: Iterable[int]) -> None:
+        """Add a reference to each of `hits`."""
         for hit in hits:
             if not self.blocks[hit].references:
                 del self.free[hit]
             self.blocks[hit].references += 1
 
     def allocate(self, blocks: int) -> list[int]:
-        """`blocks` blocks to write into. What they held is forgotten, and the events say so. Ask `room_for` first."""
+        """Allocate blocks, evicting their content with events. Check `has_room_for` first."""
         taken = []
         for _ in range(blocks):
             index, _none = self.free.popitem(last=False)
-            self._forget(index)
+            self._drop_content(index)
             self.blocks[index].references = 1
             taken.append(index)
         return taken
 
     def store(self, chain: BlockChain, table: Sequence[int], first: int, last: int) -> None:
-        """Make blocks `first` up to `last` of `chain` findable; `table[i]` holds its i-th block."""
+        """Cache blocks `first` to `last` of `chain`; `table[i]` is the index of its i-th block."""
         if first >= last:
             return
-        hashes = chain.extend()
+        hashes = chain.update_hashes()
         for index, digest in zip(table[first:last], hashes[first:last], strict=True):
             self.blocks[index].hash = digest
             self.copies.setdefault(digest, {})[index] = None
         self.announce(chain, first, last)
 
     def announce(self, chain: BlockChain, first: int, last: int) -> None:
-        """A BlockStored for blocks `first` up to `last`, whether or not they are new (report mode `full` repeats)."""
-        hashes = chain.extend()
+        """Add a BlockStored event for blocks `first` to `last`; report mode `full` repeats events of cached blocks."""
+        hashes = chain.update_hashes()
         self.events.append(
             BlockStored(
-                block_hashes=[self._name(digest) for digest in hashes[first:last]],
-                parent_block_hash=self._name(hashes[first - 1]) if first else None,
+                block_hashes=[self._event_hash(digest) for digest in hashes[first:last]],
+                parent_block_hash=self._event_hash(hashes[first - 1]) if first else None,
                 token_ids=chain.tokens[first * self.block_size : last * self.block_size],
                 block_size=self.block_size,
                 lora_id=chain.root.lora_id,
                 medium=MEDIUM,
                 lora_name=chain.root.lora_name,
-                extra_keys=[chain.root.keys(block) for block in range(first, last)],
+                extra_keys=[chain.root.extra_keys(block) for block in range(first, last)],
                 group_idx=0,
                 kv_cache_spec_kind="full_attention",
             )
         )
 
     def release(self, table: Sequence[int]) -> None:
-        """Give a request's blocks back, tail first: a long prompt loses its end before its beginning."""
+        """Release a request's blocks, last block first, so that a long prompt's end is evicted before its start."""
         emptied = []
         for index in reversed(table):
             block = self.blocks[index]
@@ -157,12 +157,12 @@ class BlockPool:
                 emptied.append(index)
             else:
                 self.free[index] = None
-        for index in reversed(emptied):  # nothing to lose in these: used again first, in this order
+        for index in reversed(emptied):  # without content, so allocated first, in this order
             self.free[index] = None
             self.free.move_to_end(index, last=False)
 
     def clear(self) -> bool:
-        """Forget everything cached. False, and nothing done, while a request holds blocks."""
+        """Clear the cache; returns False without effect while a request uses blocks."""
         if len(self.free) != len(self.blocks) - 1:
             return False
         self.copies.clear()
@@ -171,7 +171,7 @@ class BlockPool:
         self.events.append(AllBlocksCleared())
         return True
 
-    def _forget(self, index: int) -> None:
+    def _drop_content(self, index: int) -> None:
         digest = self.blocks[index].hash
         if digest is None:
             return
@@ -179,7 +179,7 @@ class BlockPool:
         del self.copies[digest][index]
         if not self.copies[digest]:
             del self.copies[digest]
-        self.events.append(BlockRemoved(block_hashes=[self._name(digest)], medium=MEDIUM, group_idx=0))
+        self.events.append(BlockRemoved(block_hashes=[self._event_hash(digest)], medium=MEDIUM, group_idx=0))
 
-    def _name(self, digest: bytes) -> BlockHash:
+    def _event_hash(self, digest: bytes) -> BlockHash:
         return int.from_bytes(digest[-8:], "big") if self.int_hashes else digest

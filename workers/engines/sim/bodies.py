@@ -1,7 +1,7 @@
-"""What clients send, and how vLLM 0.32 refuses it: the same checks, texts, types and codes.
+"""Request bodies, and vLLM 0.32's checks of them with the same error messages, types and codes.
 
-Sources: vllm/entrypoints/openai/*/protocol.py, serve/exception_handling/, serve/engine/serving.py; the texts were
-compared with a running vLLM (tests/contract).
+source  vllm/entrypoints/openai/*/protocol.py, serve/exception_handling/, serve/engine/serving.py; tests/contract
+        compares the messages with a running vLLM
 """
 
 import json
@@ -26,19 +26,19 @@ class ErrorAnswer(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """The JSON body of the answer."""
         error = {"message": sanitized(str(self)), "type": self.kind, "param": self.param, "code": self.status}
         return {"error": error}
 
 
-def invalid(message: str, param: str, value: object = None) -> ErrorAnswer:
-    """A 400 as vLLM's own validators word it."""
+def invalid_parameter(message: str, param: str, value: object = None) -> ErrorAnswer:
+    """A 400 with the message format of vLLM's own validators."""
     shown = "" if value is None else f", value={value}"
     return ErrorAnswer(f"{message} (parameter={param}{shown})", param=param)
 
 
 class RequestBody(BaseModel):
-    """Unknown fields are let through, as vLLM does."""
+    """A request body; unknown fields are allowed, as in vLLM."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +49,7 @@ class StreamOptions(RequestBody):
 
 
 class GenerationBody(RequestBody):
-    """What chat and completions have in common."""
+    """The common fields of chats and completions."""
 
     model: str | None = None
     n: int = 1
@@ -68,12 +68,12 @@ class GenerationBody(RequestBody):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings, empty ones left out."""
+        """The non-empty stop strings."""
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
     @property
-    def reports_reused(self) -> bool:
-        """Whether reused blocks are to be announced again."""
+    def wants_reused_reported(self) -> bool:
+        """Whether KV events must also report reused blocks (kv_cache_report_mode "full")."""
         return (self.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
 
 
@@ -82,7 +82,7 @@ class MessagesBody(RequestBody):
 
 
 class ChatBody(GenerationBody, MessagesBody):
-    """Messages come first: several faults are told in this order."""
+    """The body of a chat. The base classes' order determines the order of validation errors."""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -90,15 +90,15 @@ class ChatBody(GenerationBody, MessagesBody):
     echo: bool = False
 
     @property
-    def given_ids(self) -> list[int] | None:
-        """The prompt's ids, where they came along; vLLM 0.32 renderers/online_renderer.py _reused_prompt_token_ids."""
+    def given_prompt_ids(self) -> list[int] | None:
+        """The prompt's token ids if the client sent them; vLLM 0.32 online_renderer.py _reused_prompt_token_ids."""
         given = (self.kv_transfer_params or {}).get("prompt_token_ids")
         if given is None or self.echo:
             return None
         if not isinstance(given, list) or not given or any(type(one) is not int or one < 0 for one in given):
             name = "kv_transfer_params.prompt_token_ids"
             message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
-            raise invalid(message, name)
+            raise invalid_parameter(message, name)
         return given
 
 
@@ -143,32 +143,32 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def read_json(raw: bytes, content_type: str) -> Any:
-    """The body as JSON. Raises `ErrorAnswer` in FastAPI's words."""
+    """The body as JSON. Raises `ErrorAnswer` with FastAPI's message."""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ErrorAnswer(
             "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", "Bad Request"
         )
     if not raw:
-        raise _refused([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
+        raise _validation_error([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
         return json.loads(raw)
     except json.JSONDecodeError as exc:
         fault = {"type": "json_invalid", "loc": ("body", exc.pos), "msg": "JSON decode error", "input": {}}
-        raise _refused([fault | {"ctx": {"error": exc.msg}}]) from exc
+        raise _validation_error([fault | {"ctx": {"error": exc.msg}}]) from exc
     except UnicodeDecodeError as exc:
         raise ErrorAnswer("There was an error parsing the body", "Bad Request") from exc
 
 
-def parse(kind: type[Parsed], data: Any) -> Parsed:
-    """`data` as a `kind`. Raises `ErrorAnswer` with every fault found."""
+def parse_body(kind: type[Parsed], data: Any) -> Parsed:
+    """`data` as a body of this class. Raises `ErrorAnswer` with all validation errors."""
     try:
         return kind.model_validate(data, from_attributes=True)
     except ValidationError as exc:
-        raise _refused(_faults(exc)) from exc
+        raise _validation_error(_faults(exc)) from exc
 
 
 def parse_tokenize(data: Any) -> TokenizePromptBody | TokenizeChatBody:
-    """Either kind of /tokenize body; with neither the faults of both."""
+    """A /tokenize body of either class. Raises `ErrorAnswer` with the validation errors of both."""
     faults = []
     kinds: tuple[type[TokenizePromptBody], type[TokenizeChatBody]] = (TokenizePromptBody, TokenizeChatBody)
     for kind in kinds:
@@ -176,21 +176,21 @@ def parse_tokenize(data: Any) -> TokenizePromptBody | TokenizeChatBody:
             return kind.model_validate(data, from_attributes=True)
         except ValidationError as exc:
             faults += _faults(exc)
-    raise _refused(faults)
+    raise _validation_error(faults)
 
 
 def check_generate(body: GenerationBody) -> None:
-    """The checks that vLLM makes before it looks for the model."""
+    """The checks that vLLM makes before it looks up the model."""
     if body.stream_options is not None and not body.stream:
-        raise invalid("Stream options can only be defined when `stream=True`.", "stream_options")
+        raise invalid_parameter("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.cache_salt is not None and not body.cache_salt:
-        raise invalid("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+        raise invalid_parameter("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
 
 
 def check_sampling(body: GenerationBody, wanted: int | None, max_model_len: int) -> None:
-    """The checks that vLLM makes once the prompt is tokenised; `wanted` is the output limit asked for."""
+    """The checks that vLLM makes after tokenization; `wanted` is the requested output limit."""
     if wanted is not None and wanted > max_model_len:
-        raise invalid(
+        raise invalid_parameter(
             f"max_tokens={wanted} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
             "max_tokens",
@@ -199,33 +199,36 @@ def check_sampling(body: GenerationBody, wanted: int | None, max_model_len: int)
     if body.n < 1:
         raise ErrorAnswer(f"n must be at least 1, got {body.n}.")
     if body.temperature is not None and body.temperature < 0:
-        raise invalid(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
+        raise invalid_parameter(
+            f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature
+        )
     if body.n > 1 and body.temperature == 0:
         raise ErrorAnswer(f"n must be 1 when using greedy sampling, got {body.n}.")
 
 
 def output_limit(wanted: int | None, prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens may follow the prompt. Raises `ErrorAnswer` when none."""
+    """The number of tokens that may follow the prompt. Raises `ErrorAnswer` if there is no room."""
     room = max_model_len - prompt_tokens
     limit = room if wanted is None else min(wanted, room)
     if limit < 1:
-        raise invalid(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+        raise invalid_parameter(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     return limit
 
 
 def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> None:
-    """Refuse a prompt that leaves no room, and one of nothing. Text is cut by vLLM's tokenizer just above the limit,
-    hence `at least`.
+    """Refuse an empty prompt, and one that exceeds the context length.
+
+    vLLM truncates text just above the limit during tokenization, so its message says "at least".
     """
     if not prompt_tokens:
         raise ErrorAnswer("The decoder prompt cannot be empty")
     if prompt_tokens <= max_model_len:
         return
-    said = f"at least {max_model_len + 1}" if from_text else str(prompt_tokens)
+    shown_tokens = f"at least {max_model_len + 1}" if from_text else str(prompt_tokens)
     value = max_model_len + 1 if from_text else prompt_tokens
-    raise invalid(
-        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {said} input "
-        "tokens, which exceeds this limit even without any output tokens. "
+    raise invalid_parameter(
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"{shown_tokens} input tokens, which exceeds this limit even without any output tokens. "
         "Please reduce the length of the input prompt.",
         "input_tokens",
         value,
@@ -233,13 +236,13 @@ def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> 
 
 
 def check_characters(text: str, max_model_len: int, max_chars_per_token: int) -> None:
-    """Refuse a text that is too long whatever its tokens are, before it is tokenized.
+    """Refuse a text with more characters than `max_model_len` tokens can have, before tokenization.
 
     source  vLLM 0.32 renderers/params.py _text_len_check
     """
     most = max_model_len * max_chars_per_token
     if len(text) > most:
-        raise invalid(
+        raise invalid_parameter(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {len(text)} "
             f"characters (more than {most} characters, which is the upper bound for {max_model_len} input tokens). "
             "Please reduce the length of the input prompt.",
@@ -249,24 +252,24 @@ def check_characters(text: str, max_model_len: int, max_chars_per_token: int) ->
 
 
 def prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
-    """The prompts of a completion, one or many. Raises `ErrorAnswer` when there is none."""
+    """The prompts of a completion, one or many. Raises `ErrorAnswer` if there is none."""
     prompt = body.prompt
     if prompt is None or prompt == "":
-        raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise invalid_parameter("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise ErrorAnswer("You must pass at least one prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt  # the union says: then all are
+    return [prompt] if isinstance(prompt[0], int) else prompt  # pydantic's union guarantees: then all are ints
 
 
 def sanitized(message: str) -> str:
-    """`message` without paths. Source: vLLM 0.32 serve/exception_handling/utils.py sanitize_message."""
+    """`message` without file paths. source  vLLM 0.32 serve/exception_handling/utils.py sanitize_message"""
     message = re.sub(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", "<path>", message)
     return re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", message).strip()
 
 
-# Pydantic's own words in a location, which vLLM leaves out of `param` and `loc`.
+# Parts of pydantic's error locations that vLLM omits from `param` and `loc`.
 _MARKERS = frozenset({"str", "int", "float", "bool", "list", "dict", "nullable", "union"})
 
 
@@ -277,21 +280,23 @@ def _faults(exc: ValidationError) -> list[dict[str, Any]]:
     return faults
 
 
-def _refused(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
-    lines = [str({**fault, "loc": _place(fault["loc"]), "input": _shown(fault["input"])}) for fault in faults[:10]]
+def _validation_error(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
+    lines = [
+        str({**fault, "loc": _location(fault["loc"]), "input": _shown_input(fault["input"])}) for fault in faults[:10]
+    ]
     if len(faults) > len(lines):
         lines.append(f"...and {len(faults) - len(lines)} more errors")
     noun = "error" if len(faults) == 1 else "errors"
     message = "\n  ".join([f"{len(faults)} validation {noun}:", *(line[:1000] for line in lines)])
-    return ErrorAnswer(message, "Bad Request", param=_place(faults[0]["loc"]))
+    return ErrorAnswer(message, "Bad Request", param=_location(faults[0]["loc"]))
 
 
-def _place(loc: Sequence[int | str]) -> str:
+def _location(loc: Sequence[int | str]) -> str:
     named = [str(part) for part in loc if not (re.search(r"[\[\]{}()]", str(part)) or str(part).lower() in _MARKERS)]
     return ".".join(named)
 
 
-def _shown(value: object) -> str:
+def _shown_input(value: object) -> str:
     if isinstance(value, list | dict):
         return f"<{type(value).__name__} of {len(value)} items>"
     text = str(value)

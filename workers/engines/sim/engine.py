@@ -1,4 +1,4 @@
-"""The loop that lets simulated time pass, and the adapters served by name."""
+"""The engine: runs the batch's steps in real time, and loads and unloads adapters."""
 
 import asyncio
 import time
@@ -17,23 +17,23 @@ from workers.engines.sim.timing import EngineBatch, EngineJob, EngineLimits, Eng
 
 
 class EngineDeadError(Exception):
-    """The engine has ended under its requests. vLLM 0.32's text (v1/engine/exceptions.py EngineDeadError)."""
+    """The engine has died. The message is vLLM 0.32's (v1/engine/exceptions.py EngineDeadError)."""
 
     def __init__(self) -> None:
         super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
 
 class EngineDraining(Exception):
-    """SIGTERM has come: what runs is finished, nothing new is taken. vLLM's text, and its 500."""
+    """The engine drains after SIGTERM and accepts no requests; answered with vLLM's message and 500."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StreamedJob(EngineJob):
-    """A job with what its reader needs."""
+    """A job with its text and a callback for its reader."""
 
     reply_text: SimReply
-    told: Callable[["StreamedJob"], None]
-    """Called whenever the job has more tokens, or has ended."""
+    on_update: Callable[["StreamedJob"], None]
+    """Called when the job has more tokens or has ended."""
 
 
 @dataclass(slots=True)
@@ -54,22 +54,22 @@ class SimEngine:
     _stall: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        """Build the batch and let the gauges read it."""
-        given = self.settings
-        pool = BlockPool(given.num_gpu_blocks, given.block_size, int_hashes=given.int_block_hashes)
+        """Build the batch and connect the gauges to it."""
+        settings = self.settings
+        pool = BlockPool(settings.num_gpu_blocks, settings.block_size, int_hashes=settings.int_block_hashes)
         self.batch = EngineBatch(
             pool,
             EngineLimits(
-                max_num_seqs=given.max_num_seqs,
-                max_num_batched_tokens=given.max_num_batched_tokens,
-                max_loras=given.max_loras,
-                max_cpu_loras=given.max_cpu_loras,
-                prefill_tokens_per_s=given.sim_prefill_tokens_per_s,
-                decode_tokens_per_s=given.sim_decode_tokens_per_s,
-                load_s=given.sim_load_s,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_loras=settings.max_loras,
+                max_cpu_loras=settings.max_cpu_loras,
+                prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
+                decode_tokens_per_s=settings.sim_decode_tokens_per_s,
+                load_s=settings.sim_load_s,
             ),
         )
-        self.metrics.watch(self.batch)
+        self.metrics.watch_batch(self.batch)
 
     def submit(
         self,
@@ -79,7 +79,7 @@ class SimEngine:
         adapter: SimAdapter | None,
         cache_salt: str | None,
         report_reused: bool,
-        told: Callable[[StreamedJob], None],
+        on_update: Callable[[StreamedJob], None],
     ) -> StreamedJob:
         """Queue one prompt. Raises `EngineDeadError` and `EngineDraining`."""
         self.check_alive()
@@ -90,60 +90,60 @@ class SimEngine:
             chain=BlockChain(list(prompt), root, self.settings.block_size),
             prompt_tokens=len(prompt),
             reply=reply.token_ids,
-            reply_ended=reply.ended,
-            arrived=time.monotonic(),
+            reply_finish_reason=reply.finish_reason,
+            arrived_at=time.monotonic(),
             adapter=adapter,
             report_reused=report_reused,
             reply_text=reply,
-            told=told,
+            on_update=on_update,
         )
         self.batch.add(job)
         self._wake.set()
         return job
 
     def check_alive(self) -> None:
-        """Raise what a request gets instead of an answer."""
+        """Raises `EngineDeadError` or `EngineDraining` if the engine accepts no requests."""
         if self.is_dead:
             raise EngineDeadError
         if self.is_draining:
             raise EngineDraining("cannot schedule new futures after shutdown")
 
     def abort(self, job: StreamedJob) -> None:
-        """Its reader has gone."""
-        if job.ended is None:
+        """Abort a job whose reader has disconnected; no-op if it has ended."""
+        if job.finish_reason is None:
             self.batch.abort(job)
-            self.metrics.finished(job)
+            self.metrics.count_finished(job)
 
     async def load(self, name: str, path: str) -> None:
-        """Read an adapter, stall everybody for as long, serve it. Raises `NoAdapterFound`, `AdapterRefused`."""
+        """Read and load an adapter, stalling all requests meanwhile. Raises `NoAdapterFound`, `AdapterRefused`."""
         if self.is_draining:
             raise EngineDraining("Server shutting down")
-        int_id = self.next_int_id()  # burnt even when the load fails, as in vLLM
-        given = self.settings
+        int_id = self.next_int_id()  # used up even if the load fails, as in vLLM
+        settings = self.settings
         async with self._stall:
             with self.metrics.stalled():
-                adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=given.max_lora_rank)
-                await asyncio.sleep(given.sim_load_s)
+                adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=settings.max_lora_rank)
+                await asyncio.sleep(settings.sim_load_s)
             self.batch.host.use(adapter)
         self.adapters[name] = adapter
 
     def next_int_id(self) -> int:
-        """The number of the next adapter. vLLM takes one for each unknown model asked for, too."""
+        """A new adapter number. vLLM also uses one up for each request for an unknown model."""
         self._int_ids += 1
         return self._int_ids
 
     def unload(self, name: str) -> None:
-        """Forget the name. The weights stay in host memory, and requests in flight go on."""
+        """Remove the adapter's name. Its weights stay in host memory, and requests in flight finish."""
         del self.adapters[name]
 
     async def drain(self) -> None:
-        """Take nothing new; returns when the last request has ended."""
+        """Refuse new requests; returns when the last request has ended."""
         self.is_draining = True
         while self.batch.has_work and not self.is_dead:
             await self._idle.wait()
 
     async def run(self) -> None:
-        """Step for ever. Ends only by cancellation, or with the engine when an adapter's files have vanished."""
+        """Run steps until cancelled, or until the engine dies because an adapter's files have been deleted."""
         due = time.monotonic()
         while True:
             if not self.batch.has_work:
@@ -153,34 +153,34 @@ class SimEngine:
                 self._idle.clear()
                 due = time.monotonic()
             async with self._stall:
-                due = max(due, time.monotonic() - 0.05)  # a late timer is made up for, a long stall is not
-                step = self.batch.begin(time.monotonic())
+                due = max(due, time.monotonic() - 0.05)  # make up for late timers, but not for long stalls
+                step = self.batch.begin_step(time.monotonic())
                 if not _files_are_there(step):
                     self._die()
                     return
                 due += step.duration_s
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                self._finish(step)
+                self._finish_step(step)
 
-    def _finish(self, step: EngineStep) -> None:
+    def _finish_step(self, step: EngineStep) -> None:
         now = time.monotonic()
         if step.events and self.publisher is not None:
             self.publisher.publish(EventBatch(time.time(), list(step.events), 0))
-        told = self.batch.end(step, now)
-        self.metrics.stepped(step, told)
-        for job in told:
-            if job.ended is not None:
-                self.metrics.finished(job)
+        jobs = self.batch.end_step(step, now)
+        self.metrics.count_step(step, jobs)
+        for job in jobs:
+            if job.finish_reason is not None:
+                self.metrics.count_finished(job)
             if isinstance(job, StreamedJob):
-                job.told(job)
+                job.on_update(job)
 
     def _die(self) -> None:
-        """A registered adapter was read again and is gone: vLLM's EngineCore ends there, with all its requests."""
+        """Die as vLLM's EngineCore does when it reads deleted adapter files: all requests fail."""
         self.is_dead = True
         for job in [*self.batch.running, *self.batch.waiting]:
             self.batch.abort(job, FinishReason.ERROR)
             if isinstance(job, StreamedJob):
-                job.told(job)
+                job.on_update(job)
         self.on_death()
 
 

@@ -1,14 +1,14 @@
-"""KV cache events as vLLM 0.32 puts them on the wire (vllm/distributed/kv_events.py): msgpack maps with a `type`."""
+"""KV cache events in vLLM 0.32's wire format (vllm/distributed/kv_events.py): msgpack maps with a `type`."""
 
 from typing import Any
 
 import msgspec
 
 BlockHash = int | bytes
-"""What an event calls a block: the low 64 bits of vLLM's hash, or all 32 bytes."""
+"""A block's hash in an event: the low 64 bits of vLLM's hash, or all 32 bytes."""
 
 MEDIUM = "GPU"
-"""vLLM says GPU on the CPU too."""
+"""vLLM also uses GPU on the CPU."""
 
 
 class KVEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -16,7 +16,7 @@ class KVEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(KVEvent):
-    """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each."""
+    """`block_hashes` are now cached; `token_ids` has their tokens in order, `block_size` each."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -31,7 +31,7 @@ class BlockStored(KVEvent):
 
 
 class BlockRemoved(KVEvent):
-    """One copy of each of `block_hashes` is gone."""
+    """One copy of each of `block_hashes` was evicted."""
 
     block_hashes: list[BlockHash]
     medium: str | None
@@ -39,7 +39,7 @@ class BlockRemoved(KVEvent):
 
 
 class AllBlocksCleared(KVEvent):
-    """Nothing is cached any more."""
+    """The whole cache was cleared."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -1,4 +1,4 @@
-"""vLLM's metrics as far as somebody reads them: names, labels and buckets of vLLM 0.32 v1/metrics/loggers.py."""
+"""The metrics of vLLM that lorafleet reads, with names, labels and buckets of vLLM 0.32 v1/metrics/loggers.py."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,11 +50,11 @@ HISTOGRAMS: Final = {
 
 
 class SimMetrics:
-    """One engine's metrics, in a registry of their own."""
+    """The metrics of one sim, in a registry of their own."""
 
     def __init__(self, settings: SimSettings) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # process_start_time_seconds: the only sign of a restart
+        ProcessCollector(registry=self.registry)  # process_start_time_seconds shows a restart
         PlatformCollector(registry=self.registry)
         own = {"model_name": settings.served_model_name[0], "engine": "0"}
         names = list(own)
@@ -71,7 +71,9 @@ class SimMetrics:
             [*names, "finished_reason"],
             registry=self.registry,
         )
-        self._success = {ended: success.labels(**own, finished_reason=ended.value) for ended in FinishReason}
+        self._success = {
+            finish_reason: success.labels(**own, finished_reason=finish_reason.value) for finish_reason in FinishReason
+        }
         self._gauges = {
             name: Gauge(name, text, names, registry=self.registry).labels(**own)
             for name, text in {
@@ -99,7 +101,7 @@ class SimMetrics:
             registry=self.registry,
         )
         self._batch: EngineBatch
-        self._held: tuple[float, ...] | None = None
+        self._frozen_values: tuple[float, ...] | None = None
         self._max_loras = str(settings.max_loras) if settings.enable_lora else ""
         info = {
             "block_size": str(settings.block_size),
@@ -114,25 +116,25 @@ class SimMetrics:
         text = "Information of the LLMEngine CacheConfig"
         Gauge("vllm:cache_config_info", text, list(info), registry=self.registry).labels(**info).set(1)
 
-    def watch(self, batch: EngineBatch) -> None:
-        """Let the gauges read `batch` whenever they are asked, but for while it is `stalled`."""
+    def watch_batch(self, batch: EngineBatch) -> None:
+        """Connect the gauges to `batch`; during `stalled` they keep their values."""
         self._batch = batch
         for i, gauge in enumerate((*self._gauges.values(), *self._waiting.values())):
             gauge.set_function(partial(self._read, i))
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """While vLLM's core is in a load it tells nothing: its gauges stay as they were."""
-        self._held = self._counts()
+        """Freeze the gauges during the block, as vLLM does during a load."""
+        self._frozen_values = self._gauge_values()
         try:
             yield
         finally:
-            self._held = None
+            self._frozen_values = None
 
     def _read(self, i: int) -> float:
-        return (self._held or self._counts())[i]
+        return (self._frozen_values or self._gauge_values())[i]
 
-    def _counts(self) -> tuple[float, ...]:
+    def _gauge_values(self) -> tuple[float, ...]:
         batch = self._batch
         waiting, deferred = len(batch.waiting), batch.deferred
         return len(batch.running), waiting, batch.pool.usage, waiting - deferred, deferred
@@ -141,45 +143,45 @@ class SimMetrics:
         """The text of `GET /metrics`."""
         return generate_latest(self.registry)
 
-    def stepped(self, step: EngineStep, told: Sequence[EngineJob]) -> None:
-        """Count a finished step, and the tokens of the requests in `told`."""
+    def count_step(self, step: EngineStep, jobs: Sequence[EngineJob]) -> None:
+        """Count a finished step, and one token of each of the `jobs`."""
         self._histograms["vllm:iteration_tokens_total"].observe(step.prefill_tokens + step.decoding)
-        self._counters["vllm:generation_tokens"].inc(len(told))
-        for job in told:
+        self._counters["vllm:generation_tokens"].inc(len(jobs))
+        for job in jobs:
             if job.produced == 1:
                 self._first_token(job)
             else:
                 self._histograms["vllm:inter_token_latency_seconds"].observe(job.gap_s)
         if self._max_loras:
             adapters = sorted({getattr(job.adapter, "name", "") for job, _ in step.work} - {""})
-            # Both labels are always equal, and old series stay: so it is in vLLM 0.32.
+            # Both labels are always equal, and old series stay, as in vLLM 0.32.
             both = ",".join(adapters)
             self._loras.labels(self._max_loras, both, both).set_to_current_time()
 
-    def finished(self, job: EngineJob) -> None:
-        """Count an ended request and observe where its time went."""
-        assert job.ended is not None
-        self._success[job.ended].inc()
+    def count_finished(self, job: EngineJob) -> None:
+        """Count a finished request and observe its durations."""
+        assert job.finish_reason is not None
+        self._success[job.finish_reason].inc()
         self._counters["vllm:num_preemptions"].inc(job.preemptions)
-        if job.scheduled is None or job.first_token is None or job.last_token is None:
+        if job.scheduled_at is None or job.first_token_at is None or job.last_token_at is None:
             return
-        decode_s = job.last_token - job.first_token
+        decode_s = job.last_token_at - job.first_token_at
         for name, value in {
             "vllm:request_prompt_tokens": job.prompt_tokens,
             "vllm:request_generation_tokens": job.produced,
             "vllm:request_prefill_kv_computed_tokens": job.prompt_tokens - job.cached_tokens,
-            "vllm:e2e_request_latency_seconds": job.last_token - job.arrived,
-            "vllm:request_queue_time_seconds": job.scheduled - job.arrived,
-            "vllm:request_inference_time_seconds": job.last_token - job.scheduled,
-            "vllm:request_prefill_time_seconds": job.first_token - job.scheduled,
+            "vllm:e2e_request_latency_seconds": job.last_token_at - job.arrived_at,
+            "vllm:request_queue_time_seconds": job.scheduled_at - job.arrived_at,
+            "vllm:request_inference_time_seconds": job.last_token_at - job.scheduled_at,
+            "vllm:request_prefill_time_seconds": job.first_token_at - job.scheduled_at,
             "vllm:request_decode_time_seconds": decode_s,
             "vllm:request_time_per_output_token_seconds": decode_s / max(1, job.produced - 1),
         }.items():
             self._histograms[name].observe(value)
 
     def _first_token(self, job: EngineJob) -> None:
-        assert job.first_token is not None
-        self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token - job.arrived)
+        assert job.first_token_at is not None
+        self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token_at - job.arrived_at)
         self._counters["vllm:prompt_tokens"].inc(job.prompt_tokens)
         self._counters["vllm:prompt_tokens_cached"].inc(job.cached_tokens)
         self._counters["vllm:prefix_cache_queries"].inc(job.prompt_tokens)

@@ -1,7 +1,7 @@
-"""KV events to whoever listens: PUB with a sequence number, ROUTER for replay, exactly as vLLM's ZmqEventPublisher.
+"""KV events over ZMQ as vLLM's ZmqEventPublisher sends them: PUB with sequence numbers, ROUTER for replays.
 
-A thread of its own, because a slow reader of a replay must not stall the engine. Source: vLLM 0.32
-vllm/distributed/kv_events.py, its losses included: what PUB and ROUTER drop at a full queue is dropped here too.
+Runs in a thread, so that a slow reader of a replay does not stall the engine. Messages are lost as in vLLM 0.32
+(vllm/distributed/kv_events.py): PUB and ROUTER drop them at a full queue.
 """
 
 import queue
@@ -20,7 +20,7 @@ POLL_S = 0.1  # vLLM's: a replay waits at most this long
 
 
 class KVEventPublisher:
-    """Publishes batches in order from sequence number 0. Only binds to wildcard, ipc and inproc endpoints."""
+    """Publishes batches in order from sequence number 0. Binds wildcard, ipc and inproc endpoints, else connects."""
 
     def __init__(self, config: EventsConfig) -> None:
         self.config = config
@@ -41,11 +41,11 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue `batch`; it is on the wire within moments."""
+        """Queue `batch` for the publisher's thread."""
         self._queue.put(batch)
 
     def close(self) -> None:
-        """Send what is queued, then close the sockets."""
+        """Send the queued batches, then close the sockets."""
         self._queue.put(None)
         self._thread.join()
         self._pub.close(linger=0)
@@ -73,7 +73,7 @@ class KVEventPublisher:
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
         frames = replay.recv_multipart()
-        if len(frames) != 3:  # not [client, b"", first wanted]: vLLM warns and says nothing to the client
+        if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
             return
         client, _, first_bytes = frames
         first = int.from_bytes(first_bytes, "big")

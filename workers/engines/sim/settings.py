@@ -1,4 +1,4 @@
-"""The command line: vLLM's own flags, so that an agent starts both engines with the same words, and the sim's."""
+"""The sim's command line: vLLM's own flags, so that agents start both engines alike, and `--sim-*` flags."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Accepted and without effect: they change how real kernels run, what is logged, or what the sim cannot do worse.
+# Flags of vLLM without effect in the sim.
 IGNORED_WITH_VALUE = (
     "--attention-backend", "--chat-template-content-format", "--compilation-config", "--cpu-offload-gb",
     "--distributed-executor-backend", "--download-dir", "--dtype", "--generation-config",
@@ -47,7 +47,7 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSettings:
-    """Everything the engine is told at its start. Names of fields are the flags' names."""
+    """The parsed command line; field names are the flags' names."""
 
     model: Path
     served_model_name: tuple[str, ...]
@@ -76,8 +76,8 @@ class SimSettings:
     sim_response_tokens: int
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> SimSettings:
-    """Settings from the command line; prints what is wrong and raises SystemExit(2) as argparse does."""
+def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> SimSettings:
+    """Settings from the command line; prints errors and raises SystemExit(2) as argparse does."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     if not (flags.model / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""What the engine says: words of the model's own vocabulary, chosen by a hash of adapter and prompt."""
+"""Answer texts: words of the model's vocabulary, chosen pseudo-randomly from adapter and prompt."""
 
 import hashlib
 import re
@@ -15,20 +15,20 @@ WORD = re.compile(r" [a-z]{2,}")
 
 @dataclass(frozen=True, slots=True)
 class SimReply:
-    """An answer, complete before it is told: it depends on nothing that happens meanwhile."""
+    """A complete answer, generated before its first token is sent."""
 
     token_ids: list[int]
     pieces: list[str]
     """The text each token adds."""
-    ended: FinishReason
+    finish_reason: FinishReason
     stop_reason: str | None
 
 
 class TextGenerator:
-    """Answers for one model."""
+    """Generates the answers of one model; equal prompts get equal answers."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, vocabulary: int, eos: int, seed: int, natural_tokens: int) -> None:
-        """`natural_tokens`: answers end by themselves with the end token `eos` at this length; 0 is never."""
+        """`natural_tokens`: answers end with the end token `eos` at this length; 0: never."""
         self.eos = eos
         self.seed = seed
         self.natural_tokens = natural_tokens
@@ -48,7 +48,7 @@ class TextGenerator:
         ignore_eos: bool,
         stops: Sequence[str],
     ) -> SimReply:
-        """Up to `max_tokens` tokens for `prompt` under the adapter whose content has `digest` (b"" is the base)."""
+        """An answer of up to `max_tokens` tokens; `digest` is the adapter's (b"" for the base model)."""
         ends_itself = 0 < self.natural_tokens <= max_tokens and not ignore_eos
         length = self.natural_tokens if ends_itself else max_tokens
         seed = hashlib.sha256(b"%d %d " % (self.seed, choice) + digest + array("q", prompt).tobytes()).digest()
@@ -56,11 +56,13 @@ class TextGenerator:
         pieces = [self.texts[token] for token in ids]
         if ends_itself:
             ids[-1], pieces[-1] = self.eos, ""
-        return _stopped(SimReply(ids, pieces, FinishReason.STOP if ends_itself else FinishReason.LENGTH, None), stops)
+        return _cut_at_stop(
+            SimReply(ids, pieces, FinishReason.STOP if ends_itself else FinishReason.LENGTH, None), stops
+        )
 
 
-def _stopped(reply: SimReply, stops: Sequence[str]) -> SimReply:
-    """`reply` cut before the first of `stops`, which is left out of the text but not of the tokens."""
+def _cut_at_stop(reply: SimReply, stops: Sequence[str]) -> SimReply:
+    """`reply` cut at the first stop string, whose tokens stay but whose text does not."""
     text = "".join(reply.pieces)
     found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
     if found is None:

@@ -1,8 +1,8 @@
-"""Who runs in an engine step, and how long it takes: continuous batching with chunked prefill. No clock, no socket.
+"""Scheduling of requests into engine steps, and a step's duration: continuous batching with chunked prefill. No clock.
 
-A step costs `prefill tokens / prefill rate`, plus one token's time (`1 / decode rate`) when somebody decodes, plus
-`load_s` for each adapter that must be read again. So a prefill slows the decodes beside it, decodes ride along with
-each other for free, and a load stalls everybody. Which request gets what follows vLLM 0.32 v1/core/sched/scheduler.py.
+A step takes `prefill tokens / prefill rate`, plus `1 / decode rate` if any request decodes, plus `load_s` for each
+adapter that is read again. So a prefill delays concurrent decodes, decodes do not delay each other, and a load stalls
+all requests. source  vLLM 0.32 v1/core/sched/scheduler.py
 """
 
 from collections import OrderedDict, deque
@@ -16,7 +16,7 @@ from workers.engines.sim.events import KVEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The engine's limits and speeds. Rates in tokens per second, 0 means for free."""
+    """The engine's limits and speeds. Rates are in tokens per second; 0: takes no time."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -26,11 +26,11 @@ class EngineLimits:
     decode_tokens_per_s: float
     """Of one request."""
     load_s: float
-    """One adapter from disk into host memory, during which nothing else happens."""
+    """Seconds to read an adapter from disk into host memory, which stalls all requests."""
 
 
 class FinishReason(StrEnum):
-    """Why a request has no more tokens to come; vLLM's `finished_reason` labels."""
+    """Why a request ended; vLLM's `finished_reason` labels."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,17 +40,17 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineJob:
-    """One prompt being answered with `reply`, one token a step. Times are those given to `begin` and `end`."""
+    """One prompt that is answered with `reply`, one token per step. Times are those passed to the batch."""
 
     chain: BlockChain
     prompt_tokens: int
     reply: Sequence[int]
-    reply_ended: FinishReason
-    arrived: float
+    reply_finish_reason: FinishReason
+    arrived_at: float
     adapter: Hashable = None
-    """Equal for requests that may share a device slot; None is the base model."""
+    """Equal for requests that share a device slot; None for the base model."""
     report_reused: bool = False
-    """Announce blocks found in the cache as well (vLLM's kv_cache_report_mode full)."""
+    """Also send events for reused blocks (vLLM's kv_cache_report_mode full)."""
 
     table: list[int] = field(default_factory=list)
     computed: int = 0
@@ -58,52 +58,52 @@ class EngineJob:
     produced: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    scheduled: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
     gap_s: float = 0.0
-    """Between its last token and the one before."""
-    ended: FinishReason | None = None
+    """Seconds between its last two tokens."""
+    finish_reason: FinishReason | None = None
 
     @property
     def is_decoding(self) -> bool:
-        """Its whole prompt is in the cache and one token at a time remains."""
+        """Whether the prompt is computed, so that it gets one token per step."""
         return self.computed >= self.prompt_tokens and self.produced > 0
 
 
 @dataclass(slots=True)
 class EngineStep:
-    """What one pass over the model does."""
+    """The work of one engine step."""
 
     work: list[tuple[EngineJob, int]] = field(default_factory=list)
     """Requests and how many tokens of each are computed."""
     prefill_tokens: int = 0
     decoding: int = 0
     reloads: list[Hashable] = field(default_factory=list)
-    """Adapters that had fallen out of host memory and are read from disk within the step."""
+    """Adapters that were dropped from host memory and are read from disk in this step."""
     duration_s: float = 0.0
     events: list[KVEvent] = field(default_factory=list)
 
 
 class HostAdapters:
-    """Adapters in host memory, least recently used first out. Unloading a name leaves its weights here: a ghost."""
+    """The LRU of adapters in host memory. An unload leaves the weights here as a ghost."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.held: OrderedDict[Hashable, None] = OrderedDict()
+        self.lru: OrderedDict[Hashable, None] = OrderedDict()
 
     def use(self, adapter: Hashable) -> bool:
-        """Make `adapter` the most recently used; True when it was absent, so that it must be read from disk."""
-        missed = adapter not in self.held
-        if missed and len(self.held) >= self.capacity:
-            self.held.popitem(last=False)
-        self.held[adapter] = None
-        self.held.move_to_end(adapter)
+        """Make `adapter` the most recently used; returns True if it was absent and must be read from disk."""
+        missed = adapter not in self.lru
+        if missed and len(self.lru) >= self.capacity:
+            self.lru.popitem(last=False)
+        self.lru[adapter] = None
+        self.lru.move_to_end(adapter)
         return missed
 
 
 class EngineBatch:
-    """All requests of one engine. Call `begin`, let `duration_s` pass, call `end`."""
+    """The requests of one engine. Call `begin_step`, let `duration_s` pass, call `end_step`."""
 
     def __init__(self, pool: BlockPool, pace: EngineLimits) -> None:
         self.pool = pool
@@ -112,30 +112,30 @@ class EngineBatch:
         self.running: list[EngineJob] = []
         self.waiting: deque[EngineJob] = deque()
         self.deferred = 0
-        """How many of the waiting were passed over in the last step for want of an adapter slot."""
+        """Waiting requests that were skipped in the last step because no adapter slot was free."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there are requests."""
         return bool(self.running or self.waiting)
 
     def add(self, job: EngineJob) -> None:
-        """Queue `job` behind the others."""
+        """Append `job` to the queue."""
         self.waiting.append(job)
 
-    def abort(self, job: EngineJob, ended: FinishReason = FinishReason.ABORT) -> None:
-        """Drop `job` wherever it is; its full blocks stay cached. Harmless when it has ended."""
-        if job.ended is not None:
+    def abort(self, job: EngineJob, finish_reason: FinishReason = FinishReason.ABORT) -> None:
+        """Remove `job` from the batch; its full blocks stay cached. No-op if it has ended."""
+        if job.finish_reason is not None:
             return
-        job.ended = ended
+        job.finish_reason = finish_reason
         if job in self.running:
             self.running.remove(job)
         else:
             self.waiting.remove(job)
-        self._give_back(job)
+        self._release_blocks(job)
 
-    def begin(self, now: float) -> EngineStep:
-        """Schedule one step: running requests first, then the waiting in order, within every limit."""
+    def begin_step(self, now: float) -> EngineStep:
+        """Schedule one step: running requests first, then waiting ones in order, within all limits."""
         step = EngineStep()
         budget = self.pace.max_num_batched_tokens
         preempted = False
@@ -143,7 +143,7 @@ class EngineBatch:
         while index < len(self.running) and budget > 0:
             job = self.running[index]
             tokens = min(len(job.chain.tokens) - job.computed, budget)
-            while not self._grow(job, tokens):
+            while not self._grow_table(job, tokens):
                 preempted = True
                 if self._preempt_last() is job:
                     break
@@ -154,30 +154,30 @@ class EngineBatch:
         self.deferred = 0
         if not preempted:
             self._admit(step, budget, now)
-        self._price(step)
+        self._set_duration(step)
         step.events = self.pool.take_events()
         return step
 
-    def end(self, step: EngineStep, now: float) -> list[EngineJob]:
-        """Count the step as done; the requests that got a token, some of which have `ended` with it."""
-        told = []
+    def end_step(self, step: EngineStep, now: float) -> list[EngineJob]:
+        """Finish the step; returns the requests that got a token, some of which have ended."""
+        jobs_with_token = []
         for job, tokens in step.work:
-            if job.ended is not None:  # aborted meanwhile
+            if job.finish_reason is not None:  # aborted during the step
                 continue
             job.computed += tokens
             if job.computed < len(job.chain.tokens):
                 continue
             job.chain.tokens.append(job.reply[job.produced])
             job.produced += 1
-            job.first_token = now if job.first_token is None else job.first_token
-            job.gap_s = 0.0 if job.last_token is None else now - job.last_token
-            job.last_token = now
-            told.append(job)
+            job.first_token_at = now if job.first_token_at is None else job.first_token_at
+            job.gap_s = 0.0 if job.last_token_at is None else now - job.last_token_at
+            job.last_token_at = now
+            jobs_with_token.append(job)
             if job.produced == len(job.reply):
-                job.ended = job.reply_ended
+                job.finish_reason = job.reply_finish_reason
                 self.running.remove(job)
-                self._give_back(job)
-        return told
+                self._release_blocks(job)
+        return jobs_with_token
 
     def _admit(self, step: EngineStep, budget: int, now: float) -> None:
         slots = {job.adapter for job, _ in step.work} - {None}
@@ -187,40 +187,40 @@ class EngineBatch:
             if job.adapter is not None and job.adapter not in slots and len(slots) >= self.pace.max_loras:
                 passed_over.append(self.waiting.popleft())
                 continue
-            tokens = self._start(job, budget)
+            tokens = self._start_job(job, budget)
             if not tokens:
                 break
             self.running.append(self.waiting.popleft())
-            job.scheduled = now if job.scheduled is None else job.scheduled
+            job.scheduled_at = now if job.scheduled_at is None else job.scheduled_at
             if job.adapter is not None:
                 slots.add(job.adapter)
             budget -= self._schedule(step, job, tokens)
         self.waiting.extendleft(reversed(passed_over))
         self.deferred = len(passed_over)
 
-    def _start(self, job: EngineJob, budget: int) -> int:
-        """Tokens of `job` that go into this step, its cached prefix left out; 0 when the pool has no room for all."""
-        hits = self.pool.match(job.chain)
+    def _start_job(self, job: EngineJob, budget: int) -> int:
+        """Start a waiting job; returns its tokens to compute in this step, 0 if its prompt does not fit in the pool."""
+        hits = self.pool.cached_prefix(job.chain)
         if job.report_reused and hits:
             self.pool.announce(job.chain, 0, len(hits))
-        # vLLM lets a request in only if its whole prompt fits (--scheduler-reserve-full-isl, on by default).
-        if not self.pool.room_for(hits, self._blocks(len(job.chain.tokens)) - len(hits)):
+        # vLLM starts a request only if its whole prompt fits (--scheduler-reserve-full-isl, on by default).
+        if not self.pool.has_room_for(hits, self._blocks_for(len(job.chain.tokens)) - len(hits)):
             return 0
-        self.pool.hold(hits)
+        self.pool.add_references(hits)
         job.table = hits
         job.stored = len(hits)
         job.computed = len(hits) * self.pool.block_size
         if not job.preemptions:
             job.cached_tokens = job.computed
         tokens = min(len(job.chain.tokens) - job.computed, budget)
-        grown = self._grow(job, tokens)
-        assert grown, "room_for has promised it"
+        grown = self._grow_table(job, tokens)
+        assert grown, "has_room_for was True"
         return tokens
 
-    def _grow(self, job: EngineJob, tokens: int) -> bool:
-        """Room for `tokens` more of `job`; what they fill is cached at once, so that the next request finds it."""
-        missing = self._blocks(job.computed + tokens) - len(job.table)
-        if not self.pool.room_for((), missing):
+    def _grow_table(self, job: EngineJob, tokens: int) -> bool:
+        """Allocate blocks for `tokens` more tokens of `job` and cache the full ones; False if there is no room."""
+        missing = self._blocks_for(job.computed + tokens) - len(job.table)
+        if not self.pool.has_room_for((), missing):
             return False
         job.table += self.pool.allocate(missing)
         full = (job.computed + tokens) // self.pool.block_size
@@ -230,13 +230,13 @@ class EngineBatch:
 
     def _preempt_last(self) -> EngineJob:
         job = self.running.pop()
-        self._give_back(job)
+        self._release_blocks(job)
         job.computed = 0
         job.preemptions += 1
         self.waiting.appendleft(job)
         return job
 
-    def _give_back(self, job: EngineJob) -> None:
+    def _release_blocks(self, job: EngineJob) -> None:
         self.pool.release(job.table)
         job.table = []
         job.stored = 0
@@ -251,7 +251,7 @@ class EngineBatch:
             step.reloads.append(job.adapter)
         return tokens
 
-    def _price(self, step: EngineStep) -> None:
+    def _set_duration(self, step: EngineStep) -> None:
         pace = self.pace
         if step.prefill_tokens and pace.prefill_tokens_per_s:
             step.duration_s += step.prefill_tokens / pace.prefill_tokens_per_s
@@ -259,5 +259,5 @@ class EngineBatch:
             step.duration_s += 1 / pace.decode_tokens_per_s
         step.duration_s += len(step.reloads) * pace.load_s
 
-    def _blocks(self, tokens: int) -> int:
+    def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)

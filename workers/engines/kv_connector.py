@@ -1,4 +1,4 @@
-"""Which KV connector an engine's command asks for: read as vLLM reads it.
+"""The KV connector in an engine's command, parsed as vLLM does.
 
 source  vLLM 0.32 utils/argparse_utils.py FlexibleArgumentParser, engine/arg_utils.py
 """
@@ -13,37 +13,37 @@ from typing import Any
 from lorafleet.engine.arguments import last_value
 from lorafleet.kv.connectors import ConnectorVerdict, judged, offloaded
 from lorafleet.service import yamls
-from workers.engines.adopt import CommandError
+from workers.engines.command import CommandError
 
 _CONFIG = "--kv-transfer-config"
 _SIZE = "--kv-offloading-size"
 _BACKEND = "--kv-offloading-backend"
-# argparse takes any beginning that no other flag of vLLM's has.
+# argparse accepts any prefix that is unique among vLLM's flags.
 _SHORTEST: Mapping[str, str] = {_CONFIG: "--kv-t", _SIZE: "--kv-offloading-s", _BACKEND: "--kv-offloading-b"}
 _FILE = "--config"
-# `80m` stands for a number, outside of texts.
+# vLLM accepts numbers such as `80m` outside of strings.
 _STRINGS = re.compile(r'("(?:[^"\\]|\\.)*")')
 _SUFFIXED = re.compile(r"\b(\d+)(?:\.\d+)?[kKmMgGtT]\b")
 
 
-def named_connector(words: Sequence[str]) -> ConnectorVerdict | None:
-    """What the words of an engine's command say of a KV connector; None: they name none.
+def connector_from_command(words: Sequence[str]) -> ConnectorVerdict | None:
+    """The verdict on the KV connector that an engine's command names; None if it names none.
 
-    Read are `--kv-transfer-config` (JSON, or its fields by `--kv-transfer-config.field value`) and
-    `--kv-offloading-size`, in every spelling that vLLM takes, on the command line and in the file of `--config`.
-    raises  CommandError, naming the argument, for what is no JSON object, or a file that cannot be read
+    Reads `--kv-transfer-config` (JSON, or single fields by `--kv-transfer-config.field value`) and
+    `--kv-offloading-size`, in every spelling that vLLM accepts, from the command line and the file of `--config`.
+    raises  CommandError, naming the argument, for invalid JSON or an unreadable file
     """
-    words = (*_from_file(words), *words)
+    words = (*_config_file_words(words), *words)
     config = _transfer_config(words)
-    if _last(words, _SIZE) not in {None, "", "None"}:
-        # vLLM writes this connector's name over the other's.
-        config = {**(config or {}), **offloaded(_last(words, _BACKEND) or "native")}
+    if _last_value(words, _SIZE) not in {None, "", "None"}:
+        # In vLLM this connector replaces the other one.
+        config = {**(config or {}), **offloaded(_last_value(words, _BACKEND) or "native")}
     return None if config is None else judged(config)
 
 
 def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
-    fields = list(_fields(words))
-    if fields:  # vLLM puts them behind everything else, as one JSON, and the last one counts
+    fields = list(_dotted_fields(words))
+    if fields:  # vLLM appends them as one JSON object, and the last argument wins
         whole: dict[str, Any] = {}
         for path, value in fields:
             inner = whole
@@ -53,15 +53,15 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
                     raise CommandError(f"{_CONFIG}.{'.'.join(path)}: {name} has a value of its own already")
             inner[path[-1]] = value
         return whole
-    said = _last(words, _CONFIG)
+    said = _last_value(words, _CONFIG)
     if said is None or said in {"", "None"}:
         return None
-    return _object(said)
+    return _parse_object(said)
 
 
-def _object(text: str) -> Mapping[str, Any]:
+def _parse_object(text: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(_plain_numbers(text))
+        found = json.loads(_without_number_suffixes(text))
     except ValueError as exc:
         raise CommandError(f"{_CONFIG} {text!r}: {exc}; give vLLM's JSON object, {_EXAMPLE}") from exc
     if not isinstance(found, dict):
@@ -72,42 +72,42 @@ def _object(text: str) -> Mapping[str, Any]:
 _EXAMPLE = """as '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'"""
 
 
-def _plain_numbers(text: str) -> str:
+def _without_number_suffixes(text: str) -> str:
     parts = _STRINGS.split(text)
     parts[::2] = [_SUFFIXED.sub(r"\1", part) for part in parts[::2]]
     return "".join(parts)
 
 
-def _fields(words: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
-    """(names, value) of each `--kv-transfer-config.name.name value`; a `+` behind the names makes it a list."""
+def _dotted_fields(words: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
+    """(names, value) of each `--kv-transfer-config.name.name value`; a `+` after the names makes the value a list."""
     for word, following in pairwise((*words, "")):
         flag, equals, value = word.partition("=")
         head, dot, path = flag.partition(".")
-        if not dot or not _is(head, _CONFIG):
+        if not dot or not _is_flag(head, _CONFIG):
             continue
         text = value if equals else following
-        yield path.removesuffix("+").split("."), text.split(",") if path.endswith("+") else _value(text)
+        yield path.removesuffix("+").split("."), text.split(",") if path.endswith("+") else _json_or_text(text)
 
 
-def _value(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
 
 
-def _last(words: Sequence[str], flag: str) -> str | None:
-    """The value of the last such flag, in any spelling that `_is` knows; None where the flag is not given."""
-    return last_value(words, lambda word: _is(word.partition("=")[0], flag))
+def _last_value(words: Sequence[str], flag: str) -> str | None:
+    """The value of the last occurrence of a flag in any spelling; None without one."""
+    return last_value(words, lambda word: _is_flag(word.partition("=")[0], flag))
 
 
-def _is(word: str, flag: str) -> bool:
+def _is_flag(word: str, flag: str) -> bool:
     said = word.replace("_", "-")
     return len(said) >= len(_SHORTEST[flag]) and flag.startswith(said)
 
 
-def _from_file(words: Sequence[str]) -> list[str]:
-    """The words that vLLM makes of its `--config` file; it reads one only where the name stands apart."""
+def _config_file_words(words: Sequence[str]) -> list[str]:
+    """The arguments in vLLM's `--config` file; vLLM reads it only from a separate word (`--config FILE`)."""
     path = next((following for word, following in pairwise((*words, "")) if word == _FILE), None)
     if path is None:
         return []

@@ -1,6 +1,6 @@
-"""Settings and a command of one's own (or `engine_args`) that speak of the same thing: one word for both, or no start.
+"""Settings that the engine's command (or `engine_args`) also determines, for example `max_loras`.
 
-The engine does what its command says. An agent that believed otherwise would count slots that are not there.
+The command's value becomes the setting; two different values prevent the start, as the agent would miscount slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,13 @@ log = structlog.get_logger()
 
 
 class CommandError(Exception):
-    """The engine's command cannot go with this agent; the message says which word of it, and what to do."""
+    """The engine's command conflicts with the agent's settings; the message names the argument and a remedy."""
 
 
-def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: Mapping[str, str]) -> WorkerSettings:
-    """The settings with what the command says for itself; raises CommandError where both say something else."""
+def settings_from_command(
+    settings: WorkerSettings, own_command: Sequence[str], environment: Mapping[str, str]
+) -> WorkerSettings:
+    """The settings with the values of the engine's command; raises CommandError if both give different values."""
     if settings.engine_url:
         if own_command:
             raise CommandError(f"engine_url {settings.engine_url} and an engine command: one engine; leave one out")
@@ -43,7 +45,7 @@ def adopted(settings: WorkerSettings, own_command: Sequence[str], environment: M
         changes[name] = said
         log.info("taken from the engine's command", setting=name, value=said)
     if settings.engine != "sglang" and _has_ranks(words) and value_of(words, "--api-server-count") is None:
-        # Its default is the number of ranks, and then vLLM refuses to load at run time.
+        # The default is the number of ranks, with which vLLM refuses to load adapters at run time.
         log.info("added to the engine's command", flag="--api-server-count 1")
         changes["engine_args"] = (*settings.engine_args, "--api-server-count", "1")
     given = {name: getattr(settings, name) for name in settings.model_fields_set}

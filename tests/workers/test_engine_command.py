@@ -8,7 +8,7 @@ import pytest
 from tests.patience import patience
 from tests.workers.running import SIM, RunningWorker
 from workers.config import WorkerSettings
-from workers.engines.adopt import CommandError, adopted
+from workers.engines.command import CommandError, settings_from_command
 from workers.wire import Metadata
 
 SERVE = ("vllm", "serve", "/models/m")
@@ -19,20 +19,22 @@ def settings(**more) -> WorkerSettings:
 
 
 def test_what_the_command_says_for_itself_is_taken():
-    found = adopted(settings(), (*SERVE, "--max-loras", "7", "--max-cpu-loras=9", "--served-model-name", "m"), {})
+    found = settings_from_command(
+        settings(), (*SERVE, "--max-loras", "7", "--max-cpu-loras=9", "--served-model-name", "m"), {}
+    )
     assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
     assert found.model == "/models/m"
-    assert adopted(settings(engine_args=("--max-cpu-loras", "33")), (), {}).max_cpu_loras == 33
+    assert settings_from_command(settings(engine_args=("--max-cpu-loras", "33")), (), {}).max_cpu_loras == 33
 
 
 def test_of_two_flags_the_last_one_counts_as_it_does_for_the_engine():
     given = settings(engine_args=("--max-cpu-loras", "12"))
-    assert adopted(given, (*SERVE, "--max-cpu-loras", "20"), {}).max_cpu_loras == 12
+    assert settings_from_command(given, (*SERVE, "--max-cpu-loras", "20"), {}).max_cpu_loras == 12
 
 
 def test_settings_that_agree_stay_as_they_are():
     given = settings(max_cpu_loras=9)
-    assert adopted(given, (*SERVE, "--max-cpu-loras", "9"), {}) is given
+    assert settings_from_command(given, (*SERVE, "--max-cpu-loras", "9"), {}) is given
 
 
 @pytest.mark.parametrize(
@@ -59,30 +61,35 @@ def test_settings_that_agree_stay_as_they_are():
 )
 def test_a_command_that_contradicts_is_refused_and_the_word_is_named(more, words, said):
     with pytest.raises(CommandError, match=said):
-        adopted(settings(**more), (*SERVE, *words), {})
+        settings_from_command(settings(**more), (*SERVE, *words), {})
 
 
 def test_an_environment_that_forbids_loading_is_refused():
     with pytest.raises(CommandError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=0"):
-        adopted(settings(), (), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
+        settings_from_command(settings(), (), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
 
 
 def test_a_key_for_the_engine_in_the_environment_is_refused():
     with pytest.raises(CommandError, match=r"VLLM_API_KEY in the environment.*unset it") as refused:
-        adopted(settings(), (), {"VLLM_API_KEY": "secret"})
+        settings_from_command(settings(), (), {"VLLM_API_KEY": "secret"})
     assert "secret" not in str(refused.value)
     for engine, key in (("vllm", ""), ("sim", "secret"), ("sglang", "secret")):
-        assert adopted(settings(engine=engine), (), {"VLLM_API_KEY": key}).engine == engine
+        assert settings_from_command(settings(engine=engine), (), {"VLLM_API_KEY": key}).engine == engine
 
 
 def test_flags_with_underscores_are_the_flags_that_vllm_takes_them_for():
-    found = adopted(settings(), (*SERVE, "--max_loras", "7", "--max_cpu_loras=9", "--served_model_name", "m"), {})
+    found = settings_from_command(
+        settings(), (*SERVE, "--max_loras", "7", "--max_cpu_loras=9", "--served_model_name", "m"), {}
+    )
     assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
 
 
 def test_ranks_are_given_one_api_server():
-    assert adopted(settings(), (*SERVE, "--data-parallel-size", "2"), {}).engine_args == ("--api-server-count", "1")
-    assert adopted(settings(), (*SERVE, "-dp", "2", "--api-server-count", "1"), {}).engine_args == ()
+    assert settings_from_command(settings(), (*SERVE, "--data-parallel-size", "2"), {}).engine_args == (
+        "--api-server-count",
+        "1",
+    )
+    assert settings_from_command(settings(), (*SERVE, "-dp", "2", "--api-server-count", "1"), {}).engine_args == ()
 
 
 @pytest.mark.fleet
@@ -108,7 +115,7 @@ async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_a
 
 def test_sglangs_flags_are_taken_too_and_its_batch_counts_the_base_model():
     command = ("python", "-m", "sglang.launch_server", "--max-loras-per-batch", "8", "--max-loaded-loras=32")
-    found = adopted(settings(engine="sglang"), command, {})
+    found = settings_from_command(settings(engine="sglang"), command, {})
     assert (found.max_loras, found.max_cpu_loras, found.engine_args) == (7, 32, ())
     with pytest.raises(CommandError, match="--max-loras-per-batch 7, the setting max_loras is 8"):
-        adopted(settings(engine="sglang", max_loras=8), command, {})
+        settings_from_command(settings(engine="sglang", max_loras=8), command, {})

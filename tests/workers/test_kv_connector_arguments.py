@@ -8,8 +8,8 @@ import pytest
 
 from tests.patience import patience
 from tests.workers.running import SIM, RunningWorker
-from workers.engines.adopt import CommandError
-from workers.engines.connector import named_connector
+from workers.engines.command import CommandError
+from workers.engines.kv_connector import connector_from_command
 
 SERVE = ("vllm", "serve", "/models/m")
 EXAMPLE = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
@@ -17,7 +17,7 @@ SAFE = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
 
 
 def separation(*words: str) -> str | None:
-    found = named_connector((*SERVE, *words))
+    found = connector_from_command((*SERVE, *words))
     return None if found is None else found.separation
 
 
