@@ -22,9 +22,10 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from lorafleet.engine.agentless import engines_by_id, tells_start
 from lorafleet.http_server import serve
-from lorafleet.http_server.connection import Front, FrontLimits, front
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.guard import guard
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.kube.access import ACCOUNT, source
 from lorafleet.kube.client import opened
@@ -245,7 +246,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     )
     inference = InferenceHandler(services)
     limits, origins = _front_limits(config, keys), cors_header_lines(config.allowed_origins)
-    clients = front(inference.route, limits, inference.sender, origins, outbox, error_body)
+    clients = HttpListener(inference.find_handler, limits, inference.caller_of, origins, outbox, error_body)
     own_metrics = partial(exposed, services, clients)
     processes = None
     if me is not None:
@@ -295,7 +296,7 @@ async def _running(
     control: httpx.AsyncClient,
     agents: EnginePool,
     looks: HealthProbes,
-    clients: Front,
+    clients: HttpListener,
     processes: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
     """Everything that runs beside the requests, from the app's start to its end."""
@@ -443,9 +444,9 @@ def _waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
     return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
 
 
-def _front_limits(config: RouterSettings, keys: ApiKeys) -> FrontLimits:
+def _front_limits(config: RouterSettings, keys: ApiKeys) -> ClientLimits:
     of_tenant = int(config.max_bodies_bytes * config.tenant_share)
-    return FrontLimits(
+    return ClientLimits(
         head_bytes=config.max_head_bytes,
         body_bytes=config.max_body_bytes,
         held_bytes=config.max_bodies_bytes,

@@ -15,7 +15,8 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from lorafleet.http_server.connection import FrontLimits, front_of_app
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.listener import listener_for_app
 from lorafleet.service import signals
 from lorafleet.service.sockets import bound
 
@@ -104,7 +105,7 @@ def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = N
     """uvicorn's settings for every service. `http` makes protocols, for a service with hot routes or own limits."""
     return uvicorn.Config(
         app,
-        http=http or front_of_app(FrontLimits(body_bytes=_MOST_BODY_BYTES)),  # type: ignore[arg-type]  # anything that makes protocols will do
+        http=http or listener_for_app(ClientLimits(body_bytes=_MOST_BODY_BYTES)),  # type: ignore[arg-type]  # anything that makes protocols will do
         ws="none",
         lifespan="on",
         log_config=None,

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
-from lorafleet.http_server.connection import Front
+from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import AuthFirstRoute, Caller, of_metrics, requires
 from lorafleet.service.http import HttpError
 from router.api.explain import again, explained, undecided
@@ -153,7 +153,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     return api
 
 
-def exposed(services: Services, clients: Front) -> bytes:
+def exposed(services: Services, clients: HttpListener) -> bytes:
     """This process's metrics, in Prometheus' text."""
     metrics, room = services.metrics, services.scheduler.queue.usage
     if services.config.orchestrator_url:
@@ -174,7 +174,7 @@ def exposed(services: Services, clients: Front) -> bytes:
     metrics.engine_connections.set(services.pool.connections)
     metrics.circuit_ignored.labels().set(services.scheduler.breaker.ignored_circuits)
     metrics.retries_refused.labels().set(services.scheduler.retries_refused)
-    for code, count in clients.refused.items():
+    for code, count in clients.refusals.items():
         metrics.refused.labels(code).set(count)
     states = Counter(replica.state for replica in services.discovery.fleet.replicas.values())
     for state in get_args(ReplicaState):

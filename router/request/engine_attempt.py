@@ -8,7 +8,7 @@ import msgspec
 
 from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
 from lorafleet.http_server.batches import Signal, leave_batch
-from lorafleet.http_server.connection import HttpExchange
+from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
 from router.core.failover.circuit_breaker import is_fault
 from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lorafleet.http_server.batches import leave_batch, next_stage
-from lorafleet.http_server.connection import Handler, HttpExchange
 from lorafleet.http_server.cross_site import site_check
+from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.auth import Caller, check_scope, host_check
 from lorafleet.service.http import HttpError
@@ -46,7 +46,7 @@ class InferenceHandler:
         }
         self._handlers["POST", sglang_generate.PATH] = partial(self._handle, GENERATE)
 
-    def sender(self, headers: Mapping[bytes, bytes]) -> Caller | None:
+    def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller | None:
         """The caller by these headers; None: it may not send inference requests."""
         try:
             if self._check_host is not None:
@@ -56,7 +56,7 @@ class InferenceHandler:
             return None
         return caller if caller.may("infer") else None
 
-    def route(self, method: str, path: str) -> Handler | None:
+    def find_handler(self, method: str, path: str) -> Handler | None:
         """The handler of this method and path; None: it is no inference route."""
         handler = self._handlers.get((method, path))
         if handler is not None:
@@ -65,7 +65,7 @@ class InferenceHandler:
         if route is not None:
             return self._handlers[route.method, route.path]
         if path.endswith("/") and path != "/":
-            handler = self.route(method, trimmed(path))
+            handler = self.find_handler(method, trimmed(path))
             return None if handler is None else partial(_answer_at, trimmed(path), handler)
         if ("GET" if method == "HEAD" else method, path) in _OWN:
             return None

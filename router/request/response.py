@@ -8,7 +8,7 @@ import msgspec
 import structlog
 
 from lorafleet.http_server.batches import leave_batch, next_stage
-from lorafleet.http_server.connection import HttpExchange
+from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.auth import Caller
 from lorafleet.service.http import HttpError, envelope, error_headers
 from router.core.errors import DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses

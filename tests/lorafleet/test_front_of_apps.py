@@ -7,19 +7,20 @@ import json
 import pytest
 
 from lorafleet.http_server import serve
-from lorafleet.http_server.connection import Front, FrontLimits, front_of_app
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.listener import HttpListener, listener_for_app
 from tests.lorafleet.test_serve import length
 from tests.patience import within
 from tests.router.relay.wires import RawClient, error_of
 
-SOON = FrontLimits(head_s=0.05, body_s=0.05, idle_s=0.05)
+SOON = ClientLimits(head_s=0.05, body_s=0.05, idle_s=0.05)
 
 
 @contextlib.asynccontextmanager
-async def served(limits: FrontLimits | None = None):
+async def served(limits: ClientLimits | None = None):
     """Clients of an app that is served in a service's own way."""
     sock = serve.bind("127.0.0.1", 0)
-    config = serve.configured(length, grace_s=1.0, http=front_of_app(limits) if limits else None)
+    config = serve.configured(length, grace_s=1.0, http=listener_for_app(limits) if limits else None)
     server = serve._Server(config, None)
     config.load()
     server.lifespan = config.lifespan_class(config)
@@ -36,8 +37,8 @@ async def served(limits: FrontLimits | None = None):
 
 def test_a_service_has_the_front_and_its_limits_by_default():
     http = serve.configured(length, grace_s=1.0).http
-    assert isinstance(http, Front)
-    assert http.limits == FrontLimits(body_bytes=16 * 2**20)
+    assert isinstance(http, HttpListener)
+    assert http.limits == ClientLimits(body_bytes=16 * 2**20)
     assert (http.limits.head_s, http.limits.body_s, http.limits.idle_s) == (15.0, 60.0, 75.0)
 
 

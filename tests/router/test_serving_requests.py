@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
-from lorafleet.http_server.connection import front
+from lorafleet.http_server.listener import HttpListener
 from lorafleet.identity import block_hashes, root_hash
 from lorafleet.service.auth import hash_key
 from orchestrator.wire import Draining
@@ -93,7 +93,7 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
 @pytest.mark.parametrize("is_in_task", [True, False])
 async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(monkeypatch, is_in_task):
     made = []
-    monkeypatch.setattr("router.app.front", lambda *args: made.append(front(*args)) or made[0])
+    monkeypatch.setattr("router.app.HttpListener", lambda *args: made.append(HttpListener(*args)) or made[0])
     engine = EngineDouble("w0")
     async with fleet(engine, tokenizer="off") as (client, _, parts):
         if not is_in_task:
@@ -104,7 +104,7 @@ async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(m
             pieces = answer.aiter_bytes()
             await anext(pieces)
             # As uvicorn and then the app do when the time to finish is over.
-            tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "_Connection._answer"]
+            tasks = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "ClientConnection._answer"]
             assert bool(tasks) == is_in_task
             for task in tasks:
                 task.cancel()

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 import router
-from lorafleet.http_server.connection import Front
+from lorafleet.http_server.listener import HttpListener
 from router.app import build
 from router.config import RouterSettings
 from router.http.engine_pool import Origin
@@ -113,7 +113,7 @@ class FaultyFleet:
     client: httpx.AsyncClient
     port: int
     parts: Services
-    front: Front
+    listener: HttpListener
     control: AgentDouble
     engines: list[RawEngine]
     play: Play
@@ -146,8 +146,8 @@ class FaultyFleet:
         parts, room = self.parts, self.parts.scheduler.queue.usage
         metrics = parts.metrics
         found = {
-            "clients' connections": len(self.front.connections),
-            "bytes of bodies": self.front.held_bytes,
+            "clients' connections": len(self.listener.connections),
+            "bytes of bodies": self.listener.held_bytes,
             "busy connections to engines": parts.pool.connections - sum(map(len, parts.pool._idle.values())),
             "requests in flight": len(list(parts.scheduler.load.counts_by_name())),
             "in flight, by the metric": parts.scheduler.load.total_in_flight,
@@ -181,7 +181,7 @@ class FaultyFleet:
         assert not self.unexpected
         answered = self.parts.metrics.requests._children
         assert not [labels for labels in answered if "internal_error" in labels]
-        assert not self.front.refused["internal_error"]
+        assert not self.listener.refusals["internal_error"]
 
 
 _ROUTER = str(Path(router.__file__).parent)

@@ -85,8 +85,8 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
 )
 async def test_a_client_that_leaves_before_its_work_begins_is_counted_as_any_that_leaves(method, path, route):
     async with house(1) as router, await router.raw() as client:
-        await until(lambda: router.front.connections)
-        (connection,) = router.front.connections
+        await until(lambda: router.listener.connections)
+        (connection,) = router.listener.connections
         connection.data_received(request(b'{"text": "gone"}', path).replace(b"POST", method))
         connection.loop.call_soon(connection.hang_up)  # behind the batch, before the task's first step
         await client.rest()
@@ -177,18 +177,18 @@ async def test_clients_that_send_too_slowly_are_ended_and_delay_nobody():
                 return await client.rest()
 
         def half_sent() -> list:
-            return [connection for connection in router.front.connections if connection._phase]
+            return [connection for connection in router.listener.connections if connection.phase]
 
         slow_ones = [asyncio.create_task(slow(number)) for number in range(200)]
         quick = [await router.ask(f"quick {number}") for number in range(20)]
         assert [answer.status_code for answer in quick] == [200] * 20
         await until(lambda: len(half_sent()) == 200)
         for connection in half_sent():
-            connection.check(connection.loop.time() + 10**6)
+            connection.check_deadlines(connection.loop.time() + 10**6)
         said = await asyncio.gather(*slow_ones)
         assert {answer.split(b"\r\n", 1)[0] for answer in said} == {b"HTTP/1.1 408 Request Timeout"}
         assert router.play.asked["slow"] == 0
-        assert router.front.refused["request_timeout"] == 200
+        assert router.listener.refusals["request_timeout"] == 200
 
 
 async def test_a_client_that_reads_nothing_is_hung_up_on_and_its_engine_stops():

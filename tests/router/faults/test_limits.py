@@ -318,23 +318,23 @@ async def test_neither_a_tenant_nor_who_has_no_key_takes_all_the_room_that_there
             return client
 
         strangers = [await begin("wrong", 9000) for _ in range(3)]
-        await until(lambda: sum(each._body_bytes for each in router.front.connections) == 27_000)
-        assert router.front.held_bytes == 0
+        await until(lambda: sum(each.body_bytes for each in router.listener.connections) == 27_000)
+        assert router.listener.held_bytes == 0
         await begin("a", 9000)
-        await until(lambda: router.front.held_bytes == 9000)
+        await until(lambda: router.listener.held_bytes == 9000)
         assert error_said(await (await begin("a", 1001)).rest()) == (429, "saturated")
         assert (await router.ask("x", headers=bearer("b"))).status_code == 200
         strangers[0].send(b" " * 1000)
         status, _, body = await strangers[0].answer()
         assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
-        assert router.front.held_bytes == 9000
+        assert router.listener.held_bytes == 9000
 
 
 async def test_a_key_that_became_known_while_its_body_came_is_told_to_send_it_again(tmp_path):
     settings = key_file(tmp_path)
     async with house(1, max_body_bytes=10_000, **settings) as router, await router.raw() as client:
         client.send(begun("late", 9000))
-        await until(lambda: any(each._body_bytes == 9000 for each in router.front.connections))
+        await until(lambda: any(each.body_bytes == 9000 for each in router.listener.connections))
         key_file(tmp_path, names=["late"])
         await until(lambda: is_known(router.parts.keys, "late"))
         client.send(b" " * 1000)

@@ -266,7 +266,7 @@ async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_
             assert error_of(await client.rest()) == last
         else:
             assert await client.rest() == b""
-        assert served.front.refused == ({last[1]: 1} if last else {})
+        assert served.listener.refusals == ({last[1]: 1} if last else {})
 
 
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])
@@ -283,7 +283,7 @@ async def test_a_path_that_is_not_spelled_like_a_hot_one_is_the_apps(path):
         client.send(post(path, b"abc"))
         await client.answer()
         assert served.seen  # by the app
-        assert served.front.refused == {}
+        assert served.listener.refusals == {}
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
@@ -344,7 +344,7 @@ async def test_http_1_0_is_not_asked_for_its_body(path):
         raw = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n" % path.encode()
         async with await served.client() as client:
             client.send(raw)
-            await until(lambda: [each for each in served.front.connections if each._phase])
+            await until(lambda: [each for each in served.listener.connections if each.phase])
             client.send(b"abc")
             assert (await client.rest()).startswith(b"HTTP/1.1 200 OK")
 

@@ -1,4 +1,4 @@
-"""Both ends of a wire: clients that send raw bytes to a front, engines that answer with raw bytes."""
+"""Both ends of a wire: clients that send raw bytes to a listener, engines that answer with raw bytes."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,9 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from lorafleet.http_server.connection import Front, FrontLimits, HttpExchange, front
+from lorafleet.http_server.exchange import HttpExchange
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import OPEN
 from router.http.engine_pool import EngineLost
 from router.http.error_shapes import error_body
@@ -24,10 +26,10 @@ _SOCKET_BYTES = 2**18
 
 @dataclass
 class Served:
-    """A front under test: what its handler and its app were asked, and what they still do."""
+    """A listener under test: what its handler and its app were asked, and what they still do."""
 
     port: int
-    front: Front
+    listener: HttpListener
     app: "AsgiApp"
     seen: list[tuple[str, bytes]]
     server: object = None
@@ -109,7 +111,7 @@ def error_of(said: bytes) -> tuple[int, str]:
 
 
 class AsgiApp:
-    """The ASGI app behind the front: answers with the length of the body, and notes it."""
+    """The ASGI app behind the listener: answers with the length of the body, and notes it."""
 
     def __init__(self, seen):
         self.seen = seen
@@ -151,7 +153,7 @@ async def length(exchange: HttpExchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits):
+async def fronted(handler=length, *, caller_of=lambda _: OPEN, cors_headers=None, **limits):
     """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
@@ -161,11 +163,11 @@ async def fronted(handler=length, *, sender=lambda _: OPEN, told=None, **limits)
         if answering is not None:
             await answering
 
-    made = front(
+    made = HttpListener(
         lambda method, path: noted if path in (HOT, MESSAGES) and method in ("POST", "GET", "HEAD") else None,
-        FrontLimits(**limits),
-        sender,
-        told,
+        ClientLimits(**limits),
+        caller_of,
+        cors_headers,
         error_body=error_body,
     )
     app = AsgiApp(seen)

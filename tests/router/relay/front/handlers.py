@@ -1,14 +1,14 @@
-"""Handlers of a front under test, and what tests of slow readers do to its connections."""
+"""Handlers of a listener under test, and what tests of slow readers do to its connections."""
 
 import asyncio
 import contextlib
 
 from lorafleet.http_server.batches import Signal, leave_batch
-from lorafleet.http_server.connection import FrontLimits
+from lorafleet.http_server.limits import ClientLimits
 from tests.patience import until
 from tests.router.relay.wires import HOT, fronted, length, post
 
-# More than the sockets between a client that does not read and the front hold.
+# More than the sockets between a client that does not read and the listener hold.
 LARGE = 4_000_000
 CHUNKED = b"Transfer-Encoding: chunked"
 
@@ -76,7 +76,7 @@ def large_of(served):
     """An app's answer that is in the transport as a whole, and pauses nothing."""
 
     async def answer(send) -> None:
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         connection.transport.set_write_buffer_limits(2 * LARGE)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % LARGE)]})
         await send({"type": "http.response.body", "body": b"x" * LARGE})
@@ -87,7 +87,7 @@ def large_of(served):
 def look_later(connection) -> None:
     """The watch over clients that read nothing, long from now: one look to note what is unsent, and one to compare."""
     for _ in range(2):
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
 
 
 @contextlib.asynccontextmanager
@@ -96,10 +96,10 @@ async def queued_behind_a_large_answer():
     calls = Calls()
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
         calls.answer(0, b"x" * LARGE)
-        (connection,) = served.front.connections
-        assert (connection._current, len(connection._queue)) == (None, 1)
+        (connection,) = served.listener.connections
+        assert (connection.current, len(connection.queue)) == (None, 1)
         yield served, client, connection, calls
 
 

@@ -130,16 +130,16 @@ async def test_a_handler_that_raises_without_a_task_is_answered_500():
                 client.send(post(HOT, b"abc"))
                 status, _, body = await client.answer()
                 assert (status, b"RuntimeError" in body, b"a defect" in body) == (500, True, False)
-            assert not served.front.refused
+            assert not served.listener.refusals
     assert [each["event"] for each in logs] == ["unexpected error"] * 2
 
 
 async def test_an_unexpected_error_is_a_500_and_closes_its_connection():
-    def sender(_headers):
+    def caller_of(_headers):
         raise RuntimeError("secret")
 
     with capture_logs() as logs:
-        async with fronted(sender=sender) as served:
+        async with fronted(caller_of=caller_of) as served:
             said = await served.said(post(HOT, b"abc"))
             assert error_of(said) == (500, "internal_error")
             assert not served.seen
@@ -176,7 +176,7 @@ async def test_the_app_serves_every_other_path_on_the_same_connection():
 
 
 async def test_a_post_with_preflight_headers_is_not_for_the_app():
-    async with fronted(told=lambda _origin: b"") as served, await served.client() as client:
+    async with fronted(cors_headers=lambda _origin: b"") as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Origin: page", b"Access-Control-Request-Method: POST"))
         assert (await client.answer())[1][b"content-type"] == b"text/plain"  # which the app's has not
 
@@ -185,7 +185,7 @@ async def test_a_clients_connection_sends_without_delay():
     async with fronted(work := Work()) as served, await served.client() as client:
         client.send(post(HOT, b""))
         await until(lambda: work.begun)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         work.go_on.set()

@@ -25,8 +25,8 @@ async def test_a_request_behind_an_answer_that_is_all_there_is_served(path, size
         client.send(post(COLD, b"first"))
         assert (await client.answer())[2] == b"all!"
         client.send(post(path, b"x" * size))
-        (connection,) = served.front.connections
-        await until(lambda: connection._later)
+        (connection,) = served.listener.connections
+        await until(lambda: connection.kept_input)
         assert len(served.seen) == 1
         over.set()
         assert (await client.answer())[2] == b"%d" % size

@@ -20,7 +20,7 @@ async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: late)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         assert not late[0].step()
         assert not work.begun
 
@@ -37,7 +37,7 @@ async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
             else:
                 client.writer.close() if leave == "close" else reset(client.writer)
             await until(lambda: calls.gone)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
     assert calls.gone == 1
     (exchange,) = calls.exchanges
     assert exchange.is_over
@@ -73,7 +73,7 @@ async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
         client.send(post(HOT, b"abc") * 2)
         assert not (await client.rest()).endswith(b"0\r\n\r\n")
         await asyncio.wait_for(done.wait(), patience(5))
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         assert len(served.seen) == 1
     assert not told
 
@@ -84,11 +84,11 @@ async def test_a_failing_on_gone_is_logged_and_leaves_no_bytes_held(leave):
         async with fronted(failing) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc") * 3 + post(HOT, b"abc")[:-1])
-                await until(lambda: served.front.held_bytes == 11)
+                await until(lambda: served.listener.held_bytes == 11)
                 if leave == "reset":
                     reset(client.writer)
-            await until(lambda: not served.front.connections)
-            assert served.front.held_bytes == 0
+            await until(lambda: not served.listener.connections)
+            assert served.listener.held_bytes == 0
     assert [each["event"] for each in logs] == ["unexpected error"]
 
 
@@ -96,7 +96,7 @@ async def test_on_gone_is_called_for_a_task_that_has_not_begun(recwarn):
     gone, work = [], Work()
 
     async def handler(exchange):
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         connection.loop.call_soon(connection.hang_up)  # before the task's first step
         try:
             await leave_batch()
@@ -109,7 +109,7 @@ async def test_on_gone_is_called_for_a_task_that_has_not_begun(recwarn):
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: gone)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
     assert (len(gone), work.begun) == (1, 0)
     assert not [each for each in recwarn if "never awaited" in str(each.message)]
 
@@ -134,7 +134,7 @@ async def test_work_is_cancelled_when_its_client_leaves(leave, begun):
             else:
                 client.writer.close() if leave == "close" else reset(client.writer)
             await until(lambda: work.cancelled)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         (exchange,) = work.exchanges
         exchange.respond(200, b"", b"to nobody")
         exchange.send(b"to nobody")
@@ -154,7 +154,7 @@ async def test_work_is_cancelled_when_a_client_leaves_with_much_unread():
         client.send(post(HOT, b"abc"))
         await until(lambda: work.begun)
         client.writer.write_eof()
-        await until(lambda: work.cancelled and not served.front.connections)
+        await until(lambda: work.cancelled and not served.listener.connections)
 
 
 async def test_queued_requests_are_dropped_when_their_client_leaves():
@@ -162,9 +162,9 @@ async def test_queued_requests_are_dropped_when_their_client_leaves():
     async with fronted(work) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc") * 5)
-            await until(lambda: work.begun and served.front.held_bytes == 15)
+            await until(lambda: work.begun and served.listener.held_bytes == 15)
         await until(lambda: work.cancelled)
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
         assert work.begun == 1
 
 
@@ -182,18 +182,18 @@ async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await client.answer()
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         go_on.set()
         await asyncio.wait_for(done.wait(), patience(5))
 
 
 async def test_a_client_without_a_key_holds_no_bytes():
-    async with fronted(sender=lambda _: None) as served:
+    async with fronted(caller_of=lambda _: None) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc")[:-1])
-            await until(lambda: any(each._body_bytes == 2 for each in served.front.connections))
-        await until(lambda: not served.front.connections)
-        assert served.front.held_bytes == 0
+            await until(lambda: any(each.body_bytes == 2 for each in served.listener.connections))
+        await until(lambda: not served.listener.connections)
+        assert served.listener.held_bytes == 0
 
 
 async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
@@ -214,7 +214,7 @@ async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
     async with fronted(handler) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await client.answer()
-        assert served.front.connections
+        assert served.listener.connections
         gc.collect()
         assert kept[0]() is None
 
@@ -235,7 +235,7 @@ async def test_a_request_whose_client_left_is_freed_without_the_garbage_collecto
             async with await served.client() as client:
                 client.send(post(HOT, b"abc"))
                 await until(lambda: kept)
-            await until(lambda: not served.front.connections)
+            await until(lambda: not served.listener.connections)
             await until(lambda: kept[0]() is None)
     finally:
         gc.enable()
@@ -261,10 +261,10 @@ async def test_many_clients_that_leave_leave_nothing_behind(leave, count):
     async with fronted(work) as served:
         for n in range(0, count, 100):
             await asyncio.gather(*(one(n + each) for each in range(100)))
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         await until(lambda: work.cancelled == work.begun)
         assert work.begun > count // 10
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
         async with await served.client() as client:
             work.go_on.set()
             client.send(post(HOT, b"abc"))

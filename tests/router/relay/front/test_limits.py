@@ -27,7 +27,7 @@ async def test_a_client_can_read_the_413_to_a_body_too_large(path, chunked):
             assert error_of(await client.rest()) == (413, "body_too_large")
             assert not client.was_reset
         assert not served.seen
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
         async with await served.client() as client:
             client.send(post(path, body[:100_000]))
             assert (await client.answer())[2] == b"100000"
@@ -47,7 +47,7 @@ async def test_an_app_answer_that_has_begun_breaks_when_its_message_is_refused()
         await asyncio.wait_for(begun.wait(), patience(5))
         client.send(b"fff\r\n" + b"x" * 0xFFF)
         said = await client.rest()
-        assert not served.front.connections  # at once: nothing that is left of it is sent
+        assert not served.listener.connections  # at once: nothing that is left of it is sent
         served.app.left.set()
     assert said.endswith(b"\r\n\r\nbegun") or not said
     assert said.count(b"HTTP/1.1") <= 1
@@ -56,11 +56,11 @@ async def test_an_app_answer_that_has_begun_breaks_when_its_message_is_refused()
 async def test_the_app_sees_a_disconnect_when_its_message_is_refused():
     async with fronted(body_bytes=1000) as served, await served.client() as client:
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
-        await until(lambda: any(each._is_cold_busy() for each in served.front.connections))
+        await until(lambda: any(each.is_app_busy() for each in served.listener.connections))
         client.send(b"3e8\r\n" + b"x" * 1000)
         assert error_of(await client.rest()) == (413, "body_too_large")
         await asyncio.wait_for(served.app.left.wait(), patience(5))
-        assert served.front.connections  # it may still be sending what was refused
+        assert served.listener.connections  # it may still be sending what was refused
 
 
 async def test_a_client_that_expects_100_continue_gets_the_413_at_once():
@@ -91,7 +91,7 @@ async def test_a_refusal_has_the_pages_headers_unless_the_app_has_the_request():
     def told(origin):
         return b"x-for: %b\r\n" % origin
 
-    async with fronted(told=told, body_bytes=1000) as served:
+    async with fronted(cors_headers=told, body_bytes=1000) as served:
         for path, is_told in ((HOT, True), (COLD, False)):
             head = b"POST %b HTTP/1.1\r\nHost: a\r\nOrigin: page\r\n%b\r\n\r\n" % (path.encode(), CHUNKED)
             said = await served.said(head + b"fff\r\n" + b"x" * 0xFFF)
@@ -145,9 +145,9 @@ async def test_a_head_of_the_limit_is_served_and_a_larger_one_refused(size, stat
         async with await served.client() as client:
             head = post(HOT, b"", b"X: ").removesuffix(b"\r\n\r\n").ljust(size, b"x")
             client.send(head[:500])
-            await until(lambda: any(each._bare_bytes == 500 for each in served.front.connections))
+            await until(lambda: any(each.bare_bytes == 500 for each in served.listener.connections))
             client.send(head[500:])
-            await until(lambda: any(each._bare_bytes == size for each in served.front.connections))
+            await until(lambda: any(each.bare_bytes == size for each in served.listener.connections))
             client.send(b"\r\n\r\n")
             assert (await client.answer())[0] == status
 
@@ -160,13 +160,13 @@ async def test_all_bodies_together_are_bounded_and_the_next_is_refused_429():
         said = await served.said(post(HOT, b"x" * 1001))
         assert error_of(said) == (429, "saturated")
         assert b"retry-after: 1\r\n" in said
-        assert served.front.held_bytes == 9000
+        assert served.listener.held_bytes == 9000
         async with await served.client() as second:
             second.send(post(HOT, b"x" * 1000))
             await until(lambda: work.begun == 2)
             work.go_on.set()
             assert (await first.answer())[0] == (await second.answer())[0] == 200
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
 
 
 async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
@@ -175,10 +175,10 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
     def asking(tenant, size):
         return post(HOT, b"x" * size, b"Tenant: %b" % tenant)
 
-    def sender(headers):
+    def caller_of(headers):
         return Caller(headers[b"tenant"].decode(), frozenset())
 
-    async with fronted(calls, sender=sender, tenant_bytes=1000) as served, contextlib.AsyncExitStack() as stack:
+    async with fronted(calls, caller_of=caller_of, tenant_bytes=1000) as served, contextlib.AsyncExitStack() as stack:
         first, second, third, other = [await stack.enter_async_context(await served.client()) for _ in range(4)]
         first.send(asking(b"a", 600))
         second.send(asking(b"a", 400))
@@ -193,4 +193,4 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
         for number in range(4):
             calls.answer(number)
         assert [(await each.answer())[0] for each in (first, third, other)] == [200] * 3
-        assert not served.front._held_of  # nor what there once was of a tenant
+        assert not served.listener.held_of_tenant  # nor what there once was of a tenant

@@ -25,7 +25,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         most = max(most, running)
         if exchange.body == b"0":
             await leave_batch()
-            await until(lambda: served.front.held_bytes == sent)
+            await until(lambda: served.listener.held_bytes == sent)
         running -= 1
         exchange.respond(200, b"", exchange.body)
 
@@ -47,10 +47,10 @@ async def test_a_client_too_far_ahead_is_answered_so_far_and_closed():
     async with fronted(work, pipelined=3) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 50)
         await until(lambda: work.begun)
-        (connection,) = served.front.connections
-        drained_bytes = connection._drained_bytes
+        (connection,) = served.listener.connections
+        drained_bytes = connection.drained_bytes
         client.send(post(HOT, b"abc") * 50)
-        await until(lambda: connection._drained_bytes > drained_bytes)
+        await until(lambda: connection.drained_bytes > drained_bytes)
         work.go_on.set()
         for n in range(4):
             status, headers, body = await client.answer()
@@ -64,12 +64,12 @@ async def test_a_request_too_far_ahead_does_not_lose_the_answers_before_it():
     async with fronted(work, pipelined=1) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 3)
         await until(lambda: work.begun)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         work.go_on.set()
         assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"3"]
-        drained_bytes = connection._drained_bytes
+        drained_bytes = connection.drained_bytes
         client.send(b"more")
-        await until(lambda: connection._drained_bytes == drained_bytes + 4)
+        await until(lambda: connection.drained_bytes == drained_bytes + 4)
         assert await client.rest() == b""
         assert not client.was_reset
 
@@ -81,8 +81,8 @@ async def test_requests_for_the_app_are_never_answered_out_of_order(paths):
         served.app.go_on.clear()
         client.send(b"".join(post(path, b"x" * (1 + n)) for n, path in enumerate(paths)))
         await until(lambda: served.seen)
-        (connection,) = served.front.connections
-        await until(lambda: connection._drained_bytes)  # the second one is thrown away
+        (connection,) = served.listener.connections
+        await until(lambda: connection.drained_bytes)  # the second one is thrown away
         work.go_on.set()
         served.app.go_on.set()
         _, headers, body = await client.answer()
@@ -96,7 +96,7 @@ async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers(goo
     work = Work()
     async with fronted(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * good + b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
-        await until(lambda: work.begun and served.front.refused)
+        await until(lambda: work.begun and served.listener.refusals)
         work.go_on.set()
         for _ in range(good):
             assert await client.answer() == (200, {b"content-type": b"text/plain", b"content-length": b"1"}, b"3")
@@ -111,7 +111,7 @@ async def test_a_request_behind_a_large_answer_begins_once_most_is_read():
 async def test_an_app_request_never_overtakes_one_queued_behind_a_large_answer():
     async with queued_behind_a_large_answer() as (served, client, connection, calls):
         client.send(post(COLD, b"abc"))
-        await until(lambda: connection._drained_bytes or connection.cycle)
+        await until(lambda: connection.drained_bytes or connection.cycle)
         await assert_both_are_answered(client, calls)
         assert await client.rest() == b""
         assert served.seen == [(HOT, b"abc")] * 2
@@ -120,8 +120,8 @@ async def test_an_app_request_never_overtakes_one_queued_behind_a_large_answer()
 async def test_a_bad_request_is_refused_after_one_queued_behind_a_large_answer():
     async with queued_behind_a_large_answer() as (served, client, connection, calls):
         client.send(b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
-        await until(lambda: served.front.refused)
-        assert (connection._current, len(connection._queue)) == (None, 1)
+        await until(lambda: served.listener.refusals)
+        assert (connection.current, len(connection.queue)) == (None, 1)
         await assert_both_are_answered(client, calls)
         assert error_of(await client.rest()) == (400, "invalid_http")
 
@@ -159,7 +159,7 @@ async def test_a_body_that_has_begun_to_come_gets_no_100_continue(begun, rest):
     work = Work()
     async with fronted(work) as served, await served.client() as client:
         client.send(post(HOT, b"x") + post(HOT, b"abc", b"Expect: 100-continue") + begun)
-        await until(lambda: served.front.held_bytes == 8 - len(rest))
+        await until(lambda: served.listener.held_bytes == 8 - len(rest))
         work.go_on.set()
         assert [(await client.answer())[::2] for _ in range(2)] == [(200, b"1"), (200, b"3")]
         client.send(rest)
@@ -172,10 +172,10 @@ async def test_a_100_continue_comes_after_one_queued_behind_a_large_answer():
 
     async with fronted(large_for_one) as served, await served.client() as client:
         client.send(post(HOT, b"1"))
-        await until(lambda: any(each.is_write_paused for each in served.front.connections))
+        await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"2") + EXPECTING[:-4])
-        (connection,) = served.front.connections
-        await until(lambda: connection._expects)
+        (connection,) = served.listener.connections
+        await until(lambda: connection.expects_continue)
         assert len((await client.answer())[2]) == LARGE
         assert (await client.answer())[::2] == (200, b"2")
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -200,13 +200,13 @@ async def test_bytes_sent_after_the_last_request_do_not_lose_its_answer():
     async with fronted(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close"))
         await until(lambda: work.begun)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         client.send(b"more")
-        await until(lambda: connection._drained_bytes == 4)
+        await until(lambda: connection.drained_bytes == 4)
         work.go_on.set()
         assert (await client.answer())[2] == b"3"
         client.send(b"and more")
-        await until(lambda: connection._drained_bytes == 12)  # what is not read comes back as a reset
+        await until(lambda: connection.drained_bytes == 12)  # what is not read comes back as a reset
         assert await client.rest() == b""
         assert not client.was_reset
 
@@ -219,7 +219,7 @@ async def test_bytes_read_with_the_last_request_are_ignored_and_lose_no_answer(m
         assert await client.rest() == b""
         assert not client.was_reset
         assert served.seen == [(HOT, b"abc")]
-        assert not served.front.refused
+        assert not served.listener.refusals
 
 
 async def test_a_message_refused_after_its_answer_gets_no_second_answer():
@@ -227,9 +227,9 @@ async def test_a_message_refused_after_its_answer_gets_no_second_answer():
         served.app.read_body = False
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
         assert (await client.answer())[0] == 200
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         client.send(b"3e8\r\n" + b"x" * 1000)
         assert await client.rest() == b""
-        assert served.front.refused == {"body_too_large": 1}
+        assert served.listener.refusals == {"body_too_large": 1}
         client.send(b"more")  # read on: a reset would take the answer from a client that has not read it
-        await until(lambda: connection._drained_bytes == 4)
+        await until(lambda: connection.drained_bytes == 4)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lorafleet.http_server.batches import leave_batch
-from lorafleet.http_server.connection import FrontLimits
+from lorafleet.http_server.limits import ClientLimits
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import LARGE, Calls, Work, large_of, look_later, say_last
 from tests.router.relay.wires import COLD, HOT, fronted, post
@@ -33,7 +33,7 @@ async def test_a_slow_reader_pauses_the_work_and_little_is_held_for_it():
         await leave_batch()
         exchange.on_pause, exchange.on_resume = on_pause, on_resume
         exchange.begin(200, b"")
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         for _ in range(whole // len(piece)):
             await may_send.wait()
             exchange.send(piece)
@@ -70,7 +70,7 @@ async def test_a_stalled_reader_is_closed_and_its_work_is_cancelled(whole):
     async with fronted(much, send_stall_s=0.2, idle_s=0.2) as served, await served.client() as client:
         client.send(post(HOT, b"stop"))
         await until(lambda: served.seen)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         assert work.cancelled == work.begun == (0 if whole else 1)
 
 
@@ -88,13 +88,13 @@ async def test_a_slow_reader_is_not_closed_while_it_reads(whole):
 
     async with fronted(much) as served, await served.client() as client:
         client.send(post(HOT, b"read", b"Connection: close"))
-        await until(lambda: any(each.is_write_paused for each in served.front.connections))
-        (connection,) = served.front.connections
+        await until(lambda: any(each.is_write_paused for each in served.listener.connections))
+        (connection,) = served.listener.connections
         checks = 0
         while connection.is_write_paused:
             assert await client.reader.read(2**16)
-            if connection.transport.get_write_buffer_size() < connection._unsent_bytes:
-                connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+            if connection.transport.get_write_buffer_size() < connection.unsent_bytes:
+                connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
                 checks += 1
         assert checks > 5
         work.go_on.set()
@@ -106,7 +106,7 @@ async def test_a_request_behind_a_large_unread_answer_begins_paused():
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"large"))
         await until(lambda: calls.exchanges)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         calls.answer(0, b"x" * LARGE)
         connection.data_received(post(HOT, b"next"))
         await until(lambda: len(calls.exchanges) == 2 and calls.exchanges[1].is_paused)
@@ -118,12 +118,12 @@ async def test_a_client_that_asks_more_and_reads_nothing_is_closed():
 
     async with fronted(large) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
-        await until(lambda: any(each.is_write_paused for each in served.front.connections))
+        await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"next"))
-        await until(lambda: served.front.held_bytes == 4)
-        (connection,) = served.front.connections
+        await until(lambda: served.listener.held_bytes == 4)
+        (connection,) = served.listener.connections
         look_later(connection)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
         assert served.seen == [(HOT, b"abc")]
 
 
@@ -138,11 +138,11 @@ async def test_a_client_that_reads_nothing_is_closed_though_more_is_sent():
     async with fronted(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.begun and work.exchanges[0].is_paused)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         work.exchanges[0].send(b"x" * LARGE)
         await until(lambda: connection.transport.get_write_buffer_size() > LARGE)
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
-        await until(lambda: not served.front.connections)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
+        await until(lambda: not served.listener.connections)
         await until(lambda: work.cancelled)
 
 
@@ -163,7 +163,7 @@ async def test_a_client_that_reads_its_last_answer_again_is_not_closed(version):
         await asyncio.wait_for(paused.wait(), patience(5))
         reading = asyncio.create_task(client.reader.read())
         await until(lambda: work.begun)
-        look_later(work.exchanges[0]._connection)
+        look_later(work.exchanges[0].connection)
         work.go_on.set()
         assert b"last" in (await reading)[-20:]
 
@@ -186,15 +186,15 @@ async def test_a_reader_is_not_closed_for_bytes_added_to_its_last_answer(more):
     async with fronted(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close"))
         await until(lambda: work.begun and work.exchanges[0].is_paused)
-        connection = work.exchanges[0]._connection
+        connection = work.exchanges[0].connection
         client.send(more)
-        await until(lambda: connection._drained_bytes == len(more))
+        await until(lambda: connection.drained_bytes == len(more))
         work.go_on.set()
         await until(lambda: work.exchanges[0].is_over)
         unsent = connection.transport.get_write_buffer_size()
         await client.reader.readexactly(LARGE // 4)
         await until(lambda: connection.transport.get_write_buffer_size() < unsent)
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
         assert len(await client.reader.read()) > LARGE
 
 
@@ -203,19 +203,19 @@ async def test_a_reader_is_not_closed_for_bytes_added_to_its_last_answer(more):
 async def test_a_client_with_an_unread_answer_is_closed_though_nothing_was_paused(line, path):
     def is_closed():
         # Kept, it is idle first.
-        more_s = FrontLimits().idle_s if line == b"Connection: keep-alive" else 1
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + more_s)
-        return not served.front.connections
+        more_s = ClientLimits().idle_s if line == b"Connection: keep-alive" else 1
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + more_s)
+        return not served.listener.connections
 
     async def large(exchange):
-        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
+        exchange.connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
     async with fronted(large) as served, await served.client() as client:
         served.app.answer = large_of(served)
         client.send(post(path, b"abc", line))
         await until(lambda: served.seen)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         await until(connection.transport.get_write_buffer_size)
         await until(is_closed)
         assert len(await client.rest()) < LARGE
@@ -223,16 +223,16 @@ async def test_a_client_with_an_unread_answer_is_closed_though_nothing_was_pause
 
 async def test_a_client_that_reads_part_of_its_answer_and_stops_is_closed():
     def is_closed():
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
-        return not served.front.connections
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
+        return not served.listener.connections
 
     def large(exchange):
         exchange.respond(200, b"", b"x" * LARGE)
 
     async with fronted(large) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
-        await until(lambda: any(each.is_write_paused for each in served.front.connections))
-        (connection,) = served.front.connections
+        await until(lambda: any(each.is_write_paused for each in served.listener.connections))
+        (connection,) = served.listener.connections
         unsent = connection.transport.get_write_buffer_size()
         await client.reader.readexactly(LARGE // 4)
         await until(lambda: connection.transport.get_write_buffer_size() < unsent)
@@ -242,17 +242,17 @@ async def test_a_client_that_reads_part_of_its_answer_and_stops_is_closed():
 
 async def test_a_half_closed_client_that_reads_nothing_is_closed():
     async def large(exchange):
-        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)
+        exchange.connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
     def is_closed():
-        connection.check(connection.loop.time() + FrontLimits().send_stall_s + 1)
-        return not served.front.connections
+        connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
+        return not served.listener.connections
 
     async with fronted(large, idle_s=10**6) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: served.seen)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         await until(connection.transport.get_write_buffer_size)
         client.writer.write_eof()
         await until(is_closed)
@@ -268,7 +268,7 @@ async def test_a_half_closed_client_may_still_read_its_whole_answer(path):
         served.app.answer = large_of(served)
         client.send(post(path, b"abc"))
         await until(lambda: served.seen)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         await until(connection.transport.get_write_buffer_size)
         client.writer.write_eof()
         await until(connection.transport.is_closing)
@@ -290,7 +290,7 @@ async def test_the_app_waits_for_a_slow_reader_and_then_goes_on():
     async with fronted() as served, await served.client() as client:
         served.app.answer = stream
         client.send(post(COLD, b"abc"))
-        await until(lambda: sent and any(connection.is_write_paused for connection in served.front.connections))
+        await until(lambda: sent and any(connection.is_write_paused for connection in served.listener.connections))
         assert sent < 64
         assert (await client.answer())[2] == b"".join(pieces)
 
@@ -300,14 +300,14 @@ async def test_a_client_that_stops_inside_its_last_answer_is_closed():
         exchange.respond(200, b"", b"x" * LARGE)
 
     async with fronted(large, send_stall_s=0.3) as served, await served.client() as client:
-        await until(lambda: served.front.connections)
-        (connection,) = served.front.connections
+        await until(lambda: served.listener.connections)
+        (connection,) = served.listener.connections
         connection.transport.set_write_buffer_limits(LARGE // 2, LARGE // 2)
         client.send(post(HOT, b"", b"Connection: close"))
         await until(lambda: connection.is_write_paused)
         while connection.is_write_paused:
             await client.reader.read(65536)
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.listener.connections)
 
 
 async def test_an_answer_comes_whole_though_its_handler_ignores_pauses():
@@ -340,16 +340,16 @@ async def test_a_client_watched_while_idle_is_not_closed_at_its_next_request():
             await work(exchange)
             return
         work.exchanges.append(exchange)
-        exchange._connection.transport.set_write_buffer_limits(2 * LARGE)  # never paused
+        exchange.connection.transport.set_write_buffer_limits(2 * LARGE)  # never paused
         exchange.respond(200, b"", b"x" * LARGE)
 
     async with fronted(large_then_slow, idle_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.exchanges)
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         await until(connection.transport.get_write_buffer_size)
         for reads in (False, True):
-            connection.check(connection.loop.time() + 11)
+            connection.check_deadlines(connection.loop.time() + 11)
             if not reads:
                 await client.answer()
         client.send(post(HOT, b"abc"))

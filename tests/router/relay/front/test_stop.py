@@ -1,4 +1,4 @@
-"""How a front ends: a stop ends the work at once, a shutdown lets requests in flight finish."""
+"""How a listener ends: a stop ends the work at once, a shutdown lets requests in flight finish."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server import serve
 from lorafleet.http_server.batches import leave_batch
-from lorafleet.http_server.connection import FrontLimits, front
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.listener import HttpListener
 from tests.patience import patience, until
 from tests.router.relay.front.handlers import (
     LARGE,
@@ -36,7 +37,7 @@ async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
             client.send(post(HOT, b"fail"))
         clients[0].send(post(HOT, b"abc"))
         await until(lambda: len(served.seen) == 5)
-        served.front.stop()
+        served.listener.stop()
         assert [(await client.answer())[0] for client in clients] == [503, 500, 500, 500, 500]
     assert [each["event"] for each in logs] == ["unexpected error"] * 4
 
@@ -46,7 +47,7 @@ async def test_a_stop_ends_requests_without_a_task():
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: calls.exchanges)
-        served.front.stop()
+        served.listener.stop()
         assert (await client.answer())[0::2] == (503, b"stopping")
     assert calls.gone == 1
 
@@ -57,8 +58,8 @@ async def test_a_stop_ends_work_though_idle_clients_are_connected():
         for _ in range(4):
             await idle.enter_async_context(await served.client())
         client.send(post(HOT, b"abc"))
-        await until(lambda: calls.exchanges and len(served.front.connections) == 5)
-        served.front.stop()
+        await until(lambda: calls.exchanges and len(served.listener.connections) == 5)
+        served.listener.stop()
         assert (await client.answer())[0::2] == (503, b"stopping")
     assert calls.gone == 1
 
@@ -67,14 +68,14 @@ async def test_a_stop_drops_queued_requests_without_an_answer():
     calls = Calls()
     async with fronted(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        (connection,) = served.front.connections
+        await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
+        (connection,) = served.listener.connections
         connection.shutdown()
-        served.front.stop()
+        served.listener.stop()
         status, headers, _ = await client.answer()
         assert (status, headers[b"connection"]) == (503, b"close")
         assert await client.rest() == b""  # never begun, and no word of it: it may be sent again
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
     assert len(calls.exchanges) == 1
 
 
@@ -82,14 +83,14 @@ async def test_a_stop_drops_queued_requests_without_an_answer():
 async def test_a_stop_answers_503_to_a_request_not_yet_begun(path, word):
     calls = Calls()
     async with fronted(calls) as served, await served.client() as client:
-        await until(lambda: served.front.connections)
-        (connection,) = served.front.connections
+        await until(lambda: served.listener.connections)
+        (connection,) = served.listener.connections
         connection.data_received(post(path, b"abc"))
-        served.front.stop()
+        served.listener.stop()
         status, headers, body = await client.answer()
         assert (status, b'"stopping"' in body, headers[b"retry-after"]) == (503, True, b"1")
         assert json.loads(body)["error"]["type"] == word
-        assert served.front.held_bytes == 0
+        assert served.listener.held_bytes == 0
     assert not calls.exchanges
 
 
@@ -97,7 +98,7 @@ async def test_a_stop_keeps_a_task_from_beginning():
     begun = []
 
     async def handler(exchange):
-        asyncio.get_running_loop().call_soon(served.front.stop)  # before the task's first step
+        asyncio.get_running_loop().call_soon(served.listener.stop)  # before the task's first step
         try:
             await leave_batch()
             begun.append(exchange)
@@ -107,8 +108,8 @@ async def test_a_stop_keeps_a_task_from_beginning():
 
     with capture_logs() as logs:
         async with fronted(handler) as served, await served.client() as client:
-            await until(lambda: served.front.connections)
-            (connection,) = served.front.connections
+            await until(lambda: served.listener.connections)
+            (connection,) = served.listener.connections
             client.send(post(HOT, b"abc"))
             assert (await client.answer())[0::2] == (503, b"stopping")
             await until(lambda: not connection.tasks)
@@ -120,7 +121,7 @@ async def test_a_stop_keeps_a_task_from_beginning():
 async def ending(handler):
     """A server in the hands of uvicorn, and what ends it as SIGTERM does."""
     sock = serve.bind("127.0.0.1", 0)
-    made = front(lambda method, path: handler if path == HOT else None, FrontLimits())
+    made = HttpListener(lambda method, path: handler if path == HOT else None, ClientLimits())
     app = AsgiApp([])
     server = serve._Server(serve.configured(app, grace_s=5.0, http=made), None)
     server.config.load()
@@ -208,19 +209,19 @@ async def test_while_draining_each_answer_closes_its_connection_and_new_ones_are
             async with await served.client() as kept:
                 kept.send(post(path, b"abc"))
                 assert b"connection" not in (await kept.answer())[1]
-                served.front.is_draining = True
+                served.listener.is_draining = True
                 async with await served.client() as new:
                     for client in (kept, new):
                         client.send(post(path, b"abc"))
                         status, headers, body = await client.answer()
                         assert (status, headers[b"connection"], body) == (200, b"close", b"3")
                         assert await client.rest() == b""
-            served.front.is_draining = False
+            served.listener.is_draining = False
 
 
 async def test_no_request_begins_after_an_answer_that_closes_its_connection():
     async with fronted(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
-        served.front.is_draining = True
+        served.listener.is_draining = True
         client.send(post(HOT, b"abc"))
         assert (await client.answer())[1][b"connection"] == b"close"
         client.send(post(HOT, b"abc"))
@@ -238,17 +239,18 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
         await work(exchange)
 
     async with fronted(stream) as served, await served.client() as client:
-        served.front.is_draining = True
+        served.listener.is_draining = True
         following = post(HOT, b"next")
         client.send(post(HOT, b"one") + following[:came_before])
         await until(lambda: work.begun)
-        assert served.front.held_bytes == 3
-        (connection,) = served.front.connections
-        assert not connection._body
-        connection.check(connection.loop.time() + FrontLimits().body_s + 1)  # what was dropped is not waited for
-        drained_bytes = connection._drained_bytes
+        assert served.listener.held_bytes == 3
+        (connection,) = served.listener.connections
+        assert not connection.body
+        # What was dropped is not waited for.
+        connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)
+        drained_bytes = connection.drained_bytes
         client.send(following[came_before:])
-        await until(lambda: connection._drained_bytes > drained_bytes)
+        await until(lambda: connection.drained_bytes > drained_bytes)
         work.go_on.set()
         status, headers, body = await client.answer()
         assert (status, headers[b"connection"], body) == (200, b"close", b"firstlast")
@@ -280,8 +282,8 @@ async def test_a_shutdown_begins_nothing_behind_a_message_answered_early():
         served.app.read_body, served.app.answer = False, large_of(served)
         client.send(post(COLD, b"abc")[:-1])
         await until(lambda: served.seen)
-        (connection,) = served.front.connections
-        await until(lambda: connection.transport.get_write_buffer_size() and not connection._is_cold_busy())
+        (connection,) = served.listener.connections
+        await until(lambda: connection.transport.get_write_buffer_size() and not connection.is_app_busy())
         connection.shutdown()
         client.send(b"c" + post(HOT, b"next"))
         await until(connection.transport.is_closing)
@@ -294,13 +296,13 @@ async def test_a_shutdown_does_not_wait_for_a_half_sent_request():
     calls = Calls()
     async with fronted(calls, body_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"half")[:-1])
-        await until(lambda: calls.exchanges and served.front.held_bytes == 6)
-        (connection,) = served.front.connections
+        await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
+        (connection,) = served.listener.connections
         connection.shutdown()
         calls.answer(0, b"x" * LARGE)
         assert connection.transport.is_closing()
-        connection.check(connection.loop.time() + 11)
-        assert not served.front.refused
+        connection.check_deadlines(connection.loop.time() + 11)
+        assert not served.listener.refusals
         assert len((await client.answer())[2]) == LARGE
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lorafleet.http_server.connection import FrontLimits
+from lorafleet.http_server.limits import ClientLimits
 from tests.patience import until
 from tests.router.relay.front.handlers import Work
 from tests.router.relay.wires import COLD, HOT, error_of, fronted, post
@@ -32,17 +32,17 @@ async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
-@pytest.mark.parametrize(("left", "limit_s"), [(20, FrontLimits().head_s), (1, FrontLimits().body_s)])
+@pytest.mark.parametrize(("left", "limit_s"), [(20, ClientLimits().head_s), (1, ClientLimits().body_s)])
 async def test_a_head_and_a_body_each_have_their_own_deadline(left, limit_s, path):
     async with fronted() as served, await served.client() as client:
-        await until(lambda: served.front.connections)
-        (connection,) = served.front.connections
+        await until(lambda: served.listener.connections)
+        (connection,) = served.listener.connections
         began_at = connection.loop.time()
         client.send(post(path, b"abc")[:-left])
-        await until(lambda: connection._phase)
-        connection.check(began_at + limit_s - 1)
-        assert not served.front.refused
-        connection.check(connection.loop.time() + limit_s + 1)
+        await until(lambda: connection.phase)
+        connection.check_deadlines(began_at + limit_s - 1)
+        assert not served.listener.refusals
+        connection.check_deadlines(connection.loop.time() + limit_s + 1)
         assert error_of(await client.rest()) == (408, "request_timeout")
 
 
@@ -50,10 +50,10 @@ async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
     work = Work()
     async with fronted(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
-        await until(lambda: work.begun and served.front.held_bytes == 6)
-        (connection,) = served.front.connections
+        await until(lambda: work.begun and served.listener.held_bytes == 6)
+        (connection,) = served.listener.connections
         for _ in range(2):
-            connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+            connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)
         work.go_on.set()
         assert (await client.answer())[2] == b"3"
         assert error_of(await client.rest()) == (408, "request_timeout")
@@ -61,25 +61,25 @@ async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
 
 async def test_a_refused_client_that_never_closes_is_cut_off_after_a_while():
     async with fronted(body_bytes=1000) as served, await served.client() as client:
-        await until(lambda: served.front.connections)
-        (connection,) = served.front.connections
+        await until(lambda: served.listener.connections)
+        (connection,) = served.listener.connections
         now = connection.loop.time()
         client.send(post(HOT, b"x" * 1001))
         assert error_of(await client.rest()) == (413, "body_too_large")
-        connection.check(now + 1)
+        connection.check_deadlines(now + 1)
         client.send(b"more")  # it may still be sending what was refused
-        await until(lambda: connection._drained_bytes)
-        assert served.front.connections
-        connection.check(now + 5)
-        await until(lambda: not served.front.connections)
+        await until(lambda: connection.drained_bytes)
+        assert served.listener.connections
+        connection.check_deadlines(now + 5)
+        await until(lambda: not served.listener.connections)
 
 
 async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
     work = Work()
 
     def check_much_later() -> None:
-        (connection,) = served.front.connections
-        connection.check(connection.loop.time() + 10**6)
+        (connection,) = served.listener.connections
+        connection.check_deadlines(connection.loop.time() + 10**6)
 
     async with fronted(work) as served:
         served.app.go_on.clear()
@@ -92,7 +92,7 @@ async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
                 assert (await client.answer())[2] == b"3"
                 check_much_later()
                 assert await client.rest() == b""
-            await until(lambda: not served.front.connections)
+            await until(lambda: not served.listener.connections)
 
 
 async def test_a_loop_that_is_always_late_still_closes_idle_connections():
@@ -111,10 +111,10 @@ async def test_a_connection_stays_open_for_the_idle_time_after_its_answer(path):
     async with fronted() as served, await served.client() as client:
         client.send(post(path, b"abc"))
         await client.answer()
-        (connection,) = served.front.connections
-        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        (connection,) = served.listener.connections
+        connection.check_deadlines(connection.loop.time() + ClientLimits().idle_s - 1)
         assert not connection.transport.is_closing()
-        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().idle_s + 1)
         assert await client.rest() == b""
 
 
@@ -123,12 +123,12 @@ async def test_a_connection_answered_early_is_closed_after_the_idle_time_too():
         served.app.read_body = False
         client.send(post(COLD, b"abc")[:-1])
         await client.answer()
-        (connection,) = served.front.connections
+        (connection,) = served.listener.connections
         client.send(b"c")
-        await until(lambda: not connection._phase)
-        connection.check(connection.loop.time() + FrontLimits().idle_s - 1)
+        await until(lambda: not connection.phase)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().idle_s - 1)
         assert not connection.transport.is_closing()
-        connection.check(connection.loop.time() + FrontLimits().idle_s + 1)
+        connection.check_deadlines(connection.loop.time() + ClientLimits().idle_s + 1)
         assert await client.rest() == b""
 
 
@@ -137,7 +137,7 @@ async def test_a_message_answered_early_still_has_its_bodys_deadline():
         served.app.read_body = False
         client.send(post(COLD, b"abc")[:-1])
         await client.answer()
-        (connection,) = served.front.connections
-        connection.check(connection.loop.time() + FrontLimits().body_s + 1)
+        (connection,) = served.listener.connections
+        connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)
         assert await client.rest() == b""
-        assert served.front.refused == {"request_timeout": 1}
+        assert served.listener.refusals == {"request_timeout": 1}

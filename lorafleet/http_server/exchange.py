@@ -1,0 +1,154 @@
+"""One request on a client's connection, and its response."""
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from lorafleet.http_server.batches import Stepper
+from lorafleet.service.auth import Caller
+from lorafleet.service.http import envelope
+
+if TYPE_CHECKING:
+    from lorafleet.http_server.connection import ClientConnection
+
+log = structlog.get_logger()
+
+CLOSE = b"connection: close\r\n"
+JSON = b"content-type: application/json\r\n"
+
+# Answers a request: a coroutine that is stepped in batches until it calls `leave_batch`. It is closed, or its task is
+# cancelled, when the client leaves or the server stops.
+Handler = Callable[["HttpExchange"], Coroutine[Any, Any, None]]
+# (status, code, message, path) -> an error's body as JSON.
+ErrorBody = Callable[[int, str, str, str], bytes]
+
+
+def plain_error(status: int, code: str, message: str, _path: str) -> bytes:
+    """An error's body in the envelope, whatever the path."""
+    return msgspec.json.encode(envelope(status, code, message))
+
+
+class HttpExchange(msgspec.Struct, eq=False):
+    """One request, complete, and its response.
+
+    headers        names in lower case; of a name that came twice, the first value
+    caller         its body is held on the caller's account; None: no access, and the body was thrown away
+    status         of the response, once its head is on its way
+    extra_headers  header lines that every response to this request has
+    on_pause, on_resume  called when the client reads too slowly, and when it reads again; set them before `send`
+    stepper        drives the handler's coroutine
+
+    After the client has gone all methods do nothing.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    connection: "ClientConnection | None"
+    handler: Handler
+    chunked: bool
+    keeps_connection: bool
+    caller: Caller | None
+    body: bytes = b""
+    received_at: float = 0.0
+    status: int | None = None
+    on_pause: Callable[[], None] | None = None
+    on_resume: Callable[[], None] | None = None
+    extra_headers: bytes = b""
+    stepper: Stepper | None = None
+    _head: bytes = b""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing written here arrives any more: it is answered, or the client has gone."""
+        return self.connection is None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads too slowly already, so that `on_pause` will not be called."""
+        return self.connection is not None and self.connection.is_write_paused
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """Send the whole response. `headers`: lines of `name: value\\r\\n`, without those that frame the message."""
+        connection = self.connection
+        if connection is None:
+            return
+        line = STATUS_LINE[status]
+        self.status = status
+        if self.extra_headers:
+            headers += self.extra_headers
+        length = b"" if status in (204, 304) else b"content-length: %d\r\n" % len(body)
+        if self.method == "HEAD":
+            body = b""
+        if self.keeps_connection and connection.can_stay_open():
+            connection.write(b"%b%b%b\r\n%b" % (line, headers, length, body))
+        else:
+            self.keeps_connection = False
+            connection.write(b"%b%b%b%b\r\n%b" % (line, headers, length, CLOSE, body))
+        connection.on_answered(self)
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Prepare the head of a response in pieces: it goes out with the first piece."""
+        connection = self.connection
+        if connection is None:
+            return
+        self.status = status
+        if self.keeps_connection and not connection.can_stay_open():
+            self.keeps_connection = False
+            connection.ignore_further_input()
+        self._head = b"%b%b%b%b\r\n" % (
+            STATUS_LINE[status],
+            headers + self.extra_headers,
+            b"transfer-encoding: chunked\r\n" if self.chunked else b"",
+            b"" if self.keeps_connection else CLOSE,
+        )
+
+    def send(self, data: bytes) -> None:
+        """Send one piece."""
+        connection = self.connection
+        if connection is None or not data:
+            return
+        if self.chunked:
+            data = b"%b%x\r\n%b\r\n" % (self._head, len(data), data)
+        elif self._head:
+            data = self._head + data
+        self._head = b""
+        connection.write(data)
+
+    def finish(self, last: bytes = b"") -> None:
+        """End a response in pieces, in one write with its last piece."""
+        connection = self.connection
+        if connection is None:
+            return
+        if self.chunked:
+            last = b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n"
+        connection.write(self._head + last)
+        connection.on_answered(self)
+
+    def send_error(self, status: int, code: str, message: str) -> None:
+        """Respond with an error; break the connection off where a response has begun."""
+        connection = self.connection
+        if connection is None:
+            return
+        if self.status is not None:
+            self.abort()
+            return
+        headers = JSON + b"retry-after: 1\r\n" if status == 503 else JSON
+        self.respond(status, headers, connection.listener.error_body(status, code, message, self.path))
+
+    def send_unexpected(self, exc: Exception) -> None:
+        """Log an exception that no handler expected, and respond with 500."""
+        log.error("unexpected error", path=self.path, exc_info=exc)
+        message = f"{self.path}: internal error ({type(exc).__name__}); the log has the traceback"
+        self.send_error(500, "internal_error", message)
+
+    def abort(self) -> None:
+        """Break the connection off, so that the client cannot take a part for the whole response."""
+        connection = self.connection
+        if connection is not None:
+            connection.release(self)
+            connection.hang_up()

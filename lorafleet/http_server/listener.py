@@ -1,0 +1,136 @@
+"""All client connections of one server, and what they hold together."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lorafleet.http_server.batches import Batches
+from lorafleet.http_server.connection import ClientConnection
+from lorafleet.http_server.exchange import ErrorBody, Handler, plain_error
+from lorafleet.http_server.framing import RefusedMessage
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.http_server.outbox import Outbox
+from lorafleet.service.auth import OPEN, Caller
+
+if TYPE_CHECKING:
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+_FULL = "this server holds as many bytes"
+
+# (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
+FindHandler = Callable[[str, str], Handler | None]
+# Headers -> the caller; None: no access, and the body is thrown away as it comes.
+CallerOf = Callable[[Mapping[bytes, bytes]], Caller | None]
+# Origin of a web page -> CORS header lines for the response to it.
+CorsHeaders = Callable[[bytes], bytes]
+
+
+class HttpListener:
+    """Makes the protocol of each client connection, for `uvicorn.Config(http=...)`.
+
+    refusals     requests that were refused before any handler had them, by error code
+    is_draining  every response closes its connection: clients and proxies have moved to another router by the time this
+                 one closes its socket, and send nothing into that moment
+    has_stopped  no request is begun any more
+    outbox       writes of this tick
+    batches      the requests that are being worked on
+    """
+
+    def __init__(
+        self,
+        find_handler: FindHandler,
+        limits: ClientLimits,
+        caller_of: CallerOf = lambda _: OPEN,
+        cors_headers: CorsHeaders | None = None,
+        outbox: Outbox | None = None,
+        error_body: ErrorBody = plain_error,
+    ) -> None:
+        """
+        cors_headers  None: no CORS. Preflight requests (OPTIONS) go to the ASGI app
+        outbox        shared with other writers of the same event loop
+        error_body    makes the body of a refusal, by the path
+        """
+        self.find_handler = find_handler
+        self.limits = limits
+        self.caller_of = caller_of
+        self.cors_headers = cors_headers
+        self.error_body = error_body
+        self.connections: set[ClientConnection] = set()
+        self.held_bytes = 0
+        self.held_of_tenant: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.is_draining = False
+        self.has_stopped = False
+        self.outbox = outbox or Outbox()
+        self.batches = Batches(self.outbox)
+        shortest = min(limits.head_s, limits.body_s, limits.send_stall_s, limits.idle_s)
+        self._sweep_every_s = min(1.0, max(0.02, shortest / 4))
+        self._timer: asyncio.TimerHandle | None = None
+        self._sweep_at = 0.0
+        self._was_late = False
+
+    def __call__(
+        self,
+        config: "Config",
+        server_state: "ServerState",
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        """The protocol of a new connection. The parameters are uvicorn's."""
+        return ClientConnection(self, config, server_state, app_state, _loop)
+
+    def hold_body(self, caller: Caller, size_bytes: int) -> None:
+        """Count bytes of a body until `release_body`. Raises RefusedMessage where they are too many."""
+        limits = self.limits
+        self.held_bytes += size_bytes
+        if limits.tenant_bytes is not None:
+            self.held_of_tenant[caller.tenant or ""] += size_bytes
+        if self.held_bytes > limits.held_bytes:
+            raise RefusedMessage(429, "saturated", f"{_FULL} of requests as it may", retry_after_s=1.0)
+        if limits.tenant_bytes is not None and self.held_of_tenant[caller.tenant or ""] > limits.tenant_bytes:
+            raise RefusedMessage(429, "saturated", f"{_FULL} of your requests as it may", retry_after_s=1.0)
+
+    def release_body(self, caller: Caller, size_bytes: int) -> None:
+        """Count bytes of a body no longer."""
+        self.held_bytes -= size_bytes
+        if self.limits.tenant_bytes is not None:
+            tenant = caller.tenant or ""
+            self.held_of_tenant[tenant] -= size_bytes
+            if not self.held_of_tenant[tenant]:
+                del self.held_of_tenant[tenant]
+
+    def add(self, connection: ClientConnection) -> None:
+        """Enter a new connection, whose deadlines are checked from now on."""
+        self.connections.add(connection)
+        if self._timer is None:
+            self._sweep_later(connection.loop)
+
+    def stop(self) -> None:
+        """End the work on every request: the time to finish is over."""
+        self.has_stopped = True
+        for connection in list(self.connections):
+            connection.stop()
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Check all deadlines by one timer: none is made per request or chunk."""
+        now = loop.time()
+        # A timer this late means that the process stood still (a frozen container, say). A loop runs timers before it
+        # reads, so bytes that clients have sent meanwhile are not late. Not twice in a row: some loops always are late.
+        self._was_late = now - self._sweep_at > self._sweep_every_s and not self._was_late
+        if not self._was_late:
+            for connection in list(self.connections):
+                connection.check_deadlines(now)
+        self._timer = None
+        if self.connections:
+            self._sweep_later(loop)
+
+    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sweep_at = loop.time() + self._sweep_every_s
+        self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
+
+
+def listener_for_app(limits: ClientLimits) -> HttpListener:
+    """A listener without hot routes: the ASGI app answers all requests that keep to the limits."""
+    return HttpListener(lambda _method, _path: None, limits)
