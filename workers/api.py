@@ -48,6 +48,7 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
 
 
 def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+    """Routes that read the worker's state, and usage reports; scope `load`."""
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/metadata")
@@ -83,6 +84,7 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/model/files")
     def model_files() -> ModelFiles:
+        """The tokenizer's files of the base model, if they are on this disk."""
         model = agent.settings.model
         try:
             folder = model_folder(model)
@@ -118,6 +120,7 @@ def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+    """Routes that change the worker; scope `admin` except loads (`load`) and drains (`drain`)."""
     api = APIRouter()
     load, drainer, admin = requires(keys, "load"), requires(keys, "drain"), requires(keys, "admin")
     operator = [Depends(admin)]
@@ -178,6 +181,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
+    """Health, readiness and metrics."""
     api = APIRouter()
 
     @api.get("/health")
@@ -201,6 +205,7 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
 
 
 def _epoch_of(request: Request) -> int | None:
+    """The epoch in the request's header; None without one. Raises AgentRequestError `invalid_epoch`."""
     text = request.headers.get(EPOCH_HEADER)
     if text is None:
         return None

@@ -232,6 +232,7 @@ class WorkerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        """Raises ValueError for settings that do not fit together."""
         if not self.model and not self.engine_url:
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
         if self.max_cpu_loras < self.max_loras:

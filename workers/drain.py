@@ -42,7 +42,7 @@ def _drain(deadline_s: float) -> Any:
     token_file = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
     token = plain_key(Path(token_file).read_text() if token_file else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
     host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (not bound, asked)
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (a client, nothing is bound)
     request = urllib.request.Request(
         f"http://{host}:{port}/v1/admin/drain",
         data=json.dumps({"deadline_s": deadline_s}).encode(),

@@ -69,6 +69,7 @@ class HeartbeatSender:
                 await self._send(timeout_s=_LAST_TIMEOUT_S)
 
     async def _send(self, *, timeout_s: float) -> None:
+        """Post one heartbeat and apply the answer: epoch, requests in flight, end of warming."""
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()

@@ -141,6 +141,7 @@ def _file_name(engine_name: str) -> str:
 
 
 def _read_all(folder: Path) -> list[InstalledAdapter]:
+    """Read all JSON files of the folder; damaged ones are logged and left out."""
     known = {field.name for field in fields(InstalledAdapter)}
     adapters = []
     for path in sorted(folder.glob("*.json")):

@@ -149,6 +149,7 @@ class Installer:
         *,
         allow_any_rank: bool,
     ) -> InstalledAdapter:
+        """Fetch, verify and install an adapter once, and record it. Raises WorkerError."""
         loop = asyncio.get_running_loop()
 
         def report_progress(progress: FetchProgress) -> None:
@@ -189,6 +190,7 @@ class Installer:
         return None
 
     def _resolve_source(self, request: LoadRequest) -> str:
+        """The reference to fetch: the request's, an installed version's, the folder in lora_path, or the plugin's."""
         if requested_source := request.source or request.lora_path:
             return requested_source
         for adapter in reversed(self._installed.versions(request.lora_id)):

@@ -133,6 +133,7 @@ class Inventory:
         self._add_loaded(adapter)
 
     def _add_loaded(self, adapter: InstalledAdapter) -> InstalledAdapter:
+        """Add the adapter to the slots, drop its failure and progress, and publish the event."""
         self.slots = self.slots.loaded(adapter.engine_name)
         self._failures.pop(adapter.lora_id, None)
         self._progress.pop(adapter.lora_id, None)

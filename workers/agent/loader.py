@@ -283,6 +283,7 @@ class Loader:
         self._inventory.mark_changed()
 
     async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+        """Load the adapter and check that the engine lists it. Raises EngineError."""
         await self._call_load(client, adapter)
         listed_at = self._clock()
         if adapter.engine_name not in (listed := await client.list_adapters()):
@@ -339,5 +340,5 @@ class Loader:
 
 
 def _not_listed_error(adapter: InstalledAdapter) -> EngineError:
-    message = f"load {adapter.engine_name}: the engine said yes, but does not list it"
+    message = f"load {adapter.engine_name}: the engine confirmed the load, but does not list it"
     return EngineError("adapter_refused", message)

@@ -52,7 +52,7 @@ class OperationsInProgress:
                 raise  # the caller itself was cancelled, and with it the operation
             if self._is_stopping:
                 raise EngineError("draining", "this agent is stopping; load on another one", retry_after_s=30) from None
-            message = f"adapter {lora_id!r}: this load was called off, because an unload was asked for meanwhile"
+            message = f"adapter {lora_id!r}: this load was cancelled by an unload"
             raise AgentRequestError("cancelled", message) from None
         finally:
             self._operations[lora_id].remove(operation)

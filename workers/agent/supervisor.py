@@ -236,6 +236,7 @@ class Supervisor:
             await asyncio.gather(task, exited, return_exceptions=True)
 
     async def _exit_reason(self, what: str) -> str:
+        """Wait for the exit and describe it: what happened, exit status, last output."""
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()

@@ -198,6 +198,7 @@ class _LoraPair:
 
 
 def _lora_pairs(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dict[str, _LoraPair]:
+    """module -> shapes of its lora_A and lora_B. Raises SourceError for tensors that are no valid part of a LoRA."""
     found: dict[str, dict[str, Shape]] = {}
     names = base.module_shapes() if base else None
     for name, tensor in tensors.items():
@@ -259,6 +260,7 @@ def _check_pair(module: str, pair: _LoraPair, lora_config: LoraConfig) -> None:
 
 
 def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel) -> None:
+    """Raises SourceError if a module is not in the base model, or has another shape there."""
     names = base.module_shapes()
     unknown = [
         module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)

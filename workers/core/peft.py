@@ -108,6 +108,7 @@ def _is_scale(value: Any) -> bool:
 
 
 def _check_features(config: Mapping[str, Any]) -> None:
+    """Raises SourceError for the first unsupported feature in the config."""
     for name, (code, accepted) in _FEATURES.items():
         if value := config.get(name):
             raise SourceError(code, f"{CONFIG_NAME}: {name} is {_shortened(value)}; {accepted}")
@@ -169,6 +170,7 @@ def is_safe_regex(expression: str) -> bool:
 
 
 def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
+    """The test of `target_modules`: whether a module is targeted; None if the config does not decide it."""
     targets = config["target_modules"]
     if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and _are_names(targets))):
         accepted = "accepted are a list of module names, a regular expression, or 'all-linear'"

@@ -75,6 +75,7 @@ def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHead
 
 
 def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:
+    """(begin, end, name) of one tensor's data. Raises SourceError for an invalid header entry."""
     if not key.isprintable() or len(key) > MAX_NAME:
         raise _corrupt_error(name, f"a tensor is called {key[:80]!r}; accepted are {MAX_NAME} printable characters")
     if not isinstance(value, dict):

@@ -34,16 +34,16 @@ def settings_from_command(
         raise CommandError(str(exc)) from exc
     flags = {name: flag for flag, name in arguments.SAME[settings.engine].items()}
     changes: dict[str, Any] = {}
-    for name, said in arguments.said(words, settings.engine).items():
+    for name, value in arguments.said(words, settings.engine).items():
         ours = getattr(settings, name)
-        if said == str(ours):
+        if value == str(ours):
             continue
         if name in settings.model_fields_set:
             raise CommandError(
-                f"the engine's command says {flags[name]} {said}, the setting {name} is {ours}: give only one"
+                f"the engine's command says {flags[name]} {value}, the setting {name} is {ours}: give only one"
             )
-        changes[name] = said
-        log.info("taken from the engine's command", setting=name, value=said)
+        changes[name] = value
+        log.info("taken from the engine's command", setting=name, value=value)
     if settings.engine != "sglang" and _has_ranks(words) and value_of(words, "--api-server-count") is None:
         # The default is the number of ranks, with which vLLM refuses to load adapters at run time.
         log.info("added to the engine's command", flag="--api-server-count 1")

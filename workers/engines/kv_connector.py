@@ -42,6 +42,7 @@ def connector_from_command(words: Sequence[str]) -> ConnectorVerdict | None:
 
 
 def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
+    """The value of `--kv-transfer-config`, from its fields or its JSON; None without one."""
     fields = list(_dotted_fields(words))
     if fields:  # vLLM appends them as one JSON object, and the last argument wins
         whole: dict[str, Any] = {}
@@ -53,10 +54,8 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
                     raise CommandError(f"{_CONFIG}.{'.'.join(path)}: {name} has a value of its own already")
             inner[path[-1]] = value
         return whole
-    said = _last_value(words, _CONFIG)
-    if said is None or said in {"", "None"}:
-        return None
-    return _parse_object(said)
+    value = _last_value(words, _CONFIG)
+    return None if value in {None, "", "None"} else _parse_object(value)
 
 
 def _parse_object(text: str) -> Mapping[str, Any]:
@@ -102,8 +101,8 @@ def _last_value(words: Sequence[str], flag: str) -> str | None:
 
 
 def _is_flag(word: str, flag: str) -> bool:
-    said = word.replace("_", "-")
-    return len(said) >= len(_SHORTEST[flag]) and flag.startswith(said)
+    spelling = word.replace("_", "-")
+    return len(spelling) >= len(_SHORTEST[flag]) and flag.startswith(spelling)
 
 
 def _config_file_words(words: Sequence[str]) -> list[str]:
@@ -112,15 +111,15 @@ def _config_file_words(words: Sequence[str]) -> list[str]:
     if path is None:
         return []
     try:
-        told = yamls.parsed(Path(path).read_text()) or {}
+        content = yamls.parsed(Path(path).read_text()) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise CommandError(
             f"{_FILE} {path}: {exc}; give a YAML file of vLLM's arguments that the agent can read"
         ) from exc
-    if not isinstance(told, dict):
-        raise CommandError(f"{_FILE} {path}: expected a mapping of vLLM's arguments, found {type(told).__name__}")
+    if not isinstance(content, dict):
+        raise CommandError(f"{_FILE} {path}: expected a mapping of vLLM's arguments, found {type(content).__name__}")
     found = []
-    for name, value in told.items():
+    for name, value in content.items():
         if not isinstance(value, bool | list):
             found += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return found

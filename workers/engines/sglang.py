@@ -112,10 +112,10 @@ class SglangClient(HttpEngineClient):
     async def kv_event_sources(self) -> KvEventEndpoints:
         """From the engine's --kv-events-config in /server_info."""
         try:
-            told = dict(json.loads((await self._server_info()).get("kv_events_config") or "{}"))
+            content = dict(json.loads((await self._server_info()).get("kv_events_config") or "{}"))
         except (ValueError, TypeError):
             return KvEventEndpoints()
-        return sources_of(httpx.URL(self.url).host, [told])
+        return sources_of(httpx.URL(self.url).host, [content])
 
     async def kv_connector(self) -> ConnectorVerdict:
         """From the engine's arguments. Its own caches separate adapters; for LMCache and HiCache that is not known."""
@@ -147,6 +147,7 @@ class SglangClient(HttpEngineClient):
         return hashlib.sha256(marks.encode()).hexdigest()[:16]
 
     async def _server_info(self) -> Mapping[str, Any]:
+        """The engine's /server_info. Raises EngineError `engine_start_failed` if it is not SGLang's."""
         answer = await self._request("GET", "/server_info", timeout_s=_INFO_TIMEOUT_S)
         info = _json_object(answer)
         if not answer.is_success or "page_size" not in info:
@@ -194,17 +195,17 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetric
 
 def _by_rank(families: Iterable[Metric], name: str, **labels: str) -> dict[str, dict[str, float]]:
     """Data-parallel rank -> scheduler -> the sum of its series with these labels."""
-    found: dict[str, dict[str, float]] = {}
+    by_rank: dict[str, dict[str, float]] = {}
     for family in families:
         for sample in family.samples:
-            told = sample.labels
+            found = sample.labels
             # With priority scheduling the series without a priority is the sum of the others.
-            if sample.name != name or told.get("priority") or any(told.get(k) != v for k, v in labels.items()):
+            if sample.name != name or found.get("priority") or any(found.get(k) != v for k, v in labels.items()):
                 continue
-            schedulers = found.setdefault(told.get("dp_rank", ""), {})
-            scheduler = "/".join(told.get(label, "") for label in ("tp_rank", "pp_rank", "moe_ep_rank"))
+            schedulers = by_rank.setdefault(found.get("dp_rank", ""), {})
+            scheduler = "/".join(found.get(label, "") for label in ("tp_rank", "pp_rank", "moe_ep_rank"))
             schedulers[scheduler] = schedulers.get(scheduler, 0.0) + sample.value
-    return found
+    return by_rank
 
 
 def _total(families: Iterable[Metric], name: str, **labels: str) -> float:
@@ -218,8 +219,11 @@ def _largest(families: Iterable[Metric], name: str) -> float:
 def _computing_requests(families: Iterable[Metric]) -> int:
     """HTTP requests in progress on routes that generate tokens."""
     active = (sample for family in families for sample in family.samples if sample.name == _ACTIVE)
-    told = ((sample.labels, sample.value) for sample in active)
-    return int(sum(n for of, n in told if of.get("method") == "POST" and of.get("endpoint", "").startswith(_COMPUTING)))
+    return int(sum(sample.value for sample in active if _is_computing(sample.labels)))
+
+
+def _is_computing(labels: Mapping[str, str]) -> bool:
+    return labels.get("method") == "POST" and labels.get("endpoint", "").startswith(_COMPUTING)
 
 
 def _check_arguments(url: str, info: Mapping[str, Any]) -> None:
@@ -253,16 +257,16 @@ def _refusal_reason(answer: httpx.Response) -> str:
     """The reason of a refusal: SGLang's `error_message`, else FastAPI's or OpenAI's message; "" after a success."""
     if _has_succeeded(answer):
         return ""
-    told = _json_object(answer)
-    return str(told.get("error_message") or told.get("message") or told.get("detail") or answer.text[:500])
+    content = _json_object(answer)
+    return str(content.get("error_message") or content.get("message") or content.get("detail") or answer.text[:500])
 
 
 def _json_object(answer: httpx.Response) -> Mapping[str, Any]:
     try:
-        told = answer.json()
+        content = answer.json()
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _int_or_zero(value: object) -> int:

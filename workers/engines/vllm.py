@@ -38,8 +38,8 @@ class VllmClient(HttpEngineClient):
             raise
         if answer.is_success or await self._has_loaded(name, path):
             return
-        said = _error_text(f"load {name}", answer)
-        raise EngineError("engine_failed" if is_ending(said) else "adapter_refused", said)
+        error_text = _error_text(f"load {name}", answer)
+        raise EngineError("engine_failed" if is_ending(error_text) else "adapter_refused", error_text)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         answer = await self._request("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
@@ -66,17 +66,17 @@ class VllmClient(HttpEngineClient):
         answer = await self._request("GET", "/kv_event_sources", timeout_s=MODELS_TIMEOUT_S)
         try:
             ranks = answer.json()
-            told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
+            configs = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
         except (ValueError, KeyError, TypeError):
             return KvEventEndpoints()  # an older vLLM
-        return sources_of(httpx.URL(self.url).host, told)
+        return sources_of(httpx.URL(self.url).host, configs)
 
     async def kv_connector(self) -> ConnectorVerdict:
         """From `/server_info` if the engine has it, else from its metrics."""
         answer = await self._request("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
-        told = transfer_config(answer.content) if answer.is_success else None
+        config = transfer_config(answer.content) if answer.is_success else None
         scrape = await self.scrape()
-        return learned(told, offloading=scrape.offloading, has_connector=scrape.has_connector)
+        return learned(config, offloading=scrape.offloading, has_connector=scrape.has_connector)
 
     async def scrape(self) -> EngineMetrics:
         return parse_metrics(await self._metrics_page())

@@ -108,6 +108,7 @@ def _keep_adapter_folder(found: dict[PurePosixPath, list[str]], into: Path, ref:
 
 
 def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
+    """The member's path. Raises SourceError for links, special files and paths outside of the archive."""
     path = PurePosixPath(member.name.replace("\\", "/"))
     name = ascii(member.name[:100])
     if member.kind not in {"file", "folder"}:
@@ -174,6 +175,7 @@ class _BoundedReader(io.RawIOBase):
         self._left = _MAX_READ_BYTES
 
     def read(self, size: int = -1) -> bytes:
+        """Read at most the rest of the allowance. Raises ValueError beyond it."""
         data = self._file.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
         self._left -= len(data)
         if self._left < 0:

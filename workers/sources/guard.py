@@ -28,6 +28,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         self._resolve = resolve or _resolve_host
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send the request to the first allowed address of its host that accepts the connection."""
         url = request.url
         if url.scheme != "https":
             message = f"redirected to {url.scheme}:// on {url.host!r}; only https:// is followed"
@@ -43,6 +44,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def _addresses(self, host: str, port: int) -> list[str]:
+        """The allowed addresses of a host. Raises SourceError if there are none."""
         try:
             found = await self._resolve(host, port)
         except (OSError, UnicodeError) as exc:

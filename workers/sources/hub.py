@@ -36,6 +36,7 @@ class HubSource:
         self._endpoint = endpoint
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        """See `Source.fetch`."""
         reference = parse_hub_reference(ref)
         api = await asyncio.to_thread(self._api, ref, transfer.credential)
 
@@ -61,6 +62,7 @@ class HubSource:
         await asyncio.to_thread(_move_files, scratch, names, into)
 
     def _api(self, ref: str, credential: str) -> Any:
+        """The library's client with the credential, the worker's token or none. Raises SourceError."""
         try:
             from huggingface_hub import HfApi, constants  # noqa: PLC0415  (heavy, and used by few)
             from huggingface_hub.utils import logging  # noqa: PLC0415
@@ -120,6 +122,7 @@ async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *a
 
 
 def _translated_error(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | TransientSourceError:
+    """A library's exception as SourceError, or TransientSourceError if another attempt may succeed."""
     name = type(exc).__name__
     status = getattr(getattr(exc, "response", None), "status_code", 0)
     if not status:

@@ -55,6 +55,7 @@ class LocalSource:
         return resolved
 
     def _copy(self, folder: Path, into: Path, transfer: Transfer) -> None:
+        """Copy the adapter's files. Raises SourceError."""
         names = sorted(adapter_file_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
         if CONFIG_NAME not in names:
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
@@ -88,6 +89,7 @@ class LocalSource:
 
 
 def _path_of(ref: str) -> str:
+    """The path of a reference. Raises SourceError for a file:// reference with a host."""
     if "://" not in ref:
         return ref
     parts = urlsplit(ref)

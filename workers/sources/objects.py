@@ -48,6 +48,7 @@ class ObjectSource:
         self._store: Any = None
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        """See `Source.fetch`."""
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"
         await asyncio.to_thread(self._open_store, ref)
@@ -62,6 +63,7 @@ class ObjectSource:
         parts.note.unlink()
 
     def _open_store(self, ref: str) -> None:
+        """Create the store's client at the first use. Raises SourceError."""
         if self._store is not None:
             return
         module, name = _LIBRARIES[self._scheme]
@@ -80,6 +82,7 @@ class ObjectSource:
             raise SourceError("source_unauthorized", message) from None
 
     def _defaults(self) -> dict[str, Any]:
+        """Options of the fsspec class: no caches, and our timeouts."""
         common: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if self._scheme == "s3":
             # No retries in botocore: they would multiply with ours.
@@ -150,7 +153,7 @@ class ObjectSource:
     async def _fetch_part(self, ref: str, path: str, start: int, end: int) -> bytes:
         data: bytes = await self._call_store(ref, self._store._cat_file(path, start=start, end=end))
         if len(data) != end - start:
-            raise TransientSourceError(f"{len(data)} bytes came where {end - start} were asked for")
+            raise TransientSourceError(f"{len(data)} bytes received, {end - start} requested")
         return data
 
     async def _call_store(self, ref: str, step: Coroutine[Any, Any, Any]) -> Any:
@@ -197,6 +200,7 @@ class _FetchedParts:
 
 
 def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSourceError:
+    """A library's exception as SourceError, or TransientSourceError if another attempt may succeed."""
     name, status = type(exc).__name__, _status(exc)
     what = f"source {redacted(ref)}: {name}" + (f" (HTTP {status})" if status else "")
     if isinstance(exc, FileNotFoundError) or status in {404, 410}:
@@ -211,6 +215,7 @@ def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSource
 
 
 def _status(exc: Exception) -> int:
+    """The HTTP status in a library's exception; 0 without one."""
     response = getattr(exc, "response", None)
     found = [getattr(exc, "status_code", None), getattr(exc, "status", None), getattr(exc, "code", None)]
     if isinstance(response, dict):  # botocore's

@@ -51,7 +51,7 @@ class PluginSource:
             raise
         except FileNotFoundError:
             raise SourceError("source_not_found", f"source {redacted(ref)}: the plugin knows no such adapter") from None
-        except Exception as exc:  # noqa: BLE001  (somebody else's code)
+        except Exception as exc:  # noqa: BLE001  (third-party code)
             what = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
             raise SourceError("source_failed", f"source {redacted(ref)}: {what}", retry_after_s=30) from None
 
@@ -92,7 +92,7 @@ def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:
     def listen(event: AgentEvent) -> None:
         if event.type not in kinds or event.lora_id is None:
             return
-        told = LoraEvent(
+        lora_event = LoraEvent(
             type=LoraEventType(event.type),
             name=event.lora_id,
             digest=event.digest or "",
@@ -102,8 +102,8 @@ def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:
             error=event.error,
         )
         try:
-            manager.on_event(told)
-        except Exception as exc:  # noqa: BLE001  (somebody else's code)
+            manager.on_event(lora_event)
+        except Exception as exc:  # noqa: BLE001  (third-party code)
             log.warning("the downloader plugin failed on an event", type=event.type, error=type(exc).__name__)
 
     return listen

@@ -98,6 +98,7 @@ class WebSource:
     async def _download_file(
         self, client: httpx.AsyncClient, ref: str, url: str, to: Path, limit: int, transfer: Transfer
     ) -> None:
+        """Download a file of at most `limit` bytes, resuming a partial one. Raises SourceError."""
         tag_file = _tag_file(to)
         tag = await asyncio.to_thread(_read_tag, to)
         with to.open("ab" if tag else "wb") as target:
@@ -158,6 +159,7 @@ class _Download:
             raise TransientSourceError(f"{type(exc).__name__}{why}", has_moved=self.target.tell() > start) from None
 
     def _check_status(self, answer: httpx.Response) -> None:
+        """Raises TransientSourceError or SourceError for an answer without content."""
         status = answer.status_code
         what = f"source {redacted(self.ref)}: {Path(self.url).name}: HTTP {status}"
         if status in {200, 206}:
@@ -179,7 +181,7 @@ class _Download:
             range_start = answer.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
             if range_start != str(start):
                 self._start_over()
-                raise TransientSourceError("the server sent another range than asked for")
+                raise TransientSourceError("the server sent another range than requested")
         else:
             self._start_over()
             tag = answer.headers.get("etag", "")

@@ -186,6 +186,7 @@ class AdapterCache:
         return self.folder.renew_leases(wanted)
 
     def _translated_disk_error(self, ref: str, exc: OSError) -> SourceError:
+        """A SourceError for an OSError of the disk: `disk_full` or `source_failed`."""
         if exc.errno not in _FULL:
             return SourceError("source_failed", f"source {redacted(ref)}: {exc}", retry_after_s=30)
         used, free = self.folder.usage()[0], self.folder.free_bytes()
@@ -196,6 +197,7 @@ class AdapterCache:
         return SourceError("disk_full", message, retry_after_s=30)
 
     def _install(self, partial: Path, digest: str) -> Path:
+        """Make the files read-only, flush them and rename the folder; returns its path."""
         target = self.path(digest)
         for file in partial.iterdir():
             file.chmod(0o444)

@@ -252,6 +252,7 @@ class CacheFolder:
     # --- helpers -------------------------------------------------------------------------------------------------
 
     def _cached_adapter(self, digest: str, wanted: frozenset[str], now: float) -> CachedAdapter:
+        """Size, last use and users of an installed adapter. Raises OSError."""
         path = self.path(digest)
         size = self._size(digest)
         is_in_use = digest in wanted or self._has_other_user(path, now)

@@ -26,6 +26,7 @@ class Credentials:
         return await asyncio.to_thread(self._read, secret, ref)
 
     def _read(self, secret: str, ref: str) -> str:
+        """Read and check the credential; blocking. Raises SourceError."""
         what = f"source {redacted(ref)}: its secret {secret[:520]!r}"
         found = _SECRET.fullmatch(secret)
         if found is None or found[2] == _SOURCES:

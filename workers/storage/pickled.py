@@ -29,7 +29,7 @@ async def convert_pickles(folder: Path) -> None:
         env=environment,
     )  # fmt: skip
     try:
-        _, said = await process.communicate()
+        _, stderr = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()  # after a cancellation it may still run
@@ -37,14 +37,14 @@ async def convert_pickles(folder: Path) -> None:
         message = f"{pickle.name} needs torch and safetensors beside this agent to be converted; install them"
         raise SourceError("source_extra_missing", message)
     if process.returncode == _NOT_WRITTEN:
-        number = int(said)
+        number = int(stderr)
         raise OSError(number, os.strerror(number))
     assert process.returncode is not None
     if process.returncode < 0:
         why = f"its conversion was ended by signal {-process.returncode}, as for a lack of memory"
         raise SourceError("source_failed", f"{pickle.name}: {why}", retry_after_s=30)
     if process.returncode != 0:
-        why = said.decode(errors="replace")[:100] or f"status {process.returncode}"
+        why = stderr.decode(errors="replace")[:100] or f"status {process.returncode}"
         message = f"{pickle.name} is no state dict that torch reads with weights_only ({why}); accepted is one, or"
         raise SourceError("adapter_pickled", f"{message} {WEIGHTS_NAME}")
     pickle.unlink()

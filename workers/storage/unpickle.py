@@ -21,8 +21,8 @@ def main() -> int:
         found = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
         # Copies: safetensors refuses tensors that share memory.
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in found.items()}, sys.argv[2])
-    except Exception as exc:  # noqa: BLE001  (whatever is in the file)
-        # safetensors (0.8, in Rust) has no other words for what the disk said.
+    except Exception as exc:  # noqa: BLE001  (the file is untrusted)
+        # safetensors 0.8 (in Rust) reports disk errors only in its message.
         if isinstance(exc, SafetensorError) and (number := re.search(r"\(os error (\d+)\)", str(exc))):
             sys.stderr.write(number[1])
             return 4

@@ -81,14 +81,14 @@ def read_base_model(folder: Path) -> BaseModel | None:
     Raises SourceError for invalid safetensors, ValueError for a config that is no JSON, OSError.
     """
     config = folder / _BASE_CONFIG
-    said = json.loads(config.read_bytes()) if config.is_file() else {}
+    raw_config = json.loads(config.read_bytes()) if config.is_file() else {}
     weights = {
         name.removesuffix(".weight"): tensor.shape
         for path in sorted(folder.glob("*.safetensors"))
         for name, tensor in read_tensors(path).items()
         if name.endswith(".weight")
     }
-    return base_model(said if isinstance(said, dict) else {}, weights)
+    return base_model(raw_config if isinstance(raw_config, dict) else {}, weights)
 
 
 def model_folder(model: str) -> Path | None:
@@ -116,6 +116,7 @@ def base_model_or_none(folder: Path) -> BaseModel | None:
 
 
 def _check_files(files: list[Path], rules: AdapterRules) -> None:
+    """Raises SourceError if files are missing, special, pickled or too big."""
     names = [path.name for path in files]
     adapter_file_names(names, allow_pickle=False)
     if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:

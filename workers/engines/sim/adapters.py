@@ -73,6 +73,7 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdap
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> None:
+    """Raises ValueError with vLLM's message for a config that vLLM refuses."""
     missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]
     if missing:
         raise ValueError(f"Missing required configuration fields: {set(missing)}")

@@ -118,6 +118,7 @@ def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Se
 
 
 def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> dict[str, Any]:
+    """One choice of an answer without `stream`."""
     text = echo + "".join(job.reply_text.pieces)
     ids = list(job.reply) if head.token_ids else None
     ending = {"logprobs": None, "finish_reason": openai_finish_reason(job), "stop_reason": job.reply_text.stop_reason}
@@ -142,6 +143,7 @@ def _running_usage(head: AnswerHead, job: StreamedJob, produced: int) -> dict[st
 
 
 def _usage(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dict[str, Any]:
+    """The `usage` of an answer; with `whole`, of one without `stream`."""
     prompt_tokens = sum(job.prompt_tokens for job in jobs[:: head.choices_per_prompt])
     produced = sum(job.produced for job in jobs)
     usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + produced}
@@ -162,6 +164,7 @@ def _prompt_tokens_details(head: AnswerHead, job: StreamedJob, *, whole: bool) -
 
 
 def _model_card(name: str, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of `GET /v1/models`."""
     created = int(time.time())
     permission = {
         "id": f"modelperm-{random_id()}",

@@ -154,6 +154,7 @@ def make_app(handlers: SimHandlers, background: Callable[[], Awaitable[None]]) -
 
 
 def _routes(handlers: SimHandlers) -> list[Route]:
+    """All routes; those for adapters and cache resets depend on the settings, as in vLLM."""
     routes = [
         Route("/v1/chat/completions", handlers.generation.chat, methods=["POST"]),
         Route("/v1/completions", handlers.generation.completions, methods=["POST"]),

@@ -172,6 +172,7 @@ class BlockPool:
         return True
 
     def _drop_content(self, index: int) -> None:
+        """Make a block's content unfindable, with a BlockRemoved event."""
         digest = self.blocks[index].hash
         if digest is None:
             return

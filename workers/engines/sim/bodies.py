@@ -281,6 +281,7 @@ def _faults(exc: ValidationError) -> list[dict[str, Any]]:
 
 
 def _validation_error(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
+    """vLLM's answer to pydantic validation errors."""
     lines = [
         str({**fault, "loc": _location(fault["loc"]), "input": _shown_input(fault["input"])}) for fault in faults[:10]
     ]

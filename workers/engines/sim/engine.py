@@ -163,6 +163,7 @@ class SimEngine:
                 self._finish_step(step)
 
     def _finish_step(self, step: EngineStep) -> None:
+        """Publish the step's KV events and pass its tokens on to the readers."""
         now = time.monotonic()
         if step.events and self.publisher is not None:
             self.publisher.publish(EventBatch(time.time(), list(step.events), 0))

@@ -96,6 +96,7 @@ class GenerationHandlers:
         wanted: int | None,
         echoes: list[str],
     ) -> Response:
+        """Check limits, run the request in the engine and answer, whole or as a stream."""
         limit = self.settings.max_model_len
         bodies.check_sampling(body, wanted, limit)
         limits = [bodies.output_limit(wanted, len(prompt), limit) for prompt in prompts]

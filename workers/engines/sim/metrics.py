@@ -180,6 +180,7 @@ class SimMetrics:
             self._histograms[name].observe(value)
 
     def _first_token(self, job: EngineJob) -> None:
+        """Count the prompt of a job that has its first token."""
         assert job.first_token_at is not None
         self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token_at - job.arrived_at)
         self._counters["vllm:prompt_tokens"].inc(job.prompt_tokens)

@@ -54,6 +54,7 @@ class KVEventPublisher:
         self._context.term()
 
     def _run(self) -> None:
+        """Answer replays and publish queued batches until `close`."""
         encoder = msgspec.msgpack.Encoder()
         topic = self.config.topic.encode()
         seq = 0
@@ -72,6 +73,7 @@ class KVEventPublisher:
             seq += 1
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
+        """Send all buffered batches from the requested sequence number on."""
         frames = replay.recv_multipart()
         if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
             return

@@ -128,6 +128,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The argument parser with vLLM's flags and the sim's."""
     parser = argparse.ArgumentParser(prog="python -m workers.engines.sim", description=__doc__, allow_abbrev=False)
     vllm = parser.add_argument_group("vLLM's flags")
     vllm.add_argument("--model", type=Path, required=True)

@@ -180,6 +180,7 @@ class EngineBatch:
         return jobs_with_token
 
     def _admit(self, step: EngineStep, budget: int, now: float) -> None:
+        """Start waiting jobs within the limits; jobs without a free adapter slot are skipped."""
         slots = {job.adapter for job, _ in step.work} - {None}
         passed_over: list[EngineJob] = []
         while self.waiting and budget > 0 and len(self.running) < self.pace.max_num_seqs:
@@ -229,6 +230,7 @@ class EngineBatch:
         return True
 
     def _preempt_last(self) -> EngineJob:
+        """Move the running job that started last back to the queue, without its blocks."""
         job = self.running.pop()
         self._release_blocks(job)
         job.computed = 0
@@ -242,6 +244,7 @@ class EngineBatch:
         job.stored = 0
 
     def _schedule(self, step: EngineStep, job: EngineJob, tokens: int) -> int:
+        """Add a job's tokens to the step; returns their number."""
         step.work.append((job, tokens))
         if job.is_decoding:
             step.decoding += 1
@@ -252,6 +255,7 @@ class EngineBatch:
         return tokens
 
     def _set_duration(self, step: EngineStep) -> None:
+        """Set the step's duration from its work."""
         pace = self.pace
         if step.prefill_tokens and pace.prefill_tokens_per_s:
             step.duration_s += step.prefill_tokens / pace.prefill_tokens_per_s
