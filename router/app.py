@@ -257,7 +257,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     add_routes(app, control_routes(services, processes), health_routes(services, own_metrics, processes))
     install_error_handlers(app, RouterError)
     describe_inference(app)
-    may_ask = site_check(config.allowed_origins, trusts_asked=True)
+    may_ask = site_check(config.allowed_origins, trusts_preflight=True)
     guard(app, keys, allow_open=config.allow_open, may_ask=may_ask)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
@@ -598,7 +598,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 on_stop=stopping,
             )
         )
-    except serve.PortNotTold as exc:
+    except serve.PortFileError as exc:
         raise _cannot_start(exc) from exc
     if services.has_failed:
         sys.exit(1)

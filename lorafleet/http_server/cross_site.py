@@ -1,7 +1,7 @@
-"""Requests that a page of another origin has a browser send: they may change nothing here.
+"""Requests that a web page of another origin makes a browser send: they may change nothing here.
 
-A page may post to any address that its reader's browser reaches, without being asked and without a key: the answer is
-kept from it, but the worker is drained by then. Browsers say where such a request comes from.
+A page may post to any address that the browser reaches, without a preflight and without a key. The answer is kept from
+the page, but by then the worker is drained. Browsers name the origin of such a request.
 
 source  https://www.w3.org/TR/fetch-metadata, https://fetch.spec.whatwg.org; Go 1.25 net/http CrossOriginProtection
         has the same rule
@@ -14,18 +14,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lorafleet.service.http import HttpError, error_response
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_OWN_SITES = frozenset({b"same-origin", b"none"})  # none: the reader's own doing
+_OWN_SITES = frozenset({b"same-origin", b"none"})  # none: typed or bookmarked by the user
 _ANY = "*"
 
-# (method, headers by their names in lower case); raises HttpError 403 `cross_site`.
+# (method, headers with names in lower case) -> None; raises HttpError 403 `cross_site`.
 SiteCheck = Callable[[str, Mapping[bytes, bytes]], None]
 
 
-def site_check(allowed: Collection[str] = (), *, trusts_asked: bool = False) -> SiteCheck:
-    """The check of a service, where pages of these origins may do what any client may; `*` is all.
+def site_check(allowed: Collection[str] = (), *, trusts_preflight: bool = False) -> SiteCheck:
+    """The check of a service. `allowed`: origins whose pages may do what any client may; `*` is all.
 
-    trusts_asked  a request that a browser sends only after it has asked whether it may is not looked at: one with a
-                  key, or with JSON where its origin alone is told. Some programs that are no page name an origin, too
+    trusts_preflight  let requests pass that a browser sends only after a preflight: those with a key, and those with
+                      JSON that name an origin alone (some programs that are no page name one, too)
     """
     if _ANY in allowed:
         return lambda _method, _headers: None
@@ -35,11 +35,11 @@ def site_check(allowed: Collection[str] = (), *, trusts_asked: bool = False) -> 
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if method in _SAFE or site in _OWN_SITES or (site is None and origin is None) or origin in known:
             return
-        if trusts_asked and (b"authorization" in headers or (site is None and _is_json(headers))):
+        if trusts_preflight and (b"authorization" in headers or (site is None and _is_json(headers))):
             return
         if site is None and origin is not None and _host_of(origin) == headers.get(b"host", b"").lower():
             return
-        raise HttpError(403, "cross_site", _refusal(origin or b"another site", trusts_asked))
+        raise HttpError(403, "cross_site", _refusal(origin or b"another site", trusts_preflight))
 
     return check
 
@@ -62,7 +62,7 @@ def _refusal(origin: bytes, may_be_allowed: bool) -> str:
 
 
 class CheckSite:
-    """ASGI middleware: `check` looks at each request first."""
+    """ASGI middleware: run `check` on each request before the app."""
 
     def __init__(self, app: ASGIApp, *, check: SiteCheck) -> None:
         self._app = app

@@ -1,18 +1,18 @@
-"""Requests that mean what another one means: HEAD is a GET without the body, a slash behind a path means nothing.
+"""HEAD is answered as GET without the body, and slashes at a path's end are dropped.
 
-FastAPI knows HEAD on no route of its own (405), and a route that takes names with slashes takes the empty name, too.
+FastAPI answers HEAD with 405 on every route, and a route that takes names with slashes takes the empty name, too.
 """
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def trimmed(path: str) -> str:
-    """A path without the slashes behind it."""
+    """This path without slashes at its end."""
     return path.rstrip("/") or "/"
 
 
 class Lenient:
-    """ASGI middleware: the app sees a GET for a HEAD, and no path that ends in a slash."""
+    """ASGI middleware: the app gets a GET for each HEAD, and no path that ends in a slash."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +34,7 @@ class Lenient:
             if not is_answered:
                 is_answered = True
                 await send(message)
-                # At once: a stream of events has no end. Its app is told next that its client has left.
+                # End the response at once: an event stream has no end. The app learns next that its client has left.
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self._app({**scope, "method": "GET"}, receive, send_head)

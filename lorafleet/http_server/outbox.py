@@ -1,8 +1,7 @@
-"""What one turn of the loop writes, sent together at its end.
+"""Writes of one event-loop tick, sent together at its end.
 
-Whoever sleeps until something comes is woken by the first write to it and finds the rest of them there; written one by
-one, with tens of microseconds of work between them, each would wake it again. Waking a process on another core takes 7
-of the 10 us of a write on loopback (seen with perf), and a virtual network card is told of new packets in the same way.
+The first write wakes the process that waits for it, and that process finds the others there. Written one by one, with
+tens of microseconds of work in between, each would wake it again: on loopback 7 of a write's 10 us are that wake-up.
 """
 
 import asyncio
@@ -11,15 +10,15 @@ import structlog
 
 log = structlog.get_logger()
 
-# So many writes are not held back for more: a millisecond's work or less.
-_MOST = 32
+# Writes that wait at most: those of a millisecond's work or less.
+MAX_WRITES = 32
 
 
 class Outbox:
-    """Writes that wait for the end of the turn, in order. Flush it before a connection that may be in it is closed.
+    """Writes that wait for the end of the tick, in order. Flush before you close a connection that may be in it.
 
-    flushed  how often it was: what has been written since waits still
-    is_due   it is about to be flushed: whoever sets this does so, and what is written until then asks for nothing more
+    flushed  flushes so far: a write waits while this is the number at which it came
+    is_due   a flush is coming; set by a caller that flushes itself, so that no write schedules one
     """
 
     __slots__ = ("_waiting", "flushed", "is_due")
@@ -30,17 +29,17 @@ class Outbox:
         self._waiting: list[tuple[asyncio.WriteTransport, bytes]] = []
 
     def write(self, transport: asyncio.WriteTransport, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        """As `transport.write`, in a moment."""
+        """Write to the transport at the end of the tick."""
         waiting = self._waiting
         waiting.append((transport, data))
         if not self.is_due:
             self.is_due = True
             loop.call_soon(self.flush)
-        elif len(waiting) >= _MOST:
+        elif len(waiting) >= MAX_WRITES:
             self.flush()
 
     def flush(self) -> None:
-        """Write all of it now; what is for a connection that has been closed meanwhile is dropped."""
+        """Write all now. Writes to a connection that has been closed meanwhile are dropped."""
         self.flushed += 1
         self.is_due = False
         waiting, self._waiting = self._waiting, []
@@ -50,4 +49,4 @@ class Outbox:
                     transport.write(data)
                 except Exception:
                     log.exception("unexpected error: not written", size_bytes=len(data))
-                    transport.abort()  # what follows it must not be taken for the whole
+                    transport.abort()  # the client must not take the writes behind it for the whole

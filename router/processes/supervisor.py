@@ -77,7 +77,7 @@ class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
 
     def bind(self) -> socket.socket:
         """This process's own socket on the shared port: bound, and not listening until `JoiningApp` has started."""
-        return serve.claim(self.host, self.port, shared=True)
+        return serve.bind_only(self.host, self.port, shared=True)
 
     def router_id(self, configured: str) -> str:
         """A router id for this process alone, made from the configured one."""
@@ -203,7 +203,7 @@ def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
     has_warned = False
     while True:
         try:
-            return serve.claim(host, port)
+            return serve.bind_only(host, port)
         except serve.PortInUse:
             now = time.monotonic()
             if _is_draining_orphans(host, port):
@@ -221,7 +221,7 @@ def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
 def _is_draining_orphans(host: str, port: int) -> bool:
     """Whether the port's owners may be processes of a killed parent: they share the port and are stopping."""
     try:
-        serve.claim(host, port, shared=True).close()
+        serve.bind_only(host, port, shared=True).close()
         at = f"[{host}]" if ":" in host else host
         answer = httpx.get(f"http://{at}:{port}/ready", timeout=_ORPHANS_REACT_S, trust_env=False)
     except serve.PortInUse:
@@ -384,7 +384,7 @@ class _Supervisor:
         if self._port_file is None:
             return
         try:
-            serve.tell_port(self._port_file, self._port)
+            serve.write_port_file(self._port_file, self._port)
         except OSError as exc:  # the program that started this one would wait for the file for ever
             log.error("port file not written; all stop", error=str(exc))  # noqa: TRY400  (the message is complete)
             self._has_failed = True

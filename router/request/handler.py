@@ -40,7 +40,7 @@ class InferenceHandler:
         self._keep_alive_s = config.stream_keep_alive_s
         self._reader = RequestReader(services)
         self._check_host = host_check(services.keys, allow_open=config.allow_open)
-        self._check_site = site_check(config.allowed_origins, trusts_asked=True)
+        self._check_site = site_check(config.allowed_origins, trusts_preflight=True)
         self._handlers: dict[tuple[str, str], Handler] = {
             key: partial(self._handle, route) for key, route in ROUTES.items()
         }

@@ -90,7 +90,7 @@ def test_pages_of_allowed_origins_may_send_changes(said):
     ],
 )
 def test_what_a_browser_asks_about_before_is_trusted_where_that_is_wanted(more, passes):
-    check = site_check(trusts_asked=True)
+    check = site_check(trusts_preflight=True)
     if passes:
         check("POST", {b"host": b"here:8080", **more})
     else:

@@ -187,7 +187,7 @@ def test_an_address_that_is_not_this_machines_is_named():
 
 
 def test_of_two_that_have_a_port_without_listening_only_one_listens():
-    first = serve.claim("127.0.0.1", 0)
+    first = serve.bind_only("127.0.0.1", 0)
     with first:
         first.listen()
         with pytest.raises(OSError, match="in use by another process"):

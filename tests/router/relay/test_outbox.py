@@ -54,9 +54,9 @@ def test_what_a_turn_writes_goes_out_at_its_end_in_order():
 
 def test_a_long_turn_does_not_hold_back_what_came_first():
     loop, box, transport = ManualLoop(), Outbox(), Transport()
-    for _ in range(outbox._MOST):
+    for _ in range(outbox.MAX_WRITES):
         box.write(transport, b"x", loop)
-    assert len(transport.written) == outbox._MOST
+    assert len(transport.written) == outbox.MAX_WRITES
     box.write(transport, b"y", loop)
     loop.turn()
     assert transport.written[-1:] == [b"y"]
