@@ -15,7 +15,7 @@ from docs.generate import document
 from docs.site import api_page, page_of
 from lorafleet.cli.main import app as command_line
 from lorafleet.kv.connectors import CONNECTORS
-from lorafleet.local.options import asked
+from lorafleet.local.options import fleet_options
 from orchestrator.core import errors as orchestrator_errors
 from orchestrator.metrics import OrchestratorMetrics
 from router.app import build
@@ -91,8 +91,8 @@ def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
     assert lines
     for line in lines:
         told = up.make_context("up", shlex.split(line, comments=True)).params
-        words = [*(told["engine_arg"] or ()), *(told["words"] or ())]
-        asked(
+        words = [*(told["engine_arg"] or ()), *(told["engine_words"] or ())]
+        fleet_options(
             **{name: told[name] for name in ("workers", "model", "adapters", "max_loras", "devices", "demo", "once")},
             engine=told["engine"] and told["engine"].value,
             **dict.fromkeys(("router_port", "orchestrator_port", "key_file")),
@@ -115,12 +115,12 @@ def test_links_of_a_page_lead_to_pages_of_the_site_and_links_to_other_files_beco
 
 
 def test_a_route_of_an_openapi_document_is_shown_with_parameters_body_and_answers():
-    asked = {"$ref": "#/components/schemas/Wish"}
+    fleet_options = {"$ref": "#/components/schemas/Wish"}
     operation = {
         "summary": "Makes <one>.",
         "parameters": [{"name": "dry", "in": "query", "schema": {"type": "boolean"}, "description": "a | b"}],
-        "requestBody": {"content": {"application/json": {"schema": asked, "example": {"n": 1}}}},
-        "responses": {"200": {"description": "Made", "content": {"application/json": {"schema": asked}}}},
+        "requestBody": {"content": {"application/json": {"schema": fleet_options, "example": {"n": 1}}}},
+        "responses": {"200": {"description": "Made", "content": {"application/json": {"schema": fleet_options}}}},
     }
     wish = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
     page = api_page("router", {"paths": {"/v1/x": {"post": operation}}, "components": {"schemas": {"Wish": wish}}})

@@ -1,4 +1,4 @@
 """The `lorafleet` command: one file for each group of subcommands, the REST client, and the tables that are printed.
 
-Subcommands ask a running router or orchestrator over REST. May import every other package of `lorafleet`.
+Subcommands call a running router or orchestrator over REST. May import every other package of `lorafleet`.
 """

@@ -1,4 +1,4 @@
-"""JSON over HTTP to the router, the orchestrator and the agents, for the CLI: every failure is one line."""
+"""The CLI's REST client: JSON over HTTP to router and orchestrator, with every failure as one line."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,7 +11,7 @@ from lorafleet.service.urls import is_http, plain_key, shown
 
 
 class RestClient:
-    """One server. `flag` is how a person would name it differently."""
+    """A client of one server. `flag` is the option that sets the server's address."""
 
     def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
         self.url = url.rstrip("/")
@@ -21,10 +21,10 @@ class RestClient:
         except ValueError as exc:
             raise CommandFailed(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
         if not is_http(self.url):
-            named = flag.removeprefix("lorafleet ") or "address"
-            raise CommandFailed(f"{named} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
+            option = flag.removeprefix("lorafleet ") or "address"
+            raise CommandFailed(f"{option} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        # Loopback and cluster addresses: a proxy from the environment would only be in the way.
+        # Loopback and cluster addresses: no proxy from the environment.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> "RestClient":
@@ -36,20 +36,20 @@ class RestClient:
     def call(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
     ) -> Any:
-        """The answer's JSON (None when it is empty); raises Failure for a server that is away or says no."""
-        answer = self._answer(method, path, body, headers=headers, **query)
-        return self._json(path, answer) if answer.content else None
+        """The answer's JSON, None if it is empty; raises CommandFailed if the server is unreachable or refuses."""
+        answer = self._send(method, path, body, headers=headers, **query)
+        return self._parse_json(path, answer) if answer.content else None
 
-    def tagged(self, path: str) -> tuple[Any, str]:
-        """The answer's JSON, and its ETag."""
-        answer = self._answer("GET", path)
-        return self._json(path, answer), answer.headers.get("etag", "")
+    def get_with_etag(self, path: str) -> tuple[Any, str]:
+        """The answer's JSON and its ETag."""
+        answer = self._send("GET", path)
+        return self._parse_json(path, answer), answer.headers.get("etag", "")
 
     def download(self, path: str) -> bytes:
-        """The answer as it is."""
-        return self._answer("GET", path).content
+        """The answer's bytes."""
+        return self._send("GET", path).content
 
-    def _answer(
+    def _send(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
     ) -> httpx.Response:
         params = {name: value for name, value in query.items() if value is not None}
@@ -57,22 +57,22 @@ class RestClient:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise CommandFailed(f"{self.url}: {exc}{self._hint('is the fleet up')}") from exc
-        except ValueError as exc:  # NaN, or half a surrogate pair: nothing was sent
-            raise CommandFailed(f"what was given cannot be sent as JSON: {exc}", status=2) from exc
+        except ValueError as exc:  # NaN, or half a surrogate pair
+            raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc
         if answer.is_success:
             return answer
         message, code = _reason(answer)
-        if code == "not_found":  # of the path: names that there are not have codes of their own
+        if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
         raise RestError(answer.status_code, message, code)
 
-    def _json(self, path: str, answer: httpx.Response) -> Any:
+    def _parse_json(self, path: str, answer: httpx.Response) -> Any:
         try:
             return answer.json()
         except ValueError as exc:
-            raise self._is_another(path) from exc
+            raise self._wrong_server(path) from exc
 
-    def _is_another(self, path: str) -> CommandFailed:
+    def _wrong_server(self, path: str) -> CommandFailed:
         return CommandFailed(
             f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}"
         )
@@ -80,14 +80,14 @@ class RestClient:
     def _hint(self, question: str) -> str:
         return f"; {question}? ({self._flag} names another address)" if self._flag else ""
 
-    def every(self, path: str) -> list[dict[str, Any]]:
-        """All items of a list, page by page."""
+    def list_all(self, path: str) -> list[dict[str, Any]]:
+        """All items of a list, read page by page."""
         items: list[dict[str, Any]] = []
         cursor = None
         while True:
             page = self.call("GET", path, cursor=cursor)
             if not isinstance(page, dict) or not isinstance(page.get("data"), list):
-                raise self._is_another(path)
+                raise self._wrong_server(path)
             items += page["data"]
             cursor = page.get("next")
             if cursor is None:
@@ -95,7 +95,7 @@ class RestClient:
 
 
 class RestError(CommandFailed):
-    """The server answered with an error; the message is its own, with what to do where we know more."""
+    """The server answered with an error. The message is the server's, plus a hint for known codes."""
 
     def __init__(self, http_status: int, message: str, code: str) -> None:
         hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
@@ -108,7 +108,7 @@ class RestError(CommandFailed):
 
 
 def _reason(answer: httpx.Response) -> tuple[str, str]:
-    """Its message and its code; the latter empty where the answer is not one of ours."""
+    """The message and code of an error answer; the code is empty if the answer is not lorafleet's."""
     try:
         error = answer.json()["error"]
         return str(error["message"]), str(error.get("code", ""))

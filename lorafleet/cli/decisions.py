@@ -1,41 +1,208 @@
-"""Decisions that a router has made: read from its JSON, and made again."""
+"""`lorafleet explain`, `lorafleet decisions` and `lorafleet top`: what the router decides, live and from records."""
+
+# ruff: noqa: PLC0415, PLR0917  (imports of httpx and rich tables wait until a command needs them; Typer passes by name)
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lorafleet.cli.client import RestClient
+import typer
+
+from lorafleet.cli.context import print_json
 from lorafleet.service.failure import CommandFailed
 
-_HOW = "write one with: lorafleet decisions --json > FILE"
+if TYPE_CHECKING:
+    from lorafleet.cli.client import RestClient
 
+app = typer.Typer(no_args_is_help=True)
+
+
+_RECORD_HINT = "write one with: lorafleet decisions --json > FILE"
 Item = Mapping[str, Any]
 
 
-def recorded(file: Path) -> list[Item]:
-    """The decisions of a file that holds one, several, or all that `GET /v1/decisions` said; `-` is standard input."""
+@app.command()
+def explain(
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="a user's message", show_default=False)] = None,
+    model: Annotated[
+        str, typer.Option(help="base model, adapter, alias, or base:adapter; default: the base model")
+    ] = "",
+    lora_id: Annotated[str | None, typer.Option(help="adapter, as a request's lora_id names it")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="decide recorded decisions again: a file of `decisions --json`, or - for standard input"),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="with --replay: decide by this policy in place of the recorded one")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the router's whole answer, with the record")] = False,
+) -> None:
+    """Show where the router would send this prompt now, with every replica's cost terms in seconds. Sends nothing.
+
+    An arrow marks the winner: the least cost, or a cost within a few percent of it. The cost is kappa * (prefill +
+    adapter) plus the other terms. `trust` is the quality of the cached blocks: exact, degraded, or an estimate.
+
+    With --replay, past decisions are made again from their records, one line each. The status is 1 if one differs
+    under its own policy.
+
+    Examples:
+
+      lorafleet explain "Which customers paid late?" --model sql-expert/v1
+
+      lorafleet decisions --limit 1 --json | lorafleet explain --replay -
+
+      lorafleet decisions --limit 1000 --json | lorafleet explain --replay - --policy least_loaded
+    """
+    if (prompt is None) == (replay is None):
+        raise CommandFailed('name one: a prompt (lorafleet explain "...") or --replay FILE', status=2)
+    if policy and replay is None:
+        raise CommandFailed(
+            "--policy goes with --replay; a live request is decided by the router's own policy", status=2
+        )
+    with context.obj.router() as api:
+        if replay is not None:
+            _print_replay(api, replay, policy, as_json=as_json)
+            return
+        body = {"model": model or _first_base_model(api), "messages": [{"role": "user", "content": prompt}]}
+        answer = api.call("POST", "/v1/route", body | ({"lora_id": lora_id} if lora_id else {}))
+    _print_decision(answer, as_json=as_json)
+
+
+@app.command()
+def decisions(
+    context: typer.Context,
+    request: Annotated[
+        str | None, typer.Argument(help="show one request's decision in full: its x-request-id", show_default=False)
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="a lora_id, lora_id@digest, or base")] = None,
+    worker: Annotated[str | None, typer.Option(help="the worker that got the request")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="most decisions shown; the router keeps 1,000")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything, with the record of each decision")] = False,
+) -> None:
+    """List the last decisions, newest first: predicted and actual cached tokens, queue wait, time to first data.
+
+    `waited s` is the time in the router's queue. `first data s` is from there to the first token, or to the whole
+    answer if it is not streamed.
+
+    Examples:
+
+      lorafleet decisions --adapter sql-expert/v1 --limit 5
+
+      lorafleet decisions 5f1c0e3b9f8e4b6f8d3c1a2b4c5d6e7f
+
+      lorafleet decisions --worker w1 --json > w1.json
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.router() as api:
+        query = {"adapter": adapter, "worker": worker, "request": request, "limit": limit}
+        answer = api.call("GET", "/v1/decisions", **query)
+    if as_json:
+        print_json(answer)
+    elif request is None:
+        tables.show(tables.decisions(answer["data"]))
+        _warn_missing(answer)
+    elif not answer["data"]:
+        raise CommandFailed(
+            f"{request}: this router does not have it. It keeps its last 1,000 decisions, and a sample above 100 a"
+            " second; another router may have decided it"
+            + (", or a process of this one that did not answer in time" if answer.get("missing") else "")
+        )
+    else:
+        # Newest first: a retried request has several decisions.
+        for item in answer["data"]:
+            _print_decision(item)
+
+
+def _warn_missing(answer: Mapping[str, Any]) -> None:
+    if missing := answer.get("missing"):
+        slots = ", ".join(map(str, missing))
+        typer.echo(f"incomplete: some of the router's processes did not answer in time (slot {slots})", err=True)
+
+
+def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
+    from lorafleet.cli import tables
+
+    if as_json:
+        print_json(answer)
+        return
+    typer.echo(tables.headline(answer))
+    if answer["scores"]:
+        tables.show(tables.decision(answer))
+    for line in tables.not_considered_lines(answer):
+        typer.echo(line)
+    if answer.get("note"):
+        typer.echo(answer["note"])
+
+
+def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json: bool) -> None:
+    from lorafleet.cli import tables
+
+    first = read_decisions(file)
+    replayed = replay_decisions(api, first, policy)
+    # A bare record does not have its worker.
+    differ = sum(
+        before.get("worker_id", now["worker_id"]) != now["worker_id"]
+        for before, now in zip(first, replayed, strict=True)
+    )
+    if as_json:
+        print_json({"data": replayed})
+    elif len(replayed) == 1:
+        _print_decision(replayed[0])
+    else:
+        tables.show(tables.replays(first, replayed))
+        typer.echo(f"{len(replayed) - differ} of {len(replayed)} as before")
+    if differ and policy is None:
+        raise CommandFailed(f"{differ} of {len(replayed)} differ from the record: this router has another cost model")
+
+
+def _first_base_model(api: "RestClient") -> str:
+    for item in api.call("GET", "/v1/models")["data"]:
+        if not item.get("parent"):
+            return str(item["id"])
+    raise CommandFailed("the router knows no base model yet; name one with --model")
+
+
+@app.command()
+def top(
+    context: typer.Context,
+    every_s: Annotated[float, typer.Option(min=0.2, help="seconds between updates")] = 1.0,
+) -> None:
+    """Show workers and adapters live until Ctrl-C; once if the output is not a terminal.
+
+    Example: lorafleet top --every-s 5
+    """
+    from lorafleet.cli import top
+
+    with context.obj.orchestrator() as api:
+        top.run(api, every_s=every_s)
+
+
+def read_decisions(file: Path) -> list[Item]:
+    """The decisions in a file: one, several, or a whole answer of `GET /v1/decisions`; `-` is standard input."""
     try:
-        said = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
+        content = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
     except (OSError, ValueError) as exc:
-        raise CommandFailed(f"{file}: {exc}; {_HOW}") from exc
-    if isinstance(said, dict) and isinstance(said.get("data"), list):
-        said = said["data"]
-    items = said if isinstance(said, list) else [said]
-    return [_item(file, item) for item in items]
+        raise CommandFailed(f"{file}: {exc}; {_RECORD_HINT}") from exc
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    items = content if isinstance(content, list) else [content]
+    return [_decision_of(file, item) for item in items]
 
 
-def again(router: RestClient, items: Sequence[Item], policy: str | None) -> list[Item]:
-    """Each decision as the router makes it from its record; with a policy, as that one would have made it."""
+def replay_decisions(router: "RestClient", items: Sequence[Item], policy: str | None) -> list[Item]:
+    """Each recorded decision as the router makes it now, by its own policy or by `policy`."""
     changes = {"policy": policy} if policy else {}
     return [router.call("POST", "/v1/decisions/replay", {**item, **changes}) for item in items]
 
 
-def _item(file: Path, item: Any) -> Item:
+def _decision_of(file: Path, item: Any) -> Item:
     if isinstance(item, dict) and isinstance(item.get("record"), dict):
         return item
-    # Only the record itself, without what came of it.
+    # The record alone, without the outcome.
     if isinstance(item, dict) and {"policy", "ask", "replicas"} <= item.keys():
         return {"record": item}
-    raise CommandFailed(f"{file}: no decision with its record; {_HOW}")
+    raise CommandFailed(f"{file}: no decision with its record; {_RECORD_HINT}")

@@ -1,4 +1,4 @@
-"""New keys for a key file: the key is shown once, the file gets its hash."""
+"""Adds new API keys to a key file, which holds only their hashes."""
 
 import fcntl
 import os
@@ -20,18 +20,18 @@ def add_key(
     note: str = "",
     limits: Mapping[str, float | None] = MappingProxyType({}),
 ) -> str:
-    """A fresh key, whose hash is now the file's last entry. Servers see either the old file or the new one, whole.
+    """Create a key, append its hash to the file, and return the key. The file is replaced atomically.
 
-    limits  by the names of KeyLimits; None is none
+    limits  by the names of KeyLimits; None for no limit
 
-    Raises Failure for an unknown scope, a tenant's key with a scope that holds for the whole fleet, a limit below 1,
-    or a file that is no key file.
+    Raises CommandFailed for an unknown scope, a tenant's key with a fleet-wide scope, a limit below 1, or a file that
+    is not a key file.
     """
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise CommandFailed(f"--scopes: {', '.join(unknown)} unknown; known: {', '.join(SCOPES)}", status=2)
     if not scopes:
         raise CommandFailed(f"--scopes: none given; known: {', '.join(SCOPES)}", status=2)
-    # Whose key it is bounds what it may infer with, and nothing else: `admin` is the whole fleet's.
+    # A tenant bounds inference alone; every other scope holds for the whole fleet.
     if tenant is not None and (beyond := sorted(set(scopes) - {"infer"})):
         raise CommandFailed(
             f"--tenant {tenant} --scopes {','.join(scopes)}: {', '.join(beyond)} would hold for the whole fleet, not"
@@ -56,14 +56,14 @@ def add_key(
 
 
 def _append(path: Path, entry: dict[str, object]) -> None:
-    # Two of us at once would lose a key without the lock; it is on the folder, because the file is replaced.
+    # The lock keeps two commands from losing a key. It is on the folder, because the file is replaced.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         mode = mode_of(path)
         before = path.read_text() if mode else ""
         if before.strip():
-            ApiKeys([path])  # refuses what no server would read
+            ApiKeys([path])  # refuses a file that no service would read
         entries = (yaml.safe_load(before) or {}).get("keys", [])
         after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
         write_whole(path, after.encode(), mode=mode & 0o777 if mode else 0o600)

@@ -1,14 +1,15 @@
-"""`lorafleet plan`, `orphans`, `history`, `backup`: what would happen, what nobody asked for, who changed what."""
+"""`lorafleet plan`, `orphans`, `history` and `backup`."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lorafleet.cli.context import print_json
 from lorafleet.service.failure import CommandFailed
 
 app = typer.Typer(no_args_is_help=True)
-orphans_app = typer.Typer(no_args_is_help=True, help="Orphans: what workers hold and nobody registered.")
+orphans_app = typer.Typer(no_args_is_help=True, help="Orphans: adapters on workers that are not registered.")
 app.add_typer(orphans_app, name="orphans")
 
 
@@ -18,21 +19,21 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
     demand: Annotated[
         list[str] | None, typer.Option(help="LORA_ID=x10 (times now) or LORA_ID=3.5 (requests a second); repeat")
     ] = None,
-    without_worker: Annotated[list[str] | None, typer.Option(help="as if this worker were lost; repeat")] = None,
+    without_worker: Annotated[list[str] | None, typer.Option(help="plan without this worker; repeat")] = None,
     more_workers: Annotated[
-        list[str] | None, typer.Option(help="N, or N:WORKER for N more like that one; repeat")
+        list[str] | None, typer.Option(help="N, or N:WORKER for N more workers like WORKER; repeat")
     ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the global policy; repeat")] = None,
     adapter_policy: Annotated[
         list[str] | None, typer.Option(help="LORA_ID:NAME=VALUE of one adapter's policy; repeat")
     ] = None,
-    passes: Annotated[int, typer.Option(min=1, max=200, help="how far ahead to look, at most")] = 30,
-    as_json: Annotated[bool, typer.Option("--json", help="the orchestrator's whole answer")] = False,
+    passes: Annotated[int, typer.Option(min=1, max=200, help="most passes to plan ahead")] = 30,
+    as_json: Annotated[bool, typer.Option("--json", help="print the orchestrator's whole answer")] = False,
 ) -> None:
-    """What would be done, why, and at what cost, if that were so. Does nothing.
+    """Show what the orchestrator would do under these assumptions, why, and at what cost. Changes nothing.
 
-    Without a flag: the next pass, as things are. With one: every pass from now on until nothing is left to do. Bytes
-    are the adapters' own, seconds the middle of the loads measured so far; drains are taken to end at once.
+    Without options: the next pass. With options: all passes until nothing is left to do. Bytes are the adapters'
+    sizes, seconds the median of measured loads; drains count as ending at once.
 
     Examples:
 
@@ -48,17 +49,17 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
     from lorafleet.local.progress import StartProgress  # noqa: PLC0415
 
     body = {
-        "demand": dict(map(_demand, demand or ())),
+        "demand": dict(map(_parse_demand, demand or ())),
         "workers_gone": without_worker or [],
-        "workers_more": [_more(text) for text in more_workers or ()],
-        "policy": dict(map(setting, policy or ())),
-        "adapter_policies": _adapter_policies(adapter_policy or ()),
+        "workers_more": [_parse_more_workers(text) for text in more_workers or ()],
+        "policy": dict(map(parse_setting, policy or ())),
+        "adapter_policies": _parse_adapter_policies(adapter_policy or ()),
     }
-    is_supposed = any(body.values())
-    with context.obj.orchestrator() as api, StartProgress() as steps, steps.step("plan", "running the passes to come"):
-        answer = api.call("POST", "/v1/placements/plan", body | {"passes": passes} if is_supposed else None)
+    has_assumptions = any(body.values())
+    with context.obj.orchestrator() as api, StartProgress() as steps, steps.step("plan", "computing the next passes"):
+        answer = api.call("POST", "/v1/placements/plan", body | {"passes": passes} if has_assumptions else None)
     if as_json:
-        typer.echo(_json(answer))
+        print_json(answer)
         return
     if answer["actions"]:
         tables.show(tables.plan(answer["actions"]))
@@ -68,27 +69,31 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
 
 @orphans_app.command("list")
 def orphans_list(context: typer.Context) -> None:
-    """What workers hold and nobody registered: after a lost, exchanged or restored store, all that it does not know.
+    """List adapters on workers that are not registered, as after a lost, replaced or restored store.
 
     Example: lorafleet orphans list
     """
     from lorafleet.cli import tables  # noqa: PLC0415
 
     with context.obj.orchestrator() as api:
-        tables.show(tables.orphans(api.every("/v1/orphans")))
+        tables.show(tables.orphans(api.list_all("/v1/orphans")))
 
 
 @orphans_app.command("adopt")
 def orphans_adopt(
     context: typer.Context,
-    lora_ids: Annotated[list[str] | None, typer.Argument(help="which; default: all", show_default=False)] = None,
-    tenant: Annotated[list[str] | None, typer.Option(help="who may use them; repeat; default: operators only")] = None,
+    lora_ids: Annotated[
+        list[str] | None, typer.Argument(help="lora_ids to adopt; default: all", show_default=False)
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="tenant that may use them; repeat; default: operators only")
+    ] = None,
     everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may")] = False,
 ) -> None:
-    """Register orphans as they are, under their own names; nothing is loaded or unloaded.
+    """Register orphans under their own names; nothing is loaded or unloaded.
 
-    Whose they were went with the store: without --tenant or --everyone no tenant may use them yet. Where no keys are
-    needed, everyone may anyway.
+    Their tenants were lost with the store: without --tenant or --everyone no tenant may use them. In a fleet without
+    keys everyone may.
 
     Examples:
 
@@ -103,7 +108,7 @@ def orphans_adopt(
     typer.echo(f"{len(results) - len(refused)} adopted")
     for item in refused:
         typer.echo(f"{item['lora_id']}: {item['error']}")
-    # Without names, those that cannot be adopted are news; with names, a wish that was not met.
+    # An adapter that was named and cannot be adopted is a failure; without names it is only reported.
     if refused and lora_ids:
         raise CommandFailed(f"{len(refused)} of {len(results)} not adopted")
 
@@ -118,7 +123,7 @@ def history(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Who changed what, newest first: adapters, aliases, policy, workers.
+    """List changes and who made them, newest first: adapters, aliases, policy, workers.
 
     Examples:
 
@@ -131,18 +136,19 @@ def history(
     with context.obj.orchestrator() as api:
         answer = api.call("GET", "/v1/history", subject=subject, kind=kind, limit=limit)
     if as_json:
-        typer.echo(_json(answer))
+        print_json(answer)
     else:
         tables.show(tables.history(answer["data"]))
 
 
 @app.command()
 def backup(
-    context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file; what is there is never overwritten")]
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="a new file; an existing file is never overwritten")],
 ) -> None:
-    """Copy the orchestrator's store while it is in use. To restore: start an orchestrator with `--store` on the copy.
+    """Copy the orchestrator's store while it is in use. To restore, start an orchestrator with `--store` on the copy.
 
-    Left out is what would take something from a fleet: deletions, drains and rollouts under way.
+    Deletions, drains and rollouts in progress are left out, so that a restore takes nothing from a fleet.
 
     Example: lorafleet backup lorafleet-2026-11-21.db
     """
@@ -152,7 +158,7 @@ def backup(
         content = api.download("/v1/backup")
     try:
         if file.exists() or file.is_symlink():
-            raise CommandFailed(f"{file}: is there already; name a new file")
+            raise CommandFailed(f"{file}: exists already; name a new file")
         files.write_whole(file, content)
     except OSError as exc:
         hint = "" if files.is_full(exc) else "; name a new file in a folder that can be written"
@@ -160,7 +166,7 @@ def backup(
     typer.echo(f"{file}: {len(content):,} bytes")
 
 
-def _demand(text: str) -> tuple[str, dict[str, float]]:
+def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
     lora_id, _, amount = text.rpartition("=")
     try:
         if amount.startswith("x"):
@@ -170,17 +176,17 @@ def _demand(text: str) -> tuple[str, dict[str, float]]:
         raise CommandFailed(f"{text}: write LORA_ID=x10 or LORA_ID=3.5", status=2) from exc
 
 
-def _more(text: str) -> dict[str, Any]:
+def _parse_more_workers(text: str) -> dict[str, Any]:
     count, _, like = text.partition(":")
     if not count.isdigit():
         raise CommandFailed(f"{text}: write N, or N:WORKER", status=2)
     return {"count": int(count), "like": like or None}
 
 
-def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
-    """`name=value` as a field's name and what the value is in YAML. Raises Failure.
+def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
+    """The name and the YAML value of `name=value`; raises CommandFailed.
 
-    names  the command that has the names
+    names  the command that lists the names
     """
     from lorafleet.service import yamls  # noqa: PLC0415
 
@@ -195,18 +201,12 @@ def setting(text: str, names: str = "lorafleet policy show") -> tuple[str, Any]:
         ) from exc
 
 
-def _adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
+def _parse_adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         lora_id, colon, change = text.partition(":")
         if not colon:
             raise CommandFailed(f"{text}: write LORA_ID:NAME=VALUE", status=2)
-        name, value = setting(change)
+        name, value = parse_setting(change)
         found.setdefault(lora_id, {})[name] = value
     return found
-
-
-def _json(what: Any) -> str:
-    import json  # noqa: PLC0415
-
-    return json.dumps(what, indent=2)

@@ -1,4 +1,4 @@
-"""`lorafleet rollout`: an alias moves to another version in steps, and back when that is worse."""
+"""`lorafleet rollout`: move an alias to another version in steps, and back if that version is worse."""
 
 import time
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from lorafleet.service.urls import path_of
 
 app = typer.Typer(no_args_is_help=True, help="Rollouts: move an alias to another version in steps.")
 Alias = Annotated[str, typer.Argument(help="the alias")]
-_OVER = {"done": 0, "rolled_back": 1, "aborted": 1, "failed": 1}
-_LOOK_EVERY_S = 2.0
+_EXIT_STATUS = {"done": 0, "rolled_back": 1, "aborted": 1, "failed": 1}
+_POLL_S = 2.0
 
 
 @app.command("start")
@@ -21,14 +21,18 @@ def start(  # noqa: PLR0917  (Typer passes by name)
     alias: Alias,
     to: Annotated[str, typer.Argument(help="lora_id of the new version")],
     step: Annotated[
-        list[str] | None, typer.Option(help="WEIGHT:SECONDS, share of sessions and how long; may be repeated")
+        list[str] | None, typer.Option(help="WEIGHT:SECONDS: share of sessions, and how long; repeat")
     ] = None,
-    max_error_rate_increase: Annotated[float, typer.Option(help="more above the old version's rate is worse")] = 0.02,
-    max_first_token_ratio: Annotated[float, typer.Option(help="more times the old version's mean is worse")] = 1.5,
-    min_requests: Annotated[int, typer.Option(help="of the new version in each step, before anything is told")] = 50,
-    wait: Annotated[bool, typer.Option("--wait", help="until it is over; status 1 unless it arrived")] = False,
+    max_error_rate_increase: Annotated[float, typer.Option(help="a larger rise of the error rate is worse")] = 0.02,
+    max_first_token_ratio: Annotated[
+        float, typer.Option(help="a larger ratio of mean times to first token is worse")
+    ] = 1.5,
+    min_requests: Annotated[
+        int, typer.Option(help="requests of the new version in each step before it is judged")
+    ] = 50,
+    wait: Annotated[bool, typer.Option("--wait", help="wait for its end; status 1 unless it succeeded")] = False,
 ) -> None:
-    """Move an alias to another version in steps; it goes back by itself when that is worse.
+    """Move an alias to another version in steps; it goes back by itself if that version is worse.
 
     Examples:
 
@@ -43,67 +47,67 @@ def start(  # noqa: PLR0917  (Typer passes by name)
         "min_requests": min_requests,
     }
     if step:
-        body["steps"] = [_step(text) for text in step]
+        body["steps"] = [_parse_step(text) for text in step]
     with context.obj.orchestrator() as api:
-        item = api.call("POST", _path(alias), body)
-        typer.echo(_line(item))
-        while wait and item["state"] not in _OVER:
-            time.sleep(_LOOK_EVERY_S)
-            seen, item = _line(item), api.call("GET", _path(alias))
-            if _line(item) != seen:
-                typer.echo(_line(item))
-    if wait and _OVER[item["state"]]:
-        raise typer.Exit(_OVER[item["state"]])
+        item = api.call("POST", _rollout_path(alias), body)
+        typer.echo(_state_line(item))
+        while wait and item["state"] not in _EXIT_STATUS:
+            time.sleep(_POLL_S)
+            seen, item = _state_line(item), api.call("GET", _rollout_path(alias))
+            if _state_line(item) != seen:
+                typer.echo(_state_line(item))
+    if wait and _EXIT_STATUS[item["state"]]:
+        raise typer.Exit(_EXIT_STATUS[item["state"]])
 
 
 @app.command("status")
 def status(context: typer.Context, alias: Alias) -> None:
-    """Where the rollout stands that is under way, or how the last one ended.
+    """Show the rollout in progress, or how the last one ended.
 
     Example: lorafleet rollout status sql-expert
     """
     with context.obj.orchestrator() as api:
-        item = api.call("GET", _path(alias))
-    typer.echo(_line(item))
+        item = api.call("GET", _rollout_path(alias))
+    typer.echo(_state_line(item))
     for name in ("old", "new"):
-        typer.echo(f"  {name}: {_tally(item[name])}")
+        typer.echo(f"  {name}: {_counts_line(item[name])}")
 
 
 @app.command("pause")
 def pause(context: typer.Context, alias: Alias) -> None:
-    """Hold it where it is; it still goes back when the new version is worse.
+    """Pause a rollout at its step; it still goes back if the new version is worse.
 
     Example: lorafleet rollout pause sql-expert
     """
     with context.obj.orchestrator() as api:
-        typer.echo(_line(api.call("PATCH", _path(alias), {"paused": True})))
+        typer.echo(_state_line(api.call("PATCH", _rollout_path(alias), {"paused": True})))
 
 
 @app.command("resume")
 def resume(context: typer.Context, alias: Alias) -> None:
-    """Let it go on from where it was.
+    """Resume a paused rollout.
 
     Example: lorafleet rollout resume sql-expert
     """
     with context.obj.orchestrator() as api:
-        typer.echo(_line(api.call("PATCH", _path(alias), {"paused": False})))
+        typer.echo(_state_line(api.call("PATCH", _rollout_path(alias), {"paused": False})))
 
 
 @app.command("abort")
 def abort(context: typer.Context, alias: Alias) -> None:
-    """End it: the alias points at once at what it did before.
+    """End a rollout; the alias returns to its former target at once.
 
     Example: lorafleet rollout abort sql-expert
     """
     with context.obj.orchestrator() as api:
-        typer.echo(_line(api.call("DELETE", _path(alias))))
+        typer.echo(_state_line(api.call("DELETE", _rollout_path(alias))))
 
 
-def _path(alias: str) -> str:
+def _rollout_path(alias: str) -> str:
     return f"/v1/aliases/{path_of(alias)}/rollout"
 
 
-def _step(text: str) -> dict[str, float]:
+def _parse_step(text: str) -> dict[str, float]:
     weight, colon, seconds = text.partition(":")
     try:
         return {"weight": float(weight)} | ({"for_s": float(seconds)} if colon else {})
@@ -111,17 +115,17 @@ def _step(text: str) -> dict[str, float]:
         raise CommandFailed(f"--step {text}: write WEIGHT or WEIGHT:SECONDS, such as 0.1:600", status=2) from exc
 
 
-def _line(item: Mapping[str, Any]) -> str:
+def _state_line(item: Mapping[str, Any]) -> str:
     to = ", ".join(target["lora_id"] for target in item["to"])
     state = "paused" if item["paused"] else item["state"]
-    said = (
+    line = (
         f"{item['alias']} -> {to}: {state}, step {item['step'] + 1} of {len(item['steps'])}, weight {item['weight']:g}"
     )
     lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["lacks"].items()))
-    return said + "".join(f" ({more})" for more in (lacks, item["reason"]) if more)
+    return line + "".join(f" ({more})" for more in (lacks, item["reason"]) if more)
 
 
-def _tally(tally: Mapping[str, Any]) -> str:
-    mean = tally["mean_first_token_s"]
+def _counts_line(counts: Mapping[str, Any]) -> str:
+    mean = counts["mean_first_token_s"]
     first = "" if mean is None else f", first token after {mean:.3g} s"
-    return f"{tally['requests']} requests over, {tally['errors']} errors ({tally['error_rate']:.1%}){first}"
+    return f"{counts['requests']} requests ended, {counts['errors']} errors ({counts['error_rate']:.1%}){first}"

@@ -1,4 +1,4 @@
-"""What the CLI prints: lists as tables, single things as `name: value` lines."""
+"""Tables and lines that the CLI prints."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,42 +12,42 @@ from lorafleet.service.failure import printable
 
 _WIDE = 4000
 _TIME = "time (UTC)"
-_FILLING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
+_TRAILING_BLANKS = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$", re.MULTILINE)
 
 
 def console() -> Console:
-    """Where tables go; wide when nobody sees it, so that a pipe gets whole rows."""
-    made = Console(markup=False, highlight=False)
-    if not made.is_terminal:
-        made.width = _WIDE
-    return made
+    """The console for tables; very wide if the output is not a terminal, so that a pipe gets whole rows."""
+    table_ = Console(markup=False, highlight=False)
+    if not table_.is_terminal:
+        table_.width = _WIDE
+    return table_
 
 
-def show(what: RenderableType) -> None:
-    """Print it; cells break between words only, so that names, ids and URLs can be copied at any width of terminal."""
+def show(renderable: RenderableType) -> None:
+    """Print a table. Cells break between words only, so that names, ids and URLs can be copied."""
     out = console()
-    # Where that does not fit, a row is one line, which the terminal wraps: with broken cells nobody could read it.
-    if out.measure(what, options=out.options.update(width=_WIDE)).minimum > out.width:
+    # If that does not fit, each row is one line, which the terminal wraps.
+    if out.measure(renderable, options=out.options.update(width=_WIDE)).minimum > out.width:
         out.width = _WIDE
     with out.capture() as printed:
-        out.print(what, crop=False)
-    # Without what fills the last column: a terminal would wrap that, too.
-    out.file.write(_FILLING.sub(r"\1", printed.get()))
+        out.print(renderable, crop=False)
+    # Without trailing blanks, which a terminal would wrap, too.
+    out.file.write(_TRAILING_BLANKS.sub(r"\1", printed.get()))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """A table. Numbers stand right; neither they nor times are broken across lines, nor any word."""
+    """A table of cells. Numbers are aligned right; numbers, times and words are not broken across lines."""
     body = [[printable(_text(cell)) for cell in row] for row in rows]
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table_ = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         cells = [row[index] for row in body]
         is_number = bool(body) and all(map(_is_number, cells))
         whole = cells if is_number or name == _TIME else [word for cell in cells for word in cell.split()]
         least = max(map(len, [*whole, *name.split()]), default=0)
-        made.add_column(name, justify="right" if is_number else "left", overflow="fold", min_width=least)
+        table_.add_column(name, justify="right" if is_number else "left", overflow="fold", min_width=least)
     for row in body:
-        made.add_row(*row)
-    return made
+        table_.add_row(*row)
+    return table_
 
 
 def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
@@ -88,7 +88,7 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Where a worker is, zone and node, and why it takes no adapters, only if any says so."""
+    """Workers. Zone, node and the reason for taking no adapters are columns only if some worker has them."""
     found = sorted(items, key=lambda item: str(item["id"]))
     places = [name for name in ("zone", "node") if any(item[name] for item in found)]
     refusals = ["takes no adapters"] if any(item.get("refusal") for item in found) else []
@@ -131,7 +131,7 @@ def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def plan_lines(answer: Mapping[str, Any]) -> list[str]:
-    """What a plan comes to, below its table."""
+    """Lines below a plan's table: its cost, its targets, and adapters without a place."""
     cost = answer["cost"]
     lines = [
         f"{cost['loads']} loads, {cost['unloads']} unloads; {cost['bytes']:,} bytes; about {cost['seconds']:.1f} s"
@@ -141,7 +141,7 @@ def plan_lines(answer: Mapping[str, Any]) -> list[str]:
         lines.append("replicas wanted: " + ", ".join(changes))
     lines += [f"no place for {name}: {why}" for name, why in sorted(answer["reasons"].items())]
     if answer["is_settled"] is False:
-        lines.append("more would follow: look further ahead with --passes")
+        lines.append("more passes would follow: plan further ahead with --passes")
     return lines
 
 
@@ -171,14 +171,14 @@ def history(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def fields(item: Mapping[str, Any]) -> Table:
-    """One thing, a line a field."""
+    """A table of one item's fields."""
     return table(["field", "value"], list(item.items()))
 
 
 def decision(answer: Mapping[str, Any]) -> Table:
-    """Every replica's terms of `POST /v1/route`, the winner first."""
+    """Every replica's cost terms of a decision, the winner first."""
     scored = sorted(answer["scores"], key=lambda score: (not score["winner"], score["passed_over"], score["cost_s"]))
-    # Whatever terms this router's cost model has, in its order.
+    # All terms of this router's cost model, in its order.
     terms = [name for name in scored[0] if name.endswith("_s")] if scored else []
     figures = ["depth_blocks", "cached_tokens", *terms]
     rows = [[_mark(score), score["worker_id"], score["trust"], *(score[name] for name in figures)] for score in scored]
@@ -190,8 +190,8 @@ def _mark(score: Mapping[str, Any]) -> str:
     return "->" if score["winner"] else "x" if score["passed_over"] else ""
 
 
-def left_out(answer: Mapping[str, Any]) -> list[str]:
-    """A line for each reason why replicas were not considered, with their names."""
+def not_considered_lines(answer: Mapping[str, Any]) -> list[str]:
+    """A line for each reason why replicas were not considered, with their ids."""
     reasons: dict[str, list[str]] = {}
     for score in answer["scores"]:
         if score["passed_over"]:
@@ -202,10 +202,10 @@ def left_out(answer: Mapping[str, Any]) -> list[str]:
 
 
 def headline(answer: Mapping[str, Any]) -> str:
-    """A decision in a sentence or two: what went where by which rule, and what came of it where that is known."""
+    """A decision in one or two sentences, with its outcome if that is known."""
     if answer["worker_id"] is None:
         return f"{answer['adapter']}: no worker can take it now ({answer['prompt_tokens']} prompt tokens)"
-    said = (
+    text = (
         f"{answer['adapter']} on {answer['worker_id']} by {answer['policy']}:"
         f" {answer['cached_tokens']} of {answer['prompt_tokens']} prompt tokens cached"
         f" ({answer['trust'] or 'trust unknown'}; tokens from {answer['tokens_from']};"
@@ -213,15 +213,15 @@ def headline(answer: Mapping[str, Any]) -> str:
     )
     if answer.get("first_data_s") is not None:
         cached = answer["engine_cached_tokens"]
-        said += (
+        text += (
             f"\nwaited {_text(answer['waited_s'])} s here, first data {_text(answer['first_data_s'])} s after that;"
-            f" the engine {'did not say what it had cached' if cached is None else f'had {cached} tokens cached'}"
+            f" the engine {'did not report cached tokens' if cached is None else f'had {cached} tokens cached'}"
         )
-    return said
+    return text
 
 
 def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Decisions and what came of them, a line each."""
+    """Decisions and their outcomes, a line each."""
     return table(
         [
             _TIME,
@@ -254,7 +254,7 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def replays(first: Iterable[Mapping[str, Any]], again: Iterable[Mapping[str, Any]]) -> Table:
-    """Recorded decisions beside the same ones made again; costs by the same cost model."""
+    """Recorded decisions beside the same decisions made again, with costs by the same cost model."""
 
     def cost_s(item: Mapping[str, Any], worker: object) -> object:
         return next((score["cost_s"] for score in item["scores"] if score["worker_id"] == worker), None)

@@ -1,4 +1,4 @@
-"""`lorafleet top`: workers and adapters, again and again; once when nobody watches."""
+"""`lorafleet top`: workers and adapters, refreshed live."""
 
 import time
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from lorafleet.service.failure import CommandFailed
 
 
 def run(orchestrator: RestClient, *, every_s: float) -> None:
-    """Until Ctrl-C on a terminal; else print once. Raises Failure when the first look fails."""
-    first = picture(orchestrator)
+    """Show the fleet until Ctrl-C on a terminal, else once. Raises CommandFailed if the first read fails."""
+    first = fleet_tables(orchestrator)
     console = tables.console()
     if not console.is_terminal:
         console.print(first)
@@ -24,19 +24,19 @@ def run(orchestrator: RestClient, *, every_s: float) -> None:
         while True:
             time.sleep(every_s)
             try:
-                live.update(picture(orchestrator), refresh=True)
+                live.update(fleet_tables(orchestrator), refresh=True)
             except CommandFailed as exc:
                 live.update(Group(Text(f"{exc}\n", style="red"), first), refresh=True)
 
 
-def picture(orchestrator: RestClient) -> Group:
-    """The fleet now: workers, then adapters, those on most workers first."""
-    workers = orchestrator.every("/v1/workers")
-    adapters = orchestrator.every("/v1/adapters")
+def fleet_tables(orchestrator: RestClient) -> Group:
+    """Tables of the fleet now: workers, then adapters by how many workers have them."""
+    workers = orchestrator.list_all("/v1/workers")
+    adapters = orchestrator.list_all("/v1/adapters")
     ready = sum(worker["state"] == "ready" for worker in workers)
     head = f"{time.strftime('%H:%M:%S')}  {ready} of {len(workers)} workers ready, {len(adapters)} adapters\n"
-    return Group(Text(head), tables.workers(workers), Text(), tables.adapters(sorted(adapters, key=_most_placed)))
+    return Group(Text(head), tables.workers(workers), Text(), tables.adapters(sorted(adapters, key=_by_placements)))
 
 
-def _most_placed(item: Mapping[str, Any]) -> tuple[int, str]:
+def _by_placements(item: Mapping[str, Any]) -> tuple[int, str]:
     return -item["replicas"]["ready"], item["lora_id"]

@@ -1,12 +1,12 @@
-"""An engine's arguments: what they say, which settings of an agent say the same, and which no agent's engine may have.
+"""Engine arguments: how they map to settings of an agent, and which ones an agent's engine may not have.
 
-One rule for an agent's own engine command, its `engine_args`, and what `lorafleet up` is given for its engines.
+The same rules hold for an agent's engine command, its `engine_args`, and the engine arguments of `lorafleet up`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 
-# An engine's flags -> the settings that say the same.
+# Engine flag -> the agent's setting with the same meaning.
 # vLLM 0.32, and the sim
 _VLLM = {
     "--max-loras": "max_loras",
@@ -16,7 +16,7 @@ _VLLM = {
     "--max-num-batched-tokens": "max_num_batched_tokens",
     "--served-model-name": "served_model_name",
 }
-BASE_INCLUDED = "--max-loras-per-batch"  # the base model is one of them
+BASE_INCLUDED = "--max-loras-per-batch"  # the count includes the base model
 # SGLang 0.5.23
 _SGLANG = {
     BASE_INCLUDED: "max_loras",
@@ -26,8 +26,8 @@ _SGLANG = {
     "--chunked-prefill-size": "max_num_batched_tokens",
     "--served-model-name": "served_model_name",
 }
-SAME: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM, "sim": _VLLM, "sglang": _SGLANG}
-# Of its block size, count and longest request a running engine tells the agent itself: nothing has to agree.
+SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM, "sim": _VLLM, "sglang": _SGLANG}
+# A running engine reports its block size, block count and longest request itself, so these need not agree.
 _VLLM_SHAPE = {
     "--block-size": "block_size",
     "--num-gpu-blocks-override": "num_gpu_blocks_override",
@@ -38,11 +38,15 @@ _SGLANG_SHAPE = {
     "--max-total-tokens": "num_gpu_blocks_override",
     "--context-length": "max_model_len",
 }
-_SHAPE: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM_SHAPE, "sim": _VLLM_SHAPE, "sglang": _SGLANG_SHAPE}
+_SHAPE_SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {
+    "vllm": _VLLM_SHAPE,
+    "sim": _VLLM_SHAPE,
+    "sglang": _SGLANG_SHAPE,
+}
 
 _PLAIN_HTTP = "the agent and the routers speak plain HTTP with the engine; end TLS before the router"
-_REFUSED = {
-    "--kv-events-config": "the agent binds the sockets itself, under a topic for each start",
+_FORBIDDEN_FLAGS = {
+    "--kv-events-config": "the agent binds the sockets itself, with a topic for each start",
     "--no-enable-lora": "a worker serves adapters",
     "--api-key": "the agent and the routers have no key for the engine; bind it to loopback or fence it",
     "--uds": "the agent and the routers reach the engine by host and port",
@@ -50,52 +54,55 @@ _REFUSED = {
     "--ssl-certfile": _PLAIN_HTTP,
     "--headless": "the agent needs the engine's API server",
 }
-_SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-_KEY = "VLLM_API_KEY"  # entrypoints/serve/middleware/register.py: it counts where there is no --api-key
+_RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_API_KEY_VARIABLE = "VLLM_API_KEY"  # entrypoints/serve/middleware/register.py: used if there is no --api-key
 
 
 class EngineArgumentsError(ValueError):
-    """Arguments that an agent's engine may not have; the message says which, why, and what to do."""
+    """Arguments that an agent's engine may not have. The message says which, why, and what to do."""
 
 
-def refuse(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
-    """Raises EngineArgumentsError for the first word, or variable of the engine's environment, that cannot be."""
-    for flag, why in _REFUSED.items():
-        if has(words, flag):
-            raise EngineArgumentsError(f"the engine's command has {flag}, which it may not: {why}; leave it out")
+def check_engine_arguments(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
+    """Raises EngineArgumentsError for the first forbidden argument or variable of the engine's environment."""
+    for flag, why in _FORBIDDEN_FLAGS.items():
+        if has_flag(words, flag):
+            raise EngineArgumentsError(f"the engine's command may not have {flag}: {why}; leave it out")
     if (servers := value_of(words, "--api-server-count")) not in {None, "1"}:
         raise EngineArgumentsError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
     if len(names := values_of(words, "--served-model-name")) > 1:
         raise EngineArgumentsError(
             f"--served-model-name {' '.join(names)}: the fleet knows a base model by one name; give one"
         )
-    if environment.get(_SWITCH, "1").lower() not in {"1", "true"}:
+    if environment.get(_RUNTIME_LORA_VARIABLE, "1").lower() not in {"1", "true"}:
         raise EngineArgumentsError(
-            f"{_SWITCH}={environment[_SWITCH]} in the environment: without it no adapter can be loaded"
+            f"{_RUNTIME_LORA_VARIABLE}={environment[_RUNTIME_LORA_VARIABLE]} in the environment: no adapter can be"
+            " loaded then; unset it"
         )
-    if engine == "vllm" and environment.get(_KEY):
+    if engine == "vllm" and environment.get(_API_KEY_VARIABLE):
         raise EngineArgumentsError(
-            f"{_KEY} in the environment would have the engine ask for a key, which the agent and the routers"
+            f"{_API_KEY_VARIABLE} in the environment makes the engine require a key, which the agent and the routers"
             " do not have; unset it"
         )
 
 
-def said(words: Sequence[str], engine: str) -> dict[str, str]:
-    """Setting -> its value in the engine's arguments, of the settings that an agent and its engine must agree on."""
-    found = {name: text for flag, name in SAME[engine].items() if (text := value_of(words, flag)) is not None}
+def settings_in_arguments(words: Sequence[str], engine: str) -> dict[str, str]:
+    """The agent's settings that the engine's arguments set, and that agent and engine must agree on."""
+    found = {
+        name: text for flag, name in SETTING_OF_FLAG[engine].items() if (text := value_of(words, flag)) is not None
+    }
     of_both = value_of(words, BASE_INCLUDED) if engine == "sglang" else None
     if of_both is not None and of_both.isdigit():
         found["max_loras"] = str(int(of_both) - 1)
     return found
 
 
-def said_of_shape(words: Sequence[str], engine: str) -> set[str]:
-    """The settings of the engine's shape that its arguments say something for."""
-    return {name for flag, name in _SHAPE[engine].items() if has(words, flag)}
+def shape_settings_in_arguments(words: Sequence[str], engine: str) -> set[str]:
+    """The settings of the engine's shape that its arguments set."""
+    return {name for flag, name in _SHAPE_SETTING_OF_FLAG[engine].items() if has_flag(words, flag)}
 
 
 def flag_of(word: str) -> str:
-    """The flag that a word names; empty where it is a value.
+    """The flag in a word; empty if the word is a value.
 
     source   vLLM 0.32 utils/argparse_utils.py: `--max_loras` is `--max-loras`, and `--a.b=1` is one field of `--a`
     """
@@ -105,13 +112,13 @@ def flag_of(word: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def has(words: Sequence[str], flag: str) -> bool:
-    """Whether the flag is given, alone, with `=` and a value, by underscores, or one field of it."""
+def has_flag(words: Sequence[str], flag: str) -> bool:
+    """Whether the flag is given: alone, with `=`, with underscores, or as one field such as `--a.b`."""
     return any(flag_of(word) == flag for word in words)
 
 
 def values_of(words: Sequence[str], flag: str) -> list[str]:
-    """All that the last such flag is given, up to the next flag."""
+    """All values of the last such flag, up to the next flag."""
     found: list[str] = []
     for at, word in enumerate(words):
         if flag_of(word) == flag:
@@ -121,12 +128,12 @@ def values_of(words: Sequence[str], flag: str) -> list[str]:
 
 
 def value_of(words: Sequence[str], flag: str) -> str | None:
-    """The value of the last such flag, because the last one counts; None where the flag is not given."""
+    """The value of the last such flag, as the last one counts; None if the flag is not given."""
     return last_value(words, lambda word: flag_of(word) == flag)
 
 
 def last_value(words: Sequence[str], is_flag: Callable[[str], bool]) -> str | None:
-    """The value of the last word for which `is_flag` is true: behind its `=`, or else the next word."""
+    """The value of the last word that is a flag: the part after its `=`, or else the next word."""
     found = None
     for word, following in pairwise((*words, "")):
         if is_flag(word):

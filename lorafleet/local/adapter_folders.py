@@ -1,4 +1,4 @@
-"""The folders of adapters below one folder: their names, and what somebody who put them there might miss."""
+"""Finds adapters below one folder, and folders that look like adapters but are none."""
 
 import os
 from pathlib import Path
@@ -17,13 +17,13 @@ def adapter_folders(root: Path) -> dict[str, Path]:
 
 
 def linked_folders(root: Path) -> list[Path]:
-    """Links to folders with adapters in them, at any depth below `root`; these are not among `adapter_folders`."""
+    """Links to folders with adapters, at any depth below `root`; `adapter_folders` leaves them out."""
     found = [Path(folder, name) for folder, names, _ in os.walk(root) for name in names]
     return sorted(path for path in found if path.is_symlink() and next(path.rglob(CONFIG_NAME), None))
 
 
-def what_is_wrong(root: Path) -> str:
-    """Why `root` cannot be a folder of adapters, and what to give instead; empty where it can."""
+def folder_problem(root: Path) -> str:
+    """Why `root` cannot be a folder of adapters, and what to give instead; empty if it can."""
     if not root.exists():
         return "no such folder; give one with a folder for each adapter in it"
     if not root.is_dir():
@@ -37,20 +37,20 @@ def what_is_wrong(root: Path) -> str:
     return ""
 
 
-def remarks(root: Path) -> list[str]:
-    """A line for each thing below `root` that is no adapter and may be meant as one; one where there is no adapter."""
+def folder_notices(root: Path) -> list[str]:
+    """A line for each entry below `root` that looks like an adapter but is none, and one if there are no adapters."""
     lines = [
-        f"{link} is a link, and left out: workers follow none; put the folder itself there"
+        f"{link} is a link and is left out, as workers do not follow links; put the folder itself there"
         for link in linked_folders(root)
     ]
     if not adapter_folders(root):
         lines.append(
-            f"{root} holds none: expected is a folder for each, with {CONFIG_NAME} and {WEIGHTS_NAME} in it."
+            f"{root} has no adapters: it needs a folder for each, with {CONFIG_NAME} and {WEIGHTS_NAME} in it."
             f" Put it there and start again, or register it meanwhile: lorafleet adapters add NAME {root}/NAME"
         )
     elif (root / CONFIG_NAME).is_file():
         lines.append(
-            f"{root} is an adapter itself, and left out: an adapter's name is its path below that folder;"
+            f"{root} is an adapter itself and is left out: an adapter's name is its path below that folder;"
             " move its files into a folder of their own there"
         )
     bare = sorted({path.parent for name in _WEIGHTS for path in root.rglob(name)} - _with_config(root))

@@ -1,4 +1,4 @@
-"""A few chat completions through the router, and a table of where each went and what it found cached there."""
+"""The demo of `lorafleet up`: four chat completions, and a table of their workers and cached tokens."""
 
 import json
 import time
@@ -10,7 +10,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-# Long enough for some blocks of 32 tokens, so that a cache hit shows.
+# Several blocks of 32 tokens, so that a cache hit shows.
 PROMPT = (
     "We run a small shop with three tables. customers has id, name, city and joined_on; orders has id, customer_id,"
     " ordered_on, due_on, paid_on and total; items has order_id, product, quantity and price. An order is late when it"
@@ -20,14 +20,14 @@ PROMPT = (
     " Sort by city, then by the number of late orders, and explain each step so that a new colleague can follow it."
 )
 MAX_TOKENS = 24
-_TEXT = "text begins"
+_TEXT_HEADING = "text begins"
 _TEXT_WIDTH = 48
 _COLUMN_EDGES = 3  # a line, and a space on either side
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One answer. Token counts are the engine's own; `predicted` is what the router expected to be cached."""
+    """One answer. Token counts are the engine's; `predicted` is the router's prediction of cached tokens."""
 
     adapter: str
     worker: str
@@ -39,17 +39,17 @@ class DemoRow:
 
 
 async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[str]) -> list[DemoRow]:
-    """Ask base, two adapters, and the base again; print the table; the rows."""
-    asked = [None, *shown(lora_ids), None]
+    """Send the prompt to base model, two adapters and base model again, and print and return the results."""
+    models = [None, *demo_adapters(lora_ids), None]
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(base_url=router_url, headers=headers, timeout=300, trust_env=False) as client:
-        rows = [await ask(client, base_model, lora_id) for lora_id in asked]
-    _print(rows)
+        rows = [await ask(client, base_model, lora_id) for lora_id in models]
+    _print_result(rows)
     return rows
 
 
 async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> DemoRow:
-    """One streamed chat completion at temperature 0. Raises httpx.HTTPStatusError with the router's own message."""
+    """One streamed chat completion at temperature 0. Raises httpx.HTTPStatusError with the router's message."""
     body = {
         "model": base_model,
         "messages": [{"role": "user", "content": prompt}],
@@ -90,44 +90,44 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def shown(lora_ids: Sequence[str]) -> list[str]:
-    """The adapters to show things with: two of them, the demo's own where they are there."""
+def demo_adapters(lora_ids: Sequence[str]) -> list[str]:
+    """Up to two adapters for the demo: its own, if they are registered."""
     favourites = [lora_id for lora_id in ("sql-expert/v1", "python-expert/v1") if lora_id in lora_ids]
     return (favourites or list(lora_ids))[:2]
 
 
 def table(rows: Sequence[DemoRow], text_width: int = 0) -> Table:
-    """The rows; of each text so many characters, and without room for its heading none."""
-    has_text = text_width >= len(_TEXT)
+    """The results as a table, with `text_width` characters of each text; no text column if its heading does not fit."""
+    has_text = text_width >= len(_TEXT_HEADING)
     made = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
     made.add_column("adapter", overflow="fold")  # the only one that a narrow terminal breaks
     for name in ("worker", "prompt", "cached", "first token"):
         made.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     if has_text:
-        made.add_column(_TEXT, no_wrap=True)
+        made.add_column(_TEXT_HEADING, no_wrap=True)
     for row in rows:
         text = [" ".join(row.text.split())[:text_width]] if has_text else []
-        figures = (str(row.prompt_tokens), str(row.cached_tokens), f"{row.first_token_ms:.0f} ms")
-        made.add_row(row.adapter, row.worker, *figures, *text)
+        cells = (str(row.prompt_tokens), str(row.cached_tokens), f"{row.first_token_ms:.0f} ms")
+        made.add_row(row.adapter, row.worker, *cells, *text)
     return made
 
 
-def show(rows: Sequence[DemoRow], console: Console) -> None:
-    """The table, with as much of the texts as there is room for."""
+def show_table(rows: Sequence[DemoRow], console: Console) -> None:
+    """Print the table, with as much of each text as fits."""
     left = console.width - console.measure(table(rows)).maximum - _COLUMN_EDGES
     console.print(table(rows, min(left, _TEXT_WIDTH)))
 
 
-def _print(rows: Sequence[DemoRow]) -> None:
+def _print_result(rows: Sequence[DemoRow]) -> None:
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 140
-    show(rows, console)
+    show_table(rows, console)
     again, first = rows[-1], rows[0]
     console.print(
-        f"The last one asked again what the first had asked: it went to {again.worker}"
+        f"The last request repeats the first. It went to {again.worker}"
         f" ({'the same worker' if again.worker == first.worker else 'another worker'}), which had"
         f" {again.cached_tokens} of its {again.prompt_tokens} tokens cached (the router predicted {again.predicted}).\n"
-        "An adapter's first answer includes loading it. A cached prompt under another adapter counts for nothing.",
+        "An adapter's first answer includes loading it. A prompt cached under another adapter cannot be reused.",
         soft_wrap=True,
     )

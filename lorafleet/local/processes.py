@@ -1,7 +1,7 @@
-"""Child processes that never outlive us: started, watched, restarted, stopped, and swept up with all they started.
+"""Child processes of a local fleet, which never outlive it, and the guard that kills what is left.
 
-Linux only: a child dies with its parent (prctl), and what a child started is found again by a mark in its environment
-(`/proc/<pid>/environ`), whatever sessions and groups it made for itself.
+Linux only. A child dies with its parent (prctl). Processes that a child starts are found by a mark in their
+environment (`/proc/<pid>/environ`), whatever sessions and groups they create.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True, kw_only=True)
 class ChildProcess:
-    """One process of the fleet, by name, with its log file. `command` is asked anew for every start."""
+    """One process of the fleet with its log file. `command` is called for every start."""
 
     name: str
     command: Callable[[], Sequence[str]]
@@ -35,7 +35,7 @@ class ChildProcess:
     started_at: float = field(default=0.0)
 
     async def start(self) -> None:
-        """Start it, its output appended to its log. Call on the main thread: the child dies when that thread does."""
+        """Start the process and append its output to its log. Call on the main thread: the child dies with it."""
         with self.log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command(),
@@ -43,7 +43,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=log,
                 env=dict(self.environment),
-                process_group=0,  # Ctrl-C on the terminal reaches only us: the order of the stop is ours to keep
+                process_group=0,  # Ctrl-C reaches only the parent, which stops its children in order
                 preexec_fn=_die_with_parent,
             )
         self.starts += 1
@@ -54,7 +54,7 @@ class ChildProcess:
         return self.process is not None and self.process.returncode is None
 
     async def stop(self, grace_s: float) -> bool:
-        """SIGTERM, and SIGKILL to its group when that takes longer than `grace_s`; whether it went by itself."""
+        """Send SIGTERM, and SIGKILL to its group after `grace_s`; whether it ended by SIGTERM alone."""
         if self.process is None or self.process.returncode is not None:
             return True
         with contextlib.suppress(ProcessLookupError):
@@ -69,7 +69,7 @@ class ChildProcess:
         return True
 
     def tail(self) -> str:
-        """The last lines of its log, for a message about it."""
+        """The last lines of its log."""
         return tail_of(self.log_path)
 
 
@@ -88,23 +88,23 @@ def _die_with_parent() -> None:
 
 
 def clean_environment(mark: str, settings_of: str = "") -> dict[str, str]:
-    """Our environment with the fleet's mark, and of our settings those of one service, the child's, by its name."""
+    """This environment with the fleet's mark, and without settings of other services than `settings_of`."""
     ours = f"LORAFLEET_{settings_of.upper()}_" if settings_of else "LORAFLEET_ none"
     kept = {
         name: value for name, value in os.environ.items() if name.startswith(ours) or not name.startswith("LORAFLEET_")
     }
-    # vLLM names its processes through setproctitle, which would write over the environment that the mark is read from.
+    # vLLM renames its processes through setproctitle, which would overwrite the environment that holds the mark.
     return kept | {MARK: mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def marked(mark: str) -> list[int]:
-    """Process ids (not ours, no zombies) whose environment has this mark."""
+def marked_processes(mark: str) -> list[int]:
+    """Ids of processes whose environment has this mark, without this process and zombies."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
-        # Gone meanwhile, or not ours to read.
+        # It ended meanwhile, or belongs to another user.
         with contextlib.suppress(OSError):
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
@@ -112,23 +112,23 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_marked(mark: str, *, within_s: float = 5.0) -> list[int]:
-    """SIGKILL everything marked until nothing is left; who was found at first. Blocks for at most `within_s`."""
-    first = marked(mark)
+    """SIGKILL all marked processes until none is left, for at most `within_s`; the ids found first."""
+    first = marked_processes(mark)
     left, deadline = first, time.monotonic() + within_s
     while left and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-        left = marked(mark)
+        left = marked_processes(mark)
     return first
 
 
 class ProcessGuard:
-    """A small process that waits for our end, however it comes, and then sweeps up. `mark` names what it kills."""
+    """A small process that waits for the end of this one and then kills every process with `mark`."""
 
     def __init__(self, mark: str, scratch: Path) -> None:
-        # The pipe's end closes when we die, also by SIGKILL. A session of its own: no signal to our group reaches it.
+        # The pipe closes when this process dies, also by SIGKILL. Its own session keeps signals to our group away.
         self._process = subprocess.Popen(  # noqa: S603  (our own module)
             [sys.executable, "-I", "-S", str(Path(__file__).resolve()), mark, str(scratch)],
             stdin=subprocess.PIPE,
@@ -139,14 +139,14 @@ class ProcessGuard:
         )
 
     def release(self) -> None:
-        """Let it do its sweep now and end; returns when it has."""
+        """Let the guard kill the marked processes now, and wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
-def guard(mark: str, scratch: Path) -> None:
-    """What the guard runs: wait for the end of standard input, kill what is marked, remove the scratch folder."""
+def run_guard(mark: str, scratch: Path) -> None:
+    """The guard's main: wait for the end of standard input, kill marked processes, remove the scratch folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
     kill_marked(mark)
@@ -154,4 +154,4 @@ def guard(mark: str, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    guard(sys.argv[1], Path(sys.argv[2]))
+    run_guard(sys.argv[1], Path(sys.argv[2]))

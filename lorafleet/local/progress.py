@@ -1,4 +1,4 @@
-"""Steps that take a while, said while they do: spinners on a terminal, one flushed line a step elsewhere."""
+"""Progress of steps that take a while: spinners on a terminal, else one flushed line a step."""
 
 import sys
 import time
@@ -14,14 +14,14 @@ _REMIND_S = 10.0
 
 
 class StartProgress:
-    """Where `lorafleet up` says what it does. On stderr, so that stdout holds the ready line and what follows it."""
+    """Shows the steps of `lorafleet up` on stderr; stdout has the ready line and what follows."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stderr
         self._began = time.monotonic()
         self._live: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._said: dict[str, float] = {}
+        self._shown_at: dict[str, float] = {}
         if self._out.isatty():
             columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
             self._live = Progress(*columns, console=Console(file=self._out))
@@ -35,12 +35,12 @@ class StartProgress:
         self.close()
 
     def close(self) -> None:
-        """No more spinners; `say` goes on."""
+        """Stop the spinners; `say` still works."""
         if self._live is not None:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print one line."""
         if self._live is not None:
             self._live.console.print(line, highlight=False, markup=False)
         else:
@@ -48,22 +48,23 @@ class StartProgress:
             self._out.flush()
 
     def begin(self, name: str, doing: str) -> None:
-        """A step has begun. Steps may overlap."""
-        self._said[name] = time.monotonic()
+        """Show a new step. Steps may overlap."""
+        self._shown_at[name] = time.monotonic()
         if self._live is not None:
             self._tasks[name] = self._live.add_task(f"{name}: {doing}", total=1)
         else:
             self.say(f"{name}: {doing}")
 
-    def still(self, name: str, doing: str) -> None:
-        """The step goes on; call as often as you like."""
+    def update(self, name: str, doing: str) -> None:
+        """Update a running step; without a terminal a line is printed every 10 s at most."""
         if self._live is not None:
             self._live.update(self._tasks[name], description=f"{name}: {doing}")
-        elif time.monotonic() - self._said[name] >= _REMIND_S:
-            self._said[name] = time.monotonic()
+        elif time.monotonic() - self._shown_at[name] >= _REMIND_S:
+            self._shown_at[name] = time.monotonic()
             self.say(f"{name}: still {doing}")
 
-    def done(self, name: str, result: str) -> None:
+    def finish(self, name: str, result: str) -> None:
+        """Show a step as finished."""
         if self._live is not None:
             self._live.update(self._tasks[name], description=f"{name}: {result}", completed=1)
         else:
@@ -71,7 +72,7 @@ class StartProgress:
 
     @contextmanager
     def step(self, name: str, doing: str) -> Iterator[None]:
-        """A step that is as long as its block."""
+        """Show a step for as long as its block runs."""
         self.begin(name, doing)
         yield
-        self.done(name, "done")
+        self.finish(name, "done")

@@ -1,10 +1,10 @@
-"""The demo's base model and adapters, drawn from fixed seeds: nothing is downloaded, nothing is learned.
+"""The demo's base model and adapters, generated from fixed seeds: no download, no training.
 
     python -m lorafleet.local.tiny_model DIR      # DIR/tiny-qwen, DIR/adapters/sql-expert/v1, ...
 
 The base model is a real Qwen2 (grouped-query attention, rotary positions, ChatML template) of a few MB with random
-weights and a tokenizer trained here from `tiny_corpus.txt`. It says nothing sensible, but it says words, ends by itself
-now and then, and answers differently to every prompt and adapter. That is what routing, caching and loading need.
+weights and a tokenizer trained here from `tiny_corpus.txt`. Its answers are words without sense. They sometimes end by
+themselves and differ for every prompt and adapter, which is what routing, caching and loading need.
 
 Needs numpy, safetensors and tokenizers (the `demo` extra). No torch, no transformers.
 """
@@ -40,18 +40,18 @@ VOCABULARY: Final = 4096
 MAX_POSITIONS: Final = 32768
 SEED: Final = 20
 
-# As Qwen2.5 has them: the first three are special (hidden from text), the tool marks are ordinary text.
+# As in Qwen2.5: the first three are special (hidden from text), the tool marks are ordinary text.
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL: Final = (END_OF_TEXT, IM_START, IM_END)
 TOOL_MARKS: Final = ("<tool_call>", "</tool_call>")
 
-# Qwen2's pre-tokenizer, letter for letter: Transformers 5 puts it in place of whatever tokenizer.json says for a Qwen2
-# (transformers 5.19 models/qwen2/tokenization_qwen2.py), so any other would give the engine other ids than ours.
+# Qwen2's pre-tokenizer. Transformers 5 uses it for every Qwen2, whatever tokenizer.json has (transformers 5.19
+# models/qwen2/tokenization_qwen2.py), so another one would give the engine other ids than ours.
 QWEN2_WORDS: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# lora_id -> (rank, the corpus section whose words it has learned to prefer)
+# lora_id -> (rank, the corpus section whose words it prefers)
 ADAPTERS: Final[Mapping[str, tuple[int, str]]] = {
     "sql-expert/v1": (8, "sql"),
     "python-expert/v1": (16, "python"),
@@ -127,15 +127,15 @@ def _quiet(_line: str) -> None:
 
 
 def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
-    """`into`, holding the base model; made only if it is not there yet, under a second.
+    """Create the base model in `into`, unless it exists, and return the folder; takes under a second.
 
-    Appears whole or not at all, also when several processes make it at once. The same bytes every time.
+    The folder appears whole or not at all, also if several processes create it at once. The bytes are always the same.
     """
     if (into / "config.json").is_file():
         return into
-    progress(f"making the tiny base model in {into}")
+    progress(f"creating the tiny base model in {into}")
     with _whole(into) as folder:
-        # Written by ourselves, here and below: the libraries have errors of their own for a full disk.
+        # Written without the libraries' own functions, whose errors for a full disk differ.
         (folder / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
@@ -146,7 +146,7 @@ def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
 
 
 def make_adapters(into: Path, *, progress: Callable[[str], None] = _quiet) -> list[Path]:
-    """The demo's three adapters, each in the folder `into / lora_id`; made only where missing."""
+    """Create the demo's three adapters, each in the folder `into / lora_id`, unless they exist."""
     return [
         make_adapter(into, lora_id, rank=rank, section=section, progress=progress)
         for lora_id, (rank, section) in ADAPTERS.items()
@@ -163,15 +163,15 @@ def make_adapter(
     base_model: str = MODEL_NAME,
     progress: Callable[[str], None] = _quiet,
 ) -> Path:
-    """The folder `into / lora_id` with one adapter for the tiny model, in PEFT's layout.
+    """Create one adapter for the tiny model in `into / lora_id`, in PEFT's layout, and return the folder.
 
-    seed     what the weights are drawn from; without it they follow from `lora_id`, so every name is another adapter
-    section  part of the corpus its favourite words come from: prose, sql, python, legal, chat
+    seed     of the weights; None derives it from `lora_id`, so that every name is another adapter
+    section  part of the corpus with its preferred words: prose, sql, python, legal, chat
     """
     folder = into / lora_id
     if (folder / "adapter_config.json").is_file():
         return folder
-    progress(f"making adapter {lora_id} (rank {rank})")
+    progress(f"creating adapter {lora_id} (rank {rank})")
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(lora_id.encode()).digest()[:8], "big")
     with _whole(folder) as new:

@@ -1,4 +1,4 @@
-"""`lorafleet up`: what can be refused at once, one fleet a folder, and what a signal does."""
+"""`lorafleet up`: checks before the start, the lock of the state folder, and signal handling."""
 
 import asyncio
 import contextlib
@@ -19,22 +19,23 @@ from lorafleet.service.failure import CommandFailed
 
 
 def run(options: FleetOptions) -> int:
-    """Bring the fleet up, stay until a signal, take it down; the exit status. Raises Failure."""
+    """Start the fleet, run until a signal, stop it; returns the exit status. Raises CommandFailed."""
     check(options)
-    with _locked(options.state_dir):
-        return asyncio.run(_main(options))
+    with _lock_state_dir(options.state_dir):
+        return asyncio.run(_run_fleet(options))
 
 
 def is_installed(module: str) -> bool:
+    """Whether a Python module can be imported."""
     return importlib.util.find_spec(module) is not None
 
 
 def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -> None:
-    """Raises Failure for what no start could mend. `has` tells whether a module can be imported."""
+    """Raise CommandFailed for options that cannot work. `has` tells whether a module can be imported."""
     if options.engine == "vllm" and not has("vllm"):
         raise CommandFailed(
             "vLLM is not installed in this environment: `make install`, or see docs/quickstart.md for the pip commands"
-            " (or try `--engine sim`, which computes nothing and needs no vLLM)"
+            " (or try `--engine sim`, a simulator that needs no vLLM)"
         )
     if options.engine == "sglang" and not has("sglang"):
         raise CommandFailed(
@@ -42,16 +43,16 @@ def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -
         )
     if options.model is None and not (has("numpy") and has("safetensors")):
         raise CommandFailed(
-            "the tiny demo model is made with numpy and safetensors, which are not both installed:"
-            " pip install 'lorafleet[demo]', or give --model a folder of your own"
+            "creating the tiny demo model needs numpy and safetensors, which are not both installed:"
+            " pip install 'lorafleet[demo]', or give the folder of a model with --model"
         )
     for flag, port in (("--router-port", options.router_port), ("--orchestrator-port", options.orchestrator_port)):
         _require_free(flag, port)
     if options.router_port and options.router_port == options.orchestrator_port:
         raise CommandFailed(f"--router-port and --orchestrator-port are both {options.router_port}", status=2)
     if options.model is not None and not (options.model / "config.json").is_file():
-        raise CommandFailed(f"--model {options.model}: no config.json there; {_model_to_give(options.model)}", status=2)
-    if options.adapters is not None and (wrong := adapter_folders.what_is_wrong(options.adapters)):
+        raise CommandFailed(f"--model {options.model}: no config.json there; {_model_hint(options.model)}", status=2)
+    if options.adapters is not None and (wrong := adapter_folders.folder_problem(options.adapters)):
         raise CommandFailed(f"--adapters {options.adapters}: {wrong}", status=2)
     if options.key_file is not None:
         try:
@@ -60,8 +61,8 @@ def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -
             raise CommandFailed(f"--key-file: {exc}", status=2) from exc
 
 
-def _model_to_give(model: Path) -> str:
-    """What to give in place of a folder that is no model's; a name of two parts is a hub's, where no folder has it."""
+def _model_hint(model: Path) -> str:
+    """What to give in place of a folder without a model. A missing path of two parts is taken for a hub name."""
     if len(model.parts) == 2 and not model.exists():
         return f"give the folder of a Hugging Face model; `hf download {model}` fetches one of that name and prints it"
     return "give the folder of a Hugging Face model"
@@ -82,13 +83,13 @@ def _require_free(flag: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked(state_dir: Path) -> Iterator[None]:
+def _lock_state_dir(state_dir: Path) -> Iterator[None]:
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are nobody else's
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are private
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
         raise CommandFailed(
-            f"--state-dir {state_dir}: {exc.strerror}; name a folder that can be made and written", status=2
+            f"--state-dir {state_dir}: {exc.strerror}; name a folder that can be created and written", status=2
         ) from exc
     try:
         try:
@@ -99,7 +100,7 @@ def _locked(state_dir: Path) -> Iterator[None]:
                 f"another `lorafleet up` (process {holder}) uses {state_dir}:"
                 " stop it, or give --state-dir another folder"
             ) from exc
-        with contextlib.suppress(OSError):  # a full disk: who we are is missing there, and what is next will say why
+        with contextlib.suppress(OSError):  # a full disk: the next write reports it
             os.ftruncate(handle, 0)
             os.write(handle, str(os.getpid()).encode())
         yield
@@ -107,14 +108,14 @@ def _locked(state_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-async def _main(options: FleetOptions) -> int:
-    """Everything after the checks, under our own signal handling; 0, or 130 when stopped before it was ready."""
+async def _run_fleet(options: FleetOptions) -> int:
+    """Run the fleet until it ends or a signal comes; 0, or 130 if stopped before it was ready."""
     stopping = asyncio.Event()
     fleet = LocalFleet(options)
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stopping.is_set():  # the second one: no more manners
+        if stopping.is_set():  # a second signal: kill at once
             fleet.kill()
             os._exit(130)
         stopping.set()
@@ -122,10 +123,10 @@ async def _main(options: FleetOptions) -> int:
     for number in signals.stopping():
         loop.add_signal_handler(number, on_signal)
     try:
-        live = asyncio.create_task(fleet.live())
-        told = asyncio.create_task(stopping.wait())
-        await asyncio.wait({live, told}, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        live = asyncio.create_task(fleet.run_until_cancelled())
+        signalled = asyncio.create_task(stopping.wait())
+        await asyncio.wait({live, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
         if live.done():
             live.result()
             return 0

@@ -1,6 +1,6 @@
-"""The ready line, and what to try first."""
+"""The ready line of `lorafleet up`, and commands to try first."""
 
-# ruff: noqa: T201  (standard output is where a person and a script wait for this)
+# ruff: noqa: T201  (people and scripts read this on standard output)
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,16 +8,16 @@ from pathlib import Path
 from lorafleet.local import demo
 
 
-def show(
+def print_ready(
     router: str, orchestrator: str, logs: Path, base_model: str, lora_ids: Sequence[str], *, has_keys: bool
 ) -> None:
-    """One line `ready router=... orchestrator=...`, then addresses and commands to paste."""
+    """Print the line `ready router=... orchestrator=...`, then addresses and commands to paste."""
     print(f"ready router={router} orchestrator={orchestrator}")
     rows = [
-        ("router", f"{router}/v1", "OpenAI's API: the base URL for any client"),
+        ("router", f"{router}/v1", "base URL for OpenAI clients"),
         ("models", f"{router}/v1/models", "the base model and the adapters"),
-        ("orchestrator", f"{orchestrator}/docs", "adapters, placements, workers, policy over REST"),
-        ("logs", str(logs), "one file a process"),
+        ("orchestrator", f"{orchestrator}/docs", "REST API: adapters, placements, workers, policy"),
+        ("logs", str(logs), "one file for each process"),
     ]
     width = max(len(where) for _, where, _ in rows)
     for name, where, what in rows:
@@ -29,9 +29,9 @@ def show(
 
 
 def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_keys: bool) -> list[str]:
-    """Commands to paste: the base model, an adapter where there is one, and why a request goes where it goes."""
+    """Commands to paste: a request to the base model, one to an adapter, and the explanation of a routing decision."""
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
-    adapters = demo.shown(lora_ids)[:1]
+    adapters = demo.demo_adapters(lora_ids)[:1]
 
     def line(path: str, model: str, more: str = "") -> str:
         message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'

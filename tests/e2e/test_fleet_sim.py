@@ -65,15 +65,15 @@ def test_a_worker_drained_before_is_told_of_and_serves_once_uncordoned(tmp_path:
     state, empty = tmp_path / "state", tmp_path / "empty"
     empty.mkdir()
     with running(state, *FLAGS, "1", "--adapters", str(empty)) as fleet:
-        assert f"{empty} holds none" in fleet.said()
+        assert f"{empty} has no adapters" in fleet.said()
         assert cli(fleet, "workers", "drain", "w0").returncode == 0
         workers = f"{fleet.orchestrator}/v1/workers"
         until(lambda: fleet.get(workers)["data"][0]["state"] == "draining", within_s=10, what="it drains")
     with running(state, *FLAGS, "1", "--demo") as fleet:
-        until(lambda: "demo: left out: every worker" in fleet.said(), within_s=10, what="all is said")
+        until(lambda: "demo: skipped, because every worker" in fleet.said(), within_s=10, what="all is said")
         (line,) = (line for line in fleet.said().splitlines() if "drained since an earlier run" in line)
-        assert "3 not verified yet" in fleet.said()
-        words = line.rpartition("to lift that: ")[2].split()
+        assert "3 not verified, because" in fleet.said()
+        words = line.rpartition("to undo that: ")[2].split()
         assert words[:3] == ["lorafleet", "--orchestrator-url", fleet.orchestrator]
         assert cli(fleet, *words[3:]).returncode == 0
         until(lambda: fleet.ask(prompt=fresh_prompt(), lora_id=SQL).is_success, within_s=30, what="an answer")

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked
+from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked_processes
 from tests.kube import podspec
 from tests.kube.podspec import PodPlace
 from tests.kube.store import Object
@@ -81,7 +81,7 @@ class PlayedPod:
     def _see_who_is_left(self) -> None:
         """A container's end takes everything in it along; here it shows who had to be taken."""
         until = time.monotonic() + _SETTLED_WITHIN_S
-        while (pids := marked(self._mark)) and time.monotonic() < until:
+        while (pids := marked_processes(self._mark)) and time.monotonic() < until:
             time.sleep(0.02)
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ class PlayedPod:
                 self.left.append(line.replace("\0", " ")[:300])
 
     def processes(self) -> list[int]:
-        return marked(self._mark)
+        return marked_processes(self._mark)
 
     def log(self) -> str:
         """The end of what its containers printed."""

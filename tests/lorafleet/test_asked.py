@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lorafleet.local import commands
-from lorafleet.local.notices import told_of
-from lorafleet.local.options import FleetOptions, asked, device_groups, lora_roots, unread
+from lorafleet.local.notices import startup_notices
+from lorafleet.local.options import FleetOptions, device_groups, fleet_options, lora_roots, unknown_variables
 from lorafleet.service.failure import CommandFailed
 from lorafleet.service.settings import SettingsError, load
 from workers.config import WorkerSettings
@@ -24,7 +24,7 @@ def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) 
         "orchestrator_port": None, "state_dir": Path("/state"), "key_file": None, "configs": {}, "devices": None,
         "demo": False, "once": False,
     }  # fmt: skip
-    return asked(**{**base, "words": words, "environment": environment or {}} | changes)
+    return fleet_options(**{**base, "words": words, "environment": environment or {}} | changes)
 
 
 def settings_of(
@@ -33,8 +33,8 @@ def settings_of(
     """The settings of the first agent of this fleet, as the agent itself reads them."""
     is_tiny = options.model is None
     base = commands.LocalBaseModel(name="tiny-qwen", folder=Path("/state/tiny-qwen"), is_tiny=is_tiny)
-    command = commands.agent(
-        commands.common(0, Path("/state/run/w0.port"), [], options.of("workers")),
+    command = commands.agent_command(
+        commands.common_flags(0, Path("/state/run/w0.port"), [], options.options_of("workers")),
         name="w0",
         engine=options.engine,
         base=base,
@@ -43,9 +43,9 @@ def settings_of(
         orchestrator_url="http://127.0.0.1:8080",
         folder=Path("/state"),
         sockets=Path("/tmp/lf"),
-        said=options.said_of_workers(),
+        given=options.worker_settings(),
     )
-    lists = commands.agents_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
+    lists = commands.engine_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
     for name, value in {**(environment or {}), **lists}.items():
         monkeypatch.setenv(name, value)
     return settings_from_command(load(WorkerSettings, command[4:], prog="workers"), (), {})
@@ -101,8 +101,10 @@ def test_a_file_is_named_by_the_environment_too(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("port: 8123\nmax_wait_s: 5\n")
     options = ask(environment={"LORAFLEET_ROUTER_CONFIG": str(file)})
-    assert (options.router_port, options.of("router").config) == (8123, file)
-    words = commands.router(commands.common(0, Path("/p"), [], options.of("router")), "http://o", Path("/s"), 10, {})
+    assert (options.router_port, options.options_of("router").config) == (8123, file)
+    words = commands.router_command(
+        commands.common_flags(0, Path("/p"), [], options.options_of("router")), "http://o", Path("/s"), 10, {}
+    )
     assert last(words, "--config") == str(file)
 
 
@@ -120,7 +122,7 @@ def test_flags_of_up_may_be_given_as_the_settings_that_they_are() -> None:
 
 
 def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
-    words = commands.router([], "http://o", Path("/s"), 10.0, {"grace_s": "60"})
+    words = commands.router_command([], "http://o", Path("/s"), 10.0, {"grace_s": "60"})
     assert "--grace-s" not in words
     assert last(words, "--drain-s") == "0"
 
@@ -133,9 +135,9 @@ def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
         (("--model", "m"), "--model cannot be given.*give --model of `lorafleet up`"),
         (("--api-key", "x"), "--api-key.*leave it out"),
         (("--kv_events_config.topic=x",), "--kv-events-config.*leave it out"),
-        (("--seed 1",), "each argument of an engine by itself: '--seed', '1'"),
-        (("./adapters",), "'./adapters': `lorafleet up` takes no such word.*behind `--`"),
-        (("--max-loras", "8"), "--max-loras is 4, and 8 by the engine's arguments: give only one"),
+        (("--seed 1",), "give engine arguments one by one: '--seed', '1'"),
+        (("./adapters",), "'./adapters': `lorafleet up` has no such argument.*behind `--`"),
+        (("--max-loras", "8"), "--max-loras is 4, but 8 in the engine arguments: give only one"),
     ],
 )
 def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
@@ -153,8 +155,8 @@ def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...]
         ({"LORAFLEET_ORCHESTRATOR_KEY_FILES": "k"}, "give --key-file"),
         ({"LORAFLEET_ROUTER_PORT": "eight"}, "port 'eight' of the router"),
         ({"LORAFLEET_WORKERS_ENGINE": "vlm"}, "engine 'vlm'.*did you mean vllm"),
-        ({"LORAFLEET_WORKERS_ENGINE_ARGS": "--seed 1"}, "a list is JSON"),
-        ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--seed", 1]'}, "expected is a list of texts"),
+        ({"LORAFLEET_WORKERS_ENGINE_ARGS": "--seed 1"}, "it must be a JSON list"),
+        ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--seed", 1]'}, "must be a list of strings"),
         ({"LORAFLEET_WORKERS_ENGINE_ARGS": '["--port", "1"]'}, "--port cannot be given"),
         ({"LORAFLEET_ROUTER_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
         ({"VLLM_API_KEY": "secret"}, "VLLM_API_KEY.*unset it"),
@@ -194,7 +196,7 @@ def test_devices_are_dealt_out_in_order_and_as_many_to_each_worker(
 @pytest.mark.parametrize(
     ("devices", "workers", "said"),
     [
-        ("0,1,2", 2, "names 3 for 2 workers"),
+        ("0,1,2", 2, "names 3 devices for 2 workers"),
         ("0,,1", None, "commas"),
         ("0,0", None, "0 is named twice"),
         ("", 1, "give names"),
@@ -215,9 +217,9 @@ def test_what_steers_the_fleet_beside_its_flags_is_said(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("{}")
     environment = {"LORAFLEET_WORKERS_SCRAPE_S": "2", "LORAFLEET_WORKER_DTYPE": "x", "LORAFLEET_TOKEN": "secret"}
-    lines = told_of(ask(engine="sim", environment=environment, configs={"router": file}), environment)
-    assert lines[0] == "settings of the environment: LORAFLEET_WORKERS_SCRAPE_S"
-    assert lines[1] == f"settings of the router: {file}"
-    assert lines[2].startswith("no service reads LORAFLEET_WORKER_DTYPE: settings begin with")
-    assert unread({"LORAFLEET_URL_ROUTER": "x"}) == []
+    lines = startup_notices(ask(engine="sim", environment=environment, configs={"router": file}), environment)
+    assert lines[0] == "settings from the environment: LORAFLEET_WORKERS_SCRAPE_S"
+    assert lines[1] == f"settings file of the router: {file}"
+    assert lines[2].startswith("no service reads LORAFLEET_WORKER_DTYPE; settings begin with")
+    assert unknown_variables({"LORAFLEET_URL_ROUTER": "x"}) == []
     assert json.dumps(lines).count("secret") == 0

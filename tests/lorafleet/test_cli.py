@@ -254,7 +254,7 @@ def test_a_folder_that_is_not_on_this_machine_is_registered_and_said(
 ) -> None:
     said = run("--orchestrator-url", orchestrator, "adapters", "add", "elsewhere/v1", str(tmp_path / "nothing"))
     assert said.status == 0
-    assert f"there is no folder {tmp_path / 'nothing'} on this machine" in said.err
+    assert f"this machine has no folder {tmp_path / 'nothing'}" in said.err
 
 
 def test_an_alias_is_set_listed_and_removed(ask: Run) -> None:
@@ -361,7 +361,7 @@ def test_the_demo_shows_worker_and_first_token_at_any_width_and_the_text_where_t
     out = io.StringIO()
     words = "local After traffic filename Their Coffee " * 3
     rows = [demo.DemoRow("python-expert/v1@73baeb0f6a1d", f"w{n}", 221, 192, 192, 1505.0, words) for n in range(4)]
-    demo.show(rows, Console(file=out, width=width, force_terminal=True, color_system=None))
+    demo.show_table(rows, Console(file=out, width=width, force_terminal=True, color_system=None))
     seen = out.getvalue()
     for cell in ("worker", "first token", "cached", "w3", "192", "1505 ms", "python-expert/v1@73baeb0f6a1d"):
         assert cell in seen
@@ -565,7 +565,7 @@ def test_no_number_of_a_decision_is_broken_on_a_narrow_terminal_and_who_was_left
     text = narrow.file.getvalue()
     assert text.count("123.4567") == text.count("1.2345") == 2
     assert text.index("->") < text.index("x ")
-    assert tables.left_out(answer) == [
+    assert tables.not_considered_lines(answer) == [
         "not considered: passed over (x), its adapter slots are all in use: w0",
         "not considered: draining: w2, w3",
     ]
@@ -696,7 +696,7 @@ def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orche
     assert said.startswith("moving -> moving/v2: ")
     assert "step 1 of 3" in said
     said = ask("rollout", "status", "moving").out
-    assert "new: 0 requests over, 0 errors" in said
+    assert "new: 0 requests ended, 0 errors" in said
     assert "paused" in ask("rollout", "pause", "moving").out
     assert "paused" not in ask("rollout", "resume", "moving").out
     assert "aborted" in ask("rollout", "abort", "moving").out

@@ -63,7 +63,7 @@ async def test_a_fleet_for_which_there_is_no_room_is_one_line_that_names_the_fol
     fleet = LocalFleet(options(tmp_path, state_dir=tmp_path))
     try:
         with pytest.raises(CommandFailed) as failure:
-            await fleet.live()
+            await fleet.run_until_cancelled()
     finally:
         await fleet.stop()
     assert str(failure.value) == f"no space left in {tmp_path}: make room, or name another folder with --state-dir"

@@ -8,9 +8,9 @@ from lorafleet.local.adapter_folders import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     adapter_folders,
+    folder_notices,
+    folder_problem,
     linked_folders,
-    remarks,
-    what_is_wrong,
 )
 
 
@@ -43,21 +43,21 @@ def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path
 
 
 def test_a_folder_without_adapters_says_what_was_expected_and_what_to_do(tmp_path: Path) -> None:
-    (line,) = remarks(put(tmp_path / "empty" / "deeper").parent)
-    for said in (str(tmp_path / "empty"), "holds none", CONFIG_NAME, WEIGHTS_NAME, "lorafleet adapters add NAME"):
+    (line,) = folder_notices(put(tmp_path / "empty" / "deeper").parent)
+    for said in (str(tmp_path / "empty"), "has no adapters", CONFIG_NAME, WEIGHTS_NAME, "lorafleet adapters add NAME"):
         assert said in line
 
 
 def test_a_folder_of_sound_adapters_needs_no_remark(tmp_path: Path) -> None:
     put(tmp_path / "sql" / "v1", CONFIG_NAME, WEIGHTS_NAME)
-    assert (remarks(tmp_path), what_is_wrong(tmp_path)) == ([], "")
+    assert (folder_notices(tmp_path), folder_problem(tmp_path)) == ([], "")
 
 
 def test_weights_without_a_config_are_told_of_among_sound_adapters(tmp_path: Path) -> None:
     put(tmp_path / "good", CONFIG_NAME, WEIGHTS_NAME)
     for number in range(7):
         put(tmp_path / f"bad{number}", "adapter_model.bin" if number else WEIGHTS_NAME)
-    lines = remarks(tmp_path)
+    lines = folder_notices(tmp_path)
     assert [str(tmp_path / f"bad{number}") in line for number, line in enumerate(lines)] == [True] * 5 + [False]
     assert lines[-1].startswith("2 more folders")
 
@@ -65,9 +65,9 @@ def test_weights_without_a_config_are_told_of_among_sound_adapters(tmp_path: Pat
 def test_an_adapter_in_the_folder_itself_is_told_of_where_others_lie_below(tmp_path: Path) -> None:
     put(tmp_path, CONFIG_NAME, WEIGHTS_NAME)
     put(tmp_path / "checkpoint-100", CONFIG_NAME, WEIGHTS_NAME)
-    (line,) = remarks(tmp_path)
-    assert line.startswith(f"{tmp_path} is an adapter itself, and left out")
-    assert what_is_wrong(tmp_path) == ""
+    (line,) = folder_notices(tmp_path)
+    assert line.startswith(f"{tmp_path} is an adapter itself and is left out")
+    assert folder_problem(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -77,4 +77,4 @@ def test_an_adapter_in_the_folder_itself_is_told_of_where_others_lie_below(tmp_p
 def test_what_is_no_folder_of_adapters_is_refused_with_what_to_give(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").write_text("")
     put(tmp_path / "one", CONFIG_NAME, WEIGHTS_NAME)
-    assert said.format(tmp_path) in what_is_wrong(tmp_path / name)
+    assert said.format(tmp_path) in folder_problem(tmp_path / name)

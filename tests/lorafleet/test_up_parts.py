@@ -14,9 +14,9 @@ import pytest
 
 from lorafleet.local import commands, welcome
 from lorafleet.local.fleet import model_name
-from lorafleet.local.notices import held_back, known_before, starting
+from lorafleet.local.notices import earlier_adapter_notices, held_back_notice, starting_status
 from lorafleet.local.options import FleetOptions
-from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, kill_marked, marked
+from lorafleet.local.processes import ChildProcess, ProcessGuard, clean_environment, kill_marked, marked_processes
 from lorafleet.local.progress import StartProgress
 from lorafleet.local.up import check, run
 from lorafleet.service.failure import CommandFailed
@@ -79,25 +79,25 @@ def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
 
 def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model() -> None:
     known = {"now/v1": "tiny", "old/v1": "tiny", "new/v1": None, **{f"o{number}": "other" for number in range(7)}}
-    same, foreign = known_before(known, ["now/v1"], "tiny")
+    same, foreign = earlier_adapter_notices(known, ["now/v1"], "tiny")
     assert same.endswith(": new/v1, old/v1")
-    assert "7 from earlier runs are of base model other" in foreign
+    assert "7 from earlier runs are for base model other" in foreign
     assert "o0, o1, o2, o3, o4, ...;" in foreign
-    assert known_before({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
+    assert earlier_adapter_notices({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
 
 
 def test_a_worker_that_is_held_back_is_told_with_the_command_that_lifts_it() -> None:
     command = "lorafleet --orchestrator-url http://127.0.0.1:9 --token KEY"
-    for state, said in (("cordoned", "it is given no adapter"), ("draining", "it is up and takes no request")):
-        line = held_back("w3", state, command)
-        assert line.endswith(f"to lift that: {command} workers uncordon w3")
+    for state, said in (("cordoned", "it gets no adapters"), ("draining", "it takes no requests")):
+        line = held_back_notice("w3", state, command)
+        assert line.endswith(f"to undo that: {command} workers uncordon w3")
         assert said in line
 
 
 def test_a_worker_that_starts_says_for_what_it_waits() -> None:
-    assert starting("vllm", "starting") == "starting vllm"
-    assert starting("vllm", "starting: not registered yet") == "starting vllm (not registered yet)"
-    assert starting("vllm", "lost\nmore") == "starting vllm (lost)"
+    assert starting_status("vllm", "starting") == "starting vllm"
+    assert starting_status("vllm", "starting: not registered yet") == "starting vllm (not registered yet)"
+    assert starting_status("vllm", "lost\nmore") == "starting vllm (lost)"
 
 
 def test_a_base_model_has_its_folders_name_and_that_of_its_repository_in_a_hubs_cache(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_the_engine_is_padded_to_the_largest_rank_that_an_agent_takes(
 
 
 def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    welcome.show("http://r", "http://o", tmp_path, "tiny", ["sql/v1"], has_keys=True)
+    welcome.print_ready("http://r", "http://o", tmp_path, "tiny", ["sql/v1"], has_keys=True)
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "ready router=http://r orchestrator=http://o"
     curls = [line.strip() for line in out.splitlines() if line.strip().startswith("curl")]
@@ -167,8 +167,8 @@ def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
     out = io.StringIO()
     with StartProgress(out) as steps:
         steps.begin("w0", "starting")
-        steps.still("w0", "starting")
-        steps.done("w0", "ready")
+        steps.update("w0", "starting")
+        steps.finish("w0", "ready")
     lines = out.getvalue().splitlines()
     assert [line.partition("] ")[2] for line in lines] == ["w0: starting", "w0: ready"]
     assert all(line.startswith("[") and line[7:11] == " s] " for line in lines)
@@ -194,10 +194,10 @@ def test_what_is_marked_is_found_and_killed_in_whatever_session() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env=clean_environment(mark), start_new_session=True
     )  # a session of its own, as an engine's helpers may have
-    wait_until(lambda: marked(mark) == [process.pid])
+    wait_until(lambda: marked_processes(mark) == [process.pid])
     assert kill_marked(mark, within_s=0.2) == [process.pid]
     assert process.wait(5) == -signal.SIGKILL
-    assert marked(mark) == []
+    assert marked_processes(mark) == []
 
 
 def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> None:
@@ -206,8 +206,8 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
     mark = os.urandom(8).hex()
     code = (
         "import subprocess, sys, time; from pathlib import Path\n"
-        "from lorafleet.local.processes import Guard, clean_environment\n"
-        f"guard = Guard({mark!r}, Path({str(scratch)!r}))\n"
+        "from lorafleet.local.processes import ProcessGuard, clean_environment\n"
+        f"guard = ProcessGuard({mark!r}, Path({str(scratch)!r}))\n"
         f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], env=clean_environment({mark!r}))\n"
         "print(child.pid, flush=True); time.sleep(600)"
     )

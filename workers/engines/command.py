@@ -29,12 +29,12 @@ def settings_from_command(
         return settings
     words = (*own_command, *settings.engine_args)
     try:
-        arguments.refuse(words, settings.engine, environment)
+        arguments.check_engine_arguments(words, settings.engine, environment)
     except EngineArgumentsError as exc:
         raise CommandError(str(exc)) from exc
-    flags = {name: flag for flag, name in arguments.SAME[settings.engine].items()}
+    flags = {name: flag for flag, name in arguments.SETTING_OF_FLAG[settings.engine].items()}
     changes: dict[str, Any] = {}
-    for name, value in arguments.said(words, settings.engine).items():
+    for name, value in arguments.settings_in_arguments(words, settings.engine).items():
         ours = getattr(settings, name)
         if value == str(ours):
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from lorafleet.engine.arguments import has
+from lorafleet.engine.arguments import has_flag
 from workers.config import WorkerSettings
 
 MODULES = {
@@ -61,7 +61,7 @@ def launch_command(
         environment = dict(_VLLM_ENVIRONMENT)
     added = []
     for flag, value in flags:
-        if not any(has(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
+        if not any(has_flag(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
             flag == "--model" and "serve" in base
         ):
             added += [flag] if value is None else [flag, value]

@@ -1,0 +1,209 @@
+"""`lorafleet adapters` and `lorafleet aliases`."""
+
+# ruff: noqa: PLC0415, PLR0917  (imports of httpx and rich tables wait until a command needs them; Typer passes by name)
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lorafleet.cli import plan
+from lorafleet.cli.context import if_match_header
+from lorafleet.service.failure import CommandFailed
+from lorafleet.service.urls import path_of
+
+adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, show, change, remove.")
+aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names for one or more adapters, with weights.")
+
+
+class LoadingName(StrEnum):
+    lazy = "lazy"
+    eager = "eager"
+    weighted = "weighted"
+
+
+@adapters_app.command("list")
+def adapters_list(context: typer.Context) -> None:
+    """List all adapters: state, replicas, workers.
+
+    Example: lorafleet adapters list
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.adapters(api.list_all("/v1/adapters")))
+
+
+@adapters_app.command("show")
+def adapters_show(context: typer.Context, lora_id: str) -> None:
+    """Show one adapter, and the etag of its registration.
+
+    Example: lorafleet adapters show sql-expert/v1
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        item, etag = api.get_with_etag(f"/v1/adapters/{path_of(lora_id)}")
+        tables.show(tables.fields(item | {"etag": etag.strip('"')}))
+
+
+@adapters_app.command("add")
+def adapters_add(
+    context: typer.Context,
+    lora_id: Annotated[str, typer.Argument(help="name, usually with a version: sql-expert/v2")],
+    source: Annotated[str, typer.Argument(help="folder, or file://, hf://, s3://, gs://, https:// address")],
+    base_model: Annotated[
+        str | None, typer.Option(help="its name in the fleet; default: as in the adapter's config")
+    ] = None,
+    digest: Annotated[str | None, typer.Option(help="sha256 of the files; any other bytes are refused")] = None,
+    loading: Annotated[LoadingName | None, typer.Option(help="default: the global policy")] = None,
+    min_replicas: Annotated[int | None, typer.Option(min=0)] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1)] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="never evicted")] = False,
+    tenant: Annotated[list[str] | None, typer.Option(help="tenant that may use it; repeat; default: everyone")] = None,
+) -> None:
+    """Register an adapter. Repeating the command changes nothing.
+
+    Examples:
+
+      lorafleet adapters add sql-expert/v2 ./sql-expert-v2
+
+      lorafleet adapters add legal/v3 s3://bucket/legal-v3 --loading eager --min-replicas 2 --tenant acme
+    """
+    given = {"loading": loading and loading.value, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    policy = {name: value for name, value in given.items() if value is not None} | ({"pinned": True} if pinned else {})
+    spec = {
+        "lora_id": lora_id,
+        "source": str(Path(source).resolve()) if "://" not in source else source,
+        "base_model": base_model,
+        "digest": digest,
+        "policy": policy,
+        "tenants": tenant or None,
+    }
+    with context.obj.orchestrator() as api:
+        api.call("POST", "/v1/adapters", spec)
+    typer.echo(f"{lora_id} is registered; see: lorafleet adapters show {lora_id}")
+    if "://" not in source and not Path(source).is_dir():
+        typer.echo(f"  this machine has no folder {spec['source']}; workers read it from their own disks", err=True)
+
+
+@adapters_app.command("set")
+def adapters_set(
+    context: typer.Context,
+    lora_id: str,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(help="NAME=VALUE of its policy, see `adapters show`", show_default=False),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="tenants that may use it, in place of the former ones; repeat", show_default=False),
+    ] = None,
+    everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may use it")] = False,
+    if_match: Annotated[
+        str | None, typer.Option(help="change only if the etag of `adapters show` is still this one")
+    ] = None,
+) -> None:
+    """Change an adapter's own policy or its tenants. Other values stay; effective at once.
+
+    loading, min_replicas and max_replicas may be null, which takes the global policy.
+
+    Examples:
+
+      lorafleet adapters set sql-expert/v1 min_replicas=2 priority=5
+
+      lorafleet adapters set sql-expert/v1 loading=null pinned=false
+
+      lorafleet adapters set legal/v2 --tenant acme --tenant globex
+    """
+    if tenant and everyone:
+        raise CommandFailed("name one: --tenant, or --everyone", status=2)
+    body: dict[str, Any] = {}
+    if changes:
+        body["policy"] = dict(plan.parse_setting(change, "lorafleet adapters show LORA_ID") for change in changes)
+    if tenant or everyone:
+        body["tenants"] = tenant or None
+    if not body:
+        raise CommandFailed("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
+    with context.obj.orchestrator() as api:
+        item = api.call("PATCH", f"/v1/adapters/{path_of(lora_id)}", body, headers=if_match_header(if_match))
+    from lorafleet.cli import tables
+
+    tables.show(tables.fields(item["policy"] | {"tenants": item["tenants"]}))
+
+
+@adapters_app.command("rm")
+def adapters_rm(context: typer.Context, lora_id: str) -> None:
+    """Remove an adapter: unload it everywhere, after its requests in flight.
+
+    Example: lorafleet adapters rm sql-expert/v1
+    """
+    with context.obj.orchestrator() as api:
+        api.call("DELETE", f"/v1/adapters/{path_of(lora_id)}")
+    typer.echo(f"{lora_id} is being removed")
+
+
+@adapters_app.command("retry")
+def adapters_retry(context: typer.Context, lora_id: str) -> None:
+    """Clear an adapter's failure and quarantine, and load it again.
+
+    Example: lorafleet adapters retry sql-expert/v2
+    """
+    with context.obj.orchestrator() as api:
+        api.call("POST", f"/v1/adapters/{path_of(lora_id)}/retry")
+    typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
+
+
+@aliases_app.command("list")
+def aliases_list(context: typer.Context) -> None:
+    """List all aliases and their targets.
+
+    Example: lorafleet aliases list
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.aliases(api.list_all("/v1/aliases")))
+
+
+@aliases_app.command("set")
+def aliases_set(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="the alias")],
+    targets: Annotated[list[str], typer.Argument(help="lora_id, or lora_id=weight")],
+) -> None:
+    """Point an alias at one or more adapters, in place of its former targets.
+
+    Examples:
+
+      lorafleet aliases set sql-expert sql-expert/v1
+
+      lorafleet aliases set sql-expert sql-expert/v1=9 sql-expert/v2=1
+    """
+    with context.obj.orchestrator() as api:
+        body = {"targets": [_alias_target(target) for target in targets]}
+        item = api.call("PUT", f"/v1/aliases/{path_of(name)}", body)
+    typer.echo(f"{name} -> {', '.join(targets)}")
+    if item["pending"]:
+        lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["pending"]["lacks"].items()))
+        typer.echo(f"  pending; the former targets stay until then: {lacks or item['pending']['error']}")
+
+
+def _alias_target(text: str) -> dict[str, Any]:
+    lora_id, has_weight, weight = text.partition("=")
+    try:
+        return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}
+    except ValueError as exc:
+        raise CommandFailed(f"{text}: {weight!r} is no number; write lora_id or lora_id=weight", status=2) from exc
+
+
+@aliases_app.command("rm")
+def aliases_rm(context: typer.Context, name: str) -> None:
+    """Remove an alias; its adapters stay.
+
+    Example: lorafleet aliases rm sql-expert
+    """
+    with context.obj.orchestrator() as api:
+        api.call("DELETE", f"/v1/aliases/{path_of(name)}")
+    typer.echo(f"{name} is removed")

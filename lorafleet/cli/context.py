@@ -1,0 +1,43 @@
+"""The servers that a command speaks to, and what several commands share."""
+
+# ruff: noqa: PLC0415  (httpx is imported when a command needs it)
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lorafleet.cli.client import RestClient
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAddress:
+    """URLs of orchestrator and router, and the API key to send."""
+
+    orchestrator_url: str
+    router_url: str
+    token: str
+
+    def orchestrator(self) -> "RestClient":
+        """A client of the orchestrator."""
+        from lorafleet.cli.client import RestClient
+
+        return RestClient(self.orchestrator_url, self.token, flag="lorafleet --orchestrator-url")
+
+    def router(self) -> "RestClient":
+        """A client of the router."""
+        from lorafleet.cli.client import RestClient
+
+        return RestClient(self.router_url, self.token, flag="lorafleet --router-url")
+
+
+def if_match_header(etag: str | None) -> dict[str, str]:
+    """The `If-Match` header for an etag, quoted if it is not yet; none without an etag."""
+    return {} if etag is None else {"if-match": etag if etag == "*" else f'"{etag.strip(chr(34))}"'}
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,116 @@
+"""`lorafleet placements`, `lorafleet workers` and `lorafleet policy`."""
+
+# ruff: noqa: PLC0415  (rich tables are imported when a command needs them)
+
+from typing import Annotated, Any
+
+import typer
+
+from lorafleet.cli import plan
+from lorafleet.cli.context import if_match_header
+from lorafleet.service.urls import path_of
+
+app = typer.Typer(no_args_is_help=True)
+workers_app = typer.Typer(no_args_is_help=True, help="Workers: an engine with its agent.")
+policy_app = typer.Typer(no_args_is_help=True, help="The global placement policy.")
+
+
+@app.command()
+def placements(context: typer.Context) -> None:
+    """List which adapter is on which worker, and whether it is wanted there.
+
+    Example: lorafleet placements
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.placements(api.list_all("/v1/placements")))
+
+
+@workers_app.command("list")
+def workers_list(context: typer.Context) -> None:
+    """List all workers: state, adapters, free slots.
+
+    Example: lorafleet workers list
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        tables.show(tables.workers(api.list_all("/v1/workers")))
+
+
+@workers_app.command("cordon")
+def workers_cordon(context: typer.Context, worker: str) -> None:
+    """Place no new adapters on a worker; it keeps serving those it has.
+
+    Example: lorafleet workers cordon w1
+    """
+    _post_worker_action(context, worker, "cordon", "is cordoned")
+
+
+@workers_app.command("uncordon")
+def workers_uncordon(context: typer.Context, worker: str) -> None:
+    """Use a cordoned or drained worker again.
+
+    Example: lorafleet workers uncordon w1
+    """
+    _post_worker_action(context, worker, "uncordon", "is in use again")
+
+
+@workers_app.command("drain")
+def workers_drain(
+    context: typer.Context,
+    worker: str,
+    deadline_s: Annotated[
+        float | None, typer.Option(min=0, help="longest time for moving its adapters, in seconds")
+    ] = None,
+) -> None:
+    """Move a worker's adapters to other workers and send it no more requests.
+
+    Example: lorafleet workers drain w1 --deadline-s 60
+    """
+    _post_worker_action(
+        context, worker, "drain", "is draining", {} if deadline_s is None else {"deadline_s": deadline_s}
+    )
+
+
+def _post_worker_action(context: typer.Context, worker: str, action: str, result: str, body: Any = None) -> None:
+    with context.obj.orchestrator() as api:
+        api.call("POST", f"/v1/workers/{path_of(worker)}/{action}", body)
+    typer.echo(f"{worker} {result}")
+
+
+@policy_app.command("show")
+def policy_show(context: typer.Context) -> None:
+    """Show the policy in force and its etag.
+
+    Example: lorafleet policy show
+    """
+    from lorafleet.cli import tables
+
+    with context.obj.orchestrator() as api:
+        policy, etag = api.get_with_etag("/v1/policy")
+        tables.show(tables.fields(policy | {"etag": etag.strip('"')}))
+
+
+@policy_app.command("set")
+def policy_set(
+    context: typer.Context,
+    changes: Annotated[list[str], typer.Argument(help="NAME=VALUE, see `policy show`")],
+    if_match: Annotated[
+        str | None, typer.Option(help="change only if the etag of `policy show` is still this one")
+    ] = None,
+) -> None:
+    """Change parts of the policy, effective at once.
+
+    Examples:
+
+      lorafleet policy set loading=eager reserve_slots=0
+
+      lorafleet policy set loading=eager --if-match 3c1f9c6d2ab04e11
+    """
+    body = dict(map(plan.parse_setting, changes))
+    with context.obj.orchestrator() as api:
+        from lorafleet.cli import tables
+
+        tables.show(tables.fields(api.call("PATCH", "/v1/policy", body, headers=if_match_header(if_match))))
