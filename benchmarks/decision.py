@@ -38,9 +38,9 @@ from lorafleet.kv.ledger import BlockLedger
 from orchestrator.wire import Catalog, CatalogAdapter
 from router.core.fleet import RouterFleet
 from router.core.kv.index import KvIndex, WorkerId
-from router.core.queue.fair_queue import HashedRequest, PrefixMatch
 from router.core.resolve import resolve
-from router.core.schedule.decision import Decision
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, PrefixMatch
 from router.core.scheduler import Scheduler
 from router.fleet.catalog import adapters_and_aliases
 from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes

@@ -8,9 +8,9 @@ from lorafleet import identity
 from lorafleet.identity import block_hashes, root_hash
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, RoutableAdapter, RouterFleet
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import HashedRequest
 from router.core.resolve import resolve
-from router.core.schedule.decision import Decision, RoutingRequest
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, RoutingRequest
 from router.core.scheduler import Scheduler, first_blocks
 
 BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16

@@ -49,7 +49,7 @@ from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.queue.quota import Quotas
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook
 from router.core.schedule.policies import POLICIES
 from router.core.scheduler import Scheduler, ShadowComparison

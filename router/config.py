@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.engine.agentless import engines_by_id
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import Key, ServiceSettings, Url
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
 
@@ -171,7 +171,7 @@ class RouterSettings(ServiceSettings):
     )
     costs: dict[str, NonNegativeFloat] = Field(
         default={},
-        description="other numbers in the cost model, by name: temperature_s, kappa_min, ... (schedule/cost.py)",
+        description="numbers of the cost model, by name: temperature_s, kappa_min, ... (schedule/cost_settings.py)",
     )
     late_binding_s: float = Field(
         default=1.0,

@@ -16,7 +16,7 @@ from benchmarks.trace.measure import GOOD, TraceCase, TraceFigures, names
 from benchmarks.trace.table import by_case, show
 from benchmarks.trace.tasks import Task, begin, do
 from benchmarks.trace.workload import WHERE_FROM, TraceLine, drawn, read
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 
 VARIABLE = "LORAFLEET_TRACE"
 CAPACITIES, LOADS, ROUTERS, REPORTS_S, SEEDS = (750, 2000), (0.5, 1.0, 1.5, 2.0, 3.0), (1, 4), (1.0, 5.0), 3

@@ -10,7 +10,7 @@ from benchmarks.trace.fleet import Setting, TraceFleet, TraceRouter
 from benchmarks.trace.ours import LorafleetRouter
 from benchmarks.trace.peers import PEERS, Peer
 from benchmarks.trace.workload import TraceLine, TraceRequest, requests_of
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
 
 # A request is good when it meets both.

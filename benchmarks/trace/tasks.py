@@ -7,7 +7,7 @@ from benchmarks.trace.engine import Hardware
 from benchmarks.trace.ideals import Ideals, ideals
 from benchmarks.trace.measure import TraceCase, TraceFigures, run
 from benchmarks.trace.workload import TraceLine, requests_of
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 
 
 @dataclass(frozen=True, slots=True)

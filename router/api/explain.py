@@ -6,10 +6,12 @@ from datetime import UTC, datetime
 from router.core.errors import BadBody, NoReplica
 from router.core.fleet import Roster, rejection
 from router.core.kv.index import WorkerId
-from router.core.schedule.decision import Decision, RoutingRequest, too_short
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
+from router.core.schedule.policy import Decision
 from router.core.schedule.record import record_of, replayed
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import length_rejection
 from router.request.services import RequestRecord
 from router.tokenizing.tokenizers import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
@@ -40,7 +42,7 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
         trust=record.trust,
         waited_s=record.waited_s,
         first_data_s=record.first_data_s,
-        kappa=snapshot.kappa,
+        kappa=decision.kappa,
         rho=snapshot.rho,
         scores=tuple(
             ScoreItem(
@@ -54,8 +56,8 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
                 adapter_s=score.adapter_s,
                 slot_s=score.slot_s,
                 queue_s=score.queue_s,
-                harm_s=score.harm_s,
-                crowd_s=score.crowd_s,
+                harm_s=score.interference_s,
+                crowd_s=score.pressure_s,
                 decode_s=score.decode_s,
                 zone_s=score.zone_s,
                 cost_s=score.cost_s,
@@ -85,13 +87,16 @@ def undecided(
         rho=0.0,
         scores=(),
         rejected=tuple(
-            RejectedItem(
-                worker_id=r.id, reason=rejection(r, request.engine_name) or too_short(roster, i, request) or "able"
-            )
-            for i, r in enumerate(roster.replicas)
+            RejectedItem(worker_id=replica.id, reason=_rejection(roster, position, request) or "able")
+            for position, replica in enumerate(roster.replicas)
         ),
         note=note,
     )
+
+
+def _rejection(roster: Roster, position: int, request: RoutingRequest) -> str | None:
+    name = request.engine_name
+    return rejection(roster.replicas[position], name) or length_rejection(roster, position, request)
 
 
 def again(body: ReplayBody) -> RouteAnswer:

@@ -10,11 +10,13 @@ from router.core.failover.circuit_breaker import HUNG, SILENT, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import FairQueue, HashChains, HashedRequest, PrefixMatch, QueuedRequest
-from router.core.schedule.cost import CostSettings
-from router.core.schedule.decision import NOTHING, Decision, FleetSnapshot, RoutingPolicy, decide
+from router.core.queue.fair_queue import FairQueue, QueuedRequest
+from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load import LoadBook, LoadEntry
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
+from router.core.schedule.policy import Decision, RoutingPolicy, decide
+from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch
+from router.core.schedule.snapshot import FleetSnapshot
 
 # A waiting request is decided again and again; its match is as good as new for this long.
 _MATCH_KEPT_S = 0.1

@@ -20,7 +20,7 @@ from router.core.fleet import Replica
 from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
-from router.core.queue.fair_queue import PrefixMatch
+from router.core.schedule.request import PrefixMatch
 from router.http.engine_pool import EnginePool
 from router.kv.feed import KvSource, WorkerFeed, member_name
 from router.telemetry.metrics import RouterMetrics

@@ -4,9 +4,9 @@ from time import time
 
 from router.core.kv.estimate import PredictedCache
 from router.core.kv.index import PendingBlocks
-from router.core.queue.fair_queue import HashedRequest
 from router.core.resolve import RequestTarget
-from router.core.schedule.decision import Decision
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest
 from router.protocols.usage import EngineUsage
 from router.request.services import RequestRecord, Services
 from router.tokenizing.tokenizers import Source

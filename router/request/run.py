@@ -25,9 +25,9 @@ from router.core.errors import (
 from router.core.failover.exclusions import FailedAttempt, excluded
 from router.core.failover.verdict import MAX_DEATHS, VERDICTS
 from router.core.fleet import Excluded, Incarnation
-from router.core.queue.fair_queue import HashedRequest
 from router.core.queue.quota import QuotaGrant
 from router.core.resolve import RequestTarget
+from router.core.schedule.request import HashedRequest
 from router.protocols import sglang_generate
 from router.protocols.stored_responses import adapter_gone_error, worker_gone_error, worker_of_response
 from router.protocols.usage import EngineUsage

@@ -18,7 +18,7 @@ from router.core.fleet import Incarnation
 from router.core.kv.cache_disclosure import CacheDisclosure
 from router.core.kv.prediction_accuracy import PredictionAccuracy, TrustState
 from router.core.queue.quota import Quotas
-from router.core.schedule.decision import Decision
+from router.core.schedule.policy import Decision
 from router.core.scheduler import Scheduler
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import UsageCounts

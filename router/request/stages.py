@@ -14,9 +14,10 @@ from lorafleet.service.auth import Caller
 from router.core.errors import ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
 from router.core.kv.index import WorkerId
-from router.core.queue.fair_queue import HashChains, HashedRequest, PrefixMatch, QueuedRequest
+from router.core.queue.fair_queue import QueuedRequest
 from router.core.resolve import RequestTarget, resolve
-from router.core.schedule.decision import NOTHING, RoutingRequest, too_short
+from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch, RoutingRequest
+from router.core.schedule.snapshot import length_rejection
 from router.core.scheduler import first_blocks
 from router.kv.feeds import KvFeeds
 from router.request.dispatched import DispatchedRequest
@@ -143,7 +144,7 @@ def _too_short(services: Services, target: RequestTarget, request: ParsedRequest
     ask = RoutingRequest(
         target.base_model, engine_name, 0, total_tokens=_total_tokens(request, len(tokens.ids), roster)
     )
-    return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if too_short(roster, i, ask)])
+    return frozenset([r.incarnation for i, r in enumerate(roster.replicas) if length_rejection(roster, i, ask)])
 
 
 async def _until_back(services: Services, base_model: str, unfit: Callable[[], Excluded]) -> None:

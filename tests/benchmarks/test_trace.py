@@ -17,7 +17,7 @@ from benchmarks.trace.ideals import ideals
 from benchmarks.trace.measure import TraceCase, figures, names, run
 from benchmarks.trace.peers import PEERS, CacheAware, Dynamo, LlmD, StackKvAware, StackPrefixAware
 from benchmarks.trace.workload import BLOCK, TICK_S, TraceRequest, drawn, key, read, requests_of
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 from tests.benchmarks.smoke import rows_of
 from tests.patience import patience
 

@@ -13,9 +13,9 @@ from router.core.errors import NoReplica
 from router.core.failover.circuit_breaker import ANSWERED, COUNTED, BreakerRules, CircuitBreaker
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Roster
-from router.core.schedule.decision import RoutingRequest
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.record import record_of, replayed
+from router.core.schedule.request import RoutingRequest
 from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import SQL, a_replica, choose
 
@@ -510,18 +510,18 @@ def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why
     shut = frozenset({("w0", "a"), ("w1", "a")})
     for seed in range(10):
         decision = choose(
-            RoutingRequest("m", "", 100), fleet, {"w0": 6}, policy=policy, shut=shut, seed=seed, turn=seed
+            RoutingRequest("m", "", 100), fleet, {"w0": 6}, policy=policy, open_circuits=shut, seed=seed, turn=seed
         )
         assert decision.replica.id == "w2"
         assert decision.rejected == {"w0": "circuit open", "w1": "circuit open"}
         again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
-        assert again == decision or again.snapshot.shut == shut
+        assert again == decision or again.snapshot.open_circuits == shut
         assert again.replica.id == "w2"
 
 
 def test_an_earlier_boot_of_a_worker_shuts_nothing_of_the_next():
     fleet = [a_replica("w0", engine_boot_id="b"), a_replica("w1", engine_boot_id="b")]
-    decision = choose(RoutingRequest("m", "", 100), fleet, {"w0": 6}, shut=frozenset({("w0", "a")}))
+    decision = choose(RoutingRequest("m", "", 100), fleet, {"w0": 6}, open_circuits=frozenset({("w0", "a")}))
     assert decision.replica.id == "w0"
     assert decision.rejected == {}
 
@@ -529,12 +529,12 @@ def test_an_earlier_boot_of_a_worker_shuts_nothing_of_the_next():
 def test_when_every_able_replica_is_shut_the_breaker_is_ignored_for_them():
     fleet = [a_replica("w0", residents=[SQL]), a_replica("w1")]
     shut = frozenset({("w0", "")})
-    holder = choose(RoutingRequest("m", SQL, 100), fleet, shut=shut)
+    holder = choose(RoutingRequest("m", SQL, 100), fleet, open_circuits=shut)
     assert holder.replica.id == "w0"
     assert holder.rejected == {"w1": "adapter not resident"}
-    assert choose(RoutingRequest("m", "", 100), fleet, shut=shut).replica.id == "w1"
+    assert choose(RoutingRequest("m", "", 100), fleet, open_circuits=shut).replica.id == "w1"
     with pytest.raises(NoReplica):
-        choose(RoutingRequest("m", SQL, 100, frozenset({("w0", "")})), fleet, shut=shut)
+        choose(RoutingRequest("m", SQL, 100, frozenset({("w0", "")})), fleet, open_circuits=shut)
 
 
 def test_a_record_of_before_there_were_circuits_is_still_replayed():

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Roster
-from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
-from router.core.schedule.cost import CostSettings
-from router.core.schedule.decision import Decision, RoutingRequest
+from router.core.queue.fair_queue import QueuedRequest
+from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.policies import POLICIES
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler, first_blocks
 from tests.router.test_policy import SQL, a_replica
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.queue import fair_queue
-from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, HashedRequest, QueuedRequest
-from router.core.schedule.decision import Decision, RoutingRequest
+from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, QueuedRequest
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, RoutingRequest
 from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import a_replica
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport, Roster
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 from tests.properties import examples
 from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.town import SimulatedFleet, SimulatedRequest

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse, StreamingResponse
 
 from lorafleet.service.auth import hash_key
-from router.core.queue.fair_queue import HashedRequest
+from router.core.schedule.request import HashedRequest
 from router.request.dispatched import DispatchedRequest
 from router.request.services import Decisions
 from router.tokenizing.tokenizers import Tokenizers

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
 from lorafleet.service.sockets import bound
 from router.core.kv.prediction_accuracy import PredictionAccuracy
-from router.core.queue.fair_queue import PrefixMatch
+from router.core.schedule.request import PrefixMatch
 from router.http.engine_pool import EnginePool
 from router.kv.feed import KvSource, member_name
 from router.kv.feeds import KvFeeds

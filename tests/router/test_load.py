@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.fleet import EngineReport
-from router.core.schedule.load import FleetLoad, LoadBook, ReplicaLoad
+from router.core.schedule.load import LoadBook
+from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
 from tests.router.test_policy import OTHERS, SQL, a_replica
 
 
@@ -299,9 +300,9 @@ def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_a
     book = LoadBook()
     book.apply_report(a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.9, request_s=3.0, at=1.0)))
     own = book.replica_load("w0")
-    assert own.room_s(100) == 0.0
-    assert 0.0 < own.room_s(300) < own.room_s(1600) <= 3.0
-    assert own.room_s(1601) == 0.0
+    assert own.kv_wait_s(100) == 0.0
+    assert 0.0 < own.kv_wait_s(300) < own.kv_wait_s(1600) <= 3.0
+    assert own.kv_wait_s(1601) == 0.0
 
 
 def test_only_answered_requests_teach_how_long_one_takes():
@@ -354,7 +355,7 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
         book.apply_report(replica)
     flight = book.add("w1", SQL, 0.1, 0.0, prompt_tokens=100)
     before = book.fleet_load("m", replicas)
-    assert (before.full, list(before)) == (1, [book.replica_load(r.id) for r in replicas])
+    assert (before.without_slot, list(before)) == (1, [book.replica_load(r.id) for r in replicas])
     book.record_first_token(flight, 1.0)
     book.apply_report(a_replica("w2", report=EngineReport(at=1.0, running=4)))
     now = book.fleet_load("m", replicas)
@@ -363,12 +364,12 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     assert list(now) == [book.replica_load(r.id) for r in replicas]
     book.remove(flight, 2.0)
     renewed = tuple(reversed(replicas))
-    assert not book.fleet_load("m", replicas).full
+    assert not book.fleet_load("m", replicas).without_slot
     assert list(book.fleet_load("m", renewed)) == [book.replica_load(r.id) for r in renewed]
     book.add("w0", SQL, 0.1, 3.0)
     again = tuple(replace(r) for r in renewed)
     assert list(book.fleet_load("m", again)) == [book.replica_load(r.id) for r in again]
-    assert now.full == 1
+    assert now.without_slot == 1
 
 
 @pytest.mark.parametrize(
@@ -422,16 +423,16 @@ def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
         book.apply_report(a_replica(name, total_kv_blocks=blocks))
         book.add(name, "", 0.1, 0.0, prompt_tokens=9000, cached_tokens=1000)
     small, large = book.replica_load("small"), book.replica_load("large")
-    assert small.crowding(0.0) == pytest.approx(log(8000 / 16000))
-    assert small.crowding(0.0) - large.crowding(0.0) == pytest.approx(log(4))
-    assert small.crowding(120.0) == pytest.approx(log(8000 / 16000) - 1)
-    assert small.crowding(9999.0) == large.crowding(9999.0) == log(0.05)
+    assert small.cache_turnover(0.0) == pytest.approx(log(8000 / 16000))
+    assert small.cache_turnover(0.0) - large.cache_turnover(0.0) == pytest.approx(log(4))
+    assert small.cache_turnover(120.0) == pytest.approx(log(8000 / 16000) - 1)
+    assert small.cache_turnover(9999.0) == large.cache_turnover(9999.0) == log(0.05)
     book.add("small", "", 0.1, 120.0, prompt_tokens=8000)
-    assert book.replica_load("small").crowding(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
+    assert book.replica_load("small").cache_turnover(120.0) == pytest.approx(log((8000 / 2.718281828 + 8000) / 16000))
     # More crowded than others is who has more than the least crowded of them has.
     both = (a_replica("small", total_kv_blocks=1000), a_replica("large", total_kv_blocks=4000))
     assert (
-        book.fleet_load("m", both).uncrowded(0.0)
+        book.fleet_load("m", both).base_placed(0.0)
         == book.replica_load("large").placed
         < book.replica_load("small").placed
     )

@@ -14,14 +14,16 @@ from lorafleet.identity import rendezvous_order, rendezvous_score
 from router.config import RouterSettings
 from router.core.errors import NoReplica
 from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
-from router.core.kv.prediction_accuracy import hit_tokens
-from router.core.queue.fair_queue import HashedRequest, PrefixMatch
-from router.core.schedule.cost import CostSettings, ReplicaScore, context, decode_s, kappa, move_s, prefill_rate, zone_s
-from router.core.schedule.decision import FleetSnapshot, RoutingRequest, decide
-from router.core.schedule.load import FleetLoad, ReplicaLoad
+from router.core.schedule.cost import kappa, replica_score
+from router.core.schedule.cost_loop import roster_costs
+from router.core.schedule.cost_settings import CostSettings
+from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
+from router.core.schedule.policy import decide
 from router.core.schedule.record import record_of, replayed
+from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 from router.core.scheduler import Scheduler
 from tests.properties import examples
 
@@ -327,7 +329,7 @@ def moments(draw):
         depths=draw(some),
         lower={} if is_plain else draw(lower),
         backlog={} if is_plain else draw(backlog),
-        shut=frozenset((i, "b") for i in draw(st.sets(st.sampled_from(ids)))),
+        open_circuits=frozenset((i, "b") for i in draw(st.sets(st.sampled_from(ids)))),
         rho=draw(st.floats(0, 2)),
         context_tokens=draw(st.floats(1, 30_000)),
         now=draw(SECONDS),
@@ -348,45 +350,13 @@ def moments(draw):
     return request, snapshot
 
 
-def tidy_score(request, snapshot, position):
-    """The cost model written to be read: what the loop of `FleetSnapshot.terms` must come to."""
-    costs, middle, now = snapshot.costs, snapshot.roster.middle, snapshot.now
-    replica, own = snapshot.roster.replicas[position], snapshot.loads[position]
-    depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
-    cached = hit_tokens(depth + host + storage, replica.block_size, request.prompt_tokens)
-    device, lower = depth * replica.block_size, (host + storage) * replica.block_size
-    fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
-    fetched *= max(0, cached - device) / lower if lower else 0.0
-    usual = costs.attention_tokens + snapshot.context_tokens
-    computed_work = (
-        (request.prompt_tokens - cached) * (costs.attention_tokens + context(request.prompt_tokens, cached)) / usual
-    )
-    fetched_work = fetched * (costs.attention_tokens + (device + cached) / 2) / usual
-    prefill_s = (computed_work + fetched_work) / prefill_rate(replica, middle, costs)
-    adapter_s = slot_s = opening_s = 0.0
-    if request.engine_name and request.engine_name not in own.fresh:
-        adapter_s = move_s(replica, request.engine_name, middle, costs)
-    if request.engine_name and request.engine_name not in own.engine_names:
-        slot_s = max(0.0, own.slot_at - now)
-        opening_s = costs.slot_s * min(1.0, own.slots_used / replica.max_loras) ** costs.slot_power
-    backlog_s = snapshot.backlog.get(replica.id, 0.0)
-    queue_s = own.queue_s(now) + own.full_s + own.room_s(request.prompt_tokens) + backlog_s
-    harm_s = costs.decode_harm * prefill_s * (own.in_flight + own.others_in_flight)
-    work_s = prefill_s + adapter_s
-    least = min(share.crowding(now) for share in snapshot.loads)
-    crowd_s = costs.crowding * work_s * (own.crowding(now) - least) + opening_s
-    waits = [slot_s, queue_s, harm_s, crowd_s, decode_s(replica, middle, costs), zone_s(replica, costs)]
-    cost_s = kappa(snapshot.rho, costs) * work_s + sum(waits)
-    return ReplicaScore(replica.id, depth, cached, prefill_s, adapter_s, *waits, cost_s)
-
-
 @given(st.integers(1, 200_000), st.integers(0, 12_000), st.integers(0, 12_000), st.integers(0, 12_000))
 def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, depth, host, storage):
     fleet = (a_replica("w0"), a_replica("w1"))
     lower, depths = {"w0": (host, storage)} if host + storage else {}, {"w0": depth, "w1": depth}
     with_lower, without = a_snapshot(fleet, depths=depths, lower=lower), a_snapshot(fleet, depths=depths)
     request = RoutingRequest("m", "", prompt_tokens)
-    assert with_lower.score(request, 0).prefill_s <= without.score(request, 0).prefill_s * (1 + 1e-9)
+    assert replica_score(request, with_lower, 0).prefill_s <= replica_score(request, without, 0).prefill_s * (1 + 1e-9)
 
 
 @st.composite
@@ -418,26 +388,30 @@ def fleets_at_rest(draw):
     return RoutingRequest("m", SQL, draw(st.sampled_from([16, 144, 200]))), snapshot
 
 
+@settings(max_examples=examples(400))
 @given(moments() | fleets_at_rest())
-def test_the_loop_that_decides_comes_to_the_cost_model_term_by_term(moment):
+def test_the_fast_loop_equals_the_cost_model_to_the_last_bit(moment):
     request, snapshot = moment
     able = snapshot.able(request)
-    tidy = [tidy_score(request, snapshot, i) for i in able]
-    at, found = snapshot.terms(request, able)
-    assert at == list(able)
-    assert found == [pytest.approx(structs.astuple(score)[1:]) for score in tidy]
-    assert [snapshot.score(request, i) for i in able] == list(map(snapshot.named, at, found))
+    found = roster_costs(request, snapshot, able)
+    scores = [replica_score(request, snapshot, position) for position in able]
+    assert found.positions == list(able)
+    assert [found.score(k) for k in range(len(found))] == scores
+    assert found.costs_s() == [score.cost_s for score in scores]
+    assert found.cached_tokens() == [score.cached_tokens for score in scores]
 
 
 @settings(max_examples=examples(400))
 @given(moments() | fleets_at_rest())
-def test_the_close_ones_are_those_that_are_about_as_good_as_the_best(moment):
+def test_close_replicas_are_those_within_the_tie_limit_of_the_best(moment):
     request, snapshot = moment
     able = snapshot.able(request)
-    at, found = snapshot.terms(request, able)
-    limit = snapshot.costs.close_to(min(terms[-1] for terms in found))
-    close = [(i, terms) for i, terms in zip(at, found, strict=True) if terms[-1] <= limit]
-    assert list(zip(*snapshot.terms(request, able, only_close=True), strict=True)) == close
+    scores = {position: replica_score(request, snapshot, position) for position in able}
+    limit_s = snapshot.costs.tie_limit_s(min(score.cost_s for score in scores.values()))
+    close = {position: score for position, score in scores.items() if score.cost_s <= limit_s}
+    found = roster_costs(request, snapshot, able, only_close=True)
+    assert {position: found.score(k) for k, position in enumerate(found.positions)} == close
+    assert found.positions == list(close)
 
 
 @given(moments())

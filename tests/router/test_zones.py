@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.schedule.cost import CostSettings
-from router.core.schedule.decision import RoutingRequest, decide
-from router.core.schedule.load import ReplicaLoad
+from router.core.schedule.cost_settings import CostSettings
+from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
+from router.core.schedule.policy import decide
 from router.core.schedule.record import record_of, replayed
+from router.core.schedule.request import RoutingRequest
 from tests.router.doubles import CHAT, AgentDouble, EngineDouble, fleet
 from tests.router.test_policy import a_replica, choose, queued
 

@@ -10,9 +10,10 @@ from random import Random
 from lorafleet.engine.rates import EngineRates
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport, Roster
-from router.core.queue.fair_queue import HashedRequest, PrefixMatch, QueuedRequest
-from router.core.schedule.decision import Decision, RoutingRequest
+from router.core.queue.fair_queue import QueuedRequest
 from router.core.schedule.load import LoadEntry
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica
 from tests.simulated import SimulatedEngine

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lorafleet.engine.agentless import EngineLoad
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import USUAL_PREFILL_TOKENS_PER_S, EngineCounters, EngineRates
-from router.core.schedule.cost import CostSettings
+from router.core.schedule.cost_settings import CostSettings
 from tests.patience import patience, until
 from tests.properties import examples, sample
 from tests.simulated import SimulatedEngine

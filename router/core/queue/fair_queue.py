@@ -13,21 +13,17 @@ argument, nothing here waits by itself.
 import heapq
 import itertools
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-import msgspec
-
-from lorafleet.identity import BlockHash
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
 from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, WaitMargin, wait_s
-from router.core.schedule.decision import NOTHING, Decision, RoutingRequest
+from router.core.schedule.policy import Decision
+from router.core.schedule.request import HashedRequest, PrefixMatch
 
-HashChains = Mapping[int, Sequence[BlockHash]]
-_NO_BLOCKS: Sequence[BlockHash] = ()
 # Those who would go to one replica; apart, those of them who want an adapter slot that is not free.
 _Line = tuple[WorkerId, bool]
 
@@ -48,36 +44,6 @@ _MOST_RETRY_S = 300.0
 # Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
 # forgotten joins where the others are: at most it is spared what it had of the last request.
 _REMEMBERED_IDLE = 256
-
-
-class HashedRequest(msgspec.Struct, frozen=True):
-    """A request's question and its block hashes, by block size; none when nothing is known of its prompt.
-
-    Of an approximate prompt (`request.is_approximate`) they are another kind of hashes, with an index of their own.
-
-    chains          hashes by block size
-    salted_chains   hashes at replicas that salt prompts (Replica.is_salted); empty where no salt applies, and for
-                    approximate prompts
-    salted_workers  the replicas that salt prompts
-    """
-
-    request: RoutingRequest
-    chains: HashChains = NOTHING
-    salted_chains: HashChains = NOTHING
-    salted_workers: frozenset[WorkerId] = frozenset()
-
-    def chain(self, worker: WorkerId, block_size: int) -> Sequence[BlockHash]:
-        """Its blocks at this worker."""
-        chains = self.salted_chains if worker in self.salted_workers else self.chains
-        return chains.get(block_size, _NO_BLOCKS)
-
-
-class PrefixMatch(msgspec.Struct, frozen=True):
-    """What the fleet has cached of one prompt; all three as in Scene."""
-
-    depths: Mapping[WorkerId, int] = NOTHING
-    lower: Mapping[WorkerId, tuple[int, int]] = NOTHING
-    ranks: Mapping[WorkerId, int] = NOTHING
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -176,7 +142,9 @@ class FairQueue:
 
     def has_room(self, decision: Decision) -> bool:
         """Whether the chosen replica may be given this request now: little is queued there, or it has nothing to do."""
-        return _queued_s(decision) <= self.late_binding_s or not decision.snapshot.loads.in_flight(decision.position)
+        return (
+            _queued_s(decision) <= self.late_binding_s or not decision.snapshot.loads[decision.position].all_in_flight
+        )
 
     def is_free(self, decision: Decision) -> bool:
         """Whether a request that was decided just now may be sent at once: there is room, and nobody waits for it."""
@@ -344,7 +312,9 @@ class FairQueue:
         snapshot = decision.snapshot
         able = snapshot.able(decision.request)
         ids = [snapshot.roster.replicas[i].id for i in able]
-        if any(not snapshot.loads.in_flight(i) and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)):
+        if any(
+            not snapshot.loads[i].all_in_flight and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)
+        ):
             return False
         return snapshot.roster.middle.prefill_tokens_per_s > 0 or any(map(self.rates.is_measured, ids))
 

@@ -1,74 +1,27 @@
-"""What a request costs on a replica, in seconds: work, which delays everyone behind it, and waiting, which does not."""
+"""The cost model: seconds that a request costs at a replica. The replica of least cost wins.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+    cost = kappa * (prefill + adapter)            work, which delays every request behind it
+         + slot + queue                           waiting, which delays this request alone
+         + decode interference + cache pressure   what other requests lose, now and later
+         + decode + zone                          by how much this replica is slower or farther
+
+This is the model as it is read, explained and replayed. Decisions take `cost_loop.py`, which gives the same numbers to
+the last bit in a tenth of the time; a test holds the two together.
+"""
 
 import msgspec
 
-from router.core.fleet import EngineReport, Replica, Roster
+from router.core.fleet import EngineReport, Replica
 from router.core.kv.index import WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class CostSettings:
-    """The numbers of the cost model. Where no source is named the value is a guess, nothing measured."""
-
-    # Before any replica has reported a rate: an 8B model on one 80 GB GPU does about this.
-    prefill_tokens_per_s: float = 10_000.0
-    # Context at which attention costs as much as everything else: a Llama 8B spends 16 GFLOP on a token and 0.52 MFLOP
-    # on each token before it (4 x 32 layers x 4,096).
-    attention_tokens: float = 30_000.0
-    # How much of a cached block's prefill is saved where the engine must first fetch it from another medium.
-    host_credit: float = 0.9
-    storage_credit: float = 0.5
-    # An adapter in host memory moves to a device slot: rank 64 of an 8B model is 336 MB over PCIe.
-    host_to_device_s: float = 0.02
-    # An adapter that the engine must read again, until one load has been measured.
-    load_s: float = 1.0
-    # What one second of prefill takes from each decode that runs beside it.
-    decode_harm: float = 0.05
-    # How much a second counts that an answer takes longer, against one that its first token comes later. Above 0 the
-    # faster replicas draw work, and their caches turn over: with 0.05 hits are 0.01 to 0.02 lower in
-    # `benchmarks.trace`, replicas 20 % apart, and first tokens no sooner. For fleets of mixed GPUs.
-    decode_share: float = 0.0
-    # What is said to a replica in another zone than the router's: a millisecond or two more, and traffic that clouds
-    # charge for. In seconds, so that it stays where the rest is about as good. A guess, nothing measured.
-    other_zone_s: float = 0.05
-    # What a second of work costs later, for each e-fold by which its replica is more crowded than the least crowded: it
-    # displaces blocks, and an adapter draws its traffic there. This and the next five: `benchmarks.trace`, loads 1 and
-    # 2, 750 and 2,000 blocks; about 60 settings, flat around these.
-    crowding: float = 1.2
-    # What opening the last free adapter slot costs whoever needs one next, and how steeply that falls with more free.
-    slot_s: float = 2.0
-    slot_power: float = 4.0
-    # Below that a fleet at rest spreads every prefix to save a tenth of a second, and misses later what it displaced.
-    kappa_min: float = 4.0
-    kappa_max: float = 16.0
-    # Within this share of the best (or this many seconds) the choice is random, so that routers do not herd.
-    tie_share: float = 0.03
-    tie_s: float = 0.0005
-    # Above 0: every replica gets a chance, weighted by exp(-cost / temperature).
-    temperature_s: float = 0.0
-    # How much of a replica's own measured rate counts; the rest is the fleet's median.
-    own_rate_share: float = 0.8
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_tokens_per_s", "attention_tokens"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, found {getattr(self, name):g}")
-        if not 1 <= self.kappa_min <= self.kappa_max:
-            raise ValueError(f"1 <= kappa_min <= kappa_max must hold, found {self.kappa_min:g} and {self.kappa_max:g}")
-        for name in ("host_credit", "storage_credit", "own_rate_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, found {getattr(self, name):g}")
-
-    def close_to(self, best_s: float) -> float:
-        """The most that is about as good as the best."""
-        return best_s * (1 + self.tie_share) + self.tie_s
+from router.core.kv.prediction_accuracy import hit_tokens
+from router.core.schedule.cost_settings import CostSettings
+from router.core.schedule.load_snapshot import ReplicaLoad
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 
 
 class ReplicaScore(msgspec.Struct, frozen=True):
-    """One replica's terms, in seconds but for `depth_blocks` and `cached_tokens`."""
+    """One replica's cost terms, in seconds but for `depth_blocks` and `cached_tokens`."""
 
     replica: WorkerId
     depth_blocks: int
@@ -77,114 +30,132 @@ class ReplicaScore(msgspec.Struct, frozen=True):
     adapter_s: float
     slot_s: float
     queue_s: float
-    harm_s: float
-    crowd_s: float
+    interference_s: float
+    pressure_s: float
     decode_s: float
     zone_s: float
     cost_s: float
 
 
-# The same as a plain tuple, without whose it is: a decision makes some of them, and a Score of one.
-Terms = tuple[int, int, float, float, float, float, float, float, float, float, float]
-# (block size, seconds per prompt token, decode_s, zone_s, opening_s by slots in use, decode_s + zone_s) of a replica.
-# Plain, as `load.Felt`.
-_Row = tuple[int, float, float, float, tuple[float, ...], float]
-
-
-class ReplicaConstants:
-    """What the replicas of a roster cost whatever is asked of them; made once, and kept with it for many decisions.
-
-    It does not have the roster, which has it: each snapshot of the fleet would stay until the collector comes by.
-
-    ids, rows  of each replica, in the roster's order; rows that are equal are one object
-    """
-
-    __slots__ = ("_moves", "costs", "ids", "rows")
-
-    def __init__(self, roster: Roster, costs: CostSettings) -> None:
-        middle = roster.middle
-        self._moves: dict[str, Mapping[WorkerId, float]] = {"": {}}
-        self.costs = costs
-        opening = {
-            most: tuple([opening_s(used, most, costs) for used in range(most + 1)])
-            for most in {replica.max_loras for replica in roster.replicas}
-        }
-        self.ids = [replica.id for replica in roster.replicas]
-        rows: list[_Row] = [
-            (
-                replica.block_size,
-                1 / prefill_rate(replica, middle, costs),
-                decode_s(replica, middle, costs),
-                zone_s(replica, costs),
-                opening[replica.max_loras],
-                decode_s(replica, middle, costs) + zone_s(replica, costs),
-            )
-            for replica in roster.replicas
-        ]
-        same: dict[_Row, _Row] = {}
-        self.rows = [same.setdefault(row, row) for row in rows]
-
-    @classmethod
-    def of(cls, roster: Roster, costs: CostSettings) -> "ReplicaConstants":
-        """Those that the roster keeps, if they were made of these numbers."""
-        found: ReplicaConstants | None = roster.kept.get(cls)
-        if found is None or found.costs is not costs:
-            found = roster.kept[cls] = cls(roster, costs)
-        return found
-
-    def moves(self, engine_name: str, roster: Roster) -> Mapping[WorkerId, float]:
-        """Seconds to bring an adapter to the device, by replica of its roster; without those that report it there."""
-        found = self._moves.get(engine_name)
-        if found is None:
-            found = self._moves[engine_name] = {
-                replica.id: move_s(replica, engine_name, roster.middle, self.costs)
-                for replica in [roster.replicas[i] for i in roster.able(engine_name)]
-                if replica.residents[engine_name].location != "device"
-            }
-        return found
+def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: int) -> ReplicaScore:
+    """What this request costs at the replica at one position of the roster, term by term."""
+    costs, middle, now = snapshot.costs, snapshot.roster.middle, snapshot.now
+    replica, load = snapshot.roster.replicas[position], snapshot.loads[position]
+    depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
+    cached = hit_tokens(depth + host + storage, replica.block_size, request.prompt_tokens)
+    prefill = prefill_s(request, snapshot, replica, cached)
+    adapter = adapter_s(request, replica, load, middle, costs)
+    work = prefill + adapter
+    slot = slot_wait_s(request, load, now)
+    engine_queue = load.queue_s(now) + load.full_s + load.kv_wait_s(request.prompt_tokens)
+    backlog = snapshot.backlog.get(replica.id, 0.0)
+    interference = costs.decode_harm * prefill * load.all_in_flight
+    scarcity = slot_scarcity_s(request, replica, load, costs)
+    pressure = cache_pressure_s(work, load, snapshot)
+    decode, zone = decode_s(replica, middle, costs), zone_s(replica, costs)
+    cost = kappa(snapshot.rho, costs) * work + (decode + zone)
+    cost = cost + (slot + engine_queue + interference + scarcity) + backlog + pressure
+    waits = slot, engine_queue + backlog
+    return ReplicaScore(
+        replica.id, depth, cached, prefill, adapter, *waits, interference, scarcity + pressure, decode, zone, cost
+    )
 
 
 def kappa(rho: float, costs: CostSettings) -> float:
-    """How much dearer work is than waiting: work delays everyone behind it, more so the busier the fleet."""
+    """Price of a second of work in seconds of waiting: work delays all requests behind it, more so in a busy fleet.
+
+    1 / (1 - rho), between `kappa_min` and `kappa_max`.
+    """
     spare = 1 - rho
     if spare * costs.kappa_min >= 1:
         return costs.kappa_min
     return 1 / spare if spare * costs.kappa_max > 1 else costs.kappa_max
 
 
+def prefill_s(request: RoutingRequest, snapshot: FleetSnapshot, replica: Replica, cached_tokens: int) -> float:
+    """Seconds to compute the tokens that are not cached, and to fetch those that are cached below the device."""
+    costs, prompt = snapshot.costs, request.prompt_tokens
+    rate = prefill_rate(replica, snapshot.roster.middle, costs)
+    # Relative to the usual context, because the measured rate includes the attention to that.
+    usual = costs.attention_tokens + snapshot.context_tokens
+    computed = (prompt - cached_tokens) * (costs.attention_tokens + context(prompt, cached_tokens)) / usual / rate
+    if replica.id not in snapshot.lower:
+        return computed
+    host, storage = snapshot.lower[replica.id]
+    device_tokens = snapshot.depths.get(replica.id, 0) * replica.block_size
+    lower_tokens = (host + storage) * replica.block_size
+    if not lower_tokens:
+        return computed
+    # At their own context, and no more of them than count as cached: fetching never costs more than computing.
+    fetched = replica.block_size * (host * (1 - costs.host_credit) + storage * (1 - costs.storage_credit))
+    fetched *= max(0, cached_tokens - device_tokens) / lower_tokens
+    return computed + fetched * (costs.attention_tokens + (device_tokens + cached_tokens) / 2) / usual / rate
+
+
 def prefill_rate(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
-    """Tokens per second: a replica's own measured rate, shrunk towards the fleet's; the default before any."""
+    """Tokens per second: the replica's own measured rate, shrunk towards the fleet's; the default before any."""
     fleet = middle.prefill_tokens_per_s or costs.prefill_tokens_per_s
     own = replica.report.prefill_tokens_per_s or fleet
     return costs.own_rate_share * own + (1 - costs.own_rate_share) * fleet
 
 
-def decode_s(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
-    """What an answer of usual length takes on a replica, by its learned decode rate, weighted; 0.0 before any."""
-    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
-    return costs.decode_share * middle.output_tokens / rate if rate else 0.0
-
-
-def zone_s(replica: Replica, costs: CostSettings) -> float:
-    """What is added for a replica that is known to be in another zone than the router."""
-    return costs.other_zone_s if replica.is_far else 0.0
-
-
-def opening_s(slots_used: int, max_loras: int, costs: CostSettings) -> float:
-    """What one adapter more on a replica costs whoever needs a slot next."""
-    return costs.slot_s * (slots_used / max_loras) ** costs.slot_power if slots_used and max_loras else 0.0
-
-
 def context(prompt_tokens: int, cached_tokens: int) -> float:
-    """How many tokens the average computed token of this prompt attends to."""
+    """Tokens that the average computed token of this prompt attends to."""
     return cached_tokens + (prompt_tokens - cached_tokens) / 2
 
 
-def move_s(replica: Replica, engine_name: str, middle: EngineReport, costs: CostSettings) -> float:
-    """Seconds until an adapter that a replica reports is in a device slot, if one is free."""
+def adapter_s(
+    request: RoutingRequest, replica: Replica, load: ReplicaLoad, middle: EngineReport, costs: CostSettings
+) -> float:
+    """Seconds to bring the adapter to the device; 0.0 where a request sent since the last report brings it."""
+    if not request.engine_name or request.engine_name in load.fresh:
+        return 0.0
+    return adapter_move_s(replica, request.engine_name, middle, costs)
+
+
+def adapter_move_s(replica: Replica, engine_name: str, middle: EngineReport, costs: CostSettings) -> float:
+    """Seconds until an adapter that the replica reports is in a device slot, if one is free."""
     location = replica.residents[engine_name].location
     if location == "device":
         return 0.0
     if location == "host":
         return costs.host_to_device_s
     return replica.report.load_s or middle.load_s or costs.load_s
+
+
+def slot_wait_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:
+    """Seconds until an adapter that does not run there yet gets a slot."""
+    return max(0.0, load.slot_at - now) if needs_slot(request, load) else 0.0
+
+
+def needs_slot(request: RoutingRequest, load: ReplicaLoad) -> bool:
+    """Whether this request would take one adapter slot more."""
+    return bool(request.engine_name) and request.engine_name not in load.engine_names
+
+
+def slot_scarcity_s(request: RoutingRequest, replica: Replica, load: ReplicaLoad, costs: CostSettings) -> float:
+    """What taking one adapter slot more costs the next adapter that needs one."""
+    if not needs_slot(request, load):
+        return 0.0
+    return next_slot_s(min(load.slots_used, replica.max_loras), replica.max_loras, costs)
+
+
+def next_slot_s(slots_used: int, max_loras: int, costs: CostSettings) -> float:
+    """Cost of one slot more where so many are in use."""
+    return costs.slot_s * (slots_used / max_loras) ** costs.slot_power if slots_used and max_loras else 0.0
+
+
+def cache_pressure_s(work_s: float, load: ReplicaLoad, snapshot: FleetSnapshot) -> float:
+    """Later cost of the blocks that this work displaces, by how much faster they go there than elsewhere."""
+    return snapshot.costs.crowding * work_s * max(0.0, load.placed - snapshot.loads.base_placed(snapshot.now))
+
+
+def decode_s(replica: Replica, middle: EngineReport, costs: CostSettings) -> float:
+    """Seconds of decoding for an answer of usual length, weighted; 0.0 before any rate is known."""
+    rate = replica.report.decode_tokens_per_s or middle.decode_tokens_per_s
+    return costs.decode_share * middle.output_tokens / rate if rate else 0.0
+
+
+def zone_s(replica: Replica, costs: CostSettings) -> float:
+    """Cost of a replica that is known to be in another zone than the router."""
+    return costs.other_zone_s if replica.is_far else 0.0

@@ -1,29 +1,32 @@
 """What this router has in flight, and the waits and the utilisation that follow from it."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, inf, log
-from typing import Final, NamedTuple
 
 import msgspec
 
 from router.core.fleet import Replica
 from router.core.kv.index import WorkerId
 from router.core.schedule.cost import context
+from router.core.schedule.load_snapshot import (
+    FIRST_REQUEST_S,
+    PLACED_S,
+    FleetLoad,
+    LoadTable,
+    LoadVector,
+    ReplicaLoad,
+)
 
 # Seconds over which admitted work counts towards utilisation (rho).
 _HORIZON_S = 30.0
 # Until a request has ended here, and one has begun: guesses, nothing measured.
-_FIRST_REQUEST_S = 2.0
 _FIRST_PREFILL_S = 0.2
 _FIRST_CONTEXT_TOKENS = 1000.0
 # No fleet is expected to have more routers than that.
 _LEAST_SHARE = 1 / 16
 _SMOOTHING = 0.1
-# Over how many seconds prompts count as placed: about how long a busy engine keeps a block. A guess; 60 to 600 do alike
-# in `benchmarks.trace`.
-PLACED_S = 120.0
 # The KV cache of an engine that does not tell its size: a guess that all such engines share.
 _KV_TOKENS = 200_000
 # Moments remembered per worker, so that a report read some seconds ago is held against what we had there then. Changes
@@ -75,178 +78,20 @@ class LoadEntry(msgspec.Struct, eq=False):
     expected_s: float = 0.0
 
 
-class ReplicaLoad(NamedTuple):
-    """The load of one replica as this router knows it, frozen. Every time is one of our clock's.
-
-    busy_until     when what we sent there will have been prefilled, going by its predicted work
-    behind_s       the least that must still be waited for: our unfinished prefills but the largest, which may be
-                   nearly over
-    others_until   when the prefills that others had waiting there, at the last report, will be over
-    in_prefill, in_decode, others_in_flight   sequences: ours before and after their first token, and not ours
-    engine_names   what our requests there run, the base model as ""; `slots_used` of them are adapters
-                   None is named while one of ours has waited for a slot for too long: nobody may go on with theirs
-    fresh          adapters that were sent there after the last report
-    slot_at        when an adapter slot comes free for one more adapter; -inf: one is free
-    full_s         wait for one of `max_num_seqs`
-    request_s      how long a request takes there
-    kv_tokens, kv_free_tokens, kv_token_s   the KV cache, its room, and how long one token more than that has to wait
-    placed   log of the uncached tokens sent there of late, as a share of its KV cache, on a scale on which fading is a
-             subtraction: `placed - now / 120` is the log now; see `crowding`
-    """
-
-    busy_until: float = -inf
-    behind_s: float = 0.0
-    others_until: float = -inf
-    in_prefill: int = 0
-    in_decode: int = 0
-    others_in_flight: int = 0
-    engine_names: frozenset[str] = frozenset()
-    slots_used: int = 0
-    fresh: frozenset[str] = frozenset()
-    slot_at: float = -inf
-    full_s: float = 0.0
-    request_s: float = _FIRST_REQUEST_S
-    kv_tokens: float = inf
-    kv_free_tokens: float = inf
-    kv_token_s: float = 0.0
-    placed: float = -inf
-
-    @property
-    def in_flight(self) -> int:
-        """Sequences of ours."""
-        return self.in_prefill + self.in_decode
-
-    def queue_s(self, now: float) -> float:
-        """Seconds until a request sent now would begin.
-
-        Our own share is known to the request; of the others' we know what the engine last reported beyond ours, less
-        the time since. Adding the whole report would count our own twice.
-        """
-        return max(self.busy_until - now, self.behind_s) + max(0.0, self.others_until - now)
-
-    def room_s(self, prompt_tokens: int) -> float:
-        """Seconds until there is KV room for a prompt; one that never fits is the engine's to refuse, at once."""
-        if not self.kv_free_tokens < prompt_tokens <= self.kv_tokens:
-            return 0.0
-        return min(self.request_s, (prompt_tokens - self.kv_free_tokens) * self.kv_token_s)
-
-    def crowding(self, now: float) -> float:
-        """Log of how fast what is cached there is displaced; less than a twentieth of its KV cache is no crowding.
-
-        Differences between replicas are what counts. An engine keeps a block for as long as its cache lasts at the
-        rate at which new ones come, and hits grow with the log of that time.
-        """
-        return max(_UNCROWDED, self.placed - now / PLACED_S)
-
-
-_UNCROWDED = log(0.05)
-
-
-_IDLE = ReplicaLoad()
-
-# An Own as a plain tuple, which CPython 3.11 unpacks in a fifth of the time that one with names takes.
-Felt = tuple[
-    float,
-    float,
-    float,
-    int,
-    int,
-    int,
-    frozenset[str],
-    int,
-    frozenset[str],
-    float,
-    float,
-    float,
-    float,
-    float,
-    float,
-    float,
-]
-BUSY_UNTIL: Final = 0
-_IN_PREFILL: Final = 3
-_IN_DECODE: Final = 4
-_OTHERS: Final = 5
-_ENGINE_NAMES: Final = 6
-FRESH: Final = 8
-_SLOT_AT: Final = 9
-_FULL_S: Final = 10
-_KV_TOKENS_ALL: Final = 12
-_KV_TOKENS_FREE: Final = 13
-_PLACED: Final = 15
-_AT_REST = _IDLE[:FRESH]
-
-
-class FleetLoad(msgspec.Struct, frozen=True, eq=False):
-    """The load of every replica, in the order of their roster, and what every decision needs to know of all of them.
-
-    felt     what each replica's Own is made of, when somebody asks for one
-    resting  `placed` of each replica where whatever comes waits for nothing and nobody; None of the others
-    full     how many replicas have all adapter slots in use
-    """
-
-    felt: Sequence[Felt]
-    resting: Sequence[float | None]
-    least_placed: float
-    others_in_flight: int
-    full: int
-
-    @classmethod
-    def of(cls, owns: Iterable[ReplicaLoad]) -> "FleetLoad":
-        """These, whatever they come from."""
-        found = list(owns)
-        return cls(
-            found,
-            [_resting(own) for own in found],
-            min([own.placed for own in found], default=-inf),
-            sum([own.others_in_flight for own in found]),
-            sum([own.slot_at > -inf for own in found]),
-        )
-
-    def __len__(self) -> int:
-        """How many replicas."""
-        return len(self.felt)
-
-    def in_flight(self, position: int) -> int:
-        """Sequences at one replica, ours and everybody else's."""
-        felt = self.felt[position]
-        return felt[_IN_PREFILL] + felt[_IN_DECODE] + felt[_OTHERS]
-
-    def has_slot(self, position: int, engine_name: str) -> bool:
-        """Whether an adapter can run at one replica beside those that do."""
-        felt = self.felt[position]
-        return felt[_SLOT_AT] == -inf or engine_name in felt[_ENGINE_NAMES]
-
-    def __getitem__(self, position: int) -> ReplicaLoad:
-        return ReplicaLoad._make(self.felt[position])
-
-    def __iter__(self) -> Iterator[ReplicaLoad]:
-        return map(ReplicaLoad._make, self.felt)
-
-    def uncrowded(self, now: float) -> float:
-        """`placed` of one that is no more crowded than the least crowded of all; what is more is `crowding` more."""
-        return max(self.least_placed, _UNCROWDED + now / PLACED_S)
-
-
 @dataclass(slots=True)
 class _RosterBooks:
-    """The books of one roster's replicas, in its order, and what they came to when they were last looked at.
+    """The books of one roster's replicas, in its order, and the loads they came to when last read.
 
-    stale   positions where that lags behind
-    full    positions where all adapter slots are in use
+    stale   positions whose load has changed since
     """
 
     replicas: tuple[Replica, ...]
     books: "list[_ReplicaBook]"
-    felt: list[Felt]
-    resting: list[float | None]
-    placed: list[float]
+    table: LoadTable
     stale: set[int]
-    full: set[int] = field(default_factory=set)
-    others_in_flight: int = 0
 
     def is_of(self, replicas: tuple[Replica, ...]) -> bool:
-        """Whether these are the same workers in the same order, and all of their books report here still."""
+        """Whether these are the same workers in the same order, and all of their books still report here."""
         is_same = [replica.id for replica in replicas] == [replica.id for replica in self.replicas]
         return is_same and all(book.stale is self.stale for book in self.books)
 
@@ -300,7 +145,7 @@ class _ReplicaBook:
     max_seqs: float = inf
     kv_tokens: int = 0
     kv_tokens_used: float = 0.0
-    reported_request_s: float = _FIRST_REQUEST_S
+    reported_request_s: float = FIRST_REQUEST_S
     reported_at: float = -inf
     moved_at: float = inf
     others_until: float = -inf
@@ -478,7 +323,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._books: dict[WorkerId, _ReplicaBook] = {}
         self._work: dict[str, _ModelBook] = {}
-        self._lines: dict[str, _RosterBooks] = {}
+        self._rosters: dict[str, _RosterBooks] = {}
 
     def add(  # noqa: PLR0917  (for each request, and names take time)
         self,
@@ -588,7 +433,7 @@ class LoadBook:
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone; its requests may still `remove`, which then nobody sees."""
         if self._books.pop(worker, None) is not None:
-            self._lines.clear()
+            self._rosters.clear()
 
     def apply_report(self, replica: Replica) -> None:
         """Take an engine's own counts, and off them what was ours when they were read."""
@@ -604,7 +449,7 @@ class LoadBook:
         book.max_loras, book.max_seqs = replica.max_loras, replica.max_num_seqs
         book.kv_tokens = replica.total_kv_blocks * replica.block_size
         book.kv_tokens_used = report.kv_usage * book.kv_tokens
-        book.reported_request_s = report.request_s or _FIRST_REQUEST_S
+        book.reported_request_s = report.request_s or FIRST_REQUEST_S
         book.moved_at = report.moved_at
         book.stale.add(book.position)
         if report.at == book.reported_at:
@@ -627,41 +472,32 @@ class LoadBook:
             book.stale.add(book.position)
 
     def replica_load(self, worker: WorkerId) -> ReplicaLoad:
-        """What is known of a replica's load."""
+        """The load of one replica; an idle one where nothing is known of it."""
         book = self._books.get(worker)
-        return _IDLE if book is None else ReplicaLoad(*_felt(book))
+        return ReplicaLoad() if book is None else ReplicaLoad(*_load_vector(book))
 
     def fleet_load(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
-        """`replica_load` of each replica of a base model, in order; only what has changed is looked at."""
-        line = self._lines.get(base_model)
-        if line is None:
-            line = self._lines[base_model] = self._lined(replicas)
-        elif line.replicas is not replicas:
-            # A fleet reports many times a second, mostly of the same replicas.
-            if line.is_of(replicas):
-                line.replicas = replicas
+        """The load of each replica of a base model, in order; computed anew only for those that changed."""
+        roster = self._rosters.get(base_model)
+        if roster is None:
+            roster = self._rosters[base_model] = self._roster_books(replicas)
+        elif roster.replicas is not replicas:
+            # Reports come many times a second, mostly from the same replicas.
+            if roster.is_of(replicas):
+                roster.replicas = replicas
             else:
-                line = self._lines[base_model] = self._lined(replicas)
-        felt, resting, placed, full = line.felt, line.resting, line.placed, line.full
-        for position in line.stale:
-            own, before = _felt(line.books[position]), felt[position]
-            felt[position], placed[position], resting[position] = own, own[_PLACED], _resting(own)
-            line.others_in_flight += own[_OTHERS] - before[_OTHERS]
-            if own[_SLOT_AT] > -inf:
-                full.add(position)
-            else:
-                full.discard(position)
-        line.stale.clear()
-        least_placed = min(placed) if placed else -inf
-        return FleetLoad(felt.copy(), resting.copy(), least_placed, line.others_in_flight, len(full))
+                roster = self._rosters[base_model] = self._roster_books(replicas)
+        for position in roster.stale:
+            roster.table.update(position, _load_vector(roster.books[position]))
+        roster.stale.clear()
+        return roster.table.snapshot()
 
-    def _lined(self, replicas: tuple[Replica, ...]) -> _RosterBooks:
-        count = len(replicas)
+    def _roster_books(self, replicas: tuple[Replica, ...]) -> _RosterBooks:
         books = [self._book_of(replica.id, replica.base_model) for replica in replicas]
-        line = _RosterBooks(replicas, books, [_IDLE] * count, [-inf] * count, [-inf] * count, set(range(count)))
+        roster = _RosterBooks(replicas, books, LoadTable(len(books)), set(range(len(books))))
         for position, book in enumerate(books):
-            book.stale, book.position = line.stale, position
-        return line
+            book.stale, book.position = roster.stale, position
+        return roster
 
     def counts_by_name(self) -> Iterable[tuple[WorkerId, str, int]]:
         """(worker, what its engine calls the thing that runs, requests in flight) of everything that is in flight."""
@@ -681,7 +517,7 @@ class LoadBook:
             return 0.0, _FIRST_CONTEXT_TOKENS
         ours, others = work.sequences, loads.others_in_flight
         share = max(_LEAST_SHARE, (ours + 1) / (ours + others + 1)) if others else 1.0
-        spread_s = _HORIZON_S * (len(loads.felt) or 1) * share
+        spread_s = _HORIZON_S * (len(loads) or 1) * share
         return work.seconds * exp((work.at - now) / _HORIZON_S) / spread_s, work.context_tokens
 
     @property
@@ -701,8 +537,8 @@ class LoadBook:
         return book
 
 
-def _felt(book: _ReplicaBook) -> Felt:
-    """The replica's Own, as plain as it can be made."""
+def _load_vector(book: _ReplicaBook) -> LoadVector:
+    """The replica's load, in the order of ReplicaLoad's fields."""
     others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
     in_prefill, all_of_ours = book.prefill_sequences, book.sequences
     # By ours that ended, else as the engine says, else a guess.
@@ -751,14 +587,6 @@ def _felt(book: _ReplicaBook) -> Felt:
         kv_token_s,
         placed,
     )
-
-
-def _resting(felt: Felt) -> float | None:
-    """As Loads.resting has it."""
-    if felt[_IN_PREFILL] or felt[_IN_DECODE]:
-        return None  # so it is for most, and told without the tuple that a slice is
-    waits = felt[:FRESH] != _AT_REST or felt[_SLOT_AT] > -inf or felt[_FULL_S]
-    return None if waits or felt[_KV_TOKENS_FREE] < felt[_KV_TOKENS_ALL] else felt[_PLACED]
 
 
 def _slot_at(flights: Iterable[LoadEntry], max_loras: int, request_s: float) -> float:

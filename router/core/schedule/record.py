@@ -10,10 +10,12 @@ import msgspec
 
 from router.core.fleet import EngineReport, Excluded, Replica, ResidentAdapter, Roster
 from router.core.kv.index import WorkerId
-from router.core.schedule.cost import CostSettings
-from router.core.schedule.decision import Decision, FleetSnapshot, RoutingRequest, decide
-from router.core.schedule.load import FleetLoad, ReplicaLoad
+from router.core.schedule.cost_settings import CostSettings
+from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
+from router.core.schedule.policy import Decision, decide
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 
 _NO_DEFAULT = object()
 _SETS = ("engine_names", "fresh", "draining")
@@ -33,7 +35,7 @@ def record_of(decision: Decision) -> dict[str, Any]:
         "lower": {worker: list(blocks) for worker, blocks in snapshot.lower.items()},
         "ranks": dict(snapshot.ranks),
         "backlog": dict(snapshot.backlog),
-        "shut": sorted(list(pair) for pair in snapshot.shut),
+        "shut": sorted(list(pair) for pair in snapshot.open_circuits),
         "rho": snapshot.rho,
         "context_tokens": snapshot.context_tokens,
         "now": snapshot.now,
@@ -55,7 +57,7 @@ def replayed(record: Mapping[str, Any]) -> Decision:
         roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
         loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in given.pop("loads")),
         lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
-        shut=_pairs(given.pop("shut", ())),
+        open_circuits=_pairs(given.pop("shut", ())),
         costs=CostSettings(**given.pop("costs")),
         **given,
     )

@@ -1,11 +1,11 @@
 """Policies by name, one file each. `kv_lora` is ours; the others are there to compare with, and for who wants them."""
 
-from router.core.schedule.decision import RoutingPolicy
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policies.least_loaded import LeastLoadedPolicy
 from router.core.schedule.policies.prefix_hash import PrefixHashPolicy
 from router.core.schedule.policies.round_robin import RoundRobinPolicy
 from router.core.schedule.policies.session import SessionPolicy
+from router.core.schedule.policy import RoutingPolicy
 
 POLICIES: dict[str, type[RoutingPolicy]] = {
     policy.name: policy

@@ -6,66 +6,62 @@ from random import Random
 from typing import ClassVar, Final
 
 from lorafleet.identity import rendezvous_score
-from router.core.schedule.cost import ReplicaScore, Terms
-from router.core.schedule.decision import FleetSnapshot, RoutingRequest
+from router.core.schedule.cost import ReplicaScore
+from router.core.schedule.cost_loop import RosterCosts, roster_costs
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 
-_CACHED: Final = 1  # of Terms
-_COST_S: Final = -1
-# A conversation that nobody is known to have goes to its home at up to so much of the best cost: as `prefix_hash`.
+# A conversation that no replica is known to have goes to its home at up to this multiple of the best cost: as
+# `prefix_hash`.
 _BALANCE: Final = 1.25
 
 
 class KvLoraPolicy:
-    """Least cost wins; what is within a few percent of it shares at random, so that several routers do not herd.
+    """Least cost wins; ties, within a few percent, share at random, so that several routers do not herd.
 
-    Of an approximate prompt no event tells what other routers have sent where, so they have to agree without a word:
-    among what is close it goes to where its conversation belongs. What is close is wider while this router knows of
-    nobody who has more of it than others.
+    No KV event tells where other routers sent an approximate prompt. So that all routers choose alike, among ties it
+    goes to the home of its conversation; the tie is wider while no replica is known to have more of it than others.
     """
 
     name: ClassVar[str] = "kv_lora"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = snapshot.able(request)
-        if snapshot.loads.full:
+        if snapshot.loads.without_slot:
             able = within_slots(request, snapshot, able)
         if snapshot.costs.temperature_s > 0:
-            at, found = snapshot.terms(request, able)
-            i = likely([terms[_COST_S] for terms in found], snapshot)
+            found = roster_costs(request, snapshot, able)
+            k = weighted_choice(found.costs_s(), snapshot)
         elif request.is_approximate and request.first_blocks:
-            at, found = snapshot.terms(request, able)
-            i = at_home(request, snapshot, at, found)
+            found = roster_costs(request, snapshot, able)
+            k = home_choice(request, snapshot, found)
         else:
-            at, found = snapshot.terms(request, able, only_close=True)
-            # The seed itself is the chance: making a generator of it would take longer than all the rest.
-            i = snapshot.seed % len(found)
-        return at[i], snapshot.named(at[i], found[i])
+            found = roster_costs(request, snapshot, able, only_close=True)
+            # The seed itself is the random number: making a generator of it would take longer than all the rest.
+            k = snapshot.seed % len(found)
+        return found.positions[k], found.score(k)
 
 
-def at_home(request: RoutingRequest, snapshot: FleetSnapshot, at: Sequence[int], found: Sequence[Terms]) -> int:
-    """Which of these an approximate prompt goes to, by rendezvous hashing on its conversation.
-
-    at, found  as Scene.terms answers
-    """
-    best_s, replicas = min(terms[_COST_S] for terms in found), snapshot.roster.replicas
-    is_known = len({terms[_CACHED] for terms in found}) > 1
-    limit_s = snapshot.costs.close_to(best_s if is_known else best_s * _BALANCE)
-    key = f"{request.engine_name}:{request.first_blocks}"
-    close = [k for k, terms in enumerate(found) if terms[_COST_S] <= limit_s]
-    return max(close, key=lambda k: rendezvous_score(key, replicas[at[k]].id))
+def home_choice(request: RoutingRequest, snapshot: FleetSnapshot, found: RosterCosts) -> int:
+    """The k of these replicas that an approximate prompt goes to, by rendezvous hashing on its conversation."""
+    costs_s, replicas = found.costs_s(), snapshot.roster.replicas
+    is_known = len(set(found.cached_tokens())) > 1
+    limit_s = snapshot.costs.tie_limit_s(min(costs_s) if is_known else min(costs_s) * _BALANCE)
+    conversation = f"{request.engine_name}:{request.first_blocks}"
+    close = [k for k, cost_s in enumerate(costs_s) if cost_s <= limit_s]
+    return max(close, key=lambda k: rendezvous_score(conversation, replicas[found.positions[k]].id))
 
 
 def within_slots(request: RoutingRequest, snapshot: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:
-    """Those where this adapter opens no slot beyond `max_loras`; all of them when there is no such replica."""
+    """The positions where this adapter opens no slot beyond `max_loras`; all of them where there is none."""
     name = request.engine_name
     if not name:
         return able
-    fits = [i for i in able if snapshot.loads.has_slot(i, name)]
-    return tuple(fits) or able
+    return tuple([i for i in able if snapshot.loads[i].has_slot(name)]) or able
 
 
-def likely(costs_s: Sequence[float], snapshot: FleetSnapshot) -> int:
-    """Any of these, the cheaper the likelier."""
+def weighted_choice(costs_s: Sequence[float], snapshot: FleetSnapshot) -> int:
+    """Any k of these costs, the cheaper the likelier."""
     best = min(costs_s)
     weights = [exp((best - cost) / snapshot.costs.temperature_s) for cost in costs_s]
     return Random(snapshot.seed).choices(range(len(costs_s)), weights)[0]

@@ -3,19 +3,18 @@
 from random import Random
 from typing import ClassVar
 
-from router.core.schedule.cost import ReplicaScore
-from router.core.schedule.decision import FleetSnapshot, RoutingRequest
+from router.core.schedule.cost import ReplicaScore, replica_score
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 
 
 class LeastLoadedPolicy:
-    """Ours and everybody else's in flight, counted alike; equal ones share at random."""
+    """Sequences in flight, ours and those of other clients alike; equal replicas share at random."""
 
     name: ClassVar[str] = "least_loaded"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        able = snapshot.able(request)
-        counts = [snapshot.loads.in_flight(i) for i in able]
-        fewest = min(counts)
-        return snapshot.scored(
-            request, Random(snapshot.seed).choice([i for i, count in zip(able, counts, strict=True) if count == fewest])
-        )
+        counts = {i: snapshot.loads[i].all_in_flight for i in snapshot.able(request)}
+        fewest = min(counts.values())
+        position = Random(snapshot.seed).choice([i for i, count in counts.items() if count == fewest])
+        return position, replica_score(request, snapshot, position)

@@ -1,9 +1,10 @@
-"""Each able replica in its turn."""
+"""Each able replica in turn."""
 
 from typing import ClassVar
 
-from router.core.schedule.cost import ReplicaScore
-from router.core.schedule.decision import FleetSnapshot, RoutingRequest
+from router.core.schedule.cost import ReplicaScore, replica_score
+from router.core.schedule.request import RoutingRequest
+from router.core.schedule.snapshot import FleetSnapshot
 
 
 class RoundRobinPolicy:
@@ -14,4 +15,4 @@ class RoundRobinPolicy:
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
         able = snapshot.able(request)
         position = able[snapshot.turn % len(able)]
-        return position, snapshot.score(request, position)
+        return position, replica_score(request, snapshot, position)
