@@ -42,9 +42,7 @@ def answer(bench: EngineUnderTest, model: str) -> tuple[str, int]:
 
 
 @pytest.mark.timeout(180)
-async def test_new_bytes_under_an_old_lora_id_are_answered_as_by_an_engine_that_never_knew_the_old_ones(
-    empty, model_dir, tmp_path
-):
+async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_dir, tmp_path):
     old, new = (
         make_adapter(tmp_path / name, name, section=section) for name, section in (("o", "sql"), ("n", "legal"))
     )
@@ -93,7 +91,7 @@ def ledger_hashes(name: str) -> set[int]:
 
 
 @pytest.mark.timeout(180)
-async def test_ten_operations_under_kills_of_the_agent_leave_engine_record_and_disk_agreed(
+async def test_engine_state_folder_and_disk_agree_after_ten_operations_with_agent_kills(
     empty: EngineUnderTest, tmp_path: Path
 ) -> None:
     async with trial(empty.engine.kind, tmp_path, seed=3, engine=empty.engine, may_kill_engine=False) as it:

@@ -19,9 +19,7 @@ def verdict(bench: EngineUnderTest, case: BrokenAdapter, folder: Path) -> str:
     return "takes"
 
 
-def test_vllm_does_with_every_adapter_of_the_corpus_what_the_corpus_says(
-    bench: EngineUnderTest, tmp_path: Path
-) -> None:
+def test_vllm_accepts_or_refuses_each_corpus_adapter_as_documented(bench: EngineUnderTest, tmp_path: Path) -> None:
     if bench.engine.kind == "sim":
         pytest.skip("the sim opens no weights: agents verify them before any engine sees them")
     asked = [case for case in (*BROKEN, *GOOD) if case.vllm != "not asked"]

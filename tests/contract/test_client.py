@@ -127,13 +127,13 @@ async def _until_heard(bench: ClientUnderTest) -> None:
 # --- adapters
 
 
-async def test_a_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: ClientUnderTest) -> None:
+async def test_loaded_adapter_is_listed_with_its_path_and_a_second_load_is_fine(bench: ClientUnderTest) -> None:
     for _ in range(2):
         await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
         assert await bench.engine.list_adapters() == {"sql/v1@1": str(bench.adapters["sql"])}
 
 
-async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: ClientUnderTest) -> None:
+async def test_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     for _ in range(2):
         await bench.engine.unload("sql/v1@1", timeout_s=30)
@@ -142,7 +142,7 @@ async def test_an_unloaded_adapter_is_not_listed_and_a_second_unload_is_fine(ben
     assert "sql/v1@1" in await bench.engine.list_adapters()
 
 
-async def test_a_name_that_is_taken_by_other_files_is_refused(bench: ClientUnderTest) -> None:
+async def test_loading_other_files_under_a_loaded_name_is_refused(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     with pytest.raises(EngineError, match="already") as refused:
         await bench.engine.load("sql/v1@1", bench.adapters["legal"], timeout_s=30)
@@ -152,7 +152,7 @@ async def test_a_name_that_is_taken_by_other_files_is_refused(bench: ClientUnder
 @pytest.mark.parametrize(
     ("fault", "said"), [("rank", "rank"), ("dora", "DoRA"), ("noconfig", "adapter_config|No adapter found")]
 )
-async def test_a_bad_adapter_is_refused_with_the_engines_reason(
+async def test_bad_adapter_is_refused_with_the_engines_reason(
     bench: ClientUnderTest, bad_adapters: dict[str, Path], fault: str, said: str
 ) -> None:
     with pytest.raises(EngineError, match=said) as refused:
@@ -161,7 +161,7 @@ async def test_a_bad_adapter_is_refused_with_the_engines_reason(
     assert await bench.engine.list_adapters() == {}
 
 
-async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_by(bench: ClientUnderTest) -> None:
+async def test_each_adapter_answers_with_its_own_text_and_name(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     await bench.engine.load("legal/v2@2", bench.adapters["legal"], timeout_s=30)
     prompt = bench.tokens(1)
@@ -171,7 +171,7 @@ async def test_each_adapter_answers_for_itself_and_under_the_name_it_was_asked_b
         assert (await bench.ask(prompt, name)).json()["model"] == bench.dialect.model(BASE, name)
 
 
-async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_models_answer(
+async def test_request_for_an_unloaded_adapter_is_an_error(
     bench: ClientUnderTest,
 ) -> None:
     assert (await bench.ask("x", "never/v1@1")).status_code in (400, 404)
@@ -180,13 +180,13 @@ async def test_an_adapter_that_was_never_loaded_is_an_error_and_not_the_base_mod
 # --- what it says of itself
 
 
-async def test_it_says_its_shape(bench: ClientUnderTest) -> None:
+async def test_client_reads_the_engines_shape(bench: ClientUnderTest) -> None:
     shape = await bench.engine.read_shape()
     assert (shape.block_size, shape.max_model_len, shape.model_name) == (BLOCK, 2048, BASE)
     assert shape.total_kv_blocks == 256
 
 
-async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: ClientUnderTest) -> None:
+async def test_metrics_count_computed_and_cached_tokens(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(3)
     before = await bench.engine.scrape()
     await bench.text(prompt, max_tokens=5)
@@ -201,7 +201,7 @@ async def test_its_counters_tell_what_was_computed_and_what_was_cached(bench: Cl
     assert (again.running, again.waiting) == (0, 0)
 
 
-async def test_a_request_counts_as_running_from_its_first_token_and_until_its_client_leaves(
+async def test_request_counts_as_running_from_first_token_until_client_disconnects(
     bench: ClientUnderTest,
 ) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -217,23 +217,21 @@ async def test_a_request_counts_as_running_from_its_first_token_and_until_its_cl
             pass
 
 
-async def test_its_answers_say_how_much_was_cached(bench: ClientUnderTest) -> None:
+async def test_answers_report_cached_tokens(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(2)
     await bench.text(prompt)
     usage = (await bench.ask(prompt)).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * BLOCK
 
 
-async def test_it_is_healthy_gives_tokens_and_keeps_its_boot_mark(bench: ClientUnderTest) -> None:
+async def test_engine_is_healthy_generates_and_keeps_its_boot_mark(bench: ClientUnderTest) -> None:
     assert await bench.engine.is_healthy(timeout_s=10)
     assert await bench.engine.can_generate(BASE, timeout_s=30)
     assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
 
 
 @pytest.mark.parametrize("running", KINDS[2:], indirect=True)  # the others have no core in a process of its own
-async def test_where_its_core_hangs_its_health_route_is_well_and_no_counter_moves(
-    bench: ClientUnderTest, running: RunningEngine
-) -> None:
+async def test_hanging_core_stays_healthy_but_its_counters_stop(bench: ClientUnderTest, running: RunningEngine) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
         assert (await anext(answer.aiter_lines())).startswith("data: {")
@@ -270,7 +268,7 @@ def _cores(server: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_an_engine_that_is_not_there_is_unreachable(kind: str) -> None:
+async def test_missing_engine_is_unreachable(kind: str) -> None:
     gone = engine_client(kind, "http://127.0.0.1:1")
     assert not await gone.is_healthy(timeout_s=1)
     for ask in (gone.list_adapters, gone.scrape, gone.read_shape, gone.boot_mark):
@@ -283,7 +281,7 @@ async def test_an_engine_that_is_not_there_is_unreachable(kind: str) -> None:
 # --- its cache and events
 
 
-async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(bench: ClientUnderTest) -> None:
+async def test_kv_events_separate_blocks_by_adapter_and_salt(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     prompt = bench.tokens(2)
     roots = [{}, {"name": "sql/v1@1"}, {"salt": "tenant"}, {"name": "sql/v1@1", "salt": "tenant"}]
@@ -297,7 +295,7 @@ async def test_what_its_events_say_is_cached_is_told_apart_by_adapter_and_salt(b
     assert not bench.ledger.rejected
 
 
-async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(bench: ClientUnderTest) -> None:
+async def test_ledger_agrees_with_the_engine_after_unload_and_load(bench: ClientUnderTest) -> None:
     prompt = bench.tokens(2)
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     await bench.text(prompt, "sql/v1@1")
@@ -314,7 +312,7 @@ async def test_after_unload_and_load_the_ledger_believes_what_the_engine_finds(b
     await bench.until_cached(bench.hashes(prompt, "sql/v1@1"))
 
 
-async def test_room_that_is_made_is_told(bench: ClientUnderTest) -> None:
+async def test_evicted_blocks_are_reported(bench: ClientUnderTest) -> None:
     old = bench.tokens(2)
     await bench.text(old)
     await bench.until_cached(bench.hashes(old))
@@ -333,7 +331,7 @@ only_sglang = pytest.mark.parametrize("running", ["sglang"], indirect=True)
 
 
 @only_sglang
-async def test_a_bare_name_gets_the_base_models_answer_so_no_list_can_be_had_by_trying(bench: ClientUnderTest) -> None:
+async def test_sglang_answers_a_bare_adapter_name_with_the_base_model(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     prompt = bench.tokens(1)
     body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "model": "sql/v1@1"}
@@ -372,7 +370,7 @@ def of(*leaves: str) -> dict[str, Any]:
         (of("up_proj"), "up_proj alone"),
     ],
 )
-async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
+async def test_adapter_that_sglang_serves_wrongly_is_refused(
     bench: ClientUnderTest, tmp_path: Path, flaw: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EngineError, match=said) as refused:
@@ -383,7 +381,7 @@ async def test_an_adapter_that_it_would_die_of_or_scale_otherwise_is_refused(
 
 @only_sglang
 @pytest.mark.parametrize("leaves", [("q_proj", "v_proj"), ("gate_proj",), ("down_proj",)])
-async def test_an_adapter_on_some_modules_is_taken_and_answers(
+async def test_adapter_on_some_modules_loads_and_answers(
     bench: ClientUnderTest, tmp_path: Path, leaves: tuple[str, ...]
 ) -> None:
     await bench.engine.load("part@1", BrokenAdapter("part", None, **of(*leaves)).write(tmp_path), timeout_s=30)
@@ -391,7 +389,7 @@ async def test_an_adapter_on_some_modules_is_taken_and_answers(
 
 
 @only_sglang
-async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: ClientUnderTest) -> None:
+async def test_sglang_responses_route_ignores_the_named_adapter(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
 
     async def said(path: str, model: str, body: dict[str, Any]) -> str:
@@ -408,7 +406,7 @@ async def test_a_response_is_the_base_models_whatever_adapter_is_named(bench: Cl
 
 
 @only_sglang
-async def test_an_unloaded_adapter_comes_back_when_it_is_asked_for_and_is_listed_again(
+async def test_request_for_an_unloaded_adapter_makes_sglang_load_it_again(
     bench: ClientUnderTest, tmp_path: Path
 ) -> None:
     files = Path(shutil.copytree(bench.adapters["sql"], tmp_path / "sql"))

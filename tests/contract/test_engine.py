@@ -37,7 +37,7 @@ def envelope(message: str, kind: str, code: int, param: str | None = None) -> di
 # --- what is served
 
 
-def test_models_lists_the_base_and_then_each_adapter_with_its_path_and_parent(bench: EngineUnderTest) -> None:
+def test_models_lists_the_base_model_then_adapters_with_path_and_parent(bench: EngineUnderTest) -> None:
     bench.load("listed", bench.adapters["sql"])
     answer = bench.client.get("/v1/models").json()
     bench.unload("listed")
@@ -69,7 +69,7 @@ def test_health_version_and_event_sources_answer(bench: EngineUnderTest) -> None
     }
 
 
-def test_a_route_it_does_not_have_is_404_and_a_wrong_method_405(bench: EngineUnderTest) -> None:
+def test_unknown_route_is_404_and_wrong_method_is_405(bench: EngineUnderTest) -> None:
     for answer, status, detail in (
         (bench.client.get("/nope"), 404, "Not Found"),
         (bench.client.get(CHAT), 405, "Method Not Allowed"),
@@ -79,7 +79,7 @@ def test_a_route_it_does_not_have_is_404_and_a_wrong_method_405(bench: EngineUnd
     assert bench.client.head("/v1/models").status_code == 405
 
 
-def test_every_metric_a_router_or_agent_reads_is_there(bench: EngineUnderTest) -> None:
+def test_metrics_contain_all_series_that_routers_and_agents_read(bench: EngineUnderTest) -> None:
     bench.complete(bench.tokens(2), max_tokens=3)
     answer = bench.client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=1.0.0; charset=utf-8"
@@ -93,7 +93,7 @@ def test_every_metric_a_router_or_agent_reads_is_there(bench: EngineUnderTest) -
 # --- text
 
 
-def test_a_chat_answer_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
+def test_chat_answer_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
     answer = bench.client.post(
         CHAT,
         json={"model": "tiny-qwen", "messages": HELLO, "max_tokens": 4, "temperature": 0, "ignore_eos": True},
@@ -106,19 +106,19 @@ def test_a_chat_answer_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> No
     assert (usage["completion_tokens"], usage["total_tokens"]) == (4, usage["prompt_tokens"] + 4)
 
 
-def test_a_completion_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
+def test_completion_has_vllms_keys_in_its_order(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello world", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = bench.client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "abc"}).json()
     assert fits(answer, golden.COMPLETION) is None
     assert answer["id"] == "cmpl-abc"
 
 
-def test_a_body_without_a_model_is_answered_by_the_base(bench: EngineUnderTest) -> None:
+def test_body_without_a_model_is_answered_by_the_base(bench: EngineUnderTest) -> None:
     answer = bench.client.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
     assert answer.json()["model"] == "tiny-qwen"
 
 
-def test_token_ids_come_back_when_asked_for(bench: EngineUnderTest) -> None:
+def test_token_ids_are_returned_on_request(bench: EngineUnderTest) -> None:
     tokenized = bench.client.post("/tokenize", json={"model": "tiny-qwen", "messages": HELLO}).json()["tokens"]
     body = {"messages": HELLO, "max_completion_tokens": 3, "ignore_eos": True, "return_token_ids": True}
     chat = bench.client.post(CHAT, json=body).json()
@@ -130,7 +130,7 @@ def test_token_ids_come_back_when_asked_for(bench: EngineUnderTest) -> None:
     assert (completion["usage"]["prompt_tokens"], completion["usage"]["completion_tokens"]) == (3, 4)
 
 
-def test_a_chat_runs_on_the_ids_that_came_with_it(bench: EngineUnderTest) -> None:
+def test_chat_uses_the_prompt_ids_in_its_body(bench: EngineUnderTest) -> None:
     ids = bench.tokens(1, extra=5)
     body = {"messages": HELLO, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     chat = bench.client.post(CHAT, json=body | {"kv_transfer_params": {"prompt_token_ids": ids}}).json()
@@ -161,7 +161,7 @@ def test_several_prompts_and_choices_are_numbered_in_order(bench: EngineUnderTes
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (tokens, 8)
 
 
-def test_equal_requests_get_equal_text_and_adapters_another(bench: EngineUnderTest) -> None:
+def test_equal_requests_get_equal_text_and_adapters_get_other_text(bench: EngineUnderTest) -> None:
     bench.load("one", bench.adapters["sql"])
     bench.load("two", bench.adapters["python"])
     prompt = bench.tokens(1)
@@ -175,7 +175,7 @@ def test_equal_requests_get_equal_text_and_adapters_another(bench: EngineUnderTe
     bench.unload("two")
 
 
-def test_a_streamed_chat_starts_with_the_role_and_ends_with_done(bench: EngineUnderTest) -> None:
+def test_streamed_chat_starts_with_the_role_and_ends_with_done(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "messages": HELLO, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     answer = bench.client.post(CHAT, json=body | {"stream": True})
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -198,7 +198,7 @@ def test_include_usage_adds_one_chunk_without_choices(bench: EngineUnderTest) ->
     assert usage["usage"]["completion_tokens"] == 3
 
 
-def test_a_streamed_completion_comes_in_vllms_chunks(bench: EngineUnderTest) -> None:
+def test_streamed_completion_has_vllms_chunks(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello world", "max_tokens": 3, "ignore_eos": True, "stream": True}
     *middle, last = chunks_of(bench.client.post(COMPLETIONS, json=body).text)
     assert [fits(chunk, golden.COMPLETION_CHUNK) for chunk in middle] == [None] * len(middle)
@@ -214,7 +214,7 @@ def test_a_streamed_completion_comes_in_vllms_chunks(bench: EngineUnderTest) -> 
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_a_reader_who_leaves_ends_the_request(bench: EngineUnderTest) -> None:
+def test_disconnecting_client_ends_the_request(bench: EngineUnderTest) -> None:
     body = {"model": "tiny-qwen", "prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
     def metric(name: str) -> float:
@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_request_is_refused_in_vllms_words(bench: EngineUnderTest, case: str) -> None:
+def test_bad_request_is_refused_with_vllms_message(bench: EngineUnderTest, case: str) -> None:
     path, body, expected = REFUSED[case]
     answer = bench.client.post(path, json=body)
     assert answer.json() == expected
@@ -468,7 +468,7 @@ def test_a_bad_request_is_refused_in_vllms_words(bench: EngineUnderTest, case: s
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, LOAD, "/tokenize"])
-def test_what_is_not_json_is_refused_in_vllms_words(bench: EngineUnderTest, path: str) -> None:
+def test_invalid_json_is_refused_with_vllms_message(bench: EngineUnderTest, path: str) -> None:
     as_json = {"content-type": "application/json"}
     answer = bench.client.post(path, content=b'{"model":', headers=as_json)
     fault = (
@@ -502,7 +502,7 @@ def test_tokenize_without_the_generation_prompt_is_a_prefix(bench: EngineUnderTe
     assert len(bare) < len(whole)
 
 
-def test_our_tokenizer_gives_the_engines_ids(bench: EngineUnderTest, model_dir: Path) -> None:
+def test_our_tokenizer_gives_the_same_ids_as_the_engine(bench: EngineUnderTest, model_dir: Path) -> None:
     assert_same_tokens_as_engine(ChatTokenizer.from_dir(model_dir), bench.engine.url, bench.engine.model)
 
 
@@ -521,7 +521,7 @@ def test_load_and_unload_answer_plain_text_and_take_effect_at_once(bench: Engine
     assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
 
 
-def test_a_name_can_be_loaded_once(bench: EngineUnderTest) -> None:
+def test_name_can_be_loaded_once(bench: EngineUnderTest) -> None:
     bench.load("twice", bench.adapters["sql"])
     answer = bench.client.post(LOAD, json={"lora_name": "twice", "lora_path": str(bench.adapters["python"])})
     bench.unload("twice")
@@ -555,7 +555,7 @@ BAD_ADAPTERS = {
 
 
 @pytest.mark.parametrize("fault", BAD_ADAPTERS)
-def test_a_bad_adapter_is_refused_in_vllms_words(
+def test_bad_adapter_is_refused_with_vllms_message(
     bench: EngineUnderTest, bad_adapters: dict[str, Path], fault: str
 ) -> None:
     status, pattern = BAD_ADAPTERS[fault]
@@ -566,7 +566,7 @@ def test_a_bad_adapter_is_refused_in_vllms_words(
     assert re.fullmatch(pattern, error["message"], re.DOTALL), error["message"]
 
 
-def test_a_path_that_is_not_there_is_404(bench: EngineUnderTest) -> None:
+def test_load_from_a_missing_path_is_404(bench: EngineUnderTest) -> None:
     answer = bench.client.post(LOAD, json={"lora_name": "q", "lora_path": "/tmp/there/is/nothing"})
     expected = envelope("Loading lora q failed: No adapter found for <path>", "NotFoundError", 404)
     assert (answer.status_code, answer.json()) == (404, expected)
@@ -579,7 +579,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(bench: EngineUnderTest) -> None:
+def test_whole_blocks_are_cached_and_a_full_hit_sends_no_event(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(3, extra=7)
     assert cached(bench.complete(prompt)) == 0
@@ -593,7 +593,7 @@ def test_a_prompt_is_cached_in_whole_blocks_and_a_full_hit_is_not_announced(benc
     assert [event["token_ids"] for event in bench.wire.stored()] == [marker]
 
 
-def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(bench: EngineUnderTest) -> None:
+def test_last_block_of_a_repeated_prompt_is_computed_and_stored_again(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(2)
     bench.complete(prompt)
@@ -604,7 +604,7 @@ def test_the_last_block_of_an_exact_prompt_is_computed_again_and_stored_twice(be
     assert second["parent_block_hash"] == first["block_hashes"][0]
 
 
-def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: EngineUnderTest) -> None:
+def test_events_of_generated_blocks_name_their_parent(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(1, extra=20)
     answer = bench.complete(prompt, max_tokens=20, return_token_ids=True)
@@ -614,7 +614,7 @@ def test_blocks_of_generated_tokens_are_announced_with_their_parent(bench: Engin
     assert second["token_ids"] == [*prompt[32:], *answer["choices"][0]["token_ids"]][:32]
 
 
-def test_salt_and_adapter_each_have_blocks_of_their_own(bench: EngineUnderTest) -> None:
+def test_each_salt_and_adapter_has_its_own_blocks(bench: EngineUnderTest) -> None:
     bench.load("salted", bench.adapters["sql"])
     bench.settle()
     prompt = bench.tokens(2, extra=1)
@@ -635,7 +635,7 @@ def test_salt_and_adapter_each_have_blocks_of_their_own(bench: EngineUnderTest) 
     bench.unload("salted")
 
 
-def test_the_same_name_from_another_path_shares_nothing(bench: EngineUnderTest) -> None:
+def test_same_name_from_another_path_shares_nothing(bench: EngineUnderTest) -> None:
     prompt = bench.tokens(2, extra=1)
     bench.load("moved", bench.adapters["sql"])
     bench.complete(prompt, model="moved")
@@ -648,7 +648,7 @@ def test_the_same_name_from_another_path_shares_nothing(bench: EngineUnderTest) 
     bench.unload("moved")
 
 
-def test_report_mode_full_announces_reused_blocks_again(bench: EngineUnderTest) -> None:
+def test_report_mode_full_sends_events_for_reused_blocks(bench: EngineUnderTest) -> None:
     bench.settle()
     prompt = bench.tokens(2, extra=1)
     bench.complete(prompt)
@@ -657,7 +657,7 @@ def test_report_mode_full_announces_reused_blocks_again(bench: EngineUnderTest) 
     assert bench.wire.stored() == [first]
 
 
-def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: EngineUnderTest) -> None:
+def test_oldest_blocks_are_evicted_first_with_events_before_new_blocks(bench: EngineUnderTest) -> None:
     bench.settle()
     old = bench.tokens(3)
     bench.complete(old)
@@ -678,7 +678,7 @@ def test_room_is_made_oldest_first_and_told_before_what_it_is_for(bench: EngineU
     assert cached(bench.complete(old)) == 0
 
 
-def test_a_replay_repeats_every_batch_from_the_number_asked_for(bench: EngineUnderTest) -> None:
+def test_replay_repeats_all_batches_from_the_requested_number(bench: EngineUnderTest) -> None:
     bench.settle()
     context: zmq.Context[Any] = zmq.Context()
     dealer = context.socket(zmq.DEALER)

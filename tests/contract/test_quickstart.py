@@ -28,7 +28,7 @@ def benchmark_command(**given: str) -> list[str]:
     return words
 
 
-def test_the_quickstarts_benchmark_runs_and_all_its_requests_succeed(
+def test_all_requests_of_the_quickstart_benchmark_succeed(
     engine_of: Callable[[Kind], RunningEngine], model_dir: Path, adapters: dict[str, Path]
 ) -> None:
     engine = engine_of("sim")  # what is held to is the command: any engine will do

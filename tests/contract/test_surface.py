@@ -74,23 +74,21 @@ def tokenizer(model_dir: Path) -> ChatTokenizer:
 
 
 @by_row
-def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(
-    direct: DirectEngine, route: Route
-) -> None:
+def test_every_route_answers_its_example_for_base_model_and_adapter(direct: DirectEngine, route: Route) -> None:
     assert_takes_its_example(direct, route)
 
 
 @by_row
-def test_every_route_says_which_model_it_does_not_know(direct: DirectEngine, route: Route) -> None:
+def test_every_route_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
     assert_names_an_unknown_model(direct, route)
 
 
 @by_row
-def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: DirectEngine, route: Route) -> None:
+def test_body_of_every_route_has_a_salt_if_its_row_requires_one(direct: DirectEngine, route: Route) -> None:
     assert_takes_a_salt(direct, route)
 
 
-def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: DirectEngine) -> None:
+def test_salt_separates_prompts_on_every_route_with_a_prompt(direct: DirectEngine) -> None:
     def hits() -> float:
         lines = direct.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
@@ -118,9 +116,7 @@ def test_salt_keeps_prompts_apart_at_each_route_with_a_prompt(direct: DirectEngi
 
 
 @pytest.mark.parametrize("route", STREAMED, ids=lambda route: route.path)
-def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(
-    direct: DirectEngine, route: Route
-) -> None:
+def test_last_events_of_a_stream_have_its_usage(direct: DirectEngine, route: Route) -> None:
     more: dict[str, Any] = {"stream": True}
     answer = direct.post(route.path, example(route.path) | more, model=ENGINE_NAME, ask_usage=route.hides_usage)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -136,16 +132,14 @@ def test_a_streams_last_events_have_its_usage_and_its_first_may_decide_nothing(
         assert usage_of_events(route.usage, quiet.content) is None
 
 
-def test_no_inference_route_of_the_engine_is_forgotten(direct: DirectEngine) -> None:
+def test_every_inference_route_of_the_engine_is_in_the_table(direct: DirectEngine) -> None:
     assert_no_route_is_forgotten(direct)
 
 
 # --- prompts
 
 
-def test_the_prompt_of_every_response_and_message_is_the_engines(
-    direct: DirectEngine, tokenizer: ChatTokenizer
-) -> None:
+def test_prompts_of_responses_and_messages_equal_the_engines(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     for path, kind, bodies, more in (
         ("/v1/responses", "responses", RESPONSES_BODIES, {}),
         ("/v1/messages", "messages", MESSAGES_BODIES, {"max_tokens": 1025}),
@@ -156,7 +150,7 @@ def test_the_prompt_of_every_response_and_message_is_the_engines(
             assert tokenizer.chat_ids(chat) == direct.ids(path, body | more), f"{path} {name}"
 
 
-def test_cached_tokens_are_told_for_responses_and_messages_too(direct: DirectEngine) -> None:
+def test_responses_and_messages_report_cached_tokens(direct: DirectEngine) -> None:
     text = "SELECT name FROM customers WHERE id = 7;\n" * 8
     for route, body in (
         (ROUTES["POST", "/v1/responses"], {"input": text}),
@@ -197,7 +191,7 @@ MORE_CHATS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_conversations_answer_is_the_same_for_its_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
+def test_chat_by_ids_gets_the_same_answer(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     limits = {"max_tokens": 8, "temperature": 0}
     chats = [*CHAT_BODIES, *((name, {"messages": [USER], **more}) for name, more in MORE_CHATS)]
     for name, body in sample(chats, 4):
@@ -229,7 +223,7 @@ MORE_COMPLETIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_completion_is_the_same_for_its_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
+def test_completion_by_ids_gets_the_same_answer(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     pairs = list(itertools.product(filter(None, COMPLETION_PROMPTS), MORE_COMPLETIONS))
     for prompt, more in sample(pairs, len(MORE_COMPLETIONS) // 2 + 1):
         body = {"prompt": prompt, "max_tokens": 6, "temperature": 0} | more
@@ -239,7 +233,7 @@ def test_a_completion_is_the_same_for_its_ids(direct: DirectEngine, tokenizer: C
         assert_ids_change_nothing(direct, "/v1/completions", body, ids, f"{prompt!r} {more}")
 
 
-def test_what_forbids_ids_would_show_them(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
+def test_requests_that_would_show_ids_are_not_sent_as_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
     """If this fails, vLLM no longer shows it, and `may_send_ids` may be less strict."""
     prompt = "e\u0301 one two three"
     ids = array("I", tokenizer.completion_ids(prompt))
@@ -265,7 +259,7 @@ def test_what_forbids_ids_would_show_them(direct: DirectEngine, tokenizer: ChatT
 # --- stored responses
 
 
-def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: DirectEngine) -> None:
+def test_response_is_stored_under_the_routers_id(direct: DirectEngine) -> None:
     name = tagged_response_id(None, "f00", tenant="team", worker="10.0.0.7:8090")
     made = direct.post("/v1/responses", {"input": "hello", "max_output_tokens": 2}, response_id=name)
     assert made.json()["id"] == name
@@ -277,7 +271,7 @@ def test_a_response_is_kept_under_the_id_that_the_router_gives_it(direct: Direct
     assert direct.client.get("/v1/responses/resp_unknown").status_code == 404
 
 
-def test_a_response_in_the_background_is_found_and_cancelled_by_that_id(direct: DirectEngine) -> None:
+def test_background_response_is_found_and_cancelled_by_id(direct: DirectEngine) -> None:
     name = tagged_response_id(None, "f01", tenant=None, worker="w0")
     body = {"input": "hello", "max_output_tokens": 1500, "background": True}
     assert direct.post("/v1/responses", body, response_id=name).json()["status"] == "queued"
@@ -301,7 +295,7 @@ def generated(direct: DirectEngine, **body: Any) -> Any:
     return json.loads(join_answers(batch, answers))
 
 
-def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct: DirectEngine) -> None:
+def test_generate_batch_answers_each_text_like_a_completion(direct: DirectEngine) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
     first, second = generated(direct, text=["hello", "hello"], lora_path=["sql/v1", None], sampling_params=params)
     for output, model in ((first, ENGINE_NAME), (second, BASE)):
@@ -321,13 +315,13 @@ def test_a_batch_of_generate_answers_each_text_as_its_own_completion_does(direct
         ({"json_schema": '{"type":"integer","minimum":10,"maximum":12}'}, "1[0-2]"),
     ],
 )
-def test_a_constraint_of_generate_holds(direct: DirectEngine, params: dict[str, str], pattern: str) -> None:
+def test_constraint_of_generate_holds(direct: DirectEngine, params: dict[str, str], pattern: str) -> None:
     output = generated(direct, text="hello", sampling_params={"max_new_tokens": 8, "temperature": 1, **params})
     assert re.fullmatch(pattern, output["text"])
     assert output["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-def test_a_stream_of_generate_ends_with_all_that_the_whole_answer_has(direct: DirectEngine) -> None:
+def test_last_event_of_a_generate_stream_equals_the_whole_answer(direct: DirectEngine) -> None:
     ask = {"text": "hello there", "rid": "me", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     whole = generated(direct, **ask)
     *events, done = generated(direct, **ask, stream=True).split(b"\n\n")[:-1]
@@ -380,9 +374,7 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-async def test_tools_that_are_no_functions_are_answered_and_known_behind_a_router(
-    direct: DirectEngine, model_dir: Path
-) -> None:
+async def test_tools_that_are_no_functions_work_behind_a_router(direct: DirectEngine, model_dir: Path) -> None:
     limits = {"max_output_tokens": 4, "temperature": 0}
     said = {"input": [USER, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]}
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
@@ -406,14 +398,14 @@ async def test_tools_that_are_no_functions_are_answered_and_known_behind_a_route
                 assert int(again.headers["x-lorafleet-cached-tokens"]) == (cached if is_known else 0)
 
 
-async def test_every_example_is_answered_behind_a_router_as_without_one(direct: DirectEngine, model_dir: Path) -> None:
+async def test_router_answers_every_example_like_the_engine(direct: DirectEngine, model_dir: Path) -> None:
     async with routed(direct, model_dir) as (client, _parts):
         for route in ROWS:
             await assert_same_through_a_router(direct, client, route.path, example(route.path), "example")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
-async def test_every_way_to_ask_is_answered_behind_a_router_as_without_one(
+async def test_router_answers_every_request_variant_like_the_engine(
     direct: DirectEngine, model_dir: Path, path: str
 ) -> None:
     async with routed(direct, model_dir) as (client, _parts):
@@ -425,7 +417,7 @@ async def test_every_way_to_ask_is_answered_behind_a_router_as_without_one(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_is_signed_behind_a_router_as_without_one(
+async def test_stream_behind_a_router_has_the_same_fingerprint(
     direct: DirectEngine, model_dir: Path, path: str
 ) -> None:
     async with routed(direct, model_dir) as (client, _parts):
@@ -438,9 +430,7 @@ async def test_a_stream_is_signed_behind_a_router_as_without_one(
             )
 
 
-async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(
-    direct: DirectEngine, model_dir: Path
-) -> None:
+async def test_routers_expected_cached_tokens_equal_the_engines(direct: DirectEngine, model_dir: Path) -> None:
     text = "Count the orders of every customer in May. " * 12
     bodies: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 1},
@@ -460,7 +450,7 @@ async def test_what_the_router_expects_to_be_cached_is_what_the_engine_found(
             assert usage.cached_tokens
 
 
-async def test_a_hit_is_expected_where_the_engine_looks_for_one_and_only_there(
+async def test_router_expects_a_hit_only_where_the_engine_searches_its_cache(
     direct: DirectEngine, model_dir: Path
 ) -> None:
     text = "Count the orders of every supplier in June. " * 12
@@ -487,7 +477,7 @@ async def test_a_hit_is_expected_where_the_engine_looks_for_one_and_only_there(
 
 @pytest.mark.thorough  # it imports vLLM into this process, which takes longer than all that it tests
 @pytest.mark.filterwarnings("ignore")
-def test_special_tokens_go_around_the_prompts_that_vllm_puts_them_around(tokenizer: ChatTokenizer) -> None:
+def test_special_tokens_are_added_to_the_same_prompts_as_in_vllm(tokenizer: ChatTokenizer) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -516,7 +506,7 @@ def test_special_tokens_go_around_the_prompts_that_vllm_puts_them_around(tokeniz
         (None, b""),
     ],
 )
-async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a_router(
+async def test_router_judges_content_types_like_the_engine(
     direct: DirectEngine, model_dir: Path, given: str | None, before: bytes
 ) -> None:
     headers = {} if given is None else {"content-type": given}
@@ -532,7 +522,7 @@ async def test_a_body_is_taken_or_refused_for_what_it_is_said_to_be_as_without_a
 TRIES = 6
 
 
-async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held_against_it(
+async def test_unsupported_task_is_the_engines_answer_and_opens_no_circuit(
     direct: DirectEngine, model_dir: Path
 ) -> None:
     async with routed(direct, model_dir) as (client, parts):
@@ -542,7 +532,7 @@ async def test_what_the_model_is_not_made_for_is_said_by_the_engine_and_not_held
         assert not parts.scheduler.breaker._circuits
 
 
-async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_it_says_so(
+async def test_unsupported_schema_is_the_clients_error_if_the_engine_says_so(
     direct: DirectEngine, model_dir: Path
 ) -> None:
     schema = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
@@ -554,7 +544,7 @@ async def test_a_schema_that_the_engine_cannot_take_is_the_clients_error_where_i
         assert not parts.scheduler.breaker._circuits
 
 
-async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_found_well(
+async def test_engine_that_answers_bad_requests_with_500_counts_as_healthy(
     direct: DirectEngine, model_dir: Path
 ) -> None:
     wrong = {"model": BASE, "prompt": "hello", "max_tokens": 4, "structured_outputs": True}
@@ -566,9 +556,7 @@ async def test_an_engine_that_answers_wrong_requests_with_errors_of_its_own_is_f
         assert not parts.scheduler.breaker._shut
 
 
-async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
-    direct: DirectEngine, model_dir: Path
-) -> None:
+async def test_anthropic_client_streams_counts_and_raises_its_own_errors(direct: DirectEngine, model_dir: Path) -> None:
     ask: dict[str, Any] = {"max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
     ask["extra_body"] = {"temperature": 0}
     async with routed(direct, model_dir) as (http, _parts):
@@ -588,9 +576,7 @@ async def test_anthropics_own_client_streams_counts_and_hears_errors_as_its_own(
         await client.close()
 
 
-async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_circuit(
-    direct: DirectEngine, model_dir: Path
-) -> None:
+async def test_response_broken_off_before_its_start_opens_no_circuit(direct: DirectEngine, model_dir: Path) -> None:
     ask = {"model": BASE, "input": "hello", "max_output_tokens": 4, "truncation": None}
     async with routed(direct, model_dir, breaker_failures=2) as (client, parts):
         assert (await client.post(RESPONSES, json=ask)).status_code == 400
@@ -600,7 +586,7 @@ async def test_a_response_that_the_engine_breaks_off_before_it_begins_opens_no_c
         assert not parts.scheduler.breaker._shut
 
 
-async def test_a_response_is_followed_up_by_whoever_made_it(direct: DirectEngine, model_dir: Path) -> None:
+async def test_response_can_be_continued_by_its_creator(direct: DirectEngine, model_dir: Path) -> None:
     ask = {"model": "sql/v1", "input": "hello", "max_output_tokens": 4, "temperature": 0}
     async with routed(direct, model_dir) as (client, _parts), routed(direct, model_dir) as (other, _):
         made = (await client.post(RESPONSES, json=ask)).json()
@@ -631,7 +617,7 @@ async def test_a_response_is_followed_up_by_whoever_made_it(direct: DirectEngine
                 assert why in answer.json()["error"]["message"]
 
 
-async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_that_it_is_over(
+async def test_background_response_counts_as_in_flight_until_its_engine_finishes_it(
     direct: DirectEngine, model_dir: Path
 ) -> None:
     async with routed(direct, model_dir, figures=Load(running=1)) as (client, parts):
@@ -650,7 +636,7 @@ async def test_a_response_in_the_background_is_in_flight_until_its_engine_says_t
             assert use.output_tokens == before + 100
 
 
-async def test_a_batch_of_generate_mixes_adapters_and_the_base_model(direct: DirectEngine, model_dir: Path) -> None:
+async def test_batch_of_generate_mixes_adapters_and_the_base_model(direct: DirectEngine, model_dir: Path) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
     ask = {"text": ["hello", "hello"], "lora_path": ["sql/v1", None], "sampling_params": params, "rid": "me"}
     async with routed(direct, model_dir) as (client, _parts):
@@ -709,7 +695,7 @@ async def is_at_work(direct: DirectEngine, count: int) -> bool:
 
 
 @pytest.mark.parametrize(("path", "body", "count"), LONG_ASKS, ids=[path for path, _, _ in LONG_ASKS])
-async def test_a_client_that_leaves_ends_the_work_in_the_engine(
+async def test_disconnecting_client_ends_the_engines_work(
     direct: DirectEngine, model_dir: Path, path: str, body: dict[str, Any], count: int
 ) -> None:
     async with routed(direct, model_dir) as (client, parts):

@@ -40,27 +40,25 @@ def direct(model_dir: Path, adapters: dict[str, Path]) -> Iterator[DirectEngine]
 
 
 @by_row
-def test_every_route_takes_its_example_for_the_base_model_and_for_an_adapter(
-    direct: DirectEngine, route: Route
-) -> None:
+def test_every_route_answers_its_example_for_base_model_and_adapter(direct: DirectEngine, route: Route) -> None:
     assert_takes_its_example(direct, route)
 
 
 @by_row
-def test_every_route_says_which_model_it_does_not_know(direct: DirectEngine, route: Route) -> None:
+def test_every_route_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
     assert_names_an_unknown_model(direct, route)
 
 
 @by_row
-def test_body_of_every_route_has_a_salt_where_its_row_says_so(direct: DirectEngine, route: Route) -> None:
+def test_body_of_every_route_has_a_salt_if_its_row_requires_one(direct: DirectEngine, route: Route) -> None:
     assert_takes_a_salt(direct, route)
 
 
-def test_no_inference_route_of_the_engine_is_forgotten(direct: DirectEngine) -> None:
+def test_every_inference_route_of_the_engine_is_in_the_table(direct: DirectEngine) -> None:
     assert_no_route_is_forgotten(direct)
 
 
-async def test_every_route_is_answered_behind_a_router_as_without_one(direct: DirectEngine, model_dir: Path) -> None:
+async def test_router_answers_every_route_like_the_engine(direct: DirectEngine, model_dir: Path) -> None:
     async with routed(direct, model_dir) as (client, _parts):
         for path in POOLING:
             await assert_same_through_a_router(direct, client, path, example(path), "example", within=1e-3)
@@ -75,7 +73,7 @@ async def test_every_route_is_answered_behind_a_router_as_without_one(direct: Di
                     assert behind.content == alone.content
 
 
-async def test_an_engine_that_pools_is_found_well_by_what_it_can_do(direct: DirectEngine, model_dir: Path) -> None:
+async def test_pooling_engine_is_probed_with_a_pooling_request(direct: DirectEngine, model_dir: Path) -> None:
     async with routed(direct, model_dir) as (_client, parts):
         look = parts.scheduler.breaker.probe
         assert look is not None

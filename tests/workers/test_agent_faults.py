@@ -50,7 +50,7 @@ async def until_state(client, state: str, *, within_s: float = 20) -> Metadata:
 
 
 @pytest.mark.fleet
-async def test_a_hung_engine_is_killed_and_comes_back_with_its_adapters_and_the_load_it_swallowed_says_why(worker):
+async def test_hung_engine_is_restarted_with_its_adapters_and_its_load_fails(worker):
     async with worker.inside(*HASTY, timers=HASTY_TIMERS) as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
         before = await metadata(client)
@@ -65,7 +65,7 @@ async def test_a_hung_engine_is_killed_and_comes_back_with_its_adapters_and_the_
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_the_victim(worker):
+async def test_engine_that_dies_during_an_eviction_restarts_with_the_victim(worker):
     async with worker.inside("--engine-args=--sim-load-s=0.5", "--preload-loras", THREE[0]) as client:
         for lora_id in THREE[1:]:
             await post(client, "load_lora", lora_id=lora_id)
@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_in_the_middle_of_an_eviction_comes_back_with_
 
 
 @pytest.mark.fleet
-async def test_the_death_of_the_guard_is_the_engines_end_and_the_worker_comes_back(worker):
+async def test_worker_recovers_when_the_guard_process_dies(worker):
     children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
     # A process: it is uvloop that tells of an exit before all who have the pipes have ended, too.
     async with worker.running("--", "sh", "-c", children, "sim") as client:
@@ -97,7 +97,7 @@ async def test_the_death_of_the_guard_is_the_engines_end_and_the_worker_comes_ba
 
 
 @pytest.mark.fleet
-async def test_an_adapter_that_loads_too_slowly_does_not_keep_the_others_from_coming_back(worker):
+async def test_slow_adapter_does_not_block_the_restore_of_others(worker):
     async with worker.inside() as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
     slow = ("--engine-args=--sim-load-s=2", "--load-deadline-s", "0.3")
@@ -108,7 +108,7 @@ async def test_an_adapter_that_loads_too_slowly_does_not_keep_the_others_from_co
 
 
 @pytest.mark.fleet
-async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives_a_token_again(worker):
+async def test_hanging_load_makes_the_worker_suspect_until_it_returns_a_token(worker):
     async with worker.inside("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
         told = await metadata(client)
@@ -123,7 +123,7 @@ async def test_a_load_that_hangs_makes_the_worker_suspect_until_its_engine_gives
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_never_comes_back_from_a_load_is_started_again(worker):
+async def test_engine_stuck_in_a_load_is_restarted(worker):
     hanging = ("--engine-args=--sim-load-s=600", "--load-deadline-s", "0.3")
     async with worker.inside(*hanging, *HASTY, timers=HASTY_TIMERS) as client:
         before = await metadata(client)
@@ -170,7 +170,7 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(worker, agent_adapters):
+async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, agent_adapters):
     # Full as it is it gives the agent no token: that it computes has to do.
     flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
     async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
@@ -191,7 +191,7 @@ async def test_an_engine_that_computes_nothing_is_suspect_until_it_does_again(wo
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_never_computes_again_is_started_again(worker, agent_adapters):
+async def test_engine_that_never_computes_again_is_restarted(worker, agent_adapters):
     flags = ("--engine-args=--sim-load-s=600", *STALLS, *SHORT, "--stuck-after-s", "0.5")
     async with worker.running(*flags) as client:
         before = await metadata(client)
@@ -217,9 +217,7 @@ def attached(agent_model, agent_adapters, tmp_path):
 
 
 @pytest.mark.fleet
-async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_one_in_a_folder_is(
-    agent_model, agent_adapters, tmp_path, monkeypatch
-):
+async def test_shapes_of_a_base_model_from_a_hub_are_checked(agent_model, agent_adapters, tmp_path, monkeypatch):
     repository = tmp_path / "hub" / "models--acme--tiny-qwen"
     shutil.copytree(agent_model, repository / "snapshots" / "c0ffee")
     (repository / "refs").mkdir()
@@ -243,7 +241,7 @@ async def test_a_base_model_that_an_engine_has_fetched_from_a_hub_is_known_as_on
 
 
 @pytest.mark.fleet
-async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_with_what_it_holds(attached):
+async def test_attached_engine_keeps_its_adapters_over_an_agents_restart(attached):
     worker, engine = attached
     async with worker.inside() as client:
         transport = (await metadata(client)).transport
@@ -260,7 +258,7 @@ async def test_an_attached_engine_is_used_outlives_its_agent_and_is_found_again_
 
 
 @pytest.mark.fleet
-async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(attached, agent_model):
+async def test_restarted_attached_engine_gets_its_adapters_again(attached, agent_model):
     worker, engine = attached
     port = engine.url.rsplit(":", 1)[1]
     async with worker.inside(timers=HASTY_TIMERS) as client:
@@ -284,9 +282,7 @@ async def test_an_attached_engine_that_restarts_is_given_its_adapters_again(atta
 
 
 @pytest.mark.fleet
-async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody_here_can_start_it_again(
-    agent_model, agent_adapters, tmp_path
-):
+async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters, tmp_path):
     engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "600"))
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
     silent_s = patience(0.5)
@@ -308,7 +304,7 @@ async def test_an_attached_engine_that_computes_nothing_stays_suspect_for_nobody
 
 
 @pytest.mark.fleet
-async def test_waiting_for_an_engines_end_over_and_over_leaves_nothing_behind(tmp_path):
+async def test_repeated_waits_for_an_engines_exit_leak_nothing(tmp_path):
     process = await EngineProcess.start(LaunchCommand(("sleep", "60"), {}), state_dir=tmp_path)
     try:
         before = kept()
@@ -331,7 +327,7 @@ def kept() -> int:
 
 
 @pytest.mark.fleet
-async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(worker):
+async def test_own_engine_command_gets_the_flags_that_it_lacks(worker):
     own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--block-size", "64")
     async with worker.running(*own) as client:
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
@@ -342,7 +338,7 @@ async def test_an_engine_command_of_ones_own_is_started_with_the_flags_it_lacks(
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_heeds_nothing_while_it_starts_is_not_waited_for_when_the_agent_stops(worker):
+async def test_stopping_agent_kills_a_starting_engine_that_ignores_sigterm(worker):
     deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
     long = ("--engine-shutdown-s", "50")
     async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # its end waits for 30 s
@@ -357,7 +353,7 @@ def _text(path: Path) -> str:
 
 
 @pytest.mark.fleet
-async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(worker, agent_model):
+async def test_engine_does_not_start_on_a_port_of_another_process(worker, agent_model):
     stranger = start_engine("sim", agent_model)
     try:
         port = stranger.url.rsplit(":", 1)[1]
@@ -372,7 +368,7 @@ async def test_an_engine_whose_port_is_taken_is_not_mistaken_for_whoever_has_it(
 
 
 @pytest.mark.fleet
-async def test_a_port_that_was_picked_is_given_to_nobody_else_before_the_engine_has_it_nor_when_it_starts_again(worker):
+async def test_picked_port_stays_reserved_for_the_engine_over_restarts(worker):
     go = worker.folder / "go"
     slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m workers.engines.sim "$@"'
     async with worker.inside("--", "sh", "-c", slow, "sim", until_ready=False) as client:
@@ -404,7 +400,7 @@ def _bind(port: int) -> None:
 
 
 @pytest.mark.fleet
-async def test_a_stderr_that_nobody_reads_stops_neither_agent_nor_engine_and_what_it_missed_is_counted(worker):
+async def test_unread_stderr_blocks_neither_agent_nor_engine(worker):
     talkative = f'yes "a line of the engine" | head -40000; exec {sys.executable} -m workers.engines.sim "$@"'
     reader, writer = os.pipe()
     try:
@@ -429,7 +425,7 @@ def _read_whole(descriptor: int) -> bytes:
 
 
 @pytest.mark.fleet
-async def test_an_agent_without_a_stderr_starts_its_engine(worker):
+async def test_agent_without_a_stderr_starts_its_engine(worker):
     log = worker.folder / "agent.log"
     closed = ("sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-P", "-m", "workers", *worker.flags)
     port_file = worker.folder / "port"
@@ -448,7 +444,7 @@ async def test_an_agent_without_a_stderr_starts_its_engine(worker):
 
 
 @pytest.mark.fleet
-async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_agent(worker):
+async def test_unwritable_engine_log_stops_neither_engine_nor_agent(worker):
     worker.state_dir.mkdir()
     (worker.state_dir / "engine.log").symlink_to("/dev/full")
     async with worker.running() as client:
@@ -459,7 +455,7 @@ async def test_an_engine_log_that_cannot_be_written_stops_neither_engine_nor_age
 
 
 @pytest.mark.fleet
-async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(worker):
+async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
     async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
         digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
         full(worker.process.pid)
@@ -495,7 +491,7 @@ async def test_a_full_disk_costs_no_unload_no_lease_no_engine_and_no_request(wor
 
 
 @pytest.mark.fleet
-async def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(worker):
+async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
     async with worker.running("--cache-grace-s", "1") as client:
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)
@@ -524,7 +520,7 @@ def counted(engine_name: str) -> dict:
 
 
 @pytest.mark.fleet
-async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
+async def test_second_agent_on_the_same_state_folder_is_refused(worker):
     async with worker.inside():
         second = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
@@ -539,7 +535,7 @@ async def test_a_second_agent_on_the_same_state_folder_is_refused(worker):
 
 
 @pytest.mark.fleet
-async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worker):
+async def test_damaged_epoch_file_stops_the_start_with_a_remedy(worker):
     worker.state_dir.mkdir()
     (worker.state_dir / "epoch.json").write_text("{")
     agent = await asyncio.create_subprocess_exec(
@@ -552,7 +548,7 @@ async def test_a_damaged_epoch_is_refused_in_one_line_that_says_what_to_do(worke
 
 
 @pytest.mark.slow
-async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker, agent_model, tmp_path):
+async def test_hostile_files_in_lora_path_do_not_affect_other_adapters(worker, agent_model, tmp_path):
     folder = tmp_path / "shelf"
     make_adapter(folder, "fine/v1")
     os.mkfifo(make_adapter(folder, "pipe/v1") / "more.safetensors")
@@ -570,7 +566,7 @@ async def test_hostile_files_in_the_adapter_folder_harm_no_other_adapter(worker,
 # --- callers --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_worker_says_yes_to_what_it_already_holds(worker):
+async def test_full_worker_accepts_a_load_of_a_loaded_adapter(worker):
     async with worker.together() as client:
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)
@@ -578,7 +574,7 @@ async def test_a_full_worker_says_yes_to_what_it_already_holds(worker):
         assert (again.status_code, again.json().get("state")) == (200, "ready")
 
 
-async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_if_it_can_be_one(worker, tmp_path):
+async def test_epoch_needs_admin_scope_and_a_valid_number(worker, tmp_path):
     from lorafleet.service.auth import hash_key
 
     keys = tmp_path / "keys.yaml"
@@ -597,14 +593,14 @@ async def test_an_epoch_is_believed_only_of_those_who_may_also_unload_and_only_i
             assert code(await answer("admin", too_big)) == "invalid_epoch"
 
 
-async def test_an_event_id_of_thousands_of_digits_is_gone_like_any_other(worker):
+async def test_event_id_with_thousands_of_digits_is_gone(worker):
     async with worker.together() as client:
         gone = await client.get("/v1/events", headers={"last-event-id": "9" * 5000})
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 
 
 @pytest.mark.fleet
-async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
+async def test_ready_route_shows_none_of_the_engines_output(worker):
     quiet = ("--no-engine-output",)
     async with worker.running("--engine-args=--hf-token=very-secret", *quiet, until_ready=False) as client:
         await until_state(client, "engine_down")
@@ -615,7 +611,7 @@ async def test_readiness_gives_strangers_no_line_of_the_engines_output(worker):
 
 
 @pytest.mark.fleet
-async def test_the_engine_does_not_inherit_the_agents_own_secrets(worker, monkeypatch):
+async def test_engine_does_not_inherit_the_agents_own_secrets(worker, monkeypatch):
     monkeypatch.setenv("LORAFLEET_WORKERS_TOKEN", "very-secret")
     async with worker.inside():
         environ = Path("/proc") / str(worker.engine_pid) / "environ"
@@ -623,7 +619,7 @@ async def test_the_engine_does_not_inherit_the_agents_own_secrets(worker, monkey
 
 
 @pytest.mark.fleet
-async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
+async def test_usage_report_counts_once_and_only_for_this_worker(worker):
     async with worker.inside() as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
 
@@ -656,7 +652,7 @@ async def test_usage_moves_counts_once_and_only_for_this_worker(worker):
         assert await count() == (8, True)
 
 
-async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
+async def test_drain_waits_for_running_requests_until_its_deadline(worker):
     slow = ("--sim-decode-tokens-per-s", "20")
     timers = AgentTimers(quiet_s=0.1)
     async with worker.together(engine=slow, timers=timers) as client, httpx.AsyncClient(timeout=patience(10)) as direct:
@@ -673,7 +669,7 @@ async def test_draining_waits_for_what_runs_and_says_so_when_time_is_up(worker):
 
 
 @pytest.mark.fleet
-async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path):
+async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
     """vLLM shows a request when its first step is over, however long that is: a pod would end with it inside."""
     config = make_adapter(tmp_path / "late", "late/v1") / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 0.7}}))
@@ -695,7 +691,7 @@ async def test_draining_waits_for_what_may_be_in_its_first_step(worker, tmp_path
 
 
 @pytest.mark.slow
-async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker):
+async def test_drain_waits_while_uncounted_requests_keep_ending(worker):
     """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
     quiet_s = patience(0.2)
     async with worker.together(timers=AgentTimers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
@@ -712,7 +708,7 @@ async def test_draining_waits_for_what_is_in_no_count_but_goes_on_ending(worker)
 
 
 @pytest.mark.fleet
-async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(worker):
+async def test_drain_of_a_hung_engine_fails_at_its_deadline(worker):
     async with worker.inside("--health-timeout-s", "0.3", "--hang-after-s", "60") as client:
         os.kill(worker.engine_pid, signal.SIGSTOP)
         try:
@@ -726,7 +722,7 @@ async def test_draining_a_hung_engine_lasts_to_its_deadline_and_claims_nothing(w
 
 @pytest.mark.fleet
 @pytest.mark.parametrize("seed", sample([1, 2], 1))
-async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine_say_the_same(worker, seed):
+async def test_state_folder_agent_and_engine_agree_after_many_calls_and_kills(worker, seed):
     rng = random.Random(seed)
     names = (*THREE, "extra/v1")
 
@@ -764,7 +760,7 @@ async def test_after_a_storm_of_calls_and_killed_engines_record_agent_and_engine
 
 
 @pytest.mark.fleet
-async def test_an_agent_killed_in_the_middle_of_an_eviction_comes_back_with_the_victim_or_the_newcomer(worker):
+async def test_agent_killed_during_an_eviction_restores_victim_or_new_adapter(worker):
     slow = ("--engine-args=--sim-load-s=0.5",)
     async with worker.running(*slow) as client:
         for lora_id in THREE:

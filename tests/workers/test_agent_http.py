@@ -34,7 +34,7 @@ async def metadata(client) -> Metadata:
     return Metadata.model_validate((await client.get("/metadata")).json())
 
 
-async def test_an_adapter_loaded_on_demand_answers_and_an_unloaded_one_does_not(worker):
+async def test_loaded_adapter_answers_and_unloaded_adapter_does_not(worker):
     async with worker.together() as client:
         answer = await post(client, "load_lora", lora_id="sql-expert/v1")
         item = answer.json()
@@ -52,7 +52,7 @@ async def test_an_adapter_loaded_on_demand_answers_and_an_unloaded_one_does_not(
 
 
 @pytest.mark.fleet
-async def test_metadata_tells_the_engines_own_shape_and_the_folders_adapters(worker):
+async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(worker):
     async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
         told = await metadata(client)
         shape = told.model.runtime_config
@@ -68,7 +68,7 @@ async def test_metadata_tells_the_engines_own_shape_and_the_folders_adapters(wor
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_is_killed_comes_back_with_its_adapters(worker):
+async def test_killed_engine_restarts_with_its_adapters(worker):
     async with worker.inside("--preload-loras", "legal/v2") as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         before = await metadata(client)
@@ -83,7 +83,7 @@ async def test_an_engine_that_is_killed_comes_back_with_its_adapters(worker):
 
 
 @pytest.mark.fleet
-async def test_a_restarted_agent_has_what_it_had_and_nothing_it_unloaded(worker):
+async def test_restarted_agent_restores_loaded_adapters_only(worker):
     async with worker.inside() as client:
         for lora_id in ("sql-expert/v1", "legal/v2"):
             await post(client, "load_lora", lora_id=lora_id)
@@ -94,7 +94,7 @@ async def test_a_restarted_agent_has_what_it_had_and_nothing_it_unloaded(worker)
 
 @pytest.mark.fleet
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
+async def test_no_process_of_a_stopped_agent_is_left(worker, sent):
     async with worker.running() as client:
         await post(client, "load_lora", lora_id="sql-expert/v1")
         engine = worker.engine_pid
@@ -107,7 +107,7 @@ async def test_nothing_of_an_ended_agent_is_left_running(worker, sent):
         await until(lambda: not any(is_running(pid) for pid in group))
 
 
-async def test_a_full_engine_refuses_without_naming_what_it_holds_and_takes_the_named_victims_slot(worker):
+async def test_full_engine_refuses_loads_without_a_victim_and_names_no_adapter(worker):
     async with worker.together() as client:
         for lora_id in ("sql-expert/v1", "legal/v2", "python-expert/v1"):
             assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
@@ -119,13 +119,13 @@ async def test_a_full_engine_refuses_without_naming_what_it_holds_and_takes_the_
         assert await loaded(client) == {"sql-expert/v1", "python-expert/v1", "extra/v1"}
 
 
-async def test_a_free_slot_spares_the_named_victim(worker):
+async def test_named_victim_stays_if_a_slot_is_free(worker):
     async with worker.together("--preload-loras", "sql-expert/v1") as client:
         await post(client, "load_lora", lora_id="legal/v2", evict="sql-expert/v1")
         assert await loaded(client) == {"sql-expert/v1", "legal/v2"}
 
 
-async def test_an_older_epoch_is_refused_also_after_a_restart(worker):
+async def test_older_epoch_is_refused_even_after_a_restart(worker):
     async with worker.together() as client:
         assert (await post(client, "load_lora", epoch=7, lora_id="sql-expert/v1")).status_code == 200
         stale = await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")
@@ -138,7 +138,7 @@ async def test_an_older_epoch_is_refused_also_after_a_restart(worker):
         assert code(answer) == "invalid_epoch"
 
 
-async def test_without_an_epoch_an_orchestrators_worker_only_fills_free_slots(worker):
+async def test_load_without_epoch_may_only_take_a_free_slot(worker):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
@@ -151,7 +151,7 @@ async def test_without_an_epoch_an_orchestrators_worker_only_fills_free_slots(wo
 
 
 @pytest.mark.slow
-async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(worker, tmp_path):
+async def test_broken_adapters_are_refused_and_the_engine_keeps_serving(worker, tmp_path):
     root = tmp_path / "others"
     config = "adapter_config.json"
 
@@ -207,7 +207,7 @@ async def test_broken_adapters_are_refused_with_a_code_and_the_engine_goes_on(wo
         assert not list(worker.cache_dir.glob(".partial-*"))
 
 
-async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, tmp_path):
+async def test_paths_outside_of_the_allowed_folders_are_refused(worker, agent_adapters, tmp_path):
     secret = make_adapter(tmp_path / "secret", "a")
     root = tmp_path / "allowed"
     (root / "linked").mkdir(parents=True)
@@ -228,7 +228,7 @@ async def test_no_path_leads_out_of_the_allowed_folders(worker, agent_adapters, 
         assert within.status_code == 200
 
 
-async def test_what_is_no_text_or_no_path_is_a_400_and_keeps_nobody_from_being_told(worker):
+async def test_invalid_path_is_400_and_later_requests_work(worker):
     half = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
     strange = [{"digest": half}, {"evict": half}, {"secret": half}, {"source": f"/{half}"}, {"lora_path": f"/{half}"}]
     async with worker.together() as client:
@@ -243,7 +243,7 @@ async def test_what_is_no_text_or_no_path_is_a_400_and_keeps_nobody_from_being_t
         assert (await client.get("/metadata")).status_code == 200
 
 
-async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
+async def test_inspection_installs_without_loading(worker, agent_adapters):
     async with worker.together() as client:
         answer = await post(
             client, "inspect_lora", lora_id="sql-expert/v1", source=str(agent_adapters / "sql-expert/v1")
@@ -257,7 +257,7 @@ async def test_inspecting_installs_and_loads_nothing(worker, agent_adapters):
         assert code(other) == "adapter_unknown"
 
 
-async def test_an_adapter_too_large_for_this_worker_is_inspected_for_others_and_not_loaded(worker, tmp_path):
+async def test_adapter_with_too_large_rank_is_inspected_but_not_loaded(worker, tmp_path):
     source = str(make_adapter(tmp_path, "big", rank=32))
     async with worker.together("--lora-roots", str(tmp_path)) as client:
         found = (await post(client, "inspect_lora", lora_id="big/v1", source=source)).json()
@@ -268,7 +268,7 @@ async def test_an_adapter_too_large_for_this_worker_is_inspected_for_others_and_
         assert await loaded(client) == set()
 
 
-async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replaced(worker):
+async def test_cached_files_are_read_only_and_damaged_ones_are_replaced(worker):
     async with worker.together() as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         await post(client, "unload_lora", lora_id="sql-expert/v1")
@@ -283,7 +283,7 @@ async def test_files_in_the_cache_cannot_be_written_and_damaged_ones_are_replace
     assert weights.read_bytes() == whole
 
 
-async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(worker):
+async def test_event_stream_resumes_after_an_id_of_this_boot_only(worker):
     async with worker.together("--keep-alive-s", "0.1") as client:
         async with client.stream("GET", "/v1/events") as stream:
             lines = stream.aiter_lines()
@@ -303,7 +303,7 @@ async def test_events_resume_after_the_last_id_and_another_boots_id_is_gone(work
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 
 
-async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_when_told(worker):
+async def test_drained_worker_refuses_loads_until_undrained(worker):
     async with worker.together(timers=AgentTimers(quiet_s=0.1)) as client:
         answer = await post(client, "drain", deadline_s=patience(5))
         assert answer.json()["is_drained"] is True
@@ -316,7 +316,7 @@ async def test_a_drained_worker_finishes_refuses_loads_says_so_and_serves_again_
 
 
 @pytest.mark.fleet
-async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_comes_back(worker):
+async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_restart(worker):
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue()
     app = FastAPI()
 
@@ -348,7 +348,7 @@ async def test_heartbeats_say_a_change_at_once_and_go_on_when_the_orchestrator_c
             assert code(await post(client, "unload_lora", epoch=2, lora_id="sql-expert/v1")) == "stale_epoch"
 
 
-async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next_one_sent(worker):
+async def test_heartbeat_with_an_endless_answer_times_out(worker):
     beats = []
     app = FastAPI()
 
@@ -368,7 +368,7 @@ async def test_an_answer_to_a_heartbeat_that_never_ends_is_given_up_and_the_next
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_tried_again(worker):
+async def test_failed_engine_start_is_reported_with_its_output_and_retried(worker):
     flags = ("--engine-args=--no-such-flag", "--crash-loop-after", "2")
     async with worker.inside(*flags, until_ready=False) as client:
 
@@ -383,7 +383,7 @@ async def test_an_engine_that_cannot_start_is_reported_with_its_last_words_and_t
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
 
 
-async def test_the_scopes_of_a_key_file_hold(worker, tmp_path):
+async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
     keys.write_text(json.dumps({"keys": rows}))

@@ -21,7 +21,7 @@ def rules(agent_model) -> AdapterRules:
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
-def test_a_broken_adapter_is_refused_with_its_own_code_and_what_would_be_accepted(case, rules, tmp_path):
+def test_broken_adapter_is_refused_with_its_code_and_a_hint(case, rules, tmp_path):
     with pytest.raises(SourceError) as refused:
         read_manifest(case.write(tmp_path), rules)
     said = str(refused.value)
@@ -31,16 +31,16 @@ def test_a_broken_adapter_is_refused_with_its_own_code_and_what_would_be_accepte
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
-def test_a_good_variant_is_taken(case, rules, tmp_path):
+def test_good_adapter_variant_is_accepted(case, rules, tmp_path):
     assert read_manifest(case.write(tmp_path), rules).modules
 
 
-def test_the_corpus_says_why_where_we_are_stricter_than_the_engine():
+def test_corpus_explains_where_we_are_stricter_than_vllm():
     assert [case.name for case in BROKEN if (case.vllm != "refuses") != bool(case.why)] == []
     assert len({case.name for case in (*BROKEN, *GOOD)}) == len(BROKEN) + len(GOOD)
 
 
-def test_an_adapter_larger_than_the_limit_is_refused_by_size_before_anything_is_read(rules, tmp_path):
+def test_too_large_adapter_is_refused_before_it_is_read(rules, tmp_path):
     folder = GOOD[0].write(tmp_path)
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(65 << 20)
@@ -49,14 +49,14 @@ def test_an_adapter_larger_than_the_limit_is_refused_by_size_before_anything_is_
     assert refused.value.code == "source_too_big"
 
 
-def test_a_pickle_beside_proper_weights_is_left_alone(rules, tmp_path):
+def test_pickle_beside_safetensors_is_ignored(rules, tmp_path):
     folder = GOOD[0].write(tmp_path)
     plain = read_manifest(folder, rules)
     (folder / "adapter_model.bin").write_bytes(b"anything")
     assert read_manifest(folder, rules) == plain
 
 
-def test_of_a_300_mb_adapter_the_header_alone_is_read_to_verify_it(tmp_path):
+def test_verifying_a_300_mb_adapter_reads_only_its_header(tmp_path):
     config = {
         "model_type": "llama",
         "hidden_size": 4096,

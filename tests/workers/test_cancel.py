@@ -34,7 +34,7 @@ def leftovers(worker) -> list[str]:
     return [path.name for path in worker.cache_dir.iterdir() if path.name.startswith((".partial", ".gone"))]
 
 
-async def test_an_unload_calls_off_a_download_and_leaves_nothing_of_it(worker, far):
+async def test_unload_cancels_a_download_and_deletes_its_files(worker, far):
     source, cable = far
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
@@ -49,7 +49,7 @@ async def test_an_unload_calls_off_a_download_and_leaves_nothing_of_it(worker, f
         assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
 
 
-async def test_an_unload_of_another_version_calls_nothing_off(worker, far):
+async def test_unload_of_another_version_cancels_nothing(worker, far):
     source, cable = far
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
@@ -61,7 +61,7 @@ async def test_an_unload_of_another_version_calls_nothing_off(worker, far):
         loading.cancel()
 
 
-async def test_a_load_that_waits_for_its_turn_is_called_off_and_one_in_the_engine_is_undone(worker):
+async def test_unload_cancels_waiting_loads_and_undoes_a_running_one(worker):
     async with worker.together(engine=("--sim-load-s", "1")) as client:
         first = asyncio.create_task(post(client, "load_lora", lora_id="sql-expert/v1"))
         await until_state(client, "sql-expert/v1", "loading")
@@ -76,7 +76,7 @@ async def test_a_load_that_waits_for_its_turn_is_called_off_and_one_in_the_engin
 
 
 @pytest.mark.fleet
-async def test_a_caller_who_leaves_ends_no_download(worker, far):
+async def test_disconnecting_caller_does_not_end_a_download(worker, far):
     source, cable = far
     async with worker.running(*LOOPBACK) as client:
         with pytest.raises(httpx.ReadTimeout):

@@ -38,7 +38,7 @@ def mount(folder, name="acme-hub", *, token=TOKEN, sources="hf://acme\nhttps://m
         (folder / name / key).symlink_to(data / key)
 
 
-async def test_a_secret_is_read_for_the_sources_that_it_is_for(tmp_path):
+async def test_secret_is_read_for_its_allowed_sources(tmp_path):
     mount(tmp_path)
     credentials = Credentials(tmp_path)
     assert await credentials.read("acme-hub/token", "hf://acme/sql@main") == TOKEN
@@ -63,7 +63,7 @@ async def test_a_secret_is_read_for_the_sources_that_it_is_for(tmp_path):
         ("lines/token", "hf://acme/sql", "more than one line"),
     ],
 )
-async def test_a_secret_that_is_not_there_or_not_for_this_source_is_refused(tmp_path, secret, ref, why):
+async def test_missing_secret_or_other_source_is_refused(tmp_path, secret, ref, why):
     mount(tmp_path)
     mount(tmp_path, "empty", token="")
     mount(tmp_path, "lines", token="a\nheader: b")
@@ -73,13 +73,13 @@ async def test_a_secret_that_is_not_there_or_not_for_this_source_is_refused(tmp_
     assert TOKEN not in str(told.value)
 
 
-async def test_without_a_folder_of_secrets_the_setting_is_named():
+async def test_error_without_secrets_dir_names_the_setting():
     with pytest.raises(SourceError, match="secrets_dir is not set for this worker"):
         await Credentials(None).read("acme-hub/token", "hf://acme/sql")
 
 
 @pytest.mark.parametrize("kind", [WebFiles, HubStore])
-async def test_an_adapters_own_credential_goes_in_place_of_the_workers(tmp_path, kind):
+async def test_adapters_credential_replaces_the_workers(tmp_path, kind):
     async with kind(tmp_path).open() as store:
         ref, into, transfer = store.put("sql", ADAPTER), tmp_path / "into", Transfer()
         into.mkdir()
@@ -92,7 +92,7 @@ async def test_an_adapters_own_credential_goes_in_place_of_the_workers(tmp_path,
 @pytest.mark.parametrize(
     ("credential", "header"), [("abc", "Bearer abc"), ("Basic YWJj", "Basic YWJj"), ("Bearer abc", "Bearer abc")]
 )
-async def test_a_credential_stays_behind_when_a_download_is_sent_to_another_host(tmp_path, credential, header):
+async def test_credential_is_not_sent_to_a_redirects_other_host(tmp_path, credential, header):
     asked = []
 
     def answer(request):
@@ -123,7 +123,7 @@ class TokenSource:
             shutil.copy(file, into)
 
 
-async def test_a_fetch_uses_the_secret_that_was_asked_with_and_so_does_one_after_a_restart(tmp_path):
+async def test_fetch_uses_the_requests_secret_even_after_a_restart(tmp_path):
     mount(tmp_path / "secrets")
     source = TokenSource(make_adapter(tmp_path / "from", "a/v1"))
     rules = AdapterRules(64, frozenset(), "off")

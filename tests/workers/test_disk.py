@@ -59,7 +59,7 @@ def here(on: CacheFolder) -> set[str]:
     return {folder.digest for folder in on.adapters(NOBODY)}
 
 
-def test_the_least_recently_used_goes_first_and_nothing_that_is_held_or_was_used_just_now():
+def test_least_recently_used_idle_adapters_are_deleted_first():
     folders = [
         CachedAdapter("held", 100, 0.0, is_in_use=True),
         CachedAdapter("old", 100, 1.0, is_in_use=False),
@@ -77,7 +77,7 @@ def test_the_least_recently_used_goes_first_and_nothing_that_is_held_or_was_used
     assert adapters_to_delete(folders, excess_bytes=350, now=100, grace_s=10)[1] == 150
 
 
-def test_room_is_made_from_what_nobody_uses_and_never_from_what_is_wanted_here(tmp_path):
+def test_unwanted_adapters_are_deleted_to_make_room(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
     for digest, idle_s in (("wanted", 3000), ("old", 2000), ("newer", 1000)):
         put(mine, digest, idle_s=idle_s)
@@ -87,7 +87,7 @@ def test_room_is_made_from_what_nobody_uses_and_never_from_what_is_wanted_here(t
     assert not list(tmp_path.glob(".gone-*"))
 
 
-def test_room_that_cannot_be_made_costs_nobody_an_adapter(tmp_path):
+def test_no_adapter_is_deleted_if_it_would_not_be_enough(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
     put(mine, "wanted")
     put(mine, "old")
@@ -95,7 +95,7 @@ def test_room_that_cannot_be_made_costs_nobody_an_adapter(tmp_path):
     assert here(mine) == {"wanted", "old"}
 
 
-def test_no_agent_deletes_what_another_ones_lease_holds_until_that_one_fell_silent(tmp_path):
+def test_leased_adapter_is_kept_until_its_lease_expires(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     put(mine, "shared")
     assert other.claim("shared")
@@ -109,7 +109,7 @@ def test_no_agent_deletes_what_another_ones_lease_holds_until_that_one_fell_sile
     assert mine.make_room(0, NOBODY)[0] == ["shared"]
 
 
-def test_leases_are_renewed_while_wanted_and_given_up_after_the_grace(tmp_path):
+def test_leases_are_renewed_while_wanted_and_removed_after_the_grace(tmp_path):
     mine = disk(tmp_path)
     put(mine, "kept")
     put(mine, "dropped")
@@ -123,7 +123,7 @@ def test_leases_are_renewed_while_wanted_and_given_up_after_the_grace(tmp_path):
     assert not leases["dropped"].exists()
 
 
-def test_a_lease_beside_an_engine_of_somebody_elses_outlives_its_agent(tmp_path):
+def test_lease_of_an_attached_engine_outlives_its_agent(tmp_path):
     mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", engine_outlives_s=10_000)
     put(mine, "shared")
     attached.claim("shared")
@@ -134,7 +134,7 @@ def test_a_lease_beside_an_engine_of_somebody_elses_outlives_its_agent(tmp_path)
     assert mine.adapters(NOBODY)[0].is_in_use is False
 
 
-def test_a_silent_agents_engine_is_asked_before_a_folder_goes_and_keeps_what_it_serves(tmp_path):
+def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
     served, asked = {"kept"}, []
 
     def served_digests(engine_url: str) -> set[str]:
@@ -154,7 +154,7 @@ def test_a_silent_agents_engine_is_asked_before_a_folder_goes_and_keeps_what_it_
 
 
 @pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
-def test_an_engine_that_cannot_be_called_from_here_keeps_nothing(tmp_path, lease):
+def test_adapter_of_an_unreachable_engine_is_deleted(tmp_path, lease):
     mine = disk(tmp_path, max_bytes=1, served_digests=lambda _: {"old"})
     put(mine, "old")
     (mine.path("old") / ".users").mkdir()
@@ -164,7 +164,7 @@ def test_an_engine_that_cannot_be_called_from_here_keeps_nothing(tmp_path, lease
     assert mine.make_room(0, NOBODY)[0] == ["old"]
 
 
-async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(tmp_path):
+async def test_nothing_is_deleted_while_the_engine_lists_it_or_is_unreachable(tmp_path):
     mine = disk(tmp_path, max_bytes=100)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     for digest in ("listed", "idle"):
@@ -182,7 +182,7 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_cannot_be_asked(t
     assert here(mine) == {"listed"}
 
 
-async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
+async def test_only_adapters_in_use_count_as_held_bytes(tmp_path):
     cache = AdapterCache(
         disk(tmp_path, max_bytes=200), sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10
     )
@@ -198,7 +198,7 @@ async def test_of_a_full_cache_only_what_is_in_use_counts_as_held(tmp_path):
     assert (cache.used_bytes, cache.held_bytes, cache.adapters) == (200, 0, 2)
 
 
-def test_an_agent_that_a_full_disk_kept_from_its_first_start_has_a_name_of_its_own_at_the_next(tmp_path):
+def test_agent_gets_a_unique_id_after_a_first_start_with_full_disk(tmp_path):
     settings = WorkerSettings(model="m", state_dir=tmp_path, cache_dir=tmp_path / "cache")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -211,7 +211,7 @@ def test_an_agent_that_a_full_disk_kept_from_its_first_start_has_a_name_of_its_o
     assert len((tmp_path / "agent_id").read_text()) == 12
 
 
-def test_how_much_room_there_is_costs_no_look_into_each_of_thousands_of_adapters(tmp_path):
+def test_usage_of_thousands_of_adapters_is_computed_without_reading_each(tmp_path):
     crowded = disk(tmp_path, max_bytes=1 << 30)
     for number in range(2000):
         put(crowded, str(number))
@@ -228,7 +228,7 @@ def cpu_s(step) -> float:
     return time.process_time() - began
 
 
-def test_a_cache_that_lost_thousands_of_adapters_is_forgotten_in_well_under_a_second(tmp_path):
+def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
     holds = inventory(tmp_path)
     digests = [f"{number:064x}" for number in range(5000)]
     for digest in digests:
@@ -258,7 +258,7 @@ def inventory(folder) -> Inventory:
     )
 
 
-def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it_gone(tmp_path):
+def test_claim_during_a_deletion_either_prevents_it_or_fails(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     for turn in range(30):
         digest = f"d{turn}"
@@ -269,7 +269,7 @@ def test_a_claim_that_comes_while_a_folder_is_being_deleted_keeps_it_or_finds_it
             assert claimed.result() == (digest not in freed.result()[0]) == mine.path(digest).exists()
 
 
-def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
+def test_adapter_leased_after_the_scan_is_not_deleted(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     put(mine, "old")
     seen = mine.adapters(NOBODY)
@@ -279,7 +279,7 @@ def test_what_was_taken_into_use_after_the_look_around_is_not_deleted(tmp_path):
     assert not list(tmp_path.glob(".gone-*"))
 
 
-def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_grow(tmp_path):
+def test_leftovers_are_removed_but_other_agents_growing_downloads_stay(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     for each in (mine, other):
         with each.download_folder() as path:
@@ -292,7 +292,7 @@ def test_a_crash_leaves_nothing_of_ours_and_others_downloads_stay_while_they_gro
     assert not list(tmp_path.glob(".gone-*"))
 
 
-def test_a_download_that_can_go_on_is_kept_for_an_hour_or_until_the_disk_is_full(tmp_path):
+def test_resumable_download_is_kept_for_an_hour_or_until_disk_full(tmp_path):
     mine = disk(tmp_path)
     with (
         mine.download_folder("https://one") as one,
@@ -314,7 +314,7 @@ def test_a_download_that_can_go_on_is_kept_for_an_hour_or_until_the_disk_is_full
     assert not one.exists()
 
 
-def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
+def test_replaced_damaged_folder_keeps_its_leases(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
     put(mine, "digest", size=1)
     other.claim("digest")
@@ -325,7 +325,7 @@ def test_a_damaged_folder_is_replaced_under_the_leases_of_all(tmp_path):
     assert {path.name for path in (mine.path("digest") / ".users").iterdir()} == {"a", "b"}
 
 
-def test_an_adapter_without_a_lease_can_be_used_where_none_can_be_written(tmp_path):
+def test_adapter_is_usable_where_no_lease_can_be_written(tmp_path):
     mine = disk(tmp_path)
     put(mine, "here")
     (mine.path("here") / ".users").write_text("")  # no folder: as full a disk as a lease can meet
@@ -333,7 +333,7 @@ def test_an_adapter_without_a_lease_can_be_used_where_none_can_be_written(tmp_pa
     assert not mine.claim("elsewhere")
 
 
-async def test_an_adapter_that_another_agent_installed_meanwhile_needs_no_room(tmp_path):
+async def test_adapter_installed_meanwhile_by_another_agent_needs_no_room(tmp_path):
     mine = disk(tmp_path, max_bytes=150)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     manifest = Manifest(digest="new", rank=8, base_model="", size_bytes=100, modules=1)
@@ -364,7 +364,7 @@ class FullDiskSource:
 
 
 @pytest.mark.parametrize("idle_s", [1000, 0])
-async def test_a_disk_that_is_full_gives_up_what_nobody_uses_and_the_fetch_is_tried_once_more(tmp_path, idle_s):
+async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_path, idle_s):
     mine = disk(tmp_path / "cache")
     put(mine, "idle", idle_s=idle_s)
     source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
@@ -416,7 +416,7 @@ class GatedSource:
         await self.gate.wait()
 
 
-async def test_no_more_adapters_are_fetched_at_a_time_than_allowed(tmp_path):
+async def test_fetches_at_a_time_are_limited(tmp_path):
     source, rules = GatedSource(), AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(
         disk(tmp_path), sources={"file": source}, rules=rules, fetch_deadline_s=0.2, parallel_fetches=2
@@ -450,7 +450,7 @@ def digests(cache) -> set[str]:
 
 
 @pytest.mark.slow
-async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers_what_cannot_fit(worker, tmp_path):
+async def test_full_cache_deletes_the_oldest_and_refuses_what_cannot_fit(worker, tmp_path):
     size = sum(path.stat().st_size for path in make_adapter(tmp_path / "size", "x").iterdir())
     small = ("--max-disk-bytes", str(int(size * 2.5)), "--cache-grace-s", "1", "--lora-roots", str(tmp_path))
     sources = {name: str(make_adapter(tmp_path / "more", name)) for name in ("a/v1", "b/v1", "c/v1", "a-twin/v1")}
@@ -477,7 +477,7 @@ async def test_a_full_cache_gives_up_the_oldest_says_so_and_refuses_with_numbers
 
 
 @pytest.mark.fleet
-async def test_three_agents_share_one_folder_and_none_takes_from_another(agent_model, agent_adapters, tmp_path):
+async def test_three_agents_share_one_cache_folder_without_conflicts(agent_model, agent_adapters, tmp_path):
     shared = ("--cache-dir", str(tmp_path / "shared"), "--cache-grace-s", "1")
     size = sum(path.stat().st_size for path in (agent_adapters / "legal/v2").iterdir())
     limits = ((), (), ("--max-disk-bytes", str(int(size * 1.5))))
@@ -539,7 +539,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_really_full_is_an_error_with_numbers_and_leaves_no_half_adapter(tmp_path):
+def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
     mount, adapters = tmp_path / "small", tmp_path / "adapters"
     mount.mkdir()
     size = 0

@@ -24,7 +24,7 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
     return process.returncode, said.decode()
 
 
-async def test_the_hook_drains_the_agent_with_the_agents_own_key_and_a_pod_stops_all_the_same_without(worker, tmp_path):
+async def test_prestop_hook_drains_the_agent_with_the_agents_own_key(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys: [{{sha256: {hash_key('own')}, scopes: [drain]}}]")
     async with worker.together("--key-files", str(keys), timers=AgentTimers(quiet_s=0.1)) as client:

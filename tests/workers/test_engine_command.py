@@ -18,7 +18,7 @@ def settings(**more) -> WorkerSettings:
     return WorkerSettings(**{"model": "/models/m"} | more)
 
 
-def test_what_the_command_says_for_itself_is_taken():
+def test_settings_are_taken_from_the_engines_command():
     found = settings_from_command(
         settings(), (*SERVE, "--max-loras", "7", "--max-cpu-loras=9", "--served-model-name", "m"), {}
     )
@@ -27,7 +27,7 @@ def test_what_the_command_says_for_itself_is_taken():
     assert settings_from_command(settings(engine_args=("--max-cpu-loras", "33")), (), {}).max_cpu_loras == 33
 
 
-def test_of_two_flags_the_last_one_counts_as_it_does_for_the_engine():
+def test_last_of_two_equal_flags_wins():
     given = settings(engine_args=("--max-cpu-loras", "12"))
     assert settings_from_command(given, (*SERVE, "--max-cpu-loras", "20"), {}).max_cpu_loras == 12
 
@@ -59,17 +59,17 @@ def test_settings_that_agree_stay_as_they_are():
         ({"engine_url": "http://127.0.0.1:1"}, (), "leave one out"),
     ],
 )
-def test_a_command_that_contradicts_is_refused_and_the_word_is_named(more, words, said):
+def test_command_that_contradicts_a_setting_is_refused_by_name(more, words, said):
     with pytest.raises(CommandError, match=said):
         settings_from_command(settings(**more), (*SERVE, *words), {})
 
 
-def test_an_environment_that_forbids_loading_is_refused():
+def test_environment_that_forbids_loading_is_refused():
     with pytest.raises(CommandError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=0"):
         settings_from_command(settings(), (), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
 
 
-def test_a_key_for_the_engine_in_the_environment_is_refused():
+def test_key_for_the_engine_in_the_environment_is_refused():
     with pytest.raises(CommandError, match=r"VLLM_API_KEY in the environment.*unset it") as refused:
         settings_from_command(settings(), (), {"VLLM_API_KEY": "secret"})
     assert "secret" not in str(refused.value)
@@ -77,14 +77,14 @@ def test_a_key_for_the_engine_in_the_environment_is_refused():
         assert settings_from_command(settings(engine=engine), (), {"VLLM_API_KEY": key}).engine == engine
 
 
-def test_flags_with_underscores_are_the_flags_that_vllm_takes_them_for():
+def test_flags_with_underscores_equal_those_with_dashes():
     found = settings_from_command(
         settings(), (*SERVE, "--max_loras", "7", "--max_cpu_loras=9", "--served_model_name", "m"), {}
     )
     assert (found.max_loras, found.max_cpu_loras, found.model_name) == (7, 9, "m")
 
 
-def test_ranks_are_given_one_api_server():
+def test_data_parallel_engine_gets_one_api_server():
     assert settings_from_command(settings(), (*SERVE, "--data-parallel-size", "2"), {}).engine_args == (
         "--api-server-count",
         "1",
@@ -93,7 +93,7 @@ def test_ranks_are_given_one_api_server():
 
 
 @pytest.mark.fleet
-async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(agent_model, agent_adapters, tmp_path):
+async def test_agent_counts_the_slots_of_its_own_engine_command(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
     own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
     async with worker.inside(*own) as client:
@@ -102,7 +102,7 @@ async def test_the_agent_counts_the_slots_that_its_engines_own_command_gives(age
 
 
 @pytest.mark.fleet
-async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
+async def test_contradicting_command_ends_the_start_with_one_line(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-args=--max-cpu-loras=9")
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
@@ -113,7 +113,7 @@ async def test_a_contradiction_ends_the_start_with_one_line(agent_model, agent_a
     assert b"Traceback" not in said
 
 
-def test_sglangs_flags_are_taken_too_and_its_batch_counts_the_base_model():
+def test_sglangs_batch_flag_counts_the_base_model():
     command = ("python", "-m", "sglang.launch_server", "--max-loras-per-batch", "8", "--max-loaded-loras=32")
     found = settings_from_command(settings(engine="sglang"), command, {})
     assert (found.max_loras, found.max_cpu_loras, found.engine_args) == (7, 32, ())

@@ -25,7 +25,7 @@ def _failing(said: str) -> Starlette:
 
 
 @pytest.mark.parametrize("kind", [VllmClient, SglangClient])
-async def test_an_unload_that_fails_is_the_engines_fault_as_somebody_elses_load_may_wait_for_it(kind):
+async def test_failed_unload_is_an_engine_error(kind):
     async with serving(_failing("no")) as url:
         engine = kind(url)
         with pytest.raises(EngineError, match=r"unload sql/v1@1: the engine answered 500: no") as failed:
@@ -42,7 +42,7 @@ async def test_an_unload_that_fails_is_the_engines_fault_as_somebody_elses_load_
         ("EngineCore encountered an issue. See stack trace (above) for the root cause.", "engine_failed"),
     ],
 )
-async def test_a_load_that_an_ending_engine_fails_is_not_held_against_the_adapter(tmp_path, said, code):
+async def test_load_failed_by_a_dying_engine_does_not_blame_the_adapter(tmp_path, said, code):
     async with serving(_failing(said)) as url:
         engine = VllmClient(url)
         with pytest.raises(EngineError, match="load legal/v1@2") as failed:

@@ -39,7 +39,7 @@ def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
     )
 
 
-def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_savings(tmp_path):
+def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
     def start() -> tuple[InstalledAdapters, AdapterUsage]:
         records = InstalledAdapters(tmp_path)
         return records, AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
@@ -58,7 +58,7 @@ def test_requests_are_counted_once_also_by_an_agent_that_crashed_between_two_sav
     assert records.all()[0].request_count == 14
 
 
-def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_twice(tmp_path):
+def test_restarting_router_does_not_double_another_routers_counts(tmp_path):
     records = InstalledAdapters(tmp_path)
     records.store(record(1))
     usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
@@ -68,7 +68,7 @@ def test_a_router_that_starts_over_and_over_has_no_other_ones_requests_counted_t
     assert records.all()[0].request_count == 1299
 
 
-def test_damaged_counts_cost_the_counts_alone(tmp_path):
+def test_damaged_counts_lose_only_the_counts(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = InstalledAdapters(tmp_path)
     records.store(record(1))
@@ -76,7 +76,7 @@ def test_damaged_counts_cost_the_counts_alone(tmp_path):
     assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
 
 
-async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all_of_them_can_be_listed(worker):
+async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):
     records = InstalledAdapters(worker.state_dir)
     for number in range(500):
         records.store(record(number))
@@ -108,7 +108,7 @@ async def test_a_heartbeat_stays_small_however_many_adapters_are_on_disk_and_all
 
 
 @pytest.mark.fleet
-async def test_a_report_whose_list_is_younger_than_an_unload_has_not_the_adapter(worker):
+async def test_report_with_a_list_after_an_unload_lacks_the_adapter(worker):
     async with worker.running() as client, httpx.AsyncClient() as direct:
         loaded = (await post(client, "load_lora", lora_id="legal/v2")).json()["engine_name"]
         told = Metadata.model_validate_json((await client.get("/metadata")).content)
@@ -127,9 +127,7 @@ async def test_a_report_whose_list_is_younger_than_an_unload_has_not_the_adapter
 
 
 @pytest.mark.fleet
-async def test_new_bytes_under_an_old_name_are_said_while_the_old_ones_are_served(
-    agent_model, agent_adapters, tmp_path
-):
+async def test_new_bytes_in_lora_path_are_reported_while_old_ones_are_served(agent_model, agent_adapters, tmp_path):
     shutil.copytree(agent_adapters / "legal", tmp_path / "shelf/legal")
     worker = RunningWorker(agent_model, tmp_path / "shelf", tmp_path, "--engine", "sim", "--max-lora-rank", "16")
     async with worker.inside() as client:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fleet
 
 
 @pytest.mark.parametrize(("operations", "seed"), [(40, 3), pytest.param(200, 5, marks=pytest.mark.thorough)])
-async def test_record_disk_and_engine_agree_after_every_kill_and_no_half_adapter_is_served(tmp_path, operations, seed):
+async def test_state_folder_disk_and_engine_agree_after_every_kill(tmp_path, operations, seed):
     async with trial("sim", tmp_path, seed=seed) as it:
         found = await it.run(operations, per_round=20)
     assert found.violations == []

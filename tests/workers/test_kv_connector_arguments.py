@@ -63,7 +63,7 @@ def test_example_connector_is_refused_in_each_spelling(words):
         ),
     ],
 )  # fmt: skip
-def test_other_words_say_what_they_say(words, found):
+def test_other_arguments_give_their_connector(words, found):
     assert separation(*words) == found
 
 
@@ -79,7 +79,7 @@ def test_other_words_say_what_they_say(words, found):
         ("", (), None),
     ],
 )
-def test_config_file_is_read_and_the_command_line_comes_before_it(tmp_path, text, words, found):
+def test_config_file_is_overridden_by_the_command_line(tmp_path, text, words, found):
     (tmp_path / "vllm.yaml").write_text(text)
     assert separation("--config", str(tmp_path / "vllm.yaml"), *words) == found
 
@@ -94,7 +94,7 @@ def test_config_file_is_read_and_the_command_line_comes_before_it(tmp_path, text
         (("--config", "/nowhere/vllm.yaml"), "--config /nowhere/vllm.yaml"),
     ],
 )
-def test_argument_that_cannot_be_read_is_named(words, said):
+def test_unparseable_argument_is_named(words, said):
     if said is None:
         assert separation(*words) is None  # vLLM says itself that its value is missing
         return
@@ -102,7 +102,7 @@ def test_argument_that_cannot_be_read_is_named(words, said):
         separation(*words)
 
 
-def test_config_file_that_is_no_mapping_is_named(tmp_path):
+def test_config_file_without_a_mapping_is_named(tmp_path):
     for text in ("- a", "a: ["):
         (tmp_path / "vllm.yaml").write_text(text)
         with pytest.raises(CommandError, match=f"--config {tmp_path}"):

@@ -55,7 +55,7 @@ async def frames(client, epoch, since):
                 waiting = waiting[4 + size :]
 
 
-async def test_a_snapshot_and_what_follows_it_are_all_that_the_engine_has():
+async def test_snapshot_and_stream_give_all_blocks_of_the_engine():
     engine = KvEngine()
     for event in chain(3):
         engine.batches.append(msgspec.msgpack.encode([0.0, [event], None]))
@@ -82,7 +82,7 @@ async def test_a_snapshot_and_what_follows_it_are_all_that_the_engine_has():
         assert device(await snapshot(client)) == set(ours([50, 51]))
 
 
-async def test_what_comes_and_goes_within_one_frame_is_not_told():
+async def test_block_added_and_dropped_within_a_frame_is_not_sent():
     engine = KvEngine()
     async with serving_ledger(engine) as (client, _agent):
         taken = await snapshot(client)
@@ -95,7 +95,7 @@ async def test_what_comes_and_goes_within_one_frame_is_not_told():
             assert [unpack_hashes(c.added) + unpack_hashes(c.dropped) for c in frame.changes] == [ours([3, 4])]
 
 
-async def test_signs_of_life_come_while_nothing_changes():
+async def test_stream_sends_heartbeats_without_changes():
     async with serving_ledger(KvEngine()) as (client, _agent):
         taken = await snapshot(client)
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
@@ -103,7 +103,7 @@ async def test_signs_of_life_come_while_nothing_changes():
 
 
 @pytest.mark.parametrize(("epoch", "since"), [("another", 0), (None, 99), (None, 0)])
-async def test_a_place_that_is_not_kept_any_more_is_gone(epoch, since):
+async def test_position_outside_of_the_ring_is_gone(epoch, since):
     engine = KvEngine()
     async with serving_ledger(engine, ring_bytes=1) as (client, agent):
         for number in range(3):
@@ -113,7 +113,7 @@ async def test_a_place_that_is_not_kept_any_more_is_gone(epoch, since):
         assert (answer.status_code, code(answer)) == (410, "events_gone")
 
 
-async def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_kept_for_it():
+async def test_reader_that_does_not_read_is_cut_off():
     engine = KvEngine()
     async with serving_ledger(engine, send_buffer_bytes=4096, ring_bytes=200_000) as (client, agent):
         taken = await snapshot(client)
@@ -135,7 +135,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off_and_nothing_is_kept_for_it
         assert device(await snapshot(client)) == set(agent.ledgers.ranks[0].ledger.blocks("device"))
 
 
-async def test_a_loss_is_told_and_stays_told():
+async def test_lost_events_make_the_ledger_incomplete_for_good():
     engine = KvEngine()
     async with serving_ledger(engine) as (client, agent):
         while not agent.ledgers.seq:
@@ -161,7 +161,7 @@ async def test_a_loss_is_told_and_stays_told():
     [b"\xc1", msgspec.msgpack.encode([0.0, [removed(1) | {"medium": 7}], None])],
     ids=["no batch", "a removal"],
 )
-async def test_what_may_have_been_a_removal_and_cannot_be_read_is_a_loss(payload):
+async def test_unreadable_event_makes_the_ledger_incomplete(payload):
     engine = KvEngine()
     engine.batches += [msgspec.msgpack.encode([0.0, [stored([1], [1, 2])], None]), payload]
     async with serving_ledger(engine) as (client, _):
@@ -170,7 +170,7 @@ async def test_what_may_have_been_a_removal_and_cannot_be_read_is_a_loss(payload
         assert device(taken) == set(ours([1, 2]))
 
 
-async def test_that_an_adapters_blocks_are_forgotten_is_told_at_once():
+async def test_forgotten_blocks_of_an_adapter_are_sent_at_once():
     engine = KvEngine()
     engine.batches.append(msgspec.msgpack.encode([0.0, [stored([1], [1, 2], lora_name="sql@1")], None]))
     async with serving_ledger(engine, dialect="sglang") as (client, agent):
@@ -184,7 +184,7 @@ async def test_that_an_adapters_blocks_are_forgotten_is_told_at_once():
             assert set(unpack_hashes(frame.changes[0].dropped)) == set(ours([1, 2], name="sql@1"))
 
 
-async def test_ranks_and_tiers_are_told_apart():
+async def test_ranks_and_tiers_are_separate():
     engines = KvEngine("kv"), KvEngine("kv")
     batch = [stored([1], [1, 2]), stored([1], [], block_size=0, medium="CPU"), removed(1)]
     engines[1].batches.append(msgspec.msgpack.encode([0.0, batch, 1]))
@@ -194,7 +194,7 @@ async def test_ranks_and_tiers_are_told_apart():
         assert [(rank.device, unpack_hashes(rank.host)) for rank in taken.ranks] == [(b"", []), (b"", ours([1, 2]))]
 
 
-async def test_a_snapshot_of_16000_blocks_is_there_in_well_under_a_second():
+async def test_snapshot_of_16000_blocks_takes_less_than_a_second():
     engine = KvEngine()
     for start in range(0, 16_000, 100):
         events = [stored([i], [i, i + 1]) for i in range(start, start + 100)]
@@ -227,7 +227,7 @@ async def has(client, expected, *, within_s=10.0):
 
 
 @pytest.mark.fleet
-async def test_an_agent_tells_the_blocks_of_prompts_and_adapters_and_a_new_epoch_after_a_restart(worker):
+async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(worker):
     async with worker.inside() as client:
         told = await told_by(client)
         assert told.transport.kv_ledger == 1
@@ -256,7 +256,7 @@ async def test_an_agent_tells_the_blocks_of_prompts_and_adapters_and_a_new_epoch
 
 
 @pytest.mark.fleet
-async def test_an_open_stream_does_not_hold_a_stopping_agent_up(worker):
+async def test_open_stream_does_not_delay_a_stopping_agent(worker):
     async with worker.running("--stop-grace-s", "600") as client:
         taken = await snapshot(client)
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:

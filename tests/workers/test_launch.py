@@ -24,7 +24,7 @@ def flag(command, name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_on_a_gpu_vllms_own_choices_stand():
+def test_vllm_keeps_its_defaults_on_a_gpu():
     start = launch_command(settings(device_profile="gpu"), port=8100, topic="kv@b")
     assert "--enforce-eager" not in start.command
     assert "--block-size" not in start.command
@@ -32,21 +32,21 @@ def test_on_a_gpu_vllms_own_choices_stand():
     assert start.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_on_a_cpu_the_light_recipe_is_used():
+def test_vllm_gets_cpu_flags_on_a_cpu():
     start = launch_command(settings(device_profile="cpu"), port=8100, topic="kv@b")
     assert flag(start.command, "--block-size") == "32"
     assert "--enforce-eager" in start.command
     assert start.environment["OMP_NUM_THREADS"] == "1"
 
 
-def test_kv_events_go_to_sockets_that_vllm_binds_under_this_boots_topic():
+def test_kv_events_use_ipc_sockets_and_the_boots_topic():
     events = json.loads(flag(launch_command(settings(), port=1, topic="kv@b").command, "--kv-events-config"))
     assert events["topic"] == "kv@b"
     assert events["endpoint"].startswith("ipc:///")
     assert events["endpoint"] != events["replay_endpoint"]
 
 
-def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
+def test_own_command_keeps_its_flags_and_gets_the_others():
     own = ("vllm", "serve", "/other", "--max-loras=7", "--port", "9")
     command = launch_command(settings(), port=9, topic="t", own_command=own).command
     assert command[:6] == own
@@ -55,7 +55,7 @@ def test_a_command_of_ones_own_keeps_what_it_says_and_gets_the_rest():
     assert flag(command, "--max-cpu-loras") == "16"
 
 
-def test_sglang_is_started_with_what_an_agent_needs_of_it():
+def test_sglang_gets_the_flags_that_an_agent_needs():
     start = launch_command(settings(engine="sglang", max_loras=4, num_gpu_blocks_override=100), port=7, topic="kv@b")
     command = start.command
     assert command[1:4] == ("-P", "-m", "sglang.launch_server")
@@ -69,7 +69,7 @@ def test_sglang_is_started_with_what_an_agent_needs_of_it():
     assert not any(name.startswith("VLLM") for name in start.environment)
 
 
-def test_sglang_on_a_cpu_has_no_timer_of_gpu_time_which_would_end_it_and_no_triton(monkeypatch):
+def test_sglang_on_a_cpu_gets_neither_gpu_timer_nor_triton(monkeypatch):
     on_gpu = launch_command(settings(engine="sglang"), port=7, topic="t")
     assert on_gpu.environment["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] == "1"
     assert "--lora-backend" not in on_gpu.command
@@ -81,7 +81,7 @@ def test_sglang_on_a_cpu_has_no_timer_of_gpu_time_which_would_end_it_and_no_trit
         assert flag(start.command, "--lora-backend") == "torch_native"
 
 
-def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
+def test_own_sglang_command_may_use_either_model_flag():
     own = ("python", "-m", "sglang.launch_server", "--model", "/other", "--page-size=64")
     command = launch_command(settings(engine="sglang"), port=9, topic="t", own_command=own).command
     assert command[:6] == own
@@ -90,22 +90,22 @@ def test_a_command_of_ones_own_names_sglangs_model_by_either_flag():
 
 
 @pytest.mark.parametrize(("kind", "when"), [("llama.cpp", "at its start"), ("tensorrt-llm", "with a request")])
-def test_an_engine_that_no_agent_can_load_into_is_refused_with_the_reason(kind, when):
+def test_engine_without_runtime_loading_is_refused_with_the_reason(kind, when):
     with pytest.raises(ValidationError, match=f"{kind} takes adapters {when} alone.*docs/engines.md"):
         settings(engine=kind)
 
 
-def test_a_socket_path_that_no_unix_socket_can_have_is_refused_with_its_length():
+def test_too_long_socket_path_is_refused_with_its_length():
     with pytest.raises(ValidationError, match="at most 107"):
         settings(ipc_dir=Path("/tmp") / ("x" * 90))
 
 
-def test_two_workers_of_one_machine_have_sockets_of_their_own():
+def test_two_workers_on_one_machine_have_different_sockets():
     one, other = (settings(state_dir=Path("/s") / name).socket_path("events") for name in "ab")
     assert one != other
 
 
-def test_engine_arguments_stand_each_by_itself():
+def test_engine_arguments_must_be_single_words():
     given = ("--seed", "1", "--chat-template=a b.jinja", "--override", '{"a": 1}', "a text")
     assert settings(engine_args=given).engine_args == given
     with pytest.raises(ValidationError, match=r"each argument by itself: '--seed', '1'; found '--seed 1' as one"):
@@ -113,7 +113,7 @@ def test_engine_arguments_stand_each_by_itself():
 
 
 @pytest.mark.parametrize("wrong", [{"max_loras": 4, "max_cpu_loras": 2}, {"model": ""}, {"max_lora_rank": 12}])
-def test_settings_that_cannot_work_are_refused(wrong):
+def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValidationError):
         settings(**wrong)
 
@@ -127,7 +127,7 @@ def test_every_error_has_a_status_and_an_envelope():
             assert envelope(status, code, str(error))["error"]["code"] == code
 
 
-def test_a_page_of_metrics_is_summed_over_ranks():
+def test_metrics_are_summed_over_ranks():
     page = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
@@ -170,10 +170,10 @@ process_start_time_seconds 1.7e+09
         ("env HF_TOKEN=t0p AWS_SECRET_ACCESS_KEY=t0p A=b vllm", "env HF_TOKEN=*** AWS_SECRET_ACCESS_KEY=*** A=b vllm"),
     ],
 )
-def test_a_command_is_logged_without_what_is_secret_in_it(command, shown):
+def test_command_is_logged_without_secrets(command, shown):
     assert " ".join(without_secrets(command.split())) == shown
 
 
-def test_a_shells_words_are_logged_without_what_is_secret_in_them():
+def test_shell_command_is_logged_without_secrets():
     said = without_secrets(["sh", "-c", "export HF_TOKEN='t 0 p'; API_KEY=t0p exec vllm \"$@\""])
     assert said[2] == 'export HF_TOKEN=***; API_KEY=*** exec vllm "$@"'

@@ -64,7 +64,7 @@ def entry(path: str, content: bytes) -> FileEntry:
 # --- digest -------------------------------------------------------------------------------------------------------
 
 
-def test_the_digest_of_the_documented_example_is_the_documented_one():
+def test_documented_example_has_the_documented_digest():
     files = [entry("adapter_model.safetensors", b""), entry("adapter_config.json", b"{}")]
     assert digest(files) == "2ee415dc86b41cb4ebf3b6f39ba9ea4c853fb11a59eb8eb6dc5dc2832de9815e"
     hashed = json.dumps([[e.path, e.size_bytes, e.sha256] for e in reversed(files)], separators=(",", ":"))
@@ -80,36 +80,36 @@ ENTRIES = st.lists(
 
 @pytest.mark.slow
 @given(ENTRIES, ENTRIES)
-def test_two_sets_of_files_share_a_digest_only_if_they_are_equal(one, other):
+def test_only_equal_files_have_equal_digests(one, other):
     assert (digest(one) == digest(other)) == (set(one) == set(other))
 
 
 @given(ENTRIES.flatmap(lambda entries: st.tuples(st.just(entries), st.permutations(entries))))
-def test_the_order_of_the_files_changes_nothing(pair):
+def test_digest_does_not_depend_on_file_order(pair):
     assert digest(pair[0]) == digest(pair[1])
 
 
 # --- config -------------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_adapter_is_described():
+def test_plain_adapter_is_accepted_and_described():
     found = look()
     assert (found.rank, found.base_model, found.modules) == (8, "org/Base-7B", 1)
 
 
-def test_the_rank_is_the_largest_that_any_module_has():
+def test_rank_is_the_largest_of_all_modules():
     wide = {**tensors(), **tensors(rank=16, module="model.layers.1.self_attn.q_proj")}
     assert look({"rank_pattern": {"layers.1.self_attn.q_proj": 16}}, wide).rank == 16
     assert look({"rank_pattern": {r"layers\.[1-9].*": 16}}, wide).rank == 16
     assert refusal({}, wide)[0] == "rank_mismatch"
 
 
-def test_of_two_patterns_that_match_the_first_says_the_rank():
+def test_first_matching_rank_pattern_wins():
     assert look({"rank_pattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 4}}).rank == 8
     assert refusal({"rank_pattern": {"self_attn.q_proj": 4, "q_proj": 8}})[0] == "rank_mismatch"
 
 
-def test_a_rank_that_only_the_config_mentions_counts_because_the_engine_counts_it():
+def test_unused_rank_in_the_config_counts():
     assert refusal({"rank_pattern": {"v_proj": 32}})[0] == "rank_too_big"
 
 
@@ -118,12 +118,12 @@ def test_targets_may_be_a_list_an_expression_or_all_linear(targets):
     assert look({"target_modules": targets}).modules == 1
 
 
-def test_an_expression_of_targets_that_might_never_end_is_not_run():
+def test_slow_target_regex_is_not_run():
     assert look({"target_modules": r"(\w+)+z"}).modules == 1
 
 
 @pytest.mark.parametrize("targets", [r".*\.k_proj", ["k_proj"], ["proj"], ["layers.1.self_attn.q_proj"]])
-def test_tensors_of_a_module_that_is_no_target_are_refused(targets):
+def test_tensors_of_an_untargeted_module_are_refused(targets):
     assert refusal({"target_modules": targets})[0] == "module_untargeted"
 
 
@@ -131,7 +131,7 @@ def test_tensors_of_a_module_that_is_no_target_are_refused(targets):
 @pytest.mark.parametrize(
     "slow", [r"(a|a)+z", r"(\w+)+z", "(a|a)(a|a)(a|a)", "a?a?a?a", "x{1,9}", r"(a)\1", "(?=a)", "[[a]]*", "a" * 2000]
 )
-def test_an_expression_is_run_only_if_it_surely_ends(quick, slow):
+def test_only_safe_regexes_are_run(quick, slow):
     assert is_safe_regex(quick)
     assert not is_safe_regex(slow)
 
@@ -140,7 +140,7 @@ QUICK = st.lists(st.sampled_from(["a", "b", ".", "*", "+", "?", "(", ")", "|", "
 
 
 @given(QUICK.map("".join).filter(is_safe_regex))
-def test_what_counts_as_quick_is_quick_on_long_names(expression):
+def test_safe_regexes_are_fast_on_long_names(expression):
     raw = json.dumps(CONFIG | {"rank_pattern": {expression: 8}}).encode()
     try:
         config = parse_config(raw)
@@ -185,12 +185,12 @@ def test_what_counts_as_quick_is_quick_on_long_names(expression):
         ({"r": 4}, "rank_mismatch"),
     ],
 )
-def test_a_config_that_an_engine_would_refuse_or_misread_is_refused(config, code):
+def test_config_that_engines_refuse_or_misread_is_refused(config, code):
     assert refusal(config)[0] == code
 
 
 @pytest.mark.parametrize("missing", ["r", "lora_alpha", "target_modules"])
-def test_a_config_without_what_the_engine_needs_is_refused_with_its_name(missing):
+def test_missing_config_field_is_named(missing):
     raw = json.dumps({key: value for key, value in CONFIG.items() if key != missing}).encode()
     with pytest.raises(SourceError, match=f"{missing} is missing"):
         check_adapter(raw, tensors(), RULES)
@@ -208,7 +208,7 @@ def test_a_config_without_what_the_engine_needs_is_refused_with_its_name(missing
         {"unknown_field_of_a_newer_peft": {"a": 1}},
     ],
 )
-def test_a_variant_that_engines_serve_rightly_is_taken(config):
+def test_variant_that_engines_serve_correctly_is_accepted(config):
     assert look(config).modules == 1
 
 
@@ -223,7 +223,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_no_config_makes_anything_but_a_description_or_a_refusal(value):
+def test_any_config_gives_a_description_or_a_source_error(value):
     with pytest.raises(SourceError):
         check_adapter(json.dumps(value).encode(), {}, RULES)
 
@@ -260,11 +260,11 @@ A, B = (f"{MODULE}.lora_{half}.weight" for half in "AB")
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(shapes, code):
+def test_unfitting_tensors_are_refused(shapes, code):
     assert refusal({}, shapes)[0] == code
 
 
-def test_a_packed_module_is_refused_with_the_names_of_its_parts_and_the_other_way_round():
+def test_packed_module_mismatch_is_refused_with_a_hint():
     packed = {**tensors(), **tensors(module="model.layers.0.self_attn.qkv_proj", out=64)}
     code, said = refusal({"target_modules": "all-linear"}, packed)
     assert (code, "q_proj, k_proj, v_proj, one pair each" in said) == ("module_unknown", True)
@@ -276,7 +276,7 @@ def test_a_packed_module_is_refused_with_the_names_of_its_parts_and_the_other_wa
     assert (code, "accepted is qkv_proj" in said) == ("module_unknown", True)
 
 
-def test_embeddings_and_head_are_taken_where_the_engine_takes_them_and_fit_the_vocabulary():
+def test_embeddings_are_accepted_if_engine_and_vocabulary_allow_them():
     embed = "base_model.model.model.embed_tokens.lora_embedding_"
     both = {
         **tensors(module="lm_head", out=100),
@@ -290,25 +290,25 @@ def test_embeddings_and_head_are_taken_where_the_engine_takes_them_and_fit_the_v
     assert refusal({}, both, elsewhere)[0] == "module_unsupported"
 
 
-def test_experts_are_left_to_the_engine_where_the_base_model_has_any():
+def test_experts_of_a_mixture_are_not_checked():
     experts = tensors() | tensors(module="model.layers.0.mlp.experts.3.up_proj")
     assert refusal({"target_modules": "all-linear"}, experts)[0] == "module_unknown"
     mixture = base_model({"num_experts": 8}, {MODULE: (32, 64)})
     assert look({"target_modules": "all-linear"}, experts, AdapterRules(16, frozenset(), "off", mixture)).modules == 2
 
 
-def test_without_a_base_model_at_hand_only_the_adapter_itself_is_held_to_the_rules():
+def test_unknown_base_model_limits_the_checks_to_the_adapter():
     rules = AdapterRules(16, frozenset(), "off")
     assert look({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
     assert refusal({}, {A: TensorHeader("F32", (8, 64)), B: TensorHeader("F32", (32, 4))}, rules)[0] == "rank_mismatch"
 
 
-def test_every_refusal_says_what_would_be_accepted():
+def test_every_refusal_says_what_is_accepted():
     for config in ({"r": 0}, {"use_dora": True}, {"bias": "all"}, {"r": 32}, {"r": 4}, {"peft_type": "IA3"}):
         assert "accepted" in refusal(config)[1]
 
 
-def test_the_orchestrator_never_retries_bytes_that_a_worker_refused():
+def test_orchestrator_never_retries_refused_adapters():
     refused = {code for code, status in SourceError.codes.items() if status == 422}
     assert refused - {"rank_too_big", "source_unsafe"} <= CONTENT_CODES
 
@@ -316,7 +316,7 @@ def test_the_orchestrator_never_retries_bytes_that_a_worker_refused():
 # --- base models --------------------------------------------------------------------------------------------------
 
 
-def test_a_config_alone_tells_the_same_modules_as_the_weights_do(tmp_path):
+def test_config_gives_the_same_shapes_as_the_weights(tmp_path):
     folder = make_model(tmp_path / "base")
     from_weights = read_base_model(folder)
     for path in folder.glob("*.safetensors"):
@@ -326,7 +326,7 @@ def test_a_config_alone_tells_the_same_modules_as_the_weights_do(tmp_path):
     assert not from_weights.takes_embeddings
 
 
-def test_quantized_weights_are_not_taken_for_shapes():
+def test_quantized_weights_give_no_shapes():
     config = {
         "model_type": "phi3",
         "hidden_size": 64,
@@ -345,11 +345,11 @@ def test_quantized_weights_are_not_taken_for_shapes():
     assert base_model({"quantization_config": {"a": 1}}, {"x": (1, 2)}) is None
 
 
-def test_a_head_tied_to_the_embeddings_has_their_shape():
+def test_tied_head_has_the_shape_of_the_embeddings():
     assert base_model({}, {"model.embed_tokens": (100, 64)}).shapes["lm_head"] == (100, 64)
 
 
-def test_modules_of_a_model_with_a_vision_part_are_found_under_each_of_their_names():
+def test_modules_of_a_vision_model_are_found_by_each_name():
     base = base_model({"text_config": {}}, {"model.language_model.layers.0.q_proj": (4, 4)}).module_shapes()
     assert base.find("language_model.model.layers.0.q_proj") == base.find("model.layers.0.q_proj") == (4, 4)
     assert base.find("model.layers.1.q_proj") is None
@@ -369,7 +369,7 @@ def test_modules_of_a_model_with_a_vision_part_are_found_under_each_of_their_nam
         ("", "exact", True),
     ],
 )
-def test_base_models_are_compared_as_the_setting_says(declared, check, same):
+def test_base_models_are_compared_by_the_setting(declared, check, same):
     assert is_same_base(declared, {"base-7b"}, check) is same
 
 
@@ -377,7 +377,7 @@ def test_base_models_are_compared_as_the_setting_says(declared, check, same):
 
 
 @given(st.binary(max_size=40).filter(lambda raw: raw.strip() != b"{}"))
-def test_no_header_of_garbage_is_taken_for_one(raw):
+def test_garbage_header_is_refused(raw):
     with pytest.raises(SourceError, match="header"):
         parse_header(raw, 0, "x")
 
@@ -398,7 +398,7 @@ HEADERS = st.dictionaries(
 
 
 @given(HEADERS, st.sampled_from([0, 8, 16]), st.sampled_from([None, {"format": "pt"}, {"format": 3}]))
-def test_headers_are_taken_exactly_where_safetensors_takes_them(header, data_bytes, notes):
+def test_headers_are_accepted_exactly_if_safetensors_accepts_them(header, data_bytes, notes):
     raw = json.dumps(header if notes is None else {"__metadata__": notes, **header}).encode()
     whole = len(raw).to_bytes(8, "little") + raw + bytes(data_bytes)
     try:
@@ -423,7 +423,7 @@ def test_headers_are_taken_exactly_where_safetensors_takes_them(header, data_byt
         b'{"\xff":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
     ],
 )
-def test_a_header_that_reads_in_two_ways_is_refused(raw):
+def test_header_with_duplicate_keys_is_refused(raw):
     with pytest.raises(SourceError) as refused:
         parse_header(raw, 8, "x")
     assert refused.value.code == "weights_corrupt"
@@ -436,13 +436,13 @@ LARGE = (MAX_HEADER_BYTES + 1).to_bytes(8, "little")
 @pytest.mark.parametrize(
     ("start", "size"), [(b"", 0), (b"\x01", 1), (b"\xff" * 8, 1 << 40), (b"\x09" + bytes(7), 16), (LARGE, 1 << 40)]
 )
-def test_a_header_that_cannot_be_there_is_not_read(start, size):
+def test_impossible_header_length_is_refused(start, size):
     with pytest.raises(SourceError) as refused:
         header_bytes(start, size, "x")
     assert refused.value.code == "weights_corrupt"
 
 
-def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_in_well_under_a_second():
+def test_many_embedding_copies_are_checked_within_a_second():
     names = {f"model.language_model.layers.{number}.self_attn.q_proj": (32, 64) for number in range(1000)}
     base = BaseModel(names, has_other_names=True)
     copies = {f"m{number}.embed_tokens.base_layer.weight": TensorHeader("F32", (1, 1)) for number in range(2000)}
@@ -453,7 +453,7 @@ def test_many_copies_of_embeddings_are_held_against_a_base_model_of_many_names_i
 
 
 @pytest.mark.slow
-def test_more_patterns_than_can_be_held_against_all_modules_are_refused():
+def test_too_many_rank_patterns_are_refused():
     many = {f"layers.{number}.q_proj": 8 for number in range(20_000)}
     held = {}
     for number in range(1000):

@@ -16,7 +16,7 @@ def lines(metrics: WorkerMetrics, name: str) -> list[str]:
     return [line for line in metrics.page().decode().splitlines() if line.startswith(f"{name}{{")]
 
 
-def test_only_the_adapters_loaded_last_have_a_series():
+def test_only_recently_loaded_adapters_have_a_series():
     metrics = WorkerMetrics("w0")
     for number in range(MOST_NAMED + 20):
         metrics.load_seconds(f"a{number}").observe(1.0)
@@ -29,7 +29,7 @@ def test_only_the_adapters_loaded_last_have_a_series():
     assert len(metrics.page()) < 200_000
 
 
-def test_what_has_left_the_engine_has_no_size_and_no_requests():
+def test_unloaded_adapter_has_no_size_or_request_series():
     metrics = WorkerMetrics("w0")
     metrics.set_loaded_adapters([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
     assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in lines(metrics, "lora_memory_usage_bytes")
@@ -55,7 +55,7 @@ async def test_loads_fetches_and_hits_are_counted(worker):
         assert "lorafleet_workers_ghosts 1.0" in page
 
 
-async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
+async def test_metrics_have_the_cache_limit_and_bytes_in_use(worker):
     async with worker.together("--max-disk-bytes", "100000000", "--cache-grace-s", "1") as client:
         size = (await post(client, "load_lora", lora_id="legal/v2")).json()["size_bytes"]
         async with within(10):
@@ -66,7 +66,7 @@ async def test_the_limit_of_the_cache_and_what_of_it_is_in_use_are_told(worker):
 
 
 @pytest.mark.fleet
-async def test_of_an_engine_that_is_gone_no_figure_is_left(worker):
+async def test_metrics_of_a_gone_engine_are_cleared(worker):
     slow = ("--crash-loop-after", "1", "--crash-loop-retry-s", "60")
     async with worker.inside(*slow) as client:
         url = (await client.get("/metadata")).json()["transport"]["engine_url"]

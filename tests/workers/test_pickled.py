@@ -57,7 +57,7 @@ async def test_pickled_weights_become_safetensors_with_the_same_tensors(tmp_path
     assert read_manifest(installed, it.rules).digest == installed.name
 
 
-async def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(tmp_path):
+async def test_pickle_with_a_call_is_refused_without_the_call(tmp_path):
     pytest.importorskip("torch")
     folder = make_adapter(tmp_path, "a/v1")
     (folder / PROPER).unlink()
@@ -79,7 +79,7 @@ class PickledCall:
         return os.mkdir, (self.folder,)
 
 
-async def test_a_conversion_that_a_full_disk_or_a_lack_of_memory_ends_says_nothing_of_the_adapter(tmp_path):
+async def test_conversion_killed_by_disk_or_memory_does_not_blame_the_adapter(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"a": torch.zeros(1000)}, tmp_path / BIN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -106,7 +106,7 @@ def children() -> list[int]:
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
-async def test_a_pickle_is_not_fetched_beside_proper_weights_nor_where_it_is_not_allowed(tmp_path, allow_pickle):
+async def test_pickle_is_fetched_only_if_allowed_and_without_safetensors(tmp_path, allow_pickle):
     if allow_pickle:
         pytest.importorskip("torch")  # what reads the one that is left
     folder = make_adapter(tmp_path, "a/v1")

@@ -87,7 +87,7 @@ LEVELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("level", sample(list(LEVELS), 5))
 @pytest.mark.parametrize(("prefill", "token_s"), sample(SPEEDS, 1))
-def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, token_s):
+def test_two_minutes_of_load_give_both_rates_within_ten_percent(level, prefill, token_s):
     prompts, per_s = LEVELS[level]
     load, rates = SteadyLoad(prefill=prefill, token_s=token_s, seed=3), EngineRates()
     for reading in load.readings(prompts, per_s, 150):
@@ -97,7 +97,7 @@ def test_two_minutes_of_any_load_give_both_rates_within_a_tenth(level, prefill, 
     assert abs(token_off) < 0.10
 
 
-def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
+def test_rates_stay_right_under_long_prompts_after_a_calm_moment():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for per_s, seconds in ((0.15, 60), (2.6, 120)):
         for reading in load.readings(long, per_s, seconds):
@@ -108,7 +108,7 @@ def test_an_engine_full_of_long_prompts_is_read_right_when_it_was_calm_once():
     assert rates.inter_token_s > 0.08
 
 
-def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_share():
+def test_rate_without_a_calm_moment_is_low_by_the_decode_share():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for reading in load.readings(long, 2.6, 120):
         rates.add(reading)
@@ -116,7 +116,7 @@ def test_without_a_calm_moment_the_rate_reads_low_by_no_more_than_the_decodes_sh
     assert -0.20 < prefill_off < 0.05
 
 
-def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests():
+def test_inter_token_time_and_request_size_follow_recent_requests():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=2), EngineRates()
     for reading in load.readings(short, 8.0, 90):
         rates.add(reading)
@@ -126,7 +126,7 @@ def test_the_inter_token_time_and_a_requests_size_are_those_of_the_last_requests
     assert rates.mean_request_s == pytest.approx(totals["ended_seconds"] / totals["ended"], rel=0.15)
 
 
-def test_nothing_is_said_before_anything_was_measured():
+def test_rates_are_zero_until_measured():
     rates = EngineRates()
     for second in range(60):
         rates.add(EngineCounters(at_s=float(second), running=second % 2))
@@ -134,7 +134,7 @@ def test_nothing_is_said_before_anything_was_measured():
     assert (*figures, rates.mean_output_tokens, rates.mean_request_s) == (0.0,) * 5
 
 
-def test_the_first_request_alone_already_gives_a_rate():
+def test_first_request_alone_gives_a_rate():
     rates = EngineRates()
     rates.add(EngineCounters(at_s=0.0, running=0))
     rates.add(EngineCounters(at_s=1.0, running=0, computed_tokens=900, steps=11, ended=1, ended_prefill_tokens=900,
@@ -180,7 +180,7 @@ def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
 @pytest.mark.slow
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S)
-def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, prefill, token_s):
+def test_twenty_requests_give_a_right_rate_or_none(lengths, prefill, token_s):
     rate = after(lengths, prefill=prefill, token_s=token_s).prefill_tokens_per_s
     if sum(prompt for prompt, answer_ in lengths if tells(prompt, answer_, prefill, token_s)) >= 512:
         assert rate > 0
@@ -190,7 +190,7 @@ def test_twenty_requests_of_any_lengths_give_the_rate_or_leave_it_open(lengths, 
 @pytest.mark.slow
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
-def test_requests_beside_one_another_never_give_a_rate_far_from_the_true_one(lengths, prefill, token_s, users):
+def test_concurrent_requests_never_give_a_wrong_rate(lengths, prefill, token_s, users):
     rate = after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
     # Above the usual rate the fastest prefill that was seen is nearer to the true rate than the usual one.
     assert rate == 0.0 or min(prefill / 2, USUAL_PREFILL_TOKENS_PER_S) <= rate <= 1.5 * prefill
@@ -198,18 +198,18 @@ def test_requests_beside_one_another_never_give_a_rate_far_from_the_true_one(len
 
 @pytest.mark.parametrize("users", [1, 4])
 @pytest.mark.parametrize("prompt", [1, 30])
-def test_short_chats_leave_the_prefill_rate_open(prompt, users):
+def test_short_chats_give_no_prefill_rate(prompt, users):
     rates = after([(prompt, 400)] * 20, prefill=7_837, token_s=0.02, users=users)
     assert rates.prefill_tokens_per_s == 0.0
     assert rates.decode_tokens_per_s == pytest.approx(50, rel=0.1)
 
 
-def test_short_chats_do_not_undo_what_a_long_prompt_showed():
+def test_short_chats_keep_the_rate_of_a_long_prompt():
     rates = after([*[(30, 40)] * 5, (4_000, 10), *[(30, 40)] * 50], prefill=8_000, token_s=0.02)
     assert rates.prefill_tokens_per_s == pytest.approx(8_000, rel=0.1)
 
 
-def test_first_slow_prompt_of_an_engine_that_warms_up_gives_no_rate():
+def test_first_prompt_of_a_warming_engine_gives_no_rate():
     rates = EngineRates()
     rates.add(EngineCounters(at_s=0.0, running=0))
     rates.add(EngineCounters(at_s=4.0, running=0, computed_tokens=70, steps=400, ended=1, ended_prefill_tokens=70,
@@ -218,14 +218,14 @@ def test_first_slow_prompt_of_an_engine_that_warms_up_gives_no_rate():
     assert rates.prefill_tokens_per_s == 0.0
 
 
-def test_an_engine_that_counts_its_own_prefill_seconds_is_believed():
+def test_prefill_seconds_counted_by_the_engine_are_used():
     rates = EngineRates()
     for second in range(5):
         rates.add(EngineCounters(at_s=second, running=3, computed_tokens=3_000 * second, prefill_seconds=0.3 * second))
     assert rates.prefill_tokens_per_s == pytest.approx(10_000)
 
 
-def test_an_engine_that_started_again_spoils_nothing():
+def test_engine_restart_does_not_spoil_the_rates():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=4), EngineRates()
     for reading in load.readings(mixed, 3.0, 100):
         rates.add(reading)
@@ -239,7 +239,7 @@ def test_an_engine_that_started_again_spoils_nothing():
         assert 0.9 * learned[0] < rates.prefill_tokens_per_s < 1.1 * learned[0]
 
 
-def test_any_counters_at_all_give_finite_figures():
+def test_any_counters_give_finite_figures():
     rng, rates, totals = Random(7), EngineRates(), [0.0] * 11
     for second in range(400):
         totals = [
@@ -264,7 +264,7 @@ async def learned(client) -> bool:
 
 
 @pytest.mark.fleet
-async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its_agent(worker):
+async def test_load_time_is_reported_even_after_an_agents_restart(worker):
     slow = "--engine-args=--sim-load-s=0.3"
     async with worker.inside(slow) as client:
         assert (await told(client)).load_seconds == 0.0
@@ -275,11 +275,11 @@ async def test_a_worker_says_how_long_its_loads_take_also_after_a_restart_of_its
         assert 0.3 <= (await told(client)).load_seconds < patience(2)
 
 
-def test_the_usual_rate_is_the_routers_prior():
+def test_usual_rate_equals_the_routers_prior():
     assert CostSettings().prefill_tokens_per_s == USUAL_PREFILL_TOKENS_PER_S
 
 
-async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker):
+async def test_measured_rates_are_in_metadata_and_metrics(worker):
     speed = ("--sim-prefill-tokens-per-s", "5000", "--sim-decode-tokens-per-s", "100")
     async with worker.together(engine=speed) as client, httpx.AsyncClient(timeout=30) as direct:
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
@@ -310,7 +310,7 @@ async def test_what_an_engines_counters_taught_is_in_metadata_and_metrics(worker
 # --- an engine that stands still --------------------------------------------------------------------------------------
 
 
-def test_a_reading_tells_for_how_long_no_counter_had_moved():
+def test_reading_reports_how_long_no_counter_has_moved():
     load = EngineLoad()
     assert load.figures(0.0).still_s is None
     for at_s, scrape, still_s in [
@@ -359,7 +359,7 @@ async def stalled_s_after(engine, clock, seconds, *, in_flight=None):
     return engine.stalled_s()
 
 
-async def test_an_engine_stands_still_from_when_it_has_something_to_do(engine):
+async def test_engine_stalls_only_while_it_has_requests(engine):
     engine, clock = engine
     assert await stalled_s_after(engine, clock, 60) == 0.0  # idle
     engine.client.now = EngineMetrics(running=1)
@@ -376,7 +376,7 @@ async def test_an_engine_stands_still_from_when_it_has_something_to_do(engine):
     assert await stalled_s_after(engine, clock, 3) == 0.0
 
 
-async def test_a_step_may_take_as_long_as_its_prompts(engine, monkeypatch):
+async def test_stall_limit_allows_for_a_full_step(engine, monkeypatch):
     engine, clock = engine
     await stalled_s_after(engine, clock, 1)
     engine.client.now = EngineMetrics(running=1)
@@ -391,12 +391,12 @@ async def test_a_step_may_take_as_long_as_its_prompts(engine, monkeypatch):
     assert engine.has_stalled
 
 
-async def test_an_engine_that_counts_nothing_is_never_said_to_stand_still(engine):
+async def test_engine_without_counters_never_stalls(engine):
     engine, clock = engine
     assert await stalled_s_after(engine, clock, 60, in_flight=9) == 0.0
 
 
-async def test_what_an_idle_engine_hangs_in_is_known_from_routers_for_as_long_as_their_word_is_fresh(engine):
+async def test_fresh_reports_of_requests_in_flight_make_an_idle_engine_stall(engine):
     engine, clock = engine
     await stalled_s_after(engine, clock, 1)
     engine.client.now = EngineMetrics(steps=1.0)

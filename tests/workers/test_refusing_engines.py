@@ -44,7 +44,7 @@ async def assert_refuses(client: httpx.AsyncClient, reason: str) -> None:
     assert await completion(found.transport.engine_url, MODEL) == 200
 
 
-async def test_attached_engine_that_does_not_tell_its_connector_serves_its_base_model_alone(worker):
+async def test_attached_engine_with_unknown_connector_serves_only_its_base_model(worker):
     connector = ("--kv-transfer-config", "{}")
     with capture_logs() as logs:
         async with worker.together("--preload-loras", "sql-expert/v1", engine=connector) as client:
@@ -52,7 +52,7 @@ async def test_attached_engine_that_does_not_tell_its_connector_serves_its_base_
     assert {line["log_level"] for line in logs if line["event"] == "engine takes no adapters"} == {"error"}
 
 
-async def test_what_an_agent_held_is_there_again_once_its_engine_takes_adapters(worker):
+async def test_adapters_are_restored_once_the_engine_accepts_adapters(worker):
     async with worker.together() as client:
         await post(client, "load_lora", lora_id="legal/v2")
     async with worker.together(engine=("--kv-transfer-config", "{}")) as client:
@@ -65,7 +65,7 @@ async def test_what_an_agent_held_is_there_again_once_its_engine_takes_adapters(
     ("setting", "refusal", "is_salted"),
     [("always", "", True), ("never", "", False), ("no_adapters", "engine_salt is no_adapters", False)],
 )
-async def test_setting_speaks_for_an_attached_engine(worker, setting, refusal, is_salted):
+async def test_setting_decides_for_an_attached_engine(worker, setting, refusal, is_salted):
     connector = ("--kv-transfer-config", "{}")
     async with worker.together("--engine-salt", setting, engine=connector) as client:
         found = (await told(client)).lora
@@ -96,7 +96,7 @@ async def test_engine_that_the_agent_starts_is_judged_by_its_command(agent_model
         ({"hicache_storage_backend": "file"}, "refused"),
     ],
 )
-async def test_sglangs_outer_caches_count_as_connectors_that_are_not_known(arguments, separation):
+async def test_sglangs_external_caches_count_as_unknown_connectors(arguments, separation):
     app = Starlette(routes=[Route("/server_info", lambda _: JSONResponse({"page_size": 16, **arguments}))])
     async with serving(app) as url:
         engine = engine_client("sglang", url)
@@ -106,7 +106,7 @@ async def test_sglangs_outer_caches_count_as_connectors_that_are_not_known(argum
 
 
 @pytest.mark.fleet
-async def test_salts_are_no_help_with_a_connector_that_ignores_them(agent_model, agent_adapters, tmp_path):
+async def test_salts_do_not_help_with_a_connector_that_ignores_them(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-salt", "always")
     async with worker.inside(*asking_for("ExampleConnector")) as client:
         await assert_refuses(client, "ExampleConnector")

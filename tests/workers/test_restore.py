@@ -22,7 +22,7 @@ from workers.storage.verify import read_manifest
 
 
 @pytest.mark.fleet
-async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(worker, tmp_path):
+async def test_lost_files_are_fetched_once_during_a_sweep(worker, tmp_path):
     folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowConnection()
     size = sum(path.stat().st_size for path in folder.iterdir())
     flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # swept every half second
@@ -36,7 +36,7 @@ async def test_files_that_are_lost_are_fetched_once_while_the_cache_is_swept(wor
         assert size < cable.carried < 1.5 * size
 
 
-async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serves(worker):
+async def test_deleted_cache_is_rebuilt_while_the_worker_serves(worker):
     async with worker.together("--cache-grace-s", "1") as client:
         held = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
         known = (await post(client, "load_lora", lora_id="legal/v2")).json()
@@ -53,9 +53,7 @@ async def test_a_cache_that_is_deleted_whole_is_made_anew_while_the_worker_serve
 
 
 @pytest.mark.fleet
-async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_folder_and_is_ready_when_it_has(
-    agent_model, tmp_path
-):
+async def test_agent_becomes_ready_after_scanning_a_large_lora_path(agent_model, tmp_path):
     adapters, many = tmp_path / "many", 1000
     [*files] = make_adapter(tmp_path / "one", "a").iterdir()
     for number in range(many):
@@ -73,14 +71,14 @@ async def test_an_agent_answers_and_starts_its_engine_while_it_reads_a_large_fol
         assert (await client.get("/metadata")).json()["lora"]["available_count"] == many
 
 
-async def test_a_folder_is_read_no_further_once_its_agent_stops(agent_adapters):
+async def test_stopping_agent_ends_the_scan_of_lora_path(agent_adapters):
     local_adapters = LocalAdapters(agent_adapters, AdapterRules(64, frozenset(), "off"))
     local_adapters.stop()
     assert await local_adapters.scan() is False
     assert local_adapters.adapters == ()
 
 
-async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_said_to_be_wrong(tmp_path):
+async def test_adapter_with_unreadable_weights_is_left_out_of_the_scan(tmp_path):
     rules = AdapterRules(64, frozenset(), "off")
     folder = make_adapter(tmp_path, "a/v1")
     weights = folder / "adapter_model.safetensors"
@@ -94,9 +92,7 @@ async def test_an_adapter_whose_weights_cannot_be_looked_at_is_left_out_and_not_
 
 
 @pytest.mark.fleet
-async def test_what_an_attached_engine_holds_and_the_record_forgot_is_wanted_again(
-    agent_model, agent_adapters, tmp_path
-):
+async def test_adapters_found_in_an_attached_engine_are_wanted_again(agent_model, agent_adapters, tmp_path):
     engine = start_engine("sim", agent_model)
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine-url", engine.url, "--max-lora-rank", "16")
     try:
@@ -153,9 +149,7 @@ class CountingProxy:
 
 
 @pytest.mark.fleet
-async def test_a_started_engine_is_given_two_of_its_adapters_at_once_and_never_three(
-    agent_model, agent_adapters, tmp_path
-):
+async def test_restore_loads_two_adapters_at_a_time(agent_model, agent_adapters, tmp_path):
     names = {"sql-expert/v1", "legal/v2", "extra/v1"}
     flags = ("--max-cpu-loras", "3", "--max-loras", "2", "--max-lora-rank", "16")
     engine = start_engine("sim", agent_model, flags=flags)

@@ -48,7 +48,7 @@ async def until_another(client, before: Metadata) -> None:
     await until(is_another)
 
 
-async def test_a_killed_sglang_comes_back_with_its_adapters_under_another_boot_id(worker):
+async def test_killed_sglang_restarts_with_its_adapters_and_another_boot_id(worker):
     async with worker.inside(*SHAPE, "--", *STUB, "--page-size", "64") as client:
         before = await told_by(client)
         assert (before.transport.dialect, before.transport.kv_ledger) == ("sglang", 1)
@@ -61,9 +61,7 @@ async def test_a_killed_sglang_comes_back_with_its_adapters_under_another_boot_i
 
 
 @pytest.mark.parametrize("phase", ["SGLANG_STUB_PREFILL_S", "SGLANG_STUB_TOKEN_S"])
-async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_token_waited_for(
-    worker, monkeypatch, phase
-):
+async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase):
     """Its gauge of running requests stands still for 40 tokens: a pod would end with requests in it."""
     monkeypatch.setenv(phase, str(patience(0.7)))
     timers = AgentTimers(quiet_s=0.1)
@@ -82,7 +80,7 @@ async def test_an_sglang_is_not_drained_while_a_prompt_is_computed_or_a_first_to
         assert (await client.post("/v1/admin/drain", json={"deadline_s": patience(5)})).json()["is_drained"]
 
 
-async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agent_model):
+async def test_attached_sglang_works_and_its_restart_is_noticed(worker, agent_model):
     first = start_engine("sglang", agent_model)
     try:
         async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
@@ -103,7 +101,7 @@ async def test_an_attached_sglang_is_driven_and_its_restart_noticed(worker, agen
         first.stop()
 
 
-async def test_an_engine_of_another_kind_than_said_is_refused_with_what_to_do(worker, agent_model):
+async def test_engine_of_another_kind_is_refused_with_a_remedy(worker, agent_model):
     engine = start_engine("sim", agent_model)
     try:
         async with worker.running("--engine-url", engine.url, until_ready=False) as client:

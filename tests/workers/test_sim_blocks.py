@@ -28,7 +28,7 @@ GOLDEN = bytes.fromhex(
 )
 
 
-def test_events_have_vllms_bytes() -> None:
+def test_events_are_encoded_like_vllms() -> None:
     events = [
         BlockStored([1], None, [1], 32, None, "GPU", None),
         BlockRemoved([1], "GPU"),
@@ -37,7 +37,7 @@ def test_events_have_vllms_bytes() -> None:
     assert msgspec.msgpack.encode(EventBatch(1.5, events, 0)) == GOLDEN
 
 
-def test_hashes_are_numbers_of_64_bits_or_32_bytes() -> None:
+def test_block_hashes_are_64_bit_numbers_or_32_bytes() -> None:
     for int_hashes in (True, False):
         pool = BlockPool(4, BLOCK, int_hashes=int_hashes)
         pool.store(BlockChain([1] * 4, ChainRoot(), BLOCK), pool.allocate(1), 0, 1)
@@ -48,7 +48,7 @@ def test_hashes_are_numbers_of_64_bits_or_32_bytes() -> None:
         assert name < 2**64 if isinstance(name, int) else len(name) == 32
 
 
-def test_a_prefix_hashes_alike_whatever_follows_and_differently_under_each_root() -> None:
+def test_prefix_hashes_depend_on_the_root_but_not_on_later_tokens() -> None:
     one, other = BlockChain([1] * 8, ChainRoot(), BLOCK), BlockChain([1] * 4 + [2] * 4, ChainRoot(), BLOCK)
     assert one.update_hashes()[0] == other.update_hashes()[0]
     assert one.update_hashes()[1] != other.update_hashes()[1]

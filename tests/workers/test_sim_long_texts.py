@@ -61,7 +61,7 @@ def asking(path: str, text: str) -> dict:
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS, TOKENIZE])
-async def test_others_are_answered_while_a_long_text_is_tokenized(sim, path):
+async def test_other_requests_are_answered_while_a_long_text_is_tokenized(sim, path):
     service, client = sim
     service.prompts.tokenizer = held = HeldTokenizer(service.prompts.tokenizer)
     long = asyncio.create_task(client.post(path, json=asking(path, "one two " * 5000)))
@@ -75,7 +75,7 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(sim, path):
 
 
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
-async def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(sim, path):
+async def test_too_long_text_is_refused_before_tokenization(sim, path):
     service, client = sim
     service.prompts.tokenizer = held = HeldTokenizer(service.prompts.tokenizer)
     held.go_on.set()

@@ -39,12 +39,12 @@ def complete(engine: RunningEngine, **body: object) -> httpx.Response:
 
 
 @pytest.mark.fleet
-def test_it_starts_within_seconds_on_a_busy_machine(engine: RunningEngine) -> None:
+def test_sim_starts_within_seconds_on_a_busy_machine(engine: RunningEngine) -> None:
     assert engine.started_in_s < patience(2)  # 0.3-0.5 s when idle
 
 
 @pytest.mark.fleet
-def test_an_answer_ends_by_itself_unless_eos_is_ignored(engine: RunningEngine) -> None:
+def test_answer_ends_at_its_natural_length_unless_eos_is_ignored(engine: RunningEngine) -> None:
     natural = complete(engine, max_tokens=50).json()
     assert (natural["choices"][0]["finish_reason"], natural["usage"]["completion_tokens"]) == ("stop", 12)
     longer = complete(engine, max_tokens=50, ignore_eos=True).json()
@@ -53,7 +53,7 @@ def test_an_answer_ends_by_itself_unless_eos_is_ignored(engine: RunningEngine) -
 
 
 @pytest.mark.fleet
-def test_a_stop_string_is_left_out_of_the_text(engine: RunningEngine) -> None:
+def test_text_ends_before_the_stop_string(engine: RunningEngine) -> None:
     text = complete(engine, max_tokens=10).json()["choices"][0]["text"]
     word = text.split()[4]
     choice = complete(engine, max_tokens=10, stop=[word]).json()["choices"][0]
@@ -62,7 +62,7 @@ def test_a_stop_string_is_left_out_of_the_text(engine: RunningEngine) -> None:
 
 
 @pytest.mark.fleet
-def test_the_adapters_content_decides_the_text_and_not_its_name(engine: RunningEngine, tmp_path: Path) -> None:
+def test_text_depends_on_an_adapters_content_not_on_its_name(engine: RunningEngine, tmp_path: Path) -> None:
     first, second, _ = make_adapters(tmp_path)
     load(engine, "one", first)
     load(engine, "same", first)
@@ -77,14 +77,14 @@ def test_the_adapters_content_decides_the_text_and_not_its_name(engine: RunningE
 
 
 @pytest.mark.fleet
-def test_many_at_once_are_all_answered(engine: RunningEngine) -> None:
+def test_many_concurrent_requests_are_all_answered(engine: RunningEngine) -> None:
     with ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(lambda n: complete(engine, prompt=[n + 5] * 40, max_tokens=20), range(40)))
     assert {answer.status_code for answer in answers} == {200}
 
 
 @pytest.mark.fleet
-def test_a_reader_who_leaves_before_a_whole_answer_ends_the_request(model_dir: Path) -> None:
+def test_client_that_disconnects_before_the_answer_ends_the_request(model_dir: Path) -> None:
     engine = start_engine("sim", model_dir, flags=("--sim-decode-tokens-per-s", "1"))
     try:
         with pytest.raises(httpx.ReadTimeout):
@@ -98,9 +98,7 @@ def test_a_reader_who_leaves_before_a_whole_answer_ends_the_request(model_dir: P
 
 
 @pytest.mark.fleet
-def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits_with_0(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_engine_with_deleted_adapter_files_dies_and_exits_with_0(model_dir: Path, tmp_path: Path) -> None:
     engine = start_engine("sim", model_dir, flags=("--max-loras", "1", "--max-cpu-loras", "1"))
     try:
         first, second, _ = make_adapters(tmp_path)
@@ -123,7 +121,7 @@ def test_an_engine_whose_adapter_files_vanished_dies_with_its_requests_and_exits
 
 
 @pytest.mark.fleet
-def test_without_a_shutdown_timeout_sigterm_waits_for_nobody(model_dir: Path) -> None:
+def test_sigterm_without_shutdown_timeout_ends_requests_at_once(model_dir: Path) -> None:
     flags = ("--shutdown-timeout", "0", "--sim-decode-tokens-per-s", "1")
     engine = start_engine("sim", model_dir, flags=flags)
     body = {"prompt": "hello", "max_tokens": 1000, "stream": True}
@@ -153,7 +151,7 @@ def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path
         (["--kv-events-config", '{"topick": "x"}'], "topick"),
     ],
 )
-def test_a_flag_it_cannot_honour_is_refused_by_name(
+def test_unsupported_flag_is_refused_by_name(
     model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -163,7 +161,7 @@ def test_a_flag_it_cannot_honour_is_refused_by_name(
 
 
 @pytest.mark.fleet
-def test_a_model_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_model_is_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(tmp_path)],
         capture_output=True,

@@ -47,7 +47,7 @@ def run(batch: EngineBatch, *, now: float = 0.0, steps: int = 1000) -> list[Engi
     return done
 
 
-def test_a_long_prompt_is_cut_to_the_token_budget_and_its_first_token_comes_after_the_last_piece() -> None:
+def test_long_prompt_is_chunked_and_its_first_token_follows_the_last_chunk() -> None:
     batch = make_batch()
     job = make_job(range(40), output=2)
     batch.add(job)
@@ -58,7 +58,7 @@ def test_a_long_prompt_is_cut_to_the_token_budget_and_its_first_token_comes_afte
     assert (job.finish_reason, job.produced) == (FinishReason.LENGTH, 2)
 
 
-def test_a_prefill_slows_the_decode_beside_it() -> None:
+def test_prefill_slows_a_concurrent_decode() -> None:
     batch = make_batch()
     batch.add(make_job(range(4), output=3))
     first = batch.begin_step(0.0)
@@ -71,7 +71,7 @@ def test_a_prefill_slows_the_decode_beside_it() -> None:
     assert beside.duration_s == pytest.approx(TOKEN_S + 12 * PREFILL_S)
 
 
-def test_a_cached_prefix_costs_nothing() -> None:
+def test_cached_prefix_costs_nothing() -> None:
     batch = make_batch()
     batch.add(make_job(range(9), output=1))
     run(batch)
@@ -89,7 +89,7 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
     assert (len(step.work), len(batch.running), len(batch.waiting)) == (2, 2, 1)
 
 
-def test_a_third_adapter_waits_while_the_requests_behind_it_pass() -> None:
+def test_request_without_an_adapter_slot_is_overtaken() -> None:
     batch = make_batch(max_loras=2)
     jobs = [make_job([n], adapter=name) for n, name in enumerate(["a", "b", "c", "a", None])]
     for job in jobs:
@@ -101,7 +101,7 @@ def test_a_third_adapter_waits_while_the_requests_behind_it_pass() -> None:
     assert jobs[2].finish_reason is FinishReason.LENGTH
 
 
-def test_an_adapter_fallen_out_of_host_memory_is_read_again_and_stalls_the_step() -> None:
+def test_adapter_dropped_from_host_memory_is_read_again_in_the_step() -> None:
     batch = make_batch(max_cpu_loras=2)
     assert [batch.host.use(name) for name in ("a", "b")] == [True, True]
     batch.add(make_job([1], output=1, adapter="a"))
@@ -113,7 +113,7 @@ def test_an_adapter_fallen_out_of_host_memory_is_read_again_and_stalls_the_step(
     assert cold.duration_s == pytest.approx(hot.duration_s + 5.0)
 
 
-def test_an_unloaded_adapter_is_a_ghost_that_still_takes_room() -> None:
+def test_unloaded_adapter_stays_in_host_memory_as_a_ghost() -> None:
     host = HostAdapters(2)
     host.use("ghost")
     host.use("live")
@@ -122,7 +122,7 @@ def test_an_unloaded_adapter_is_a_ghost_that_still_takes_room() -> None:
     assert host.use("ghost")
 
 
-def test_an_abort_frees_the_blocks_at_once_and_the_step_under_way_does_not_mind() -> None:
+def test_abort_during_a_step_frees_the_blocks_at_once() -> None:
     batch = make_batch()
     job, waiting = make_job(range(8)), make_job(range(50, 54))
     batch.add(job)
@@ -137,7 +137,7 @@ def test_an_abort_frees_the_blocks_at_once_and_the_step_under_way_does_not_mind(
     assert (job.finish_reason, job.produced) == (FinishReason.ABORT, 0)
 
 
-def test_when_memory_runs_out_the_youngest_steps_back_and_still_finishes() -> None:
+def test_youngest_request_is_preempted_without_memory_and_still_finishes() -> None:
     batch = make_batch(blocks=6)
     old, young = make_job(range(8), output=10), make_job(range(20, 28), output=10)
     batch.add(old)
@@ -148,7 +148,7 @@ def test_when_memory_runs_out_the_youngest_steps_back_and_still_finishes() -> No
     assert young.produced == 10
 
 
-def test_a_block_is_announced_when_its_last_token_is_computed_and_never_before() -> None:
+def test_block_event_is_sent_when_its_last_token_is_computed() -> None:
     batch = make_batch()
     job = make_job(range(6), output=4)
     batch.add(job)
@@ -161,7 +161,7 @@ def test_a_block_is_announced_when_its_last_token_is_computed_and_never_before()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_and_goes_every_limit_holds_and_everybody_ends(seed: int) -> None:
+def test_all_limits_hold_and_all_requests_end_under_random_load(seed: int) -> None:
     rng = Random(seed)
     batch = make_batch(blocks=20)
     jobs = []

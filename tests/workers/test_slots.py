@@ -95,7 +95,7 @@ TestSlotsAgainstVllm = SlotsAgainstVllm.TestCase
 
 
 @given(st.lists(st.floats(0, 500), max_size=40), st.integers(0, 9))
-def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
+def test_failing_engine_is_restarted_with_growing_delays(ups, seed):
     rng, restarts, in_a_row = Random(seed), RestartBackoff(), 0
     for up_s in ups:
         restarts = restarts.after_failure(up_s)
@@ -105,7 +105,7 @@ def test_a_failing_engine_is_tried_again_later_and_later_but_always(ups, seed):
         assert 0.25 <= restarts.delay_s(rng) <= restarts.loop_retry_s
 
 
-def test_an_engine_that_keeps_no_ghosts_has_the_slot_back_at_once():
+def test_engine_without_ghosts_frees_the_slot_at_once():
     slots = AdapterSlots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
     assert (slots.ghosts, [host_lru.name for host_lru in slots.host_lru]) == (0, ["b"])
     assert AdapterSlots(2, 4).loaded("a").unloaded("a").ghosts == 1

@@ -28,13 +28,13 @@ def shelf(request, tmp_path, monkeypatch):
     return request.param()
 
 
-async def test_what_a_plugin_downloads_is_copied_and_given_back(shelf, tmp_path):
+async def test_plugins_download_is_copied_and_then_deleted_by_the_plugin(shelf, tmp_path):
     await PluginSource(shelf, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", Transfer())
     assert {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()} == FILES
     assert shelf.given == {}
 
 
-async def test_a_plugins_failure_is_told_by_its_class_and_its_folder_given_back(shelf, tmp_path):
+async def test_plugins_failure_is_reported_by_class_and_its_folder_deleted(shelf, tmp_path):
     source = PluginSource(shelf, Limits(max_bytes=1 << 20))
     for name, expected in {"nosuch": "source_not_found", "secret": "source_failed"}.items():
         with pytest.raises(SourceError) as caught:
@@ -43,7 +43,7 @@ async def test_a_plugins_failure_is_told_by_its_class_and_its_folder_given_back(
     assert shelf.given == {}
 
 
-def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
+def test_plugin_receives_known_events_and_its_errors_are_logged():
     manager = CopyingManager()
     listen = event_forwarder(manager)
     for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
@@ -55,12 +55,12 @@ def test_a_plugin_hears_the_events_it_knows_and_harms_nothing_when_it_fails():
 @pytest.mark.parametrize(
     "path", ["nosuch.module.Class", "Class", "tests.workers.plugins.NotAManager", "tests.workers.plugins.No"]
 )
-def test_a_plugin_that_cannot_be_used_stops_the_start_and_is_named(path):
+def test_unusable_plugin_stops_the_start_by_name(path):
     with pytest.raises(SettingsError, match=path):
         create_manager(path)
 
 
-def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
+def test_packages_entry_point_is_a_source_for_its_scheme(tmp_path, monkeypatch):
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -73,7 +73,7 @@ def test_a_packages_entry_point_is_a_source_of_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.fleet
-async def test_an_agent_loads_from_a_hub_and_says_which_commit_it_was(worker, agent_adapters, monkeypatch):
+async def test_agent_loads_from_a_hub_and_reports_the_commit(worker, agent_adapters, monkeypatch):
     hub = StubHub()
     folder = agent_adapters / "legal/v2"
     commit = hub.push("acme/legal", "main", {path.name: path.read_bytes() for path in folder.iterdir()})

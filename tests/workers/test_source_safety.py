@@ -48,18 +48,18 @@ async def refusal(source, ref, into) -> SourceError:
      "fd00:ec2::254", "fe80::1%eth0", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "168.63.129.16",
      "fec0::1", "192.0.0.192", "224.0.0.1", "ff02::1", "240.0.0.1", "255.255.255.255"],
 )  # fmt: skip
-def test_an_address_that_is_not_public_is_not_called(address):
+def test_non_public_address_is_refused(address):
     assert not is_allowed(address, ())
 
 
-def test_public_addresses_and_allowed_networks_are_called():
+def test_public_addresses_and_allowed_networks_are_accepted():
     assert is_allowed("1.1.1.1", ())
     assert is_allowed("2606:4700::1111", ())
     assert is_allowed("10.1.2.3", parse_networks(["10.0.0.0/8"]))
     assert not is_allowed("11.1.2.3", parse_networks(["10.0.0.0/8"])) or is_allowed("11.1.2.3", ())
 
 
-async def test_a_host_on_this_network_is_refused_before_a_connection_is_made(tmp_path):
+async def test_private_host_is_refused_before_a_connection(tmp_path):
     server, client = certificate(tmp_path)
     async with SourceServer(files_of({})).serving(server) as site:
         error = await refusal(web(client), f"{site.url}/adapter", tmp_path / "into")
@@ -68,7 +68,7 @@ async def test_a_host_on_this_network_is_refused_before_a_connection_is_made(tmp
     assert site.asked == []
 
 
-async def test_a_name_is_judged_by_the_address_that_is_connected_to(tmp_path):
+async def test_host_is_checked_by_the_address_of_its_connection(tmp_path):
     """A name that was public when it was asked for and is private now: only one look is taken, and that one counts."""
     server, client = certificate(tmp_path)
     answers = [["127.0.0.2"], ["10.0.0.1"]]
@@ -90,7 +90,7 @@ async def test_a_name_is_judged_by_the_address_that_is_connected_to(tmp_path):
     assert [ask.headers["host"] for ask in site.asked] == [f"adapters.test:{port}"]
 
 
-async def test_a_certificate_must_be_for_the_name_that_was_asked_for(tmp_path):
+async def test_certificate_must_be_for_the_requested_host(tmp_path):
     server, client = certificate(tmp_path)
 
     async def resolve(host, port):
@@ -106,7 +106,7 @@ async def test_a_certificate_must_be_for_the_name_that_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     "target", ["https://127.0.0.2:{port}/x", "http://127.0.0.1:{port}/x", "https://169.254.169.254/latest"]
 )
-async def test_a_redirect_is_judged_as_the_first_address_was(tmp_path, target):
+async def test_redirects_are_checked_like_the_first_address(tmp_path, target):
     server, client = certificate(tmp_path)
     site = SourceServer(
         lambda ask: SourceAnswer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])})
@@ -117,14 +117,14 @@ async def test_a_redirect_is_judged_as_the_first_address_was(tmp_path, target):
     assert len(site.asked) == 1
 
 
-async def test_a_circle_of_redirects_ends(tmp_path):
+async def test_redirect_loop_is_refused(tmp_path):
     server, client = certificate(tmp_path)
     async with SourceServer(lambda ask: SourceAnswer(302, b"", {"location": ask.path})).serving(server) as site:
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
     assert (error.code, len(site.asked)) == ("source_invalid", 6)
 
 
-async def test_a_body_without_a_length_is_cut_at_the_limit(tmp_path):
+async def test_body_without_length_is_refused_beyond_the_limit(tmp_path):
     server, client = certificate(tmp_path)
 
     def respond(ask):
@@ -146,7 +146,7 @@ SECRETS = ["https://me:hunter2@host/a.zip", "https://host/a.zip?sig=hunter2", "s
 
 
 @pytest.mark.parametrize("ref", SECRETS)
-def test_a_reference_with_a_secret_in_it_is_refused_without_showing_it(ref):
+def test_reference_with_a_secret_is_refused_without_showing_it(ref):
     sources = dict.fromkeys(("https", "s3", "az"))
     with pytest.raises(SourceError) as caught:
         source_for(ref, sources)
@@ -155,7 +155,7 @@ def test_a_reference_with_a_secret_in_it_is_refused_without_showing_it(ref):
 
 
 @given(st.text(max_size=60))
-def test_what_is_shown_of_a_reference_never_has_its_password_or_query(text):
+def test_redacted_reference_has_no_password_or_query(text):
     for ref in (f"https://me:hunter2{text}@host/a", f"https://host/a?{text}hunter2", f"s3://b/a#{text}hunter2"):
         if "/" not in text and "#" not in text and "?" not in text:
             assert "hunter2" not in redacted(ref)
@@ -166,12 +166,12 @@ def test_what_is_shown_of_a_reference_never_has_its_password_or_query(text):
     ["hf://org", "hf://org/repo@", "hf://org/../repo", "hf://org/repo@../x", "hf://org/repo@a b", "hf://o/r/../../x",
      "hf://org/re%2Fpo", "hf://me:pw@org/repo"],
 )  # fmt: skip
-def test_a_hub_reference_has_one_form(ref):
+def test_hub_reference_has_one_form(ref):
     with pytest.raises(SourceError, match="source"):
         parse_hub_reference(ref)
 
 
-def test_a_hub_reference_is_taken_apart():
+def test_hub_reference_is_parsed():
     assert parse_hub_reference("hf://org/repo").revision == "main"
     found = parse_hub_reference("hf://org/repo/sql/v1@refs/pr/1")
     assert (found.repo, found.folder, found.revision) == ("org/repo", "sql/v1", "refs/pr/1")
@@ -179,7 +179,7 @@ def test_a_hub_reference_is_taken_apart():
 
 
 @pytest.mark.parametrize("ref", ["s3://bucket", "s3://b/../c", "s3://bucket/a/%2e%2e/b", "s3://bucket/a*", "s3:///a"])
-def test_an_object_reference_names_a_bucket_and_a_folder(ref):
+def test_object_reference_names_a_bucket_and_a_folder(ref):
     with pytest.raises(SourceError, match="source"):
         bucket_and_folder(ref)
 
@@ -210,7 +210,7 @@ def test_allowed_prefixes_end_at_a_slash():
         source_for("s3://other/a", {"s3": ObjectSource("s3", LIMITS)}, allowed)
 
 
-async def test_a_folder_that_cannot_be_looked_at_is_not_said_to_be_missing(tmp_path):
+async def test_unreadable_folder_is_not_reported_as_missing(tmp_path):
     source = LocalSource([tmp_path], max_bytes=10 << 20)
     for name, target in (("circle", "circle"), ("gone", "nowhere"), ("unknown", "x" * 300)):
         (tmp_path / name).symlink_to(tmp_path / target)
@@ -221,7 +221,7 @@ async def test_a_folder_that_cannot_be_looked_at_is_not_said_to_be_missing(tmp_p
         await source.fetch(f"file://{tmp_path / 'unknown'}", tmp_path / "into", Transfer())
 
 
-async def test_a_library_that_is_not_installed_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch):
+async def test_missing_library_is_named_with_its_install_command(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -302,7 +302,7 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize(("name", "made", "code"), ARCHIVES.values(), ids=ARCHIVES)
-def test_a_hostile_archive_is_refused_and_leaves_nothing_outside(tmp_path, name, made, code):
+def test_hostile_archive_is_refused_and_writes_nothing_outside(tmp_path, name, made, code):
     (tmp_path / "into").mkdir()
     (tmp_path / "packed").write_bytes(made())
     with pytest.raises(SourceError) as caught:
@@ -312,7 +312,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing_outside(tmp_path, name,
     assert not [path for path in (tmp_path / "into").rglob("*") if path.is_symlink()]
 
 
-def test_what_macos_adds_to_an_archive_is_left_out(tmp_path):
+def test_macos_files_in_an_archive_are_ignored(tmp_path):
     extra = (("a/._adapter_model.safetensors", b"x"), ("__MACOSX/a/._adapter_config.json", b"x"))
     (tmp_path / "into").mkdir()
     (tmp_path / "packed").write_bytes(tar(*GOOD, *extra))
@@ -320,13 +320,13 @@ def test_what_macos_adds_to_an_archive_is_left_out(tmp_path):
     assert {path.name for path in (tmp_path / "into").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_waits_between_attempts_double_are_bounded_and_differ():
+def test_waits_between_attempts_double_up_to_a_limit_with_jitter():
     delays = [list(RetryPolicy(attempts=6, base_s=1, max_s=4).delays_s(Random(seed))) for seed in range(20)]
     assert all(0.5 * full <= delay <= full for row in delays for delay, full in zip(row, [1, 2, 4, 4, 4], strict=True))
     assert len({row[0] for row in delays}) == 20
 
 
-def test_userless_references_are_taken():
+def test_references_without_a_user_are_accepted():
     assert parse_reference("https://host:8443/a/b.zip").port == 8443
 
 
@@ -334,7 +334,7 @@ def test_userless_references_are_taken():
     ("ref", "code"),
     [("/etc", "source_forbidden"), ("folder", "source_invalid"), ("file://host/x", "source_invalid"), ("", None)],
 )
-def test_whether_a_folder_may_be_read_is_told_before_it_is_there(tmp_path, ref, code):
+def test_forbidden_folder_is_refused_before_it_exists(tmp_path, ref, code):
     source = LocalSource([tmp_path / "root"], max_bytes=1)
     if code is None:
         source.check(str(tmp_path / "root" / "later"))

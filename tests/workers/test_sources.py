@@ -260,7 +260,7 @@ async def refusal(store, ref, **changes) -> SourceError:
 
 
 @every
-async def test_an_adapter_arrives_byte_for_byte_and_nothing_else_does(store):
+async def test_only_the_adapters_files_are_fetched_byte_for_byte(store):
     found, transfer = await fetched(store, await put(store, "sql", ADAPTER | BESIDE))
     assert found == ADAPTER
     assert list((store.tmp_path / "into").iterdir()) == [store.tmp_path / "into" / name for name in found]
@@ -269,19 +269,19 @@ async def test_an_adapter_arrives_byte_for_byte_and_nothing_else_does(store):
 
 
 @every
-async def test_a_folder_without_an_adapters_config_is_not_found(store):
+async def test_folder_without_an_adapters_config_is_not_found(store):
     ref = await put(store, "empty", {"README.md": b"", "model.safetensors": b"0" * 100})
     assert (await refusal(store, ref)).code == "source_not_found"
 
 
 @remote
-async def test_what_is_not_there_is_said_to_be_not_there(store):
+async def test_missing_adapter_is_not_found(store):
     ref = (await put(store, "sql", ADAPTER)).replace("sql", "nosuch")
     assert (await refusal(store, ref)).code == "source_not_found"
 
 
 @every
-async def test_more_bytes_than_allowed_are_not_fetched(store):
+async def test_too_large_adapter_is_not_fetched(store):
     ref = await put(store, "big", ADAPTER | {"adapter_model.safetensors": Random(6).randbytes(6 << 20)})
     store.cable.carried = 0
     error = await refusal(store, ref, max_bytes=1 << 20)
@@ -291,7 +291,7 @@ async def test_more_bytes_than_allowed_are_not_fetched(store):
 
 @every
 @pytest.mark.parametrize("allow_pickle", [True, False])
-async def test_pickled_weights_are_fetched_where_that_is_allowed_and_nothing_better_is_there(store, allow_pickle):
+async def test_pickled_weights_are_fetched_if_allowed_and_without_safetensors(store, allow_pickle):
     pickled = {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"}
     ref = await put(store, "pickled", pickled)  # moto's buckets outlive their server
     if allow_pickle:
@@ -302,13 +302,13 @@ async def test_pickled_weights_are_fetched_where_that_is_allowed_and_nothing_bet
 
 
 @every
-async def test_a_config_of_many_bytes_is_refused(store):
+async def test_too_large_config_is_refused(store):
     ref = await put(store, "big", ADAPTER | {"adapter_config.json": Random(6).randbytes(2 << 20)})
     assert (await refusal(store, ref)).code == "source_too_big"
 
 
 @remote
-async def test_a_connection_that_breaks_off_is_taken_up_again(store):
+async def test_broken_connection_is_resumed(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.cuts = [1 << 20]
     found, transfer = await fetched(store, ref)
@@ -318,7 +318,7 @@ async def test_a_connection_that_breaks_off_is_taken_up_again(store):
 
 
 @pytest.mark.parametrize("store", [WebFiles, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
-async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_are(store):
+async def test_unanswering_source_fails_after_all_attempts(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.is_dead = True
     error = await refusal(store, ref)
@@ -326,7 +326,7 @@ async def test_a_source_that_never_answers_is_given_up_after_the_attempts_there_
 
 
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
-async def test_a_server_that_falls_silent_is_waited_for_no_longer_than_the_timeout(store):
+async def test_silent_server_fails_after_the_timeout(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.stall_after = 1 << 20
     error = await refusal(store, ref, timeout_s=0.1)
@@ -334,7 +334,7 @@ async def test_a_server_that_falls_silent_is_waited_for_no_longer_than_the_timeo
 
 
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
-async def test_what_came_of_a_version_is_dropped_when_the_server_has_another(store):
+async def test_partial_file_is_dropped_when_the_server_has_a_new_version(store):
     ref = await put(store, "sql", ADAPTER)
     newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
     store.cable.cuts = [2 << 20]
@@ -347,7 +347,7 @@ async def test_what_came_of_a_version_is_dropped_when_the_server_has_another(sto
 
 
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
-async def test_only_what_is_missing_is_asked_for_again(store):
+async def test_only_missing_parts_are_requested_again(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.cuts = [2 << 20]
     await fetched(store, ref)
@@ -373,7 +373,7 @@ async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
 
 
 @resuming
-async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
+async def test_later_fetch_resumes_a_killed_one(store):
     ref = await put(store, "sql", ADAPTER)
     await killed_half_way(store, ref, after=5 << 19, kept=2 << 20)
     found, transfer = await fetched(store, ref, parts=1)
@@ -383,7 +383,7 @@ async def test_a_later_fetch_goes_on_where_an_earlier_one_was_killed(store):
 
 
 @resuming
-async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with(store):
+async def test_leftovers_of_another_version_are_not_resumed(store):
     ref = await put(store, "sql", ADAPTER)
     await killed_half_way(store, ref, after=2 << 20, kept=0)
     newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
@@ -392,7 +392,7 @@ async def test_what_an_earlier_fetch_left_of_another_version_is_not_gone_on_with
 
 
 @pytest.mark.parametrize("store", [WebFiles, WebTar], indirect=True, ids=lambda cls: cls.__name__)
-async def test_what_had_come_whole_when_its_fetch_was_killed_does_not_come_again(store):
+async def test_complete_file_of_a_killed_fetch_is_not_fetched_again(store):
     ref = await put(store, "sql", ADAPTER)
     body = next(data for name, data in store.files.items() if not name.endswith(".json"))
     name = ".packed" if ref.endswith(".gz") else "adapter_model.safetensors"
@@ -408,7 +408,7 @@ async def test_what_had_come_whole_when_its_fetch_was_killed_does_not_come_again
 
 
 @pytest.mark.parametrize("store", [HubStore], indirect=True)
-async def test_a_branch_is_pinned_to_the_commit_it_has_and_that_one_is_fetched(store):
+async def test_branch_is_resolved_to_its_commit_before_the_fetch(store):
     ref = await put(store, "sql", ADAPTER)
     first = store.hub.branches["acme/sql", "main"]
     _, transfer = await fetched(store, ref)
@@ -419,20 +419,20 @@ async def test_a_branch_is_pinned_to_the_commit_it_has_and_that_one_is_fetched(s
 
 
 @pytest.mark.parametrize("store", [HubStore], indirect=True)
-async def test_the_hubs_token_goes_to_the_hub_alone(store):
+async def test_hub_token_is_sent_only_to_the_hub(store):
     await fetched(store, await put(store, "sql", ADAPTER))
     asked = {ask.path.split("/")[1]: ask.headers.get("authorization") for ask in store.site.asked}
     assert asked == {"api": f"Bearer {SECRET}", "acme": f"Bearer {SECRET}", "signed": None}
 
 
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
-async def test_passwords_of_the_netrc_file_go_to_their_host(store):
+async def test_netrc_passwords_are_sent_only_to_their_host(store):
     await fetched(store, await put(store, "sql", ADAPTER))
     assert all(ask.headers["authorization"].startswith("Basic ") for ask in store.site.asked)
 
 
 @remote
-async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
+async def test_cancelled_fetch_ends_at_once(store):
     ref = await put(store, "sql", ADAPTER)
     store.cable.stall_after = 1 << 20
     task = asyncio.create_task(fetched(store, ref))
@@ -444,7 +444,7 @@ async def test_a_fetch_that_nobody_waits_for_ends_at_once(store):
 
 
 @pytest.mark.parametrize("store", [WebFiles, HubStore, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
-async def test_words_of_a_server_that_fails_are_repeated_in_no_message(store, caplog):
+async def test_error_messages_never_quote_the_server(store, caplog):
     caplog.set_level(logging.WARNING)
     ref = await put(store, "sql", ADAPTER)
     store.deny()
@@ -455,7 +455,7 @@ async def test_words_of_a_server_that_fails_are_repeated_in_no_message(store, ca
     assert not [text for text in seen if SECRET in text]
 
 
-async def test_bytes_for_nobody_end_the_library_that_brings_them():
+async def test_cancelled_transfer_ends_the_librarys_download():
     transfer = Transfer()
     transfer.advance(1)
     transfer.cancel()
@@ -464,7 +464,7 @@ async def test_bytes_for_nobody_end_the_library_that_brings_them():
 
 
 @remote
-async def test_credentials_are_in_no_message_when_a_source_refuses_them(store, caplog):
+async def test_error_messages_never_contain_credentials(store, caplog):
     caplog.set_level(logging.WARNING)
     ref = await put(store, "sql", ADAPTER)
     store.deny()

@@ -21,14 +21,14 @@ BASE, FIRST, LAST = "tiny-qwen", "first", "last"
 PROMPT = "The customer wrote to the shop about an order that had not come. " * 6
 
 
-def test_vllm_finds_the_plugin():
+def test_vllm_finds_the_cpu_plugin():
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     (where,) = named.values()
     module, _, function = where.partition(":")
     assert getattr(import_module(module), function) is vllm_cpu.register
 
 
-def test_an_engines_processes_sleep_while_they_wait_for_each_other():
+def test_engine_processes_sleep_while_waiting_for_each_other():
     looked = []
     queues, another = SimpleNamespace(sched_yield=lambda: looked.append(1)), SimpleNamespace()
     for each in (queues, another):
@@ -65,7 +65,7 @@ def engine(tmp_path_factory) -> Iterator[RunningEngine]:
 @pytest.mark.vllm
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-async def test_beside_an_adapter_the_base_model_answers_as_it_does_alone(engine):
+async def test_base_model_answers_alike_with_and_without_a_concurrent_adapter(engine):
     async with httpx.AsyncClient(base_url=engine.url, timeout=120) as client:
 
         async def ask(model: str, prompt: str = PROMPT, tokens: int = 12) -> str:

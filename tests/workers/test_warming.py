@@ -63,7 +63,7 @@ def worker(folders: tuple[Path, Path], tmp_path: Path) -> RunningWorker:
     return RunningWorker(*folders, tmp_path, *SIM)
 
 
-async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_is_told(worker) -> None:
+async def test_new_worker_accepts_loads_while_warming_and_then_becomes_ready(worker) -> None:
     orchestrator = StubOrchestrator()
     async with (
         orchestrator.serving() as url,
@@ -87,7 +87,7 @@ async def test_a_new_worker_takes_loads_before_it_is_ready_and_is_ready_when_it_
         assert await loaded(client) == {SQL}
 
 
-async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
+async def test_worker_becomes_ready_after_the_warm_deadline(worker) -> None:
     orchestrator = StubOrchestrator()
     async with (
         orchestrator.serving() as url,
@@ -97,7 +97,7 @@ async def test_a_share_that_takes_too_long_keeps_no_worker_out(worker) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["of an older version", "away"])
-async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_at_once(worker, is_there) -> None:
+async def test_worker_is_ready_at_once_without_an_orchestrator_that_warms(worker, is_there) -> None:
     orchestrator = StubOrchestrator(is_warm=None)
     async with orchestrator.serving() as url:
         flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
@@ -106,7 +106,7 @@ async def test_without_an_orchestrator_that_knows_of_warming_a_worker_is_ready_a
 
 
 @pytest.mark.slow
-async def test_a_key_that_changes_in_its_file_is_brought_by_the_next_heartbeats(worker, tmp_path) -> None:
+async def test_changed_key_file_is_used_by_the_next_heartbeats(worker, tmp_path) -> None:
     orchestrator, file = StubOrchestrator(is_warm=True), tmp_path / "token"
     file.write_text("one")
     async with (
