@@ -1,8 +1,8 @@
 """Connections to engines: one request at a time on each, a pool of idle ones per origin.
 
 A connection goes back to the pool only after an answer that ended exactly as HTTP/1.1 says it must. After anything odd
-(interim answers, a body that ends with the connection, bytes that nobody asked for) it is closed: what is left on it
-could otherwise be taken for the answer to somebody else's request.
+(interim answers, a body that ends with the connection, unexpected bytes) it is closed: leftover bytes could be taken
+for the answer to the next request.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import httptools
 
 from lorafleet.http_server.outbox import Outbox
 
-_MOST_HEAD_BYTES = 64 * 2**10
-# How often deadlines are looked at: no timer is made per request or chunk.
+_MAX_HEAD_BYTES = 64 * 2**10
+# Deadlines are checked this often: no timer is made per request or chunk.
 _SWEEP_EVERY_S = 0.25
 _NEVER = float("inf")
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
@@ -32,9 +32,9 @@ Headers = Mapping[bytes, bytes]
 class EngineLost(ConnectionError):
     """An engine that gave no answer, or half of one.
 
-    reason  "connection" (never connected: nothing was sent), "no_descriptors" (as that, and it is ourselves who have
-            none left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline passed), "hung"
-            (nobody waits for it any more: see Pool.give_up)
+    reason  "connection" (never connected: nothing was sent), "no_descriptors" (not connected, because this process
+            has no file descriptor left), "no_answer" (closed, reset, or not HTTP), "no_answer_in_time" (its deadline
+            passed), "hung" (see EnginePool.give_up)
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -43,27 +43,27 @@ class EngineLost(ConnectionError):
 
 
 class ResponseSink(Protocol):
-    """Who hears an answer: head, data (any number), then end, or lost at any time. None of them may raise."""
+    """Receives an answer: head, data (any number), then end; or lost at any time. No method may raise."""
 
     def head(self, status: int, headers: Headers) -> None:
-        """Status and headers, names in lower case, the last of each; interim (1xx) answers are left out."""
+        """Status and headers: names in lower case, the last value of each. Not called for interim (1xx) answers."""
 
     def data(self, data: bytes) -> None:
-        """All body bytes of one read, with the transfer's chunk encoding removed."""
+        """All body bytes of one read, without chunk encoding."""
 
     def end(self) -> None:
         """The answer is complete; the connection is back in the pool, or closed."""
 
     def lost(self, exc: EngineLost) -> None:
-        """In place of `end`."""
+        """The answer is lost: called instead of `end`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: `parse` gives one object per URL
 class Origin:
-    """Where an engine listens.
+    """An engine's address.
 
     prefix  the URL's own path without its last slash: b"" or b"/engine"; goes before each request's path
-    host_header  what `Host` must say: without the scheme's own port, an IPv6 address in brackets
+    host_header  value of `Host`: without the scheme's own port, an IPv6 address in brackets
     """
 
     url: str
@@ -97,12 +97,11 @@ def _origin(url: str) -> Origin:
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine.
 
-    deadline  loop.time() at which the request on it is given up; whoever sent the request moves it. While reading is
-              paused the engine is not to blame, and it does not run.
-    longer    asked when the deadline has passed: the next one; a time that has passed gives the request up
-    answers   how many answers came on it before: an engine may close a connection just as it is used again
-    heard_at  loop.time() at which more of an answer came; whoever takes it in says so, who knows the time anyway
-    loop      whose calls it makes
+    deadline  loop.time() at which the request on it is lost; the sender of the request moves it. It does not pass while
+              reading is paused, because then the client is slow and not the engine.
+    longer    called when the deadline has passed, for the next one; a time in the past loses the request
+    answers   complete answers so far: an engine may close a connection just as it is used again
+    heard_at  loop.time() of the last bytes of a stream; set by the sink, which knows the time anyway
     """
 
     __slots__ = (
@@ -162,15 +161,15 @@ class EngineConnection(asyncio.Protocol):
         self._read_bytes = self._bare_bytes = 0
         self.longer: Callable[[float], float] | None = None
 
-    # What the router does with it
+    # Called by the router.
 
     def send(self, request: bytes, sink: ResponseSink) -> None:
-        """Send one request, head and body, and let `sink` hear the answer. Only on a connection fresh from the pool."""
+        """Send one request, head and body; `sink` receives the answer. Only on a connection fresh from the pool."""
         assert self._sink is None
         if self._closed or self._transport.is_closing():
-            # It was closed between leaving the pool and now; said later, as every other loss.
+            # Closed since it left the pool. The sink hears of it later, as of every other loss.
             self._sink = sink
-            reason = "no_answer" if self.answers else "connection"  # a new one might as well not have come about
+            reason = "no_answer" if self.answers else "connection"
             self.loop.call_soon(self._lose, reason, "closed before the request was sent")
             return
         self._sink = sink
@@ -179,7 +178,7 @@ class EngineConnection(asyncio.Protocol):
         outbox.write(self._transport, request, self.loop)
 
     def pause(self) -> None:
-        """Read no more for now; at most one read's bytes (256 KiB) still come."""
+        """Stop reading; at most one read's bytes (256 KiB) still come."""
         if self._paused_at is None and not self._closed:
             self._paused_at = self.loop.time()
             self._transport.pause_reading()
@@ -193,16 +192,14 @@ class EngineConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def dismiss(self, *, within_s: float) -> None:
-        """The sink has all that it wants: the rest of the answer is read and dropped, so that this connection can serve
-        again. One whose answer does not end in this time is closed.
-        """
+        """Drop the rest of the answer, so that the connection can serve again; close it if that takes longer."""
         if self._sink is not None:
-            self._sink = _DEAF
+            self._sink = _DROPPING_SINK
             self.resume()
             self.deadline = self.loop.time() + within_s
 
     def close(self) -> None:
-        """Close at once, so that the engine stops working; the sink hears nothing more."""
+        """Close at once, so that the engine aborts the request. The sink receives nothing more."""
         self._sink = None
         if not self._closed:
             self._closed = True
@@ -211,31 +208,31 @@ class EngineConnection(asyncio.Protocol):
                 self._transport.abort()
 
     def leave(self, sink: ResponseSink) -> None:
-        """`close`, if this one's answer is still awaited: once it is there the connection may be somebody else's."""
+        """Close, if this sink still waits for its answer: afterwards the connection may have another request."""
         if self._sink is sink:
             self.close()
 
     @property
     def said_nothing(self) -> bool:
-        """Whether not a byte has come since the last answer."""
+        """Whether no byte has come since the last answer."""
         return not self._read_bytes and not self._bare_bytes
 
     def is_usable(self, now: float) -> bool:
-        """Whether an idle one may still be used."""
+        """Whether this idle connection may be used."""
         return not self._closed and now < self.deadline and not self._transport.is_closing()
 
-    # What the loop does with it
+    # Called by the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         if self._closed:
-            transport.abort()  # nobody waits for it any more
+            transport.abort()  # closed while it was connecting
         else:
             self._pool._add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
-        # The parser holds our methods and we hold the parser.
+        # A reference cycle: the parser holds methods of this object.
         self._parser = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
@@ -248,12 +245,12 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:
-            self.close()  # nobody asked
+            self.close()  # bytes without a request
             return
         if self._sent_after == self._pool._outbox.flushed:
-            # The request has not gone out yet: this answers the one before, or none (a proxy's 408 when it was idle).
+            # The request is not sent yet: these bytes answer the one before, or none (a proxy's 408 on an idle connection).
             if self.answers:
-                self._lose("no_answer", "it said something before it was asked")
+                self._lose("no_answer", "it answered before the request was sent")
                 return
             self._odd = True  # on a new connection there was no other request
         self._read_bytes = len(data)
@@ -264,12 +261,12 @@ class EngineConnection(asyncio.Protocol):
                 self._deliver(sink)
                 self._lose("no_answer", f"not HTTP: {exc}")
                 return
-            self._odd = True  # what came after the end of the answer
+            self._odd = True  # bytes behind the end of the answer
         if not self._complete and self._read_bytes:
-            # No body byte in this read: a head, a trailer or a chunk's extension, which httptools does not bound.
+            # A read without body bytes: a head, a trailer or a chunk's extension, which httptools does not bound.
             self._bare_bytes += self._read_bytes
-            if self._bare_bytes > _MOST_HEAD_BYTES:
-                self._lose("no_answer", f"a head of over {_MOST_HEAD_BYTES} bytes")
+            if self._bare_bytes > _MAX_HEAD_BYTES:
+                self._lose("no_answer", f"a head of over {_MAX_HEAD_BYTES} bytes")
                 return
         if self._new_head or self._pieces:
             self._deliver(sink)
@@ -277,7 +274,7 @@ class EngineConnection(asyncio.Protocol):
             self._finish()
 
     def _deliver(self, sink: ResponseSink) -> None:
-        """Tell what this read brought. After the parser is done with it, so that a sink may close the connection."""
+        """Give the sink the head and body of this read. Not during parsing, so that the sink may close the connection."""
         if self._new_head and self._sink is sink:
             self._new_head = False
             sink.head(self._status, self._fields)
@@ -288,7 +285,7 @@ class EngineConnection(asyncio.Protocol):
             sink.data(data)
 
     def _finish(self) -> None:
-        """The answer is complete: back to the pool if nothing about it was odd, else closed; then say so."""
+        """End a complete answer: give the connection back to the pool, or close it where anything was odd."""
         sink = self._sink
         assert sink is not None
         transport = self._transport
@@ -311,7 +308,7 @@ class EngineConnection(asyncio.Protocol):
             sink.lost(EngineLost(reason, f"{self.origin.url}: {message}"))
 
     def expire(self) -> None:
-        """Its deadline has passed: an idle one is closed, a busy one is lost, unless it is worth waiting for."""
+        """Act on a deadline that has passed: lose the request, unless `longer` names a later deadline."""
         now = self.loop.time()
         if self.longer is not None and (deadline := self.longer(now)) > now:
             self.deadline = deadline
@@ -321,7 +318,7 @@ class EngineConnection(asyncio.Protocol):
     def is_overdue(self, now: float) -> bool:
         return now > self.deadline and self._paused_at is None
 
-    # What the parser says
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self._complete:
@@ -344,8 +341,8 @@ class EngineConnection(asyncio.Protocol):
             self._interim = self._odd = True
             return
         headers = self._headers
-        if self._bare_bytes + self._read_bytes > _MOST_HEAD_BYTES:
-            _refuse_large(headers)
+        if self._bare_bytes + self._read_bytes > _MAX_HEAD_BYTES:
+            _check_head_size(headers)
         if not self.answers:
             self._version = parser.get_http_version()
             if self._version not in ("1.1", "1.0"):
@@ -373,8 +370,8 @@ class EngineConnection(asyncio.Protocol):
             self._complete = True
 
 
-class _Deaf:
-    """A sink that drops what it hears."""
+class _DroppingSink:
+    """A sink that drops an answer."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
@@ -385,23 +382,23 @@ class _Deaf:
     def lost(self, exc: EngineLost) -> None: ...
 
 
-_DEAF = _Deaf()
+_DROPPING_SINK = _DroppingSink()
 
 
-def _refuse_large(headers: list[tuple[bytes, bytes]]) -> None:
-    # Only a read that is itself large comes here: its body may be what is large.
+def _check_head_size(headers: list[tuple[bytes, bytes]]) -> None:
+    # Called after a large read only, which may be large because of its body.
     size = sum(len(name) + len(value) + 4 for name, value in headers)
-    if size > _MOST_HEAD_BYTES:
-        raise httptools.HttpParserError(f"a head of over {_MOST_HEAD_BYTES} bytes")
+    if size > _MAX_HEAD_BYTES:
+        raise httptools.HttpParserError(f"a head of over {_MAX_HEAD_BYTES} bytes")
 
 
 class EnginePool:
     """Idle connections by origin, and every other one until it is closed.
 
-    connect_s    to open a connection, names and TLS included
-    keepalive_s  how long an idle one is kept; vLLM 0.32 closes after 5 s, and a request sent just then would be lost
-    max_idle     per origin; more are closed when their answer is complete
-    outbox       what is written goes through it; by default one of the pool's own
+    connect_s    seconds to open a connection, names and TLS included
+    keepalive_s  an idle connection is kept so long; vLLM 0.32 closes after 5 s, and a request sent just then is lost
+    max_idle     idle connections per origin; more are closed when their answer is complete
+    outbox       for all writes; by default one of the pool's own
     """
 
     def __init__(
@@ -426,11 +423,11 @@ class EnginePool:
 
     @property
     def connections(self) -> int:
-        """How many are open, idle or not."""
+        """Open connections, idle or not."""
         return len(self._all)
 
     def heard_at(self) -> dict[str, float]:
-        """Engine's URL -> loop.time() at which it last sent more of a stream; of those with one."""
+        """Engine URL -> loop.time() of the last bytes of a stream; engines that stream to this router only."""
         last: dict[str, float] = {}
         for connection in self._all:
             url = connection.origin.url
@@ -439,7 +436,7 @@ class EnginePool:
         return last
 
     def idle(self, origin: Origin) -> EngineConnection | None:
-        """The idle connection that was used last, ready for `send`; None when a new one is needed."""
+        """The idle connection that was used last, ready for `send`; None: there is none."""
         waiting = self._idle.get(origin)
         if not waiting:
             return None
@@ -468,20 +465,20 @@ class EnginePool:
             is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS
             raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {exc}") from exc
         except BaseException:
-            connection.close()  # uvloop may have connected it already, or be about to
+            connection.close()  # uvloop may have connected it already, or may be about to
             raise
         self._require_open(origin)  # closed meanwhile: this connection was among those closed
         connection.deadline = _NEVER
         return connection
 
     def give_up(self, url: str, may_go: Callable[[ResponseSink], bool]) -> None:
-        """Take what hangs at that engine for lost, as far as it `may_go`."""
+        """Lose the requests at this engine whose sinks `may_go` to another one: the engine hangs."""
         for connection in [each for each in self._all if each.origin.url == url]:
             if connection._sink is not None and may_go(connection._sink):
                 connection._lose("hung", "the engine hangs")
 
     async def close(self) -> None:
-        """Close all of them; whoever waits for an answer hears that it is lost."""
+        """Close all connections: requests that wait for answers are lost."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -489,7 +486,7 @@ class EnginePool:
         for connection in list(self._all):
             connection._lose("no_answer", "the router is stopping")
         self._idle.clear()
-        await asyncio.sleep(0)  # the loop says connection_lost on its next turn
+        await asyncio.sleep(0)  # the event loop calls connection_lost in its next tick
 
     def _require_open(self, origin: Origin) -> None:
         if self._closed:
@@ -507,7 +504,7 @@ class EnginePool:
             connection.close()
             return
         self._all.add(connection)
-        # Until `connect` hands it over: a caller that was cancelled just then would leave it to nobody.
+        # Until `connect` returns it: if its caller is cancelled at that moment, the sweep closes it.
         connection.deadline = self._loop.time() + self._connect_s
         if self._timer is None:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)

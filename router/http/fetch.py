@@ -1,4 +1,7 @@
-"""Small requests over the pool, answered whole or as a stream: what an HTTP client does, at a twentieth of the time."""
+"""Small HTTP requests over the engine pool, answered whole or as a stream.
+
+They cost a twentieth of the CPU that an HTTP client takes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,14 +9,12 @@ from contextlib import asynccontextmanager
 
 from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers, Origin
 
-# What a stream may keep unread before its sender is held back.
-_MOST_UNREAD_BYTES = 1 << 20
+# Unread bytes of a stream, above which reading is paused.
+_MAX_UNREAD_BYTES = 1 << 20
 
 
 class FetchRefused(ConnectionError):
-    """The answer's status is not 200, and `body` what came with it; `status` is 0 where it was, and the answer was
-    refused all the same.
-    """
+    """An answer that is not 200, with its body. Status 0: it was 200, and its content was refused."""
 
     def __init__(self, message: str, status: int = 0, body: bytes = b"") -> None:
         super().__init__(message)
@@ -21,14 +22,14 @@ class FetchRefused(ConnectionError):
         self.body = body
 
 
-class _Whole:
-    """Takes an answer in; see Sink."""
+class _BodyCollector:
+    """A ResponseSink that collects the whole body."""
 
-    def __init__(self, connection: EngineConnection, what: str, most_bytes: int) -> None:
+    def __init__(self, connection: EngineConnection, request: str, max_bytes: int) -> None:
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._connection = connection
-        self._what = what
-        self._most_bytes = most_bytes
+        self._request = request
+        self._max_bytes = max_bytes
         self._status = 0
         self._pieces: list[bytes] = []
         self._size_bytes = 0
@@ -39,9 +40,9 @@ class _Whole:
     def data(self, data: bytes) -> None:
         self._pieces.append(data)
         self._size_bytes += len(data)
-        if self._size_bytes > self._most_bytes:
+        if self._size_bytes > self._max_bytes:
             self._connection.close()
-            self.lost(EngineLost("no_answer", f"{self._what}: an answer of over {self._most_bytes} bytes"))
+            self.lost(EngineLost("no_answer", f"{self._request}: an answer of over {self._max_bytes} bytes"))
 
     def end(self) -> None:
         if self.done.done():
@@ -50,7 +51,7 @@ class _Whole:
         if self._status == 200:
             self.done.set_result(body)
         else:
-            self.done.set_exception(FetchRefused(f"{self._what}: {self._status} {body[:200]!r}", self._status, body))
+            self.done.set_exception(FetchRefused(f"{self._request}: {self._status} {body[:200]!r}", self._status, body))
 
     def lost(self, exc: EngineLost) -> None:
         if not self.done.done():
@@ -58,7 +59,7 @@ class _Whole:
 
 
 class FetchedStream:
-    """An answer as it comes: a Sink, and an iterator over what each read brought. Raises EngineLost when it breaks."""
+    """An answer as it comes: a ResponseSink, and an iterator over the bytes of each read. Raises EngineLost."""
 
     def __init__(self, connection: EngineConnection, idle_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,7 +73,7 @@ class FetchedStream:
 
     @property
     def status(self) -> int:
-        """Of its head."""
+        """The status of its head."""
         return self.begun.result()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -82,7 +83,7 @@ class FetchedStream:
             if self._unread:
                 data = bytes(self._unread)
                 self._unread.clear()
-                if not self._ended:  # afterwards it is somebody else's
+                if not self._ended:  # then the connection may have another request
                     self._connection.resume()
                 yield data
             if self._lost is not None:
@@ -97,7 +98,7 @@ class FetchedStream:
     def data(self, data: bytes) -> None:
         self._connection.deadline = self._loop.time() + self._idle_s
         self._unread += data
-        if len(self._unread) > _MOST_UNREAD_BYTES:
+        if len(self._unread) > _MAX_UNREAD_BYTES:
             self._connection.pause()
         self._news.set()
 
@@ -123,44 +124,44 @@ async def fetch(
     token: str = "",
     body: bytes | None = None,
     timeout_s: float,
-    most_bytes: int = 64 * 2**20,
+    max_bytes: int = 64 * 2**20,
 ) -> bytes:
-    """The body that a GET of `path` below `url` answers, or with a `body` of JSON a POST of that.
+    """The answer's body to a GET of `path` below `url`; with `body` (JSON), to a POST of it.
 
-    It is sent once more, on a new connection, where its peer closes a kept one instead of answering: so only what may
-    be asked twice.
+    Sent once more, on a new connection, where the peer closes an idle one instead of answering. So the request must be
+    safe to repeat.
 
-    raises  EngineLost, Refused, and ValueError for a bad URL
+    raises  EngineLost, FetchRefused, and ValueError for a bad URL
     """
     origin = Origin.parse(url)
     method = "GET" if body is None else "POST"
     request = _request(method, origin, path, token, body)
 
-    async def asked(connection: EngineConnection) -> bytes:
-        whole = _Whole(connection, f"{method} {url}{path}", most_bytes)
+    async def send_on(connection: EngineConnection) -> bytes:
+        collector = _BodyCollector(connection, f"{method} {url}{path}", max_bytes)
         connection.deadline = asyncio.get_running_loop().time() + timeout_s
-        connection.send(request, whole)
+        connection.send(request, collector)
         try:
-            return await whole.done
+            return await collector.done
         except asyncio.CancelledError:
-            connection.leave(whole)
+            connection.leave(collector)
             raise
 
-    kept = pool.idle(origin)
-    if kept is not None:
+    idle = pool.idle(origin)
+    if idle is not None:
         try:
-            return await asked(kept)
+            return await send_on(idle)
         except EngineLost as exc:
-            if exc.reason != "no_answer" or not kept.said_nothing:
+            if exc.reason != "no_answer" or not idle.said_nothing:
                 raise
-    return await asked(await pool.connect(origin))
+    return await send_on(await pool.connect(origin))
 
 
 @asynccontextmanager
 async def stream(
     pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float
 ) -> AsyncIterator[FetchedStream]:
-    """The answer to a GET of `path` below `url`, from its head on; given up when nothing comes for `idle_s`.
+    """The answer to a GET of `path` below `url`, from its head on; lost when nothing comes for `idle_s`.
 
     raises  EngineLost, and ValueError for a bad URL
     """

@@ -382,7 +382,7 @@ class WorkerFeed:
                 "/v1/kv/snapshot",
                 token=self._feeds.own.key,
                 timeout_s=_SNAPSHOT_S,
-                most_bytes=_MOST_SNAPSHOT_BYTES,
+                max_bytes=_MOST_SNAPSHOT_BYTES,
             )
         )
         theirs, ours = (

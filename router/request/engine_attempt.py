@@ -15,7 +15,7 @@ from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, He
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
-    Renamed,
+    AnswerRewriter,
     event_error,
     has_first_event,
     is_finished,
@@ -85,7 +85,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     _sent_at: float = 0.0
     _is_decided: bool = False
     _exchange: HttpExchange | None = None
-    _echo: Renamed | None = None
+    _rewriter: AnswerRewriter | None = None
     _hidden: UsageFilter | None = None
     _got: list[bytes] = []
     _size: int = 0
@@ -140,10 +140,15 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.first = enveloped(self.status, self.first)
 
     def start_relay(
-        self, exchange: HttpExchange, echo: Renamed, on_over: Callable[[], None], *, hidden: UsageFilter | None = None
+        self,
+        exchange: HttpExchange,
+        rewriter: AnswerRewriter,
+        on_over: Callable[[], None],
+        *,
+        hidden: UsageFilter | None = None,
     ) -> None:
         """As `relay`, and call `on_over` when the stream is over, perhaps at once."""
-        self._echo, self._hidden, self.tell = echo, hidden, on_over
+        self._rewriter, self._hidden, self.tell = rewriter, hidden, on_over
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
@@ -154,13 +159,15 @@ class EngineAttempt(msgspec.Struct, eq=False):
         if self._connection is None:
             self._over()
 
-    async def relay(self, exchange: HttpExchange, echo: Renamed, *, hidden: UsageFilter | None = None) -> None:
+    async def relay(
+        self, exchange: HttpExchange, rewriter: AnswerRewriter, *, hidden: UsageFilter | None = None
+    ) -> None:
         """Send a stream's bytes on as they come, until it is over; `failure` says how, where it did not end well.
 
         hidden  takes out the event with the usage, where we asked for it and the client did not
         """
         over = Signal()
-        self.start_relay(exchange, echo, over.set, hidden=hidden)
+        self.start_relay(exchange, rewriter, over.set, hidden=hidden)
         await over
 
     @property
@@ -212,8 +219,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self.streamed = status == 200 and (self.streamed or content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
-        if self._echo is not None:
-            self._pass_on(data, self._echo)
+        if self._rewriter is not None:
+            self._pass_on(data, self._rewriter)
             return
         self._got.append(data)
         self._size += len(data)
@@ -286,13 +293,13 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.in_band_error, self.streamed = True, False
         self._decide()
 
-    def _pass_on(self, data: bytes, echo: Renamed) -> None:
+    def _pass_on(self, data: bytes, rewriter: AnswerRewriter) -> None:
         connection = self._connection
         if connection is not None:
             connection.heard_at = now = connection.loop.time()
             connection.deadline, connection.longer = now + self._limits.idle_s, None
         try:
-            ready = echo.chunk(data)
+            ready = rewriter.chunk(data)
         except StreamBroken as exc:
             if self._connection is not None:
                 self._connection.close()
@@ -344,10 +351,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         exchange = self._exchange
         if exchange is None:
             return  # `relay` has not begun, or it is told already
-        assert self._echo is not None
+        assert self._rewriter is not None
         if self.failure is None:
             try:
-                self._send(self._echo.end())
+                self._send(self._rewriter.end())
             except StreamBroken as exc:
                 self.failure = exc
         if self.failure is None and not self._is_complete():

@@ -13,7 +13,7 @@ from lorafleet.service.auth import Caller
 from lorafleet.service.http import HttpError, envelope, error_headers
 from router.core.errors import DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
 from router.http.error_shapes import shaped
-from router.http.sse import Echo, GrowingEcho, Renamed, error_event, refusal_event
+from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, error_event, refusal_event
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
 from router.request.accounting import record, record_usage
@@ -86,17 +86,17 @@ class ClientResponse(msgspec.Struct, eq=False):
         # Without the check a repeated prompt would tell its tenant whether a neighbour's is cached.
         cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
         headers = _answer_headers(attempt, dispatched, cached_tokens) + self._limit_headers(run)
-        echo: Renamed = Echo(model, target.asked if run.request.route.echoes_model else model)
+        rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
         if attempt.metadata is not None:
-            headers += f"metadata: {echo.whole(attempt.metadata).decode('latin-1')}\r\n"
+            headers += f"metadata: {rewriter.whole(attempt.metadata).decode('latin-1')}\r\n"
         if not attempt.streamed:
-            self.send_whole(attempt.status, headers, echo.whole(attempt.first))
+            self.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
             return
         if run.cumulative is not None:
-            echo = GrowingEcho(run.cumulative.events)
+            rewriter = CumulativeRewriter(run.cumulative.events)
         usage_filter = UsageFilter(self.services.signatures, dispatched.replica.id) if run.request.hides_usage else None
         self.send_head(attempt.status, headers)
-        await attempt.relay(self.exchange, echo, hidden=usage_filter)
+        await attempt.relay(self.exchange, rewriter, hidden=usage_filter)
         self.finish_stream(attempt)
 
     def _limit_headers(self, run: RequestRun) -> str:

@@ -3,7 +3,7 @@
 from lorafleet.service.auth import Caller
 from router.core.errors import NoReplica, ReplicaUnreachable
 from router.core.kv.index import WorkerId
-from router.http.sse import Renamed, Undated
+from router.http.sse import AnswerRewriter, StoredAnswerRewriter
 from router.protocols.routes import response_id_of
 from router.protocols.stored_responses import worker_gone_error, worker_of_response
 from router.request.engine_attempt import AttemptLimits, open_attempt
@@ -31,12 +31,16 @@ async def serve_stored(services: Services, limits: AttemptLimits, caller: Caller
     request = parse_request(services, response.request_id, route, b"", target=target, timeout=timeout)
     endpoint = endpoint_of(replica, services.config.engine_key)
     outgoing = EngineRequest(route, endpoint.origin, endpoint.request(request, b""), "", "", worker, False)
-    echo = Undated(replica.model_name, replica.base_model)
-    await within_deadline(services, request, lambda: _relay_stored(services, limits, outgoing, response, echo))
+    rewriter = StoredAnswerRewriter(replica.model_name, replica.base_model)
+    await within_deadline(services, request, lambda: _relay_stored(services, limits, outgoing, response, rewriter))
 
 
 async def _relay_stored(
-    services: Services, limits: AttemptLimits, outgoing: EngineRequest, response: ClientResponse, echo: Renamed
+    services: Services,
+    limits: AttemptLimits,
+    outgoing: EngineRequest,
+    response: ClientResponse,
+    rewriter: AnswerRewriter,
 ) -> None:
     background, response_id = services.background, response_id_of(response.exchange.path)
     try:
@@ -47,10 +51,10 @@ async def _relay_stored(
         headers = content_headers(attempt) + f"x-lorafleet-worker: {outgoing.replica}\r\n"
         if attempt.streamed:
             response.send_head(attempt.status, headers)
-            await attempt.relay(response.exchange, echo)
+            await attempt.relay(response.exchange, rewriter)
             response.finish_stream(attempt)
         else:
-            response.send_whole(attempt.status, headers, echo.whole(attempt.first))
+            response.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
             background.seen(response_id, attempt.first)
     finally:
         attempt.close()

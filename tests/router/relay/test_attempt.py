@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
 from router.http.engine_pool import EnginePool, Origin
-from router.http.sse import MAX_EVENT_BYTES, Echo
+from router.http.sse import MAX_EVENT_BYTES, ModelRenamer
 from router.protocols.routes import ROUTES
 from router.protocols.usage import EngineUsage
 from router.request import engine_attempt
@@ -82,7 +82,7 @@ async def usage_of(answer, *, streamed):
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=streamed), LIMITS)
         if streamed:
-            await attempt.relay(exchange, Echo("m", "m"))
+            await attempt.relay(exchange, ModelRenamer("m", "m"))
         else:
             exchange.send(attempt.first)
         attempt.close()
@@ -216,7 +216,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
         (connection,) = pool._all
         assert 50 < connection.deadline - loop.time() <= 60
-        attempt.start_relay(RecordingClient(), Echo("m", "m"), over.set)
+        attempt.start_relay(RecordingClient(), ModelRenamer("m", "m"), over.set)
         assert 500 < connection.deadline - loop.time() <= 600
         go_on.set()
         await asyncio.wait_for(over.wait(), patience(5))
@@ -238,7 +238,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
     async with serving(Starlette(routes=[Route("/v1/x", complete, methods=["POST"])])) as url:
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
-        attempt.start_relay(exchange, Echo("m", "m"), over.set)
+        attempt.start_relay(exchange, ModelRenamer("m", "m"), over.set)
         (connection,) = pool._all
         assert connection._paused_at is not None
         go_on.set()
@@ -339,7 +339,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
             more.set()
             await until(lambda: attempt._connection is None)
             assert told == [200]
-            attempt.start_relay(exchange, Echo("m", "m"), over.set)
+            attempt.start_relay(exchange, ModelRenamer("m", "m"), over.set)
             await asyncio.wait_for(over.wait(), patience(5))
             assert (b"".join(exchange.sent), attempt.events) == (TOKEN + DONE, 2)
             assert attempt.is_broken == (ends == "broken")
@@ -347,7 +347,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
         await pool.close()
 
 
-class Noting(Echo):
+class Noting(ModelRenamer):
     """An echo that counts what it is given."""
 
     def __init__(self):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.http.sse import Undated, event_error, has_first_event, refusal_event
+from router.http.sse import StoredAnswerRewriter, event_error, has_first_event, refusal_event
 
 DATE = b"0123456789ab"
 
@@ -17,9 +17,9 @@ def test_the_answer_that_an_engine_keeps_has_the_fleets_names_and_no_digest_wher
     plain = said.replace(b'sql/v1@%b"' % DATE, b'sql/v1"').replace(b'"model":"acme/served"', b'"model":"base"')
     assert plain.count(DATE) == 1
     for at in range(len(said) + 1):
-        undated = Undated("acme/served", "base")
+        undated = StoredAnswerRewriter("acme/served", "base")
         assert undated.chunk(said[:at]) + undated.chunk(said[at:]) + undated.end() == plain
-    assert Undated("acme/served", "base").whole(said) == plain
+    assert StoredAnswerRewriter("acme/served", "base").whole(said) == plain
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ async def test_what_a_kept_connection_closes_on_is_asked_once_more_and_what_a_ne
 async def test_what_is_no_whole_answer_is_an_error(pool, raw, why):
     async with answering(raw, closes=True) as agent:
         with pytest.raises(EngineLost, match=why):
-            await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), most_bytes=50)
+            await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), max_bytes=50)
         assert not pool.connections
 
 
@@ -177,7 +177,7 @@ async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobody
 
 async def test_an_answer_may_be_as_large_as_that_and_a_stream_may_be_empty(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
-        assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), most_bytes=4) == b"body"
+        assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), max_bytes=4) == b"body"
     async with (
         answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") as agent,
         stream(pool, agent.url, "/events", idle_s=patience(5)) as told,
