@@ -12,9 +12,9 @@ from router.core.fleet import EngineReport, Replica, ResidentAdapter, Roster
 from router.core.kv.index import KvIndex, PendingBlocks, WorkerId
 from router.core.queue.fair_queue import QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
-from router.core.schedule.load import LoadEntry
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policy import Decision
+from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler
 

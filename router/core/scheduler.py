@@ -12,9 +12,10 @@ from router.core.fleet import Replica, Roster
 from router.core.kv.index import WorkerId
 from router.core.queue.fair_queue import FairQueue, QueuedRequest
 from router.core.schedule.cost_settings import CostSettings
-from router.core.schedule.load import LoadBook, LoadEntry
+from router.core.schedule.load import LoadBook
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policy import Decision, RoutingPolicy, decide
+from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch
 from router.core.schedule.snapshot import FleetSnapshot
 

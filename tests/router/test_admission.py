@@ -333,7 +333,7 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     first.end()
     hall.room.poke()
     assert isinstance(await asyncio.wait_for(waiting, patience(5)), SentDecision)
-    assert len(hall.fleet.scheduler.load._books["w0"].flights) == 1
+    assert list(hall.fleet.scheduler.load.counts_by_name()) == [("w0", "m", 1)]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

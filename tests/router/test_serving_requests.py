@@ -418,7 +418,7 @@ async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_eng
         for status, ended in zip(statuses, (0, 1), strict=True):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})).status_code == status
             await until(lambda: not parts.scheduler.load.total_in_flight)
-            assert (book.ended, book.mean_request_s > 0, book.heard_at > -inf) == (ended, ended == 1, ended == 1)
+            assert (book.ended, book.mean_request_s > 0, book.data_at > -inf) == (ended, ended == 1, ended == 1)
         assert not book.in_prefill
         assert not book.prefill_s
 

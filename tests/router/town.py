@@ -11,8 +11,8 @@ from lorafleet.engine.rates import EngineRates
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport, Roster
 from router.core.queue.fair_queue import QueuedRequest
-from router.core.schedule.load import LoadEntry
 from router.core.schedule.policy import Decision
+from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.scheduler import Scheduler
 from tests.router.test_policy import a_replica

@@ -1,0 +1,353 @@
+"""What is counted at one worker, and the load vector that follows from it; private to the load book."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp, inf, log
+
+import msgspec
+
+from router.core.kv.index import WorkerId
+from router.core.schedule.load_snapshot import FIRST_REQUEST_S, PLACED_S, LoadVector
+
+# Until a request has begun here: guesses, nothing measured.
+FIRST_PREFILL_S = 0.2
+FIRST_CONTEXT_TOKENS = 1000.0
+# The KV cache of an engine that does not tell its size: a guess that all such engines share.
+_KV_TOKENS = 200_000
+# Moments remembered per worker, so that an old report is compared with what was in flight when it was read. Changes
+# within one moment are one: however many requests come, five seconds are remembered.
+_MAX_MOMENTS = 512
+_MOMENT_S = 0.01
+# vLLM lets requests of a running adapter pass one that waits for its adapter's slot (vLLM 0.32
+# v1/core/sched/scheduler.py: skipped for max_loras), so an adapter in constant use never gives its slot up. Where a
+# request has waited for 10 s, nothing that takes a slot is sent for 5 s after each report. 10 s is more than is ever
+# queued at an engine (`late_binding_s`).
+_PASSED_OVER_S = 10.0
+_GIVEN_WAY_S = 5.0
+# A prefill that took less than half of what was predicted says that predictions are wrong, not that it was lucky.
+# Each prefill that took longer brings the pace back by a quarter.
+_CONTRADICTED_SHARE = 0.5
+_LEAST_EXPECTED_S = 0.1
+_LEAST_PACE = 0.001
+_PACE_RETURN = 0.25
+
+
+class LoadEntry(msgspec.Struct, eq=False):
+    """One request at one replica, from dispatch to end.
+
+    work, book       the books that count it, also after its worker was forgotten
+    sequences        sequences that the engine runs for it
+    is_unreported    no report of the engine counts its tokens yet
+    is_streamed      it shows its first token. Any other request is silent until its whole answer is there, and leaves
+                     prefill when a report shows that it runs
+    is_answered      its first token, or its whole answer, has arrived
+    expected_s       predicted seconds from dispatch to the end of its prefill
+    """
+
+    worker: WorkerId
+    engine_name: str
+    prefill_s: float
+    uncached_tokens: int
+    prompt_tokens: int
+    began_at: float
+    work: "ModelBook"
+    book: "ReplicaBook"
+    sequences: int = 1
+    in_prefill: bool = True
+    is_unreported: bool = True
+    is_streamed: bool = True
+    is_answered: bool = False
+    ended: bool = False
+    expected_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ReplicaBook:
+    """The requests in flight at one worker, and what its engine reported.
+
+    Sums are kept as requests come and go, so that a decision costs the same however many are in flight.
+
+    boot_id               the engine's; another engine has nothing of what was sent to this one
+    prefill_s, largest_s, largest_count   of the requests in prefill: seconds of work together, seconds of the largest,
+                          and how many are as large
+    unreported_tokens     uncached tokens that the engine's report does not count yet, or that are in prefill
+    sequences, prefill_sequences   of all requests in flight, and of those in prefill
+    counts_by_name        requests in flight by what they run
+    engine_names, slots_used, fresh   as in ReplicaLoad; engine_names is None when it and slots_used must be made anew
+    passed_over           the oldest request that had waited too long for an adapter slot at the last report
+    freed_tokens          uncached tokens of requests that ended since the report that counted them
+    data_at               when data of any answer last arrived
+    history               (until, in prefill, in flight): our sequences until then; `noted_at`: the last entry's time
+    reported_at, moved_at  when the engine's counters were read, and when they had last moved
+    pace                  share of the predicted seconds that prefills took of late; 1.0 where predictions hold
+    stale, position       the set that collects positions of changed replicas, and this one's
+    max_loras, max_seqs, kv_tokens, kv_tokens_used, reported_request_s   from the worker's and the engine's reports
+    """
+
+    base_model: str
+    boot_id: str = ""
+    entries: set[LoadEntry] = field(default_factory=set)
+    in_prefill: dict[LoadEntry, None] = field(default_factory=dict)
+    prefill_s: float = 0.0
+    largest_s: float = 0.0
+    largest_count: int = 0
+    unreported_tokens: int = 0
+    sequences: int = 0
+    prefill_sequences: int = 0
+    counts_by_name: dict[str, int] = field(default_factory=dict)
+    engine_names: frozenset[str] | None = None
+    slots_used: int = 0
+    fresh: frozenset[str] = frozenset()
+    passed_over: LoadEntry | None = None
+    busy_until: float = -inf
+    freed_tokens: int = 0
+    placed_tokens: float = 0.0
+    placed_at: float = 0.0
+    ended: int = 0
+    mean_request_s: float = 0.0
+    data_at: float = -inf
+    dispatched_at: dict[str, float] = field(default_factory=dict)
+    history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_MOMENTS))
+    noted_at: float = -inf
+    max_loras: int = 0
+    max_seqs: float = inf
+    kv_tokens: int = 0
+    kv_tokens_used: float = 0.0
+    reported_request_s: float = FIRST_REQUEST_S
+    reported_at: float = -inf
+    moved_at: float = inf
+    others_until: float = -inf
+    others_in_flight: int = 0
+    prefill_pace: float = 1.0
+    stale: set[int] = field(default_factory=set)
+    position: int = 0
+
+    def mark_changed(self, now: float) -> None:
+        """Mark the load as changed, and note the sequences until now; call before each change."""
+        self.stale.add(self.position)
+        if now - self.noted_at >= _MOMENT_S:
+            self.noted_at = now
+            self.history.append((now, self.prefill_sequences, self.sequences))
+
+    def add(self, entry: LoadEntry) -> None:
+        """Count one more request, in prefill."""
+        now, prefill_s, name, names = entry.began_at, entry.prefill_s, entry.engine_name, self.counts_by_name
+        sequences = entry.sequences
+        self.mark_changed(now)
+        self.entries.add(entry)
+        self.in_prefill[entry] = None
+        self.sequences += sequences
+        self.prefill_sequences += sequences
+        self.busy_until = max(self.busy_until, now) + prefill_s
+        entry.expected_s = self.busy_until - now
+        self.prefill_s += prefill_s
+        if prefill_s > self.largest_s:
+            self.largest_s, self.largest_count = prefill_s, 1
+        elif prefill_s == self.largest_s:
+            self.largest_count += 1
+        self.unreported_tokens += entry.uncached_tokens
+        if name in names:
+            names[name] += 1
+        else:
+            names[name] = 1
+            self.engine_names = None
+        self.dispatched_at[name] = now
+        if name not in self.fresh and now > self.reported_at:
+            self.fresh |= {name}
+        self.placed_tokens = self.placed_tokens * exp((self.placed_at - now) / PLACED_S) + entry.uncached_tokens
+        self.placed_at = now
+
+    def update_pace(self, entry: LoadEntry, now: float) -> None:
+        """Learn from a prefill that just ended: predictions that were far too long are corrected at once."""
+        expected_s = entry.expected_s
+        if expected_s < _LEAST_EXPECTED_S:
+            return
+        share = (now - entry.began_at) / expected_s
+        share = 1.0 if share > _CONTRADICTED_SHARE else max(_LEAST_PACE, share)
+        if share < self.prefill_pace:
+            self.prefill_pace = share
+        elif entry.is_streamed:
+            self.prefill_pace += _PACE_RETURN * (share - self.prefill_pace)
+
+    def leave_prefill(self, entry: LoadEntry, now: float) -> None:
+        """Count this request out of prefill."""
+        entry.in_prefill = False
+        left = self.in_prefill
+        del left[entry]
+        self.prefill_sequences -= entry.sequences
+        if not left:
+            self.prefill_s = self.largest_s = 0.0
+            self.largest_count = 0
+            self.busy_until = -inf
+        else:
+            # Summed anew when rounding may have added up.
+            self.prefill_s = (
+                self.prefill_s - entry.prefill_s if len(left) > 1 else sum([entry.prefill_s for entry in left])
+            )
+            if entry.prefill_s == self.largest_s:
+                self.largest_count -= 1
+                if not self.largest_count:
+                    seconds = [entry.prefill_s for entry in left]
+                    self.largest_s = max(seconds)
+                    self.largest_count = seconds.count(self.largest_s)
+            # The next prefill begins now: so a wrong prediction is forgotten with its prefill.
+            self.busy_until = now + self.prefill_s
+        if entry.began_at <= self.reported_at:
+            self._count_as_reported(entry)
+
+    def remove(self, entry: LoadEntry) -> None:
+        """Forget a request that has ended and left prefill."""
+        self.entries.discard(entry)
+        self.sequences -= entry.sequences
+        if entry.is_unreported:
+            self.unreported_tokens -= entry.uncached_tokens
+        if entry.began_at <= self.reported_at:
+            self.freed_tokens += entry.uncached_tokens
+        name, names = entry.engine_name, self.counts_by_name
+        left = names[name] - 1
+        if left:
+            names[name] = left
+        else:
+            del names[name]
+            self.engine_names = None
+
+    def apply_report(self, at: float, waiting: int) -> int:
+        """Take a new report of the engine; returns how many of our sequences it shows to have left prefill silently.
+
+        waiting  sequences that the engine has not begun; of ours those are the newest
+        """
+        self.reported_at = at
+        self.freed_tokens = 0
+        running = self._past_prefill(at, waiting)
+        for entry in running:
+            self.leave_prefill(entry, at)
+        waits = self._without_slot()
+        self.passed_over = waits[0] if waits and waits[0].began_at <= at - _PASSED_OVER_S else None
+        for entry in self.entries:
+            if not entry.in_prefill and entry.began_at <= at:
+                self._count_as_reported(entry)
+        self.dispatched_at = {
+            n: when for n, when in self.dispatched_at.items() if n in self.counts_by_name or when > at
+        }
+        self.fresh = frozenset([name for name, when in self.dispatched_at.items() if when > at])
+        return sum([entry.sequences for entry in running])
+
+    def _past_prefill(self, at: float, waiting: int) -> list[LoadEntry]:
+        """Unstreamed requests that were prefilled by then: the engine had begun them, and their time had passed."""
+        without_slot = set(self._without_slot())
+        waiting = max(0, waiting - sum([entry.sequences for entry in without_slot]))
+        there = [entry for entry in self.in_prefill if entry.began_at <= at and entry not in without_slot]
+        begun = sum([entry.sequences for entry in there]) - waiting
+        running, until = [], -inf
+        for entry in there:
+            begun -= entry.sequences
+            until = max(until, entry.began_at) + entry.prefill_s
+            if begun < 0 or until > at:
+                break
+            if not entry.is_streamed:
+                running.append(entry)
+        return running
+
+    def _without_slot(self) -> list[LoadEntry]:
+        """Requests that cannot have begun, the oldest first: other adapters have all slots."""
+        if not 0 < self.max_loras < len(self.counts_by_name) - ("" in self.counts_by_name):
+            return []
+        running = {entry.engine_name for entry in self.entries if not entry.in_prefill} - {""}
+        if len(running) < self.max_loras:
+            return []
+        return [entry for entry in self.in_prefill if entry.engine_name and entry.engine_name not in running]
+
+    def _count_as_reported(self, entry: LoadEntry) -> None:
+        if entry.is_unreported:
+            entry.is_unreported = False
+            self.unreported_tokens -= entry.uncached_tokens
+
+    def sequences_at(self, at: float) -> tuple[int, int]:
+        """Our sequences in prefill and in flight at a time, as far back as the history goes."""
+        found = self.prefill_sequences, self.sequences
+        for until, in_prefill, in_flight in reversed(self.history):
+            if until <= at:
+                break
+            found = in_prefill, in_flight
+        return found
+
+
+@dataclass(slots=True)
+class ModelBook:
+    """The work of one base model.
+
+    seconds, at       seconds of admitted work, decaying; as of when
+    prefill_each_s    prefill of a usual sequence
+    context_tokens    context of a usual prefill; see cost.context
+    in_flight, sequences, in_flight_tokens   requests in flight, their sequences and prompt tokens
+    """
+
+    seconds: float = 0.0
+    at: float = 0.0
+    prefill_each_s: float = FIRST_PREFILL_S
+    context_tokens: float = FIRST_CONTEXT_TOKENS
+    in_flight: int = 0
+    sequences: int = 0
+    in_flight_tokens: int = 0
+
+
+def load_vector(book: ReplicaBook) -> LoadVector:
+    """The replica's load, in the order of ReplicaLoad's fields."""
+    others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
+    in_prefill, all_of_ours = book.prefill_sequences, book.sequences
+    # From our requests that ended, else from the engine, else a guess.
+    request_s = book.mean_request_s or book.reported_request_s
+    full_s = kv_token_s = behind_s = 0.0
+    kv_tokens = kv_free_tokens = inf
+    slot_at = placed = -inf
+    if names is None:
+        names = book.engine_names = frozenset(book.counts_by_name)
+        book.slots_used = len(names) - ("" in names)
+    beyond = all_of_ours + others + 1 - book.max_seqs
+    if beyond > 0:
+        full_s = request_s * beyond / book.max_seqs
+    if 0 < book.max_loras <= book.slots_used:
+        slot_at = _slot_at(book.entries, book.max_loras, request_s)
+        if book.passed_over is not None and book.passed_over.in_prefill:
+            names, slot_at = frozenset(), max(slot_at, book.reported_at + _GIVEN_WAY_S)
+    if total:
+        # The engine's figure, less what ended since, plus what it has not begun. A prefix that several requests share
+        # is in use once.
+        in_use = book.kv_tokens_used + book.unreported_tokens - book.freed_tokens
+        if in_use < 0:
+            in_use = 0.0
+        kv_tokens, kv_free_tokens = total, total - in_use
+        # Running requests free all of their tokens in the time that one takes.
+        kv_token_s = request_s / in_use if in_use > 1 else request_s
+    if book.placed_tokens > 0:
+        placed = log(book.placed_tokens / (total or _KV_TOKENS)) + book.placed_at / PLACED_S
+    if book.prefill_s > book.largest_s:
+        behind_s = book.prefill_s - book.largest_s
+    return (
+        book.busy_until,
+        behind_s,
+        book.others_until,
+        in_prefill,
+        all_of_ours - in_prefill,
+        others,
+        names,
+        book.slots_used,
+        book.fresh,
+        slot_at,
+        full_s,
+        request_s,
+        kv_tokens,
+        kv_free_tokens,
+        kv_token_s,
+        placed,
+    )
+
+
+def _slot_at(entries: Iterable[LoadEntry], max_loras: int, request_s: float) -> float:
+    """When one adapter more gets a device slot, all being in use: a slot is free when its last request has ended."""
+    ends: dict[str, float] = {}
+    for entry in entries:
+        if entry.engine_name:
+            ends[entry.engine_name] = max(ends.get(entry.engine_name, -inf), entry.began_at + request_s)
+    return sorted(ends.values())[len(ends) - max_loras]
