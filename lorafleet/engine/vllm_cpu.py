@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 _MASKED = ("bgmv_shrink", "sgmv_shrink")
-_LOOK_EVERY_S = 0.0002  # a step of the smallest model takes several milliseconds
+POLL_INTERVAL_S = 0.0002  # a step of the smallest model takes several milliseconds
 _GIVEN = {"lora_indices_tensor", "output_tensor"}
 
 
@@ -28,7 +28,7 @@ def register() -> None:
     """
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return
-    _sleep_while_waiting(import_module("vllm.distributed.device_communicators.shm_broadcast"))
+    sleep_while_waiting(import_module("vllm.distributed.device_communicators.shm_broadcast"))
     kernels = import_module("vllm.lora.punica_wrapper.punica_cpu")
     for name in _MASKED:
         kernel = getattr(kernels, name, None)
@@ -36,7 +36,7 @@ def register() -> None:
             setattr(kernels, name, _masked(kernel))
 
 
-def _sleep_while_waiting(queues: Any) -> None:
+def sleep_while_waiting(queues: Any) -> None:
     """Let the processes of an engine sleep for moments while they wait for each other.
 
     For a second after each message vLLM looks for the next one in a loop, with nothing but `sched_yield` between two
@@ -44,7 +44,7 @@ def _sleep_while_waiting(queues: Any) -> None:
     from the computation that it waits for.
     """
     if hasattr(queues, "sched_yield"):
-        queues.sched_yield = lambda: time.sleep(_LOOK_EVERY_S)
+        queues.sched_yield = lambda: time.sleep(POLL_INTERVAL_S)
 
 
 def _masked(kernel: Callable[..., None]) -> Callable[..., None]:

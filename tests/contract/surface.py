@@ -197,6 +197,18 @@ async def routed(
         yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120)), parts
 
 
+def has_only_closed_circuits(parts: Any) -> bool:
+    """Whether the router's circuit breaker is closed for every replica."""
+    replicas, now = parts.discovery.fleet.replicas.values(), parts.clock()
+    return all(parts.scheduler.breaker.state(replica, now) == "closed" for replica in replicas)
+
+
+def output_tokens(parts: Any) -> int:
+    """Output tokens in the router's usage report, which has one adapter."""
+    (use,) = parts.usage.report(0, parts.clock()).uses
+    return int(use.output_tokens)
+
+
 async def assert_same_through_a_router(
     direct: DirectEngine, client: httpx.AsyncClient, path: str, body: Any, what: str, *, within: float = 0.0
 ) -> None:

@@ -28,14 +28,14 @@ def test_vllm_finds_the_cpu_plugin():
     assert getattr(import_module(module), function) is vllm_cpu.register
 
 
-def test_engine_processes_sleep_while_waiting_for_each_other():
+def test_engine_processessleep_while_waiting_for_each_other():
     looked = []
     queues, another = SimpleNamespace(sched_yield=lambda: looked.append(1)), SimpleNamespace()
     for each in (queues, another):
-        vllm_cpu._sleep_while_waiting(each)
+        vllm_cpu.sleep_while_waiting(each)
     began = time.monotonic()
     queues.sched_yield()
-    assert time.monotonic() - began >= vllm_cpu._LOOK_EVERY_S
+    assert time.monotonic() - began >= vllm_cpu.POLL_INTERVAL_S
     assert (looked, vars(another)) == ([], {})
 
 
