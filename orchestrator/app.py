@@ -149,7 +149,7 @@ def build(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loops = [asyncio.create_task(work()) for work in configmap_loops]
         if configmaps is not None:
-            await configmaps.listed(_FIRST_LIST_S)
+            await configmaps.wait_until_listed(_FIRST_LIST_S)
         await leadership.start()
         follow = forever(standby.sync_workers, name="standby", every_s=settings.heartbeat_interval_s)
         loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
@@ -163,7 +163,7 @@ def build(
             await asyncio.gather(*loops, return_exceptions=True)
             await reconciler.stop()
             if configmaps is not None:
-                await configmaps.finish()
+                await configmaps.write_remaining()
             await leadership.release()
             await client.aclose()
             store.close()
@@ -243,29 +243,29 @@ def _configmap_loops(
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
     """The loops that keep ConfigMaps and intent in agreement."""
     assert kube is not None, "backend configmaps needs an API server"
-    notices = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
-    intake = ObjectEdits(
+    events = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
+    edits = ObjectEdits(
         configmaps,
         reconciler.store,
         registry,
-        notices,
+        events,
         is_leading=lambda: reconciler.leadership.is_leading,
-        on_taken=reconciler.on_intent_changed,
+        on_changed=reconciler.on_intent_changed,
     )
 
     def undone() -> None:
         reconciler.store.refresh()
         reconciler.on_intent_changed()
 
-    verdicts = FailureStatuses(
+    statuses = FailureStatuses(
         configmaps,
-        notices,
+        events,
         adapters=lambda: reconciler.store.adapters,
         failed=reconciler.queries.unusable_adapters,
         is_ready=lambda lora_id: bool(reconciler.queries.ready_workers(lora_id)),
     )
-    configmaps.on_undone, reconciler.on_pass = undone, verdicts.turn
-    return [configmaps.follow, notices.run, intake.run]
+    configmaps.on_undone, reconciler.on_pass = undone, statuses.update
+    return [configmaps.follow, events.run, edits.run]
 
 
 def _finder(

@@ -146,7 +146,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
             reconciler.finish_deletions()
             if lora_id in store.adapters:
                 reconciler.run_pass()
-            await store.saved([("adapters", lora_id), ("tombstones", lora_id)])
+            await store.wait_durable([("adapters", lora_id), ("tombstones", lora_id)])
         return Response(status_code=202 if lora_id in store.adapters else 204)
 
     return api

@@ -1,1 +1,4 @@
-"""Intent in ConfigMaps: one an adapter and one an alias, written by people or by us, and a few for our own state."""
+"""Intent in ConfigMaps: one per adapter and alias, written by people or by us, and some for our own state.
+
+People's edits of them become intent. May import `intent`, `reconcile`, `store` and `core`.
+"""

@@ -1,4 +1,4 @@
-"""A Backend on ConfigMaps: reads come from memory, which a watch keeps true; writes go out beside whoever wrote."""
+"""The store backend on ConfigMaps: a watch keeps the memory for reads current, writes run in the background."""
 
 import asyncio
 import contextlib
@@ -15,32 +15,35 @@ from lorafleet.kube.errors import KubeError
 from lorafleet.kube.watch import follow
 from orchestrator.configmaps.journal import HistoryJournal
 from orchestrator.configmaps.mirror import ConfigMapMirror
-from orchestrator.configmaps.objects import FLEET, kind_of, mark_of, rollout_of, text_of, uid_of, version_of
+from orchestrator.configmaps.objects import FLEET, kind_of, rollout_of, text_mark, text_of, uid_of, version_of
 from orchestrator.configmaps.rendering import KINDS, AcceptedText, ObjectRendering
 from orchestrator.configmaps.tables import (
     SHARDS,
     RememberedAdapter,
     StoreTables,
-    counters_in,
-    known_in,
-    read,
-    row_of,
+    counters_in_object,
+    remembered_in_object,
+    row_in_record,
     shard_of,
+    tables_from_objects,
 )
 from orchestrator.configmaps.writer import ObjectWriter, WriteKey
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StateConflict, StoreError
 from orchestrator.store.backend import HistoryEntry, StoreChange, StoredIntent, Subject
 
-_HISTORY_AFTER_S = 2.0  # so that a burst of loads is one write of a part; a crash may lose this much of the history
+_HISTORY_AFTER_S = 2.0  # a burst of loads becomes one write; a crash loses at most so many seconds of history
 
-_FINISH_S = 2.0  # a guess: less than any lease lasts, and than a pod is given to end
-_AGAIN_S = 10.0  # until what was not written, and nobody waits for, is tried again
+_FINISH_S = 2.0  # a guess: less than a lease and than a pod's grace period
+_AGAIN_S = 10.0  # until a failed write that no caller waits for is retried
 
 
 class ConfigMapBackend:
     """Intent in the ConfigMaps of one namespace that are labelled with this fleet's name.
 
-    on_undone   something that was written here was not to be, and `read` knows nothing of it any more
+    mirror     the objects as last seen
+    rendering  the objects as they are to be written
+    writer     writes them
+    on_undone  called when a refused write was taken back: `read` returns the state without it
     """
 
     backup_name = "lorafleet-backup.json"
@@ -51,84 +54,91 @@ class ConfigMapBackend:
         self._kube = kube
         self.fleet = fleet
         self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
-        self._news = asyncio.Event()
-        self.mirror = ConfigMapMirror(self._hear, self._prove)
+        self._has_changes = asyncio.Event()
+        self.mirror = ConfigMapMirror(self._on_mirror_news, self._on_proven_object)
         self.on_undone: Callable[[], None] = lambda: None
         self._journal = HistoryJournal(fleet)
-        self.drafts = ObjectRendering(fleet, self.mirror, self._journal, StoreTables(fleet), on_state=self.take_back)
+        self.rendering = ObjectRendering(
+            fleet, self.mirror, self._journal, StoreTables(fleet), on_state=self.reload_remembered
+        )
         self._journal_due: asyncio.TimerHandle | None = None
         self._parts: set[str] = set()
         self._is_writing = False
-        self._edition = self._journal_edition = -1
+        self._tables_edition = self._journal_edition = -1
         self._is_undone = self._is_caught_up = False
-        self._undone: set[tuple[str, str]] = set()  # rows of which the store still knows what was not to be
+        self._undone_rows: set[tuple[str, str]] = set()  # rows that were taken back here and that the store still holds
         self._barrier = 0
         self.writer = ObjectWriter(
             kube,
             folder=self._folder,
             mirror=self.mirror,
-            make=self.drafts.made,
-            on_written=self._stands,
-            on_refused=self._undo,
+            render=self.rendering.render,
+            on_written=self._on_object_written,
+            on_refused=self._on_write_refused,
             give_up_s=give_up_s,
             call_s=call_s,
         )
 
     @property
     def tables(self) -> StoreTables:
-        """What is written and what is on its way to be."""
-        return self.drafts.tables
+        """The rows, including those whose write is pending."""
+        return self.rendering.tables
 
     # -- Backend --------------------------------------------------------------------------------------------------
 
     def read(self) -> StoredIntent:
-        if not self._is_writing and self._edition != self.mirror.edition:
-            self.drafts.tables, self._edition = read(self.mirror, self.fleet), self.mirror.edition
-        return self.tables.stored()
+        if not self._is_writing and self._tables_edition != self.mirror.edition:
+            self.rendering.tables, self._tables_edition = (
+                tables_from_objects(self.mirror, self.fleet),
+                self.mirror.edition,
+            )
+        return self.tables.stored_intent()
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         if not self._is_writing:
             raise OrchestratorUnavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
         for change in changes:
             row = change.table, change.key
-            if change.value is not None and row in self._undone:
+            if change.value is not None and row in self._undone_rows:
                 message = f"{change.table} {change.key!r}: the change before this one was refused; look, and ask again"
                 raise OrchestratorUnavailable(message, code="store_unreachable")
         for change in changes:
             row = change.table, change.key
             if change.table in ("adapters", "aliases") and change.value is None:
-                self.drafts.leave(change.table, change.key)
-            elif change.table in KINDS and row not in self.tables.homes:
-                self.drafts.unwritten.add(row)
-        self.tables.apply(changes)
-        self.writer.mark({key for change in changes for key in _keys(change)})
+                self.rendering.mark_deleted(change.table, change.key)
+            elif change.table in KINDS and row not in self.tables.object_names:
+                self.rendering.unwritten.add(row)
+        self.tables.apply_changes(changes)
+        self.writer.mark_dirty({key for change in changes for key in _write_keys(change)})
         if entries:
             self._parts |= self._journal.add(entries)
             if self._journal_due is None:
                 loop = asyncio.get_running_loop()
                 self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._write_the_journal)
 
-    async def saved(self, about: Collection[Subject] | None = None) -> None:
-        await self.writer.saved(None if about is None else {key for it in about for key in _keys(StoreChange(*it, 0))})
+    async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
+        await self.writer.wait_durable(
+            None if about is None else {key for it in about for key in _write_keys(StoreChange(*it, 0))}
+        )
 
     async def catch_up(self) -> None:
-        """The counters are asked for by name: whoever raises them does so from what nobody else has raised since."""
+        """Read the counters by name, so that they are raised from their present value."""
         if not self.mirror.is_synced:
             raise OrchestratorUnavailable("the ConfigMaps have not been listed yet", code="starting")
         try:
-            found = await self.writer.look(self.tables.state_name("counters"))
+            found = await self.writer.read_object(self.tables.state_name("counters"))
         except KubeError as exc:
             raise OrchestratorUnavailable(f"the store's ConfigMaps: {exc}", code="store_unreachable") from exc
         if found is None:
             self.mirror.forget(self.tables.state_name("counters"))
-        counters_in(found)
+        counters_in_object(found)
         self.end_term()
-        self.drafts.writer = secrets.token_hex(8)
+        self.rendering.term_mark = secrets.token_hex(8)
         self.read()
         self._journal.load(self.mirror.objects)
         self._is_writing = True
-        self.mirror.changed.update(self.mirror.of_people())
-        self._news.set()
+        self.mirror.changed.update(self.mirror.people_object_names())
+        self._has_changes.set()
 
     @property
     def is_caught_up(self) -> bool:
@@ -139,11 +149,11 @@ class ConfigMapBackend:
         return self.mirror.is_synced
 
     def end_term(self) -> None:
-        self.writer.drop()
+        self.writer.drop_all()
         self._is_writing = False
         self._barrier, self._is_caught_up = 0, False
-        self._edition = self._journal_edition = -1
-        self.drafts.clear()
+        self._tables_edition = self._journal_edition = -1
+        self.rendering.clear()
         self._parts.clear()
         if self._journal_due is not None:
             self._journal_due.cancel()
@@ -155,7 +165,7 @@ class ConfigMapBackend:
         if not self._is_writing and self._journal_edition != self.mirror.edition:
             self._journal.load(self.mirror.objects)
             self._journal_edition = self.mirror.edition
-        return self._journal.find(kinds=kinds, subject=subject, before=before, limit=limit)
+        return self._journal.find_entries(kinds=kinds, subject=subject, before=before, limit=limit)
 
     def backup(self, path: Path) -> None:
         """A List for `kubectl apply -f`: adapters with what was found of them, aliases, policy and cordons."""
@@ -164,212 +174,215 @@ class ConfigMapBackend:
         except OSError as exc:
             raise StoreError(f"backup {path}: {exc.strerror}; name a new file in a folder that can be written") from exc
         with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode({"apiVersion": "v1", "kind": "List", "items": self.drafts.copies()}))
+            file.write(
+                msgspec.json.encode({"apiVersion": "v1", "kind": "List", "items": self.rendering.backup_objects()})
+            )
 
     def close(self) -> None:
         self.end_term()
 
-    # -- beside it ------------------------------------------------------------------------------------------------
+    # -- for the loops beside it ----------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Keep the memory true, until cancelled."""
+        """Follow the ConfigMaps and update the mirror, until cancelled."""
         await follow(
             self._kube,
             self._folder,
             label_selector=f"{FLEET}={self.fleet}",
-            on_list=self.mirror.listed,
-            on_event=self.mirror.event,
+            on_list=self.mirror.on_list,
+            on_event=self.mirror.on_event,
         )
 
-    async def listed(self, within_s: float) -> bool:
-        """Whether they were listed within this time."""
+    async def wait_until_listed(self, within_s: float) -> bool:
+        """Wait at most `within_s` seconds for the first list; returns whether it came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not self.mirror.is_synced:
-                    await self.news()
+                    await self.wait_for_changes()
         return self.mirror.is_synced
 
-    async def news(self) -> None:
-        """Until there is something that others did, and that may not have been looked at yet."""
-        await self._news.wait()
-        self._news.clear()
+    async def wait_for_changes(self) -> None:
+        """Wait until an object has changed, or `request_look` was called."""
+        await self._has_changes.wait()
+        self._has_changes.clear()
 
-    def look_again(self) -> None:
-        """`news` returns at once."""
-        self._news.set()
+    def request_look(self) -> None:
+        """Make `wait_for_changes` return at once."""
+        self._has_changes.set()
 
-    async def finish(self) -> None:
-        """Write what may wait, the history too, if that is quick: the orderly end of a term."""
+    async def write_remaining(self) -> None:
+        """Write everything pending, history included, within `_FINISH_S` seconds; for an orderly end of a term."""
         if self._is_writing:
             self._write_the_journal()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FINISH_S):
-                    await self.writer.done()
+                    await self.writer.wait_idle()
 
-    def accept(self, table: str, key: str, name: str) -> None:
-        """What is written under this key next comes from that object's text, which stays as it is."""
+    def begin_acceptance(self, table: str, key: str, name: str) -> None:
+        """Begin to accept an object's text for this row: the row's next change comes from it."""
         found = self.mirror.objects[name]
-        self.tables.homes[table, key] = name
-        self.drafts.accepting[table, key] = AcceptedText(mark_of(text_of(found, kind_of(found))))
-        self.drafts.said.pop(name, None)
+        self.tables.object_names[table, key] = name
+        self.rendering.accepting[table, key] = AcceptedText(text_mark(text_of(found, kind_of(found))))
+        self.rendering.statuses.pop(name, None)
 
-    def accepted(self, table: str, key: str, name: str) -> None:
-        """It is taken in; also where nothing of it was new, so that the object says so."""
-        self.drafts.taken((table, key))
-        self.drafts.lost.discard(name)
-        self.say(name, "")
-        self.writer.mark([WriteKey(1, table, key)])
+    def finish_acceptance(self, table: str, key: str, name: str) -> None:
+        """The text was accepted: write record and status of the object, also if nothing has changed."""
+        self.rendering.fix_accepted_values((table, key))
+        self.rendering.lost.discard(name)
+        self.set_status(name, "")
+        self.writer.mark_dirty([WriteKey(1, table, key)])
 
-    def refuse(self, table: str, key: str, *, had: str | None) -> None:
-        """It is not taken in: `had` is the object that it stood in before, if in any."""
-        self.drafts.accepting.pop((table, key), None)
+    def cancel_acceptance(self, table: str, key: str, *, had: str | None) -> None:
+        """The text was refused: restore the row's former object `had`, if there was one."""
+        self.rendering.accepting.pop((table, key), None)
         if had is None:
-            self.tables.homes.pop((table, key), None)
+            self.tables.object_names.pop((table, key), None)
         else:
-            self.tables.homes[table, key] = had
+            self.tables.object_names[table, key] = had
 
-    def say(self, name: str, status: str) -> None:
-        """Have an object's status say this; "": the usual."""
-        if status != self.drafts.said.get(name, ""):
+    def set_status(self, name: str, status: str) -> None:
+        """Set an object's status; "" restores the default one."""
+        if status != self.rendering.statuses.get(name, ""):
             if status:
-                self.drafts.said[name] = status
+                self.rendering.statuses[name] = status
             else:
-                self.drafts.said.pop(name, None)
-            self.writer.mark([WriteKey(1, "status", name)], is_promised=False)
+                self.rendering.statuses.pop(name, None)
+            self.writer.mark_dirty([WriteKey(1, "status", name)], is_promised=False)
 
-    def say_as_usual(self, table: str, key: str, name: str) -> None:
-        """Have a row's object say again what it says while nothing is wrong."""
-        self.say(name, "")
-        self.writer.mark([WriteKey(1, table, key)], is_promised=False)
+    def clear_status(self, table: str, key: str, name: str) -> None:
+        """Restore the default status of a row's object."""
+        self.set_status(name, "")
+        self.writer.mark_dirty([WriteKey(1, table, key)], is_promised=False)
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
-        """Somebody who led before us has written this: take it as it is."""
+        """Take over a row that an earlier leader has written."""
         if table in KINDS:
-            self.tables.homes.setdefault((table, key), name)
-        self.tables.apply([StoreChange(table, key, value)])  # type: ignore[arg-type]
+            self.tables.object_names.setdefault((table, key), name)
+        self.tables.apply_changes([StoreChange(table, key, value)])  # type: ignore[arg-type]
 
-    def take_back(self) -> None:
-        """Somebody else wrote what we remember of deletions, or an older store was put back: what it says counts."""
+    def reload_remembered(self) -> None:
+        """Reload remembered adapters from shards that another process or a restore has written."""
         for shard in SHARDS:
             name = self.tables.state_name(f"adapters-{shard}")
             if name in self.mirror.changed:
                 self.mirror.changed.discard(name)
-                there = known_in(self.mirror.objects.get(name))
-                kept = {lora_id: it for lora_id, it in self.tables.known.items() if shard_of(lora_id) != shard}
-                self.tables.known = kept | there
+                there = remembered_in_object(self.mirror.objects.get(name))
+                kept = {lora_id: it for lora_id, it in self.tables.remembered.items() if shard_of(lora_id) != shard}
+                self.tables.remembered = kept | there
 
-    def make_again(self, table: str, key: str) -> None:
-        """The object of this row is gone, and nobody deleted it."""
-        self.drafts.unwritten.add((table, key))
+    def recreate_object(self, table: str, key: str) -> None:
+        """Create the row's object again: it is gone, and no deletion was seen."""
+        self.rendering.unwritten.add((table, key))
 
-    def lose(self, name: str) -> None:
-        """The object is gone for good, and what it said is on its way out: do not make it again."""
-        self.drafts.lost.add(name)
+    def mark_lost(self, name: str) -> None:
+        """Do not create the object again: it was deleted, and its row is about to be."""
+        self.rendering.lost.add(name)
 
-    def forget(self, lora_id: str) -> None:
-        """It need not be remembered any more that this adapter was there."""
-        if self.tables.known.pop(lora_id, None) is not None:
-            self.writer.mark([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
+    def forget_adapter(self, lora_id: str) -> None:
+        """Stop remembering the adapter for the detection of its deletion."""
+        if self.tables.remembered.pop(lora_id, None) is not None:
+            self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
     def is_pending(self, table: str, key: str) -> bool:
+        """Whether a write of the row is pending."""
         return self.writer.is_pending(WriteKey(1, table, key))
 
-    def is_leaving(self, name: str) -> bool:
-        """Whether this very object is to be deleted, because what it says is."""
-        return self.drafts.is_leaving(name)
+    def is_deleting(self, name: str) -> bool:
+        """Whether this object is about to be deleted, because its row was."""
+        return self.rendering.is_deleting(name)
 
-    def remember(self, lora_id: str) -> None:
-        """So that its deletion is noticed, even if no orchestrator is there to see it."""
-        adapter, name = self.tables.adapters[lora_id], self.tables.home("adapters", lora_id)
+    def remember_adapter(self, lora_id: str) -> None:
+        """Remember the adapter's object, so that its deletion is noticed even if no orchestrator runs then."""
+        adapter, name = self.tables.adapters[lora_id], self.tables.object_name("adapters", lora_id)
         known = RememberedAdapter(name, uid_of(self.mirror.objects[name]), adapter.digest)
-        if self.tables.known.get(lora_id) != known:
-            self.tables.known[lora_id] = known
-            self.writer.mark([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
+        if self.tables.remembered.get(lora_id) != known:
+            self.tables.remembered[lora_id] = known
+            self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
-    def _hear(self) -> None:
-        """The watch or a list brought something."""
+    def _on_mirror_news(self) -> None:
+        """React to a list or a watch event."""
         name = self.tables.state_name("counters")
-        # Our first write of the counters comes back by the watch, and after everything that was written before it;
-        # not at that version, though, where the cluster was put back meanwhile.
+        # Our first write of the counters comes back by the watch after all earlier writes. After a restore of the
+        # cluster it does not come back at that version.
         has_come = self.mirror.watched.get(name, 0) >= self._barrier or name in self.mirror.doubtful
         self._is_caught_up = self._is_caught_up or (self._barrier > 0 and has_come)
-        self._news.set()
+        self._has_changes.set()
 
-    def _stands(self, key: WriteKey) -> None:
-        """It is written."""
+    def _on_object_written(self, key: WriteKey) -> None:
+        """React to a write that succeeded."""
         row = key.table, key.name
         if key.table in KINDS:
-            self.drafts.stands(row)
+            self.rendering.on_written(row)
         if key.table == "adapters" and key.name in self.tables.adapters:
-            if self.tables.home(*row) in self.mirror.objects:
-                self.remember(key.name)
+            if self.tables.object_name(*row) in self.mirror.objects:
+                self.remember_adapter(key.name)
         elif key.table == "counters" and not self._barrier:
             self._barrier = version_of(self.mirror.objects[self.tables.state_name("counters")])
-            self._hear()
+            self._on_mirror_news()
 
-    def _prove(self, name: str) -> None:
-        """What an object of our own state remembers proves deletions from here on: it is to say so."""
+    def _on_proven_object(self, name: str) -> None:
+        """Write a state object again whose memory proves deletions from now on."""
         prefix = self.tables.state_name("adapters-")
         if self._is_writing and name.startswith(prefix):
-            self.writer.mark([WriteKey(2, "known", name.removeprefix(prefix))], is_promised=False)
+            self.writer.mark_dirty([WriteKey(2, "known", name.removeprefix(prefix))], is_promised=False)
 
-    def _undo(self, key: WriteKey, error: OrchestratorError) -> None:
-        """Take back a row whose write was refused: the row becomes what its object in the API server says.
+    def _on_write_refused(self, key: WriteKey, error: OrchestratorError) -> None:
+        """Take back a row whose write was refused: the row becomes what its object in the API server holds.
 
-        After a conflict the object is looked at at once, because somebody has changed it. After any other refusal it is
-        looked at later, because the API server would refuse the same write again.
+        After a conflict the object is checked at once, because it has changed. After any other refusal it is checked
+        later, because the API server would refuse the same write again.
         """
         again_s = 0.0 if isinstance(error, StateConflict) else _AGAIN_S
         row = key.table, key.name
-        self.drafts.accepting.pop(row, None)
-        self.drafts.leaving.pop(row, None)
+        self.rendering.accepting.pop(row, None)
+        self.rendering.deleting.pop(row, None)
         if key.table in KINDS:
-            self._undo_row(key.table, key.name, again_s)
+            self._restore_row(key.table, key.name, again_s)
         elif key.table == "tombstones":
-            # No object goes whose deletion is not written down.
-            for table, lora_id in [row for row in self.drafts.leaving if shard_of(row[1]) == key.name]:
+            # An object is deleted only after its deletion is written down.
+            for table, lora_id in [row for row in self.rendering.deleting if shard_of(row[1]) == key.name]:
                 if table == "adapters":
-                    self.drafts.leaving.pop((table, lora_id))
-                    self._undo_row(table, lora_id, again_s)
+                    self.rendering.deleting.pop((table, lora_id))
+                    self._restore_row(table, lora_id, again_s)
         elif key.table in ("workers", "counters"):
-            setattr(self.tables, key.table, getattr(read(self.mirror, self.fleet), key.table))
-        else:  # nobody was promised that
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._try_again, key)
+            setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
+        else:  # no caller waits for the others
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._mark_again, key)
             return
         if not self._is_undone:
             self._is_undone = True
-            asyncio.get_running_loop().call_soon(self.tell_undone)
+            asyncio.get_running_loop().call_soon(self.report_undone)
 
-    def _try_again(self, key: WriteKey) -> None:
+    def _mark_again(self, key: WriteKey) -> None:
         if self._is_writing:
-            self.writer.mark([key], is_promised=False)
+            self.writer.mark_dirty([key], is_promised=False)
 
-    def _undo_row(self, table: Any, key: str, again_s: float) -> None:
-        name = self.tables.home(table, key)
-        stands = row_of(self.mirror.record(name))
+    def _restore_row(self, table: Any, key: str, again_s: float) -> None:
+        name = self.tables.object_name(table, key)
+        stands = row_in_record(self.mirror.accepted_record(name))
         is_there = stands is not None and stands[:2] == (table, key)
         changes = [StoreChange(table, key, stands[2] if stands is not None and is_there else None)]
         if table == "aliases":
             changes.append(StoreChange("rollouts", key, rollout_of(self.mirror.objects[name]) if is_there else None))
-        self.tables.apply(changes)
-        self._undone.add((table, key))
-        self.drafts.unwritten.discard((table, key))
+        self.tables.apply_changes(changes)
+        self._undone_rows.add((table, key))
+        self.rendering.unwritten.discard((table, key))
         if is_there:
-            self.tables.homes[table, key] = name
+            self.tables.object_names[table, key] = name
         else:
-            self.tables.homes.pop((table, key), None)
-        asyncio.get_running_loop().call_later(again_s, self._doubt_again, name)
+            self.tables.object_names.pop((table, key), None)
+        asyncio.get_running_loop().call_later(again_s, self._check_again, name)
 
-    def _doubt_again(self, name: str) -> None:
+    def _check_again(self, name: str) -> None:
         if self._is_writing:
             self.mirror.changed.add(name)
-            self._news.set()
+            self._has_changes.set()
 
-    def tell_undone(self) -> None:
-        """The store knows nothing any more of what was not to be."""
+    def report_undone(self) -> None:
+        """Tell the store that rows were taken back."""
         if self._is_undone:
             self._is_undone = False
-            self._undone.clear()
+            self._undone_rows.clear()
             self.on_undone()
 
     def _write_the_journal(self) -> None:
@@ -377,10 +390,10 @@ class ConfigMapBackend:
             self._journal_due.cancel()
         self._journal_due = None
         parts, self._parts = self._parts, set()
-        self.writer.mark([WriteKey(3, "history", part) for part in parts], is_promised=False)
+        self.writer.mark_dirty([WriteKey(3, "history", part) for part in parts], is_promised=False)
 
 
-def _keys(change: StoreChange) -> Iterable[WriteKey]:
+def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
     match change.table:
         case "adapters":
             yield WriteKey(1, "adapters", change.key)

@@ -1,4 +1,4 @@
-"""What people are told of their objects: a Kubernetes Event each, once, with what to do."""
+"""Kubernetes Events that tell people what is wrong with their objects."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 1000  # of a message; the API server allows 1,024 bytes
 
 
 class KubeEvents:
-    """Says each thing about each object once, in the background; an Event is a courtesy, and no more than tried."""
+    """Sends each Event once, in the background; a failed send is only logged."""
 
     def __init__(
         self,
@@ -37,23 +37,23 @@ class KubeEvents:
         self._reporter = reporter
         self._wall = wall
         self._call_s = call_s
-        self._said: set[str] = set()
+        self._sent: set[str] = set()
         self._waiting: asyncio.Queue[Json] = asyncio.Queue(_MOST_WAITING)
 
     def warn(self, about: Json, reason: str, message: str) -> None:
-        """Of this object; the same words again are not said again."""
+        """Queue a Warning Event about the object, unless the same was sent before."""
         what = hashlib.sha256(f"{uid_of(about)} {reason} {message}".encode()).hexdigest()[:16]
-        if what in self._said:
+        if what in self._sent:
             return
-        if len(self._said) >= _MOST_REMEMBERED:
-            self._said.clear()
-        self._said.add(what)
+        if len(self._sent) >= _MOST_REMEMBERED:
+            self._sent.clear()
+        self._sent.add(what)
         log.warning("object refused", object=name_of(about), reason=reason, message=message)
         if not self._waiting.full():
             self._waiting.put_nowait(self._event(about, what, reason, message))
 
     async def run(self) -> None:
-        """Send them, until cancelled."""
+        """Send queued Events until cancelled."""
         while True:
             event = await self._waiting.get()
             try:
@@ -62,7 +62,7 @@ class KubeEvents:
                 log.info("event not sent", object=event["involvedObject"]["name"], error=str(exc))
 
     async def _send(self, event: Json) -> None:
-        """As another one, or as one more of what was said before our time."""
+        """Create the Event, or count up one that an earlier process has sent."""
         try:
             await self._kube.post(self._folder, event, timeout_s=self._call_s)
         except KubeConflict:
@@ -96,5 +96,5 @@ class KubeEvents:
 
 
 def reason_of(code: str) -> str:
-    """The reason of an Event: an error's code in CamelCase."""
+    """The reason of an Event: the error code in CamelCase."""
     return "".join(word.capitalize() for word in code.split("_"))

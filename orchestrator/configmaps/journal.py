@@ -1,7 +1,7 @@
-"""The history in ConfigMaps: two rings of small ones, so that many loads push out no change of intent.
+"""The history in ConfigMaps: one ring for loads and one for changes, so that loads push out no change of intent.
 
-A ring's newest object takes entries until it is full; then the oldest is begun anew. So what is written for an entry
-is 64 KiB at most, and a ring keeps its newest two thousand entries or so.
+The newest object of a ring takes entries until it is full; then the oldest is overwritten. So one entry costs a write
+of 64 KiB at most, and a ring keeps about two thousand entries.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ _LOADS = frozenset({"load", "unload"})
 
 
 class HistoryJournal:
-    """All entries in memory, by ring and part, and which parts of it are not written yet."""
+    """All history entries in memory, by ring and part."""
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
@@ -31,14 +31,15 @@ class HistoryJournal:
         self._last = 0
 
     def name(self, ring: str, part: int) -> str:
-        """Of the object."""
+        """Name of the part's object."""
         return f"{self._fleet}-history-{ring}-{part}"
 
     def names(self) -> list[str]:
+        """Names of all parts' objects."""
         return [self.name(ring, part) for ring in RINGS for part in range(PARTS)]
 
     def load(self, objects: dict[str, Json]) -> None:
-        """Read it all again. A part that cannot be read counts as empty: the history is not worth a refused start."""
+        """Read all entries from the objects. An unreadable part counts as empty, so that the start goes on."""
         for ring in RINGS:
             for part in range(PARTS):
                 text = ((objects.get(self.name(ring, part)) or {}).get("data") or {}).get(_KEY, "")
@@ -47,7 +48,7 @@ class HistoryJournal:
         self._last = max(_last_id(entries) for parts in self._parts.values() for entries in parts)
 
     def add(self, entries: Iterable[HistoryEntry]) -> set[str]:
-        """Take them down; returns the parts that are to be written, as `ring-part`."""
+        """Add entries; returns the parts to be written, as `ring-part`."""
         touched = set()
         for entry in entries:
             ring = "loads" if entry.kind in _LOADS else "changes"
@@ -62,16 +63,18 @@ class HistoryJournal:
             touched.add(f"{ring}-{part}")
         return touched
 
-    def made(self, which: str, known: Json | None) -> Json:
-        """The object of a part, in place of what is there."""
+    def part_object(self, which: str, known: Json | None) -> Json:
+        """The object of a part, as it is to be written over `known`."""
         ring, _, part = which.rpartition("-")
         name = self.name(ring, int(part))
         found = known if known is not None else new_object(self._fleet, "state", name)
         assert name_of(found) == name
         return {**found, "data": {_KEY: "".join(_line(entry) for entry in self._parts[ring][int(part)])}}
 
-    def find(self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int) -> list[HistoryEntry]:
-        """Newest first."""
+    def find_entries(
+        self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int
+    ) -> list[HistoryEntry]:
+        """Matching entries, newest first."""
         wanted = frozenset(kinds)
         found = [
             entry

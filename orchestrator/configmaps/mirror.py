@@ -1,4 +1,4 @@
-"""The fleet's ConfigMaps as they were last seen: what the watch said, what our own writes were answered with."""
+"""The fleet's ConfigMaps as last seen: from the watch, and from the responses to our own writes."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,20 +11,20 @@ from orchestrator.configmaps.objects import (
     Record,
     is_applied,
     kind_of,
-    lean,
     name_of,
     record_of,
     uid_of,
     version_of,
+    without_managed_fields,
 )
 
 
 class DoubtReason(Enum):
     """Why an object may be gone.
 
-    ASKED    the API server, asked by name, had none; the watch has not told of it yet
-    MISSING  a list did not have it, or had it at an older version
-    DELETED  the watch showed its end
+    ASKED    a read by name found none; the watch has not shown its deletion yet
+    MISSING  a list did not have it, or had an older version
+    DELETED  the watch showed its deletion
     """
 
     ASKED = "asked"
@@ -33,11 +33,19 @@ class DoubtReason(Enum):
 
 
 class ConfigMapMirror:
-    """By name. What others did is noted in `changed` (to be looked at) and `doubtful` (to be asked for by name). Of
-    our own writes the watch may tell before the API server's answer does, or after what we did next: they are not.
+    """The objects by name.
 
-    An object that vanishes from a watch or a list may have lost no more than its label: it stays here until the API
-    server, asked for it by name, says that there is none.
+    changed   objects that others have changed: to be checked
+    doubtful  objects that may be gone: to be read by name
+    watched   name -> version that the watch has brought
+    applied   objects whose text is applied on the server side
+    unproven  state object -> version at which it was created (infinite: it is gone). Its memory proves no deletion
+              until the watch or a list has reached that version and no object is doubtful
+    edition   grows with every change
+
+    Our own writes are not `changed`: the watch may show them before the API server responds, or after our next write.
+    An object that a watch or list no longer shows may only have lost its label. It stays here until a read by name
+    finds none.
     """
 
     def __init__(
@@ -47,100 +55,98 @@ class ConfigMapMirror:
         self.changed: set[str] = set()
         self.doubtful: dict[str, DoubtReason] = {}
         self.is_synced = False
-        self.applied: set[str] = set()  # objects whose text somebody applies on the server
-        # An object of our own state -> the version at which it was made anew (infinite: it is gone). What such an
-        # object says of others proves nothing until the watch has come that far, or a list, and nothing is doubtful.
+        self.applied: set[str] = set()
         self.unproven: dict[str, float] = {}
-        self.watched: dict[str, int] = {}  # name -> version that the watch has brought
+        self.watched: dict[str, int] = {}
         self.edition = 0
         self._brought = 0  # the highest version that the watch has brought since the last list, or that list
         self._ours: dict[str, Json] = {}  # name -> as it is being written by us
-        self._deleted: dict[str, str] = {}  # name -> uid of what is no more, and of which the watch may tell yet
+        self._deleted: dict[str, str] = {}  # name -> uid of a deleted object that the watch may still show
         self._records: dict[str, tuple[Json, Record | None]] = {}
         self.on_news = on_news
         self.on_proven = on_proven
 
-    def listed(self, items: list[Json]) -> None:
-        """All there is, when it was listed."""
+    def on_list(self, items: list[Json]) -> None:
+        """Take a full list."""
         names = set()
-        self._deleted.clear()  # a cluster that was put back has what was deleted there, with its uid
+        self._deleted.clear()  # a restored cluster has deleted objects again, with their uids
         for found in items:
             names.add(name_of(found))
-            self._seen(found)
+            self._record_seen(found)
             if version_of(found) < version_of(self.objects[name_of(found)]):
-                self._miss(name_of(found))  # written since, or the cluster was put back
+                self._mark_missing(name_of(found))  # written since, or the cluster was restored
         for name in self.objects.keys() - names:
-            self._miss(name)
+            self._mark_missing(name)
         self._brought = max(map(version_of, items), default=0)
-        self._prove()
+        self._check_proven()
         self.is_synced = True
         self.on_news()
 
-    def event(self, kind: str, found: Json) -> None:
-        """One change that the watch brought."""
+    def on_event(self, kind: str, found: Json) -> None:
+        """Take one watch event."""
         name = name_of(found)
         if kind != "DELETED":
-            self._seen(found)
+            self._record_seen(found)
         elif name in self.objects and uid_of(found) == uid_of(self.objects[name]):
             self.watched[name] = version_of(found)
             self.doubtful[name] = DoubtReason.DELETED
         elif self._deleted.get(name) == uid_of(found):
             del self._deleted[name]
         self._brought = max(self._brought, version_of(found))
-        self._prove()
+        self._check_proven()
         self.on_news()
 
-    def doubt(self, name: str) -> None:
-        """The API server, asked by name, had no such object."""
+    def add_doubt(self, name: str) -> None:
+        """Note that a read by name found no such object."""
         self.doubtful.setdefault(name, DoubtReason.ASKED)
         self.on_news()
 
     def note_owners(self, found: Json) -> None:
-        """Before `lean`, which takes them off; an object without them says nothing new."""
+        """Note whether the text is applied on the server side; call it before `without_managed_fields`."""
         if "managedFields" in found["metadata"]:
             (self.applied.add if is_applied(found) else self.applied.discard)(name_of(found))
 
-    def _meet(self, found: Json) -> None:
+    def _note_state_object(self, found: Json) -> None:
         known = self.objects.get(name_of(found))
         if kind_of(found) == "state" and (known is None or uid_of(known) != uid_of(found)):
             self.unproven[name_of(found)] = version_of(found)
 
-    def _prove(self) -> None:
-        """Whatever was lost before an object of our own state was made is known to be lost by now."""
+    def _check_proven(self) -> None:
+        """Mark state objects as proven once every loss before their creation is known."""
         if self.doubtful or not self.unproven:
             return
         for name in [name for name, version in self.unproven.items() if version <= self._brought]:
             del self.unproven[name]
             self.on_proven(name)
 
-    def _miss(self, name: str) -> None:
+    def _mark_missing(self, name: str) -> None:
         if self.doubtful.get(name) is not DoubtReason.DELETED:
             self.doubtful[name] = DoubtReason.MISSING
 
     @contextmanager
     def writing(self, name: str, body: Json) -> Iterator[None]:
-        """This is being written: the watch may tell of it first."""
+        """Note that we write this object: the watch may show it before the response comes."""
         self._ours[name] = body
         try:
             yield
         finally:
-            if self._ours.get(name) is body:  # and not what is written of it besides: a status, say
+            if self._ours.get(name) is body:  # another write of the object may have begun meanwhile
                 del self._ours[name]
 
-    def wrote(self, found: Json) -> None:
-        """The API server's answer to our own write, or to a question by name."""
+    def record_object(self, found: Json) -> None:
+        """Take the API server's response to a write of ours or to a read by name."""
         if version_of(found) < self.watched.get(name_of(found), 0):
-            return  # the watch was faster, and has brought what came after it: a deletion, perhaps
+            return  # the watch has already brought a later state
         name = name_of(found)
-        self._meet(found)
+        self._note_state_object(found)
         self.note_owners(found)
-        self.objects[name] = lean(found)
+        self.objects[name] = without_managed_fields(found)
         self.doubtful.pop(name, None)
         self.edition += 1
-        self._prove()
+        self._check_proven()
 
     def forget(self, name: str, uid: str | None = None) -> None:
-        """There is no object of this name; with `uid`: that one is gone, and another may stand in its place."""
+        """Drop the object; with `uid` only if it still is that object."""
         was = self.objects.get(name)
         if uid is not None and (was is None or uid_of(was) != uid):
             return
@@ -155,10 +161,10 @@ class ConfigMapMirror:
         self.doubtful.pop(name, None)
         self._records.pop(name, None)
         self.applied.discard(name)
-        self._prove()
+        self._check_proven()
 
-    def record(self, name: str) -> Record | None:
-        """What is accepted of an object, parsed once a version of it."""
+    def accepted_record(self, name: str) -> Record | None:
+        """The accepted record in an object, parsed once per version."""
         found = self.objects.get(name)
         if found is None:
             return None
@@ -167,29 +173,29 @@ class ConfigMapMirror:
             known = self._records[name] = (found, record_of(found, kind_of(found)))
         return known[1]
 
-    def of_people(self) -> list[str]:
-        """Names of all objects that people write."""
+    def people_object_names(self) -> list[str]:
+        """Names of the objects of adapters, aliases and the policy."""
         return [name for name, found in self.objects.items() if kind_of(found) in KINDS]
 
-    def _seen(self, found: Json) -> None:
+    def _record_seen(self, found: Json) -> None:
         name, known = name_of(found), self.objects.get(name_of(found))
         if self._deleted.get(name) == uid_of(found):
-            return  # how it was before it went
+            return  # a state before its deletion
         self.watched[name] = version_of(found)
         self.doubtful.pop(name, None)
         is_same = known is not None and uid_of(known) == uid_of(found)
-        if self.is_synced:  # what the first list has was there before us
-            self._meet(found)
+        if self.is_synced:  # objects of the first list are not new
+            self._note_state_object(found)
         if known is not None and is_same and version_of(found) <= version_of(known):
-            return  # our own write, come back
+            return  # our own write
         self.note_owners(found)
-        self.objects[name] = lean(found)
+        self.objects[name] = without_managed_fields(found)
         self.edition += 1
-        if name not in self._ours or _said(self._ours[name]) != _said(found):
+        if name not in self._ours or _own_content(self._ours[name]) != _own_content(found):
             self.changed.add(name)
 
 
-def _said(found: Json) -> Json:
-    """Without what the API server adds."""
+def _own_content(found: Json) -> Json:
+    """Data, labels and annotations: the object without what the API server adds."""
     meta = found["metadata"]
     return {"data": found.get("data")} | {key: meta.get(key) for key in ("labels", "annotations")}

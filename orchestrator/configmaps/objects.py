@@ -1,8 +1,8 @@
-"""A ConfigMap and what it says: the part that people write, and the part that is ours.
+"""The content of a ConfigMap: the text that people write, and our annotations.
 
-People write `data["adapter.yaml"]`: the body of `POST /v1/adapters`. What we have to add is in annotations, where
-tools that put manifests in order do not look: `lorafleet.io/record` is what was accepted of that text and found of
-its bytes since, `lorafleet.io/status` says it in words.
+People write `data["adapter.yaml"]`: the body of `POST /v1/adapters`. Our part is in annotations, which tools that apply
+manifests leave alone: `lorafleet.io/record` is the accepted text with inspection results, `lorafleet.io/status` is for
+readers.
 """
 
 import hashlib
@@ -30,31 +30,31 @@ _RELEASE = "meta.helm.sh/release-name"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_MAX_TEXT_BYTES = 128 * 2**10  # more than all fields fill; 1 MiB of brackets would take seconds to read
-_MAX_DEPTH = 32  # the deepest that we know is 3; the C loader recurses and takes the process with it at 200,000
+_MAX_TEXT_BYTES = 128 * 2**10  # more than all fields need; 1 MiB of brackets would take seconds to parse
+_MAX_DEPTH = 32  # fields need 3; the C loader recurses and crashes the process at 200,000
 
 M = TypeVar("M", bound=BaseModel)
 
 
 class NamedAlias(AliasSpec):
-    """What an alias's ConfigMap says: the body of `PUT /v1/aliases/{name}`, and the name."""
+    """The text of an alias's ConfigMap: the body of `PUT /v1/aliases/{name}`, and the name."""
 
     name: LoraId
 
 
 MODELS: Mapping[str, type[BaseModel]] = {"adapter": AdapterSpec, "alias": NamedAlias, "policy": Policy}
-"""What each kind's text says, as REST is sent it."""
+"""kind -> model of its text, as in REST."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True):
-    """`of`: the mark of the text that this was accepted from."""
+    """An accepted adapter. `of`: mark of the text that it was accepted from."""
 
     of: str
     adapter: RegisteredAdapter
 
 
 class AliasRecord(msgspec.Struct, frozen=True):
-    """`targets`: what the alias points at now; `asked`: what somebody last asked for, which a rollout may go to."""
+    """An accepted alias. `targets`: its present targets; `asked`: those last asked for, which a rollout may lead to."""
 
     of: str
     name: str
@@ -63,6 +63,8 @@ class AliasRecord(msgspec.Struct, frozen=True):
 
 
 class PolicyRecord(msgspec.Struct, frozen=True):
+    """The accepted policy. `of`: as in `AdapterRecord`."""
+
     of: str
     rules: PlacementPolicy
 
@@ -72,7 +74,7 @@ _RECORDS: Mapping[str, type[Record]] = {"adapter": AdapterRecord, "alias": Alias
 
 
 def adapter_object_name(lora_id: str) -> str:
-    """Of the ConfigMaps that we make; a lora_id may hold what a name may not."""
+    """Name of the ConfigMap that we create for an adapter: a hash, as not every lora_id is a valid name."""
     return f"lora-{hashlib.sha256(lora_id.encode()).hexdigest()[:32]}"
 
 
@@ -81,13 +83,13 @@ def alias_object_name(name: str) -> str:
 
 
 def new_object(fleet: str, kind: str, name: str) -> Json:
-    """Without namespace: the path says it."""
+    """A new ConfigMap with our labels, without namespace, which is in the URL."""
     labels = {KIND: kind, FLEET: fleet, "app.kubernetes.io/managed-by": "lorafleet"}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": {}}
 
 
-def copy_of(found: Json) -> Json:
-    """The object as whoever made it would apply it: no uid, no version, nothing that a tool keeps for itself."""
+def applicable_copy(found: Json) -> Json:
+    """The object as a manifest to apply: without uid, version and kubectl's own annotation."""
     meta = found["metadata"]
     notes = {key: value for key, value in (meta.get("annotations") or {}).items() if key != _LAST_APPLIED}
     kept = {"name": meta["name"], "labels": meta.get("labels") or {}, "annotations": notes}
@@ -103,27 +105,28 @@ def uid_of(found: Json) -> str:
 
 
 def version_of(found: Json) -> int:
-    """The resourceVersion; Kubernetes 1.35 says that they may be compared, and they always were etcd's counter."""
+    """The resourceVersion as a number. Kubernetes 1.35 allows comparing them; they are etcd's counter."""
     version = str(found["metadata"].get("resourceVersion") or "0")
     return int(version) if version.isdecimal() else 0
 
 
-def age_of(found: Json) -> tuple[str, str]:
-    """Orders objects, the oldest first."""
+def age_order(found: Json) -> tuple[str, str]:
+    """Sort key: the oldest object first."""
     return str(found["metadata"].get("creationTimestamp") or ""), name_of(found)
 
 
-def lean(found: Json) -> Json:
-    """Without the API server's own bookkeeping, which is as long as all else; a PUT that leaves it out keeps it."""
+def without_managed_fields(found: Json) -> Json:
+    """`found`, with `managedFields` removed in place: they are half of its size, and a PUT without them keeps them."""
     found["metadata"].pop("managedFields", None)
     return found
 
 
 def is_applied(found: Json) -> bool:
-    """Whether somebody applies the text on the server: `kubectl apply --server-side`, Helm 4, Flux. Their next apply is
-    a conflict once anybody else has written that field.
+    """Whether the text is applied on the server side (`kubectl apply --server-side`, Helm 4, Flux).
 
-    source  Kubernetes' `metadata.managedFields`, before `lean`
+    Such an owner gets a conflict at its next apply if another client has written the field.
+
+    found   with `metadata.managedFields`
     """
     texts = {f"f:{kind}.yaml" for kind in KINDS}
     return any(
@@ -146,18 +149,18 @@ def annotation(found: Json, name: str) -> str:
 
 
 def text_of(found: Json, kind: str) -> str | None:
-    """What a person wrote; None when that key is missing."""
+    """The text that a person wrote; None without that key."""
     text = (found.get("data") or {}).get(f"{kind}.yaml")
     return None if text is None else str(text)
 
 
-def mark_of(text: str | None) -> str:
-    """Tells one text from another."""
+def text_mark(text: str | None) -> str:
+    """A hash that tells texts apart; "" for None."""
     return "" if text is None else xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def record_of(found: Json, kind: str) -> Record | None:
-    """What is accepted of an object; None when nothing is, or what stands there is no record of ours."""
+    """The accepted record in an object; None without a readable one."""
     text = annotation(found, RECORD)
     if not text or kind not in _RECORDS:
         return None
@@ -175,8 +178,8 @@ def rollout_of(found: Json) -> Rollout | None:
         raise StoreError(f"ConfigMap {name_of(found)} cannot be read: {exc}; delete that annotation") from exc
 
 
-def declared(found: Json, kind: str, model: type[M]) -> M:
-    """What a person wrote, checked as REST checks it. Raises OrchestratorRequestError with the message of REST."""
+def parse_declared(found: Json, kind: str, model: type[M]) -> M:
+    """The text parsed and checked as in REST. Raises OrchestratorRequestError with the message that REST gives."""
     text, key = text_of(found, kind), f"{kind}.yaml"
     if text is None:
         keys = ", ".join(sorted(found.get("data") or {})) or "nothing"
@@ -201,13 +204,13 @@ def declared(found: Json, kind: str, model: type[M]) -> M:
         raise OrchestratorRequestError(said_wrong(exc.errors()), param=key) from exc
 
 
-def differences(found: Json, kind: str, text: str) -> list[str]:
-    """Fields that people may change and that this text says otherwise than the object's own, which was accepted."""
+def differing_fields(found: Json, kind: str, text: str) -> list[str]:
+    """Changeable fields in which this text differs from the object's accepted text."""
     try:
-        there = declared(found, kind, MODELS[kind])
-    except OrchestratorRequestError:  # it was accepted by another version
+        there = parse_declared(found, kind, MODELS[kind])
+    except OrchestratorRequestError:  # accepted by another version of lorafleet
         return []
-    wanted = declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
+    wanted = parse_declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
     names = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}.get(kind) or MODELS[
         kind
     ].model_fields
@@ -215,7 +218,7 @@ def differences(found: Json, kind: str, text: str) -> list[str]:
 
 
 def _is_shallow(text: str) -> bool:
-    """Whether it is safe to load; asked of the parser's events, which do not recurse. Raises yaml.YAMLError."""
+    """Whether the YAML is shallow enough to load, by parser events, which do not recurse. Raises yaml.YAMLError."""
     depth = 0
     try:
         for event in yaml.parse(text, Loader=_Loader):
@@ -223,7 +226,7 @@ def _is_shallow(text: str) -> bool:
             if depth > _MAX_DEPTH:
                 return False
     except yaml.YAMLError as exc:
-        # libyaml 0.2.6 (PyYAML 6.0.4) looks ahead, and ends at 1,000 levels before it has told of one.
+        # libyaml 0.2.6 (PyYAML 6.0.4) itself stops at 1,000 levels, before it has emitted an event.
         if "nesting depth" in str(exc):
             return False
         raise
@@ -231,7 +234,7 @@ def _is_shallow(text: str) -> bool:
 
 
 def adapter_text(adapter: RegisteredAdapter) -> str:
-    """As a person would write it: only what is not as it is anyway."""
+    """The adapter as YAML text, without fields at their default."""
     policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
     secret = SecretRef.of(adapter.secret)
     body: dict[str, Any] = {
@@ -247,12 +250,13 @@ def adapter_text(adapter: RegisteredAdapter) -> str:
 
 
 def alias_text(name: str, targets: Targets) -> str:
+    """The alias as YAML text."""
     rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in targets]
     return as_yaml({"name": name, "targets": rows})
 
 
 def policy_text(rules: PlacementPolicy) -> str:
-    """Only what is not the default, which REST takes for whatever is left out."""
+    """The policy as YAML text, without fields at their default."""
     usual = asdict(PlacementPolicy())
     return as_yaml({name: value for name, value in asdict(rules).items() if value != usual[name]})
 
@@ -261,32 +265,32 @@ def as_yaml(body: Mapping[str, Any]) -> str:
     return str(yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
-def with_ours(
+def with_record(
     found: Json, kind: str, *, text: str | None, record: Record, status: str, rollout: Rollout | None = None
 ) -> Json:
-    """The object with this text, record and status, and with all else that is in it."""
+    """The object with this text (None: unchanged), record and status; all else stays."""
     notes = {RECORD: msgspec.json.encode(record).decode(), STATUS: status}
     if rollout is not None:
         notes[ROLLOUT] = msgspec.json.encode(rollout_json(rollout)).decode()
-    changed = with_notes(found, notes, without=() if rollout is not None else (ROLLOUT,))
+    changed = with_annotations(found, notes, without=() if rollout is not None else (ROLLOUT,))
     if text is not None and text != text_of(found, kind):
         changed["data"] = {**(found.get("data") or {}), f"{kind}.yaml": text}
     return changed
 
 
-def with_notes(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Json:
-    """The object with these annotations, and without those."""
+def with_annotations(found: Json, notes: Mapping[str, str], *, without: tuple[str, ...] = ()) -> Json:
+    """The object with the annotations `notes` added and those of `without` removed."""
     annotations = {**(found["metadata"].get("annotations") or {}), **notes}
     for name in without:
         annotations.pop(name, None)
     return {**found, "metadata": {**found["metadata"], "annotations": annotations}}
 
 
-def asked_of(adapter: RegisteredAdapter) -> tuple[Any, ...]:
-    """What people may change of an adapter."""
+def changeable_values(adapter: RegisteredAdapter) -> tuple[Any, ...]:
+    """The values of an adapter that people may change."""
     return adapter.tenants, adapter.secret, *(getattr(adapter, name) for name in AdapterPolicy.model_fields)
 
 
-def asked_targets(targets: Targets, rollout: Rollout | None) -> Targets:
-    """What was asked for last: where a rollout goes, or would have gone, unless somebody called it off."""
+def last_asked_targets(targets: Targets, rollout: Rollout | None) -> Targets:
+    """The targets last asked for: those of the rollout, unless it was aborted, else the present ones."""
     return targets if rollout is None or rollout.phase == "aborted" else rollout.after

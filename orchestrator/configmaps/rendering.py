@@ -1,4 +1,4 @@
-"""What each ConfigMap is to be, from the tables and from what stands in it now."""
+"""Rendering: each ConfigMap as it is to be, from the tables and the object's present content."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,22 +18,29 @@ from orchestrator.configmaps.objects import (
     adapter_text,
     alias_text,
     annotation,
-    asked_of,
-    asked_targets,
-    copy_of,
-    differences,
+    applicable_copy,
+    changeable_values,
+    differing_fields,
     kind_of,
-    mark_of,
+    last_asked_targets,
     name_of,
     new_object,
     policy_text,
     release_of,
+    text_mark,
     text_of,
     uid_of,
-    with_notes,
-    with_ours,
+    with_annotations,
+    with_record,
 )
-from orchestrator.configmaps.tables import StoreTables, counters_in, counters_made, row_of, shard_made, workers_made
+from orchestrator.configmaps.tables import (
+    StoreTables,
+    counters_data,
+    counters_in_object,
+    row_in_record,
+    shard_data,
+    workers_data,
+)
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
 from orchestrator.core.errors import StateConflict
 from orchestrator.core.rollout import Rollout
@@ -45,7 +52,7 @@ Row = tuple[str, str]
 
 
 class AcceptedText(NamedTuple):
-    """A text that a row is taken from: its mark, and what it asks for (None: not worked out yet)."""
+    """A text that a row is accepted from: its mark, and the values it asks for (None: not known yet)."""
 
     mark: str
     asked: Any = None
@@ -53,15 +60,15 @@ class AcceptedText(NamedTuple):
 
 @dataclass(slots=True)
 class ObjectRendering:
-    """Objects as they are to be written.
+    """Renders the objects to be written.
 
-    accepting   row -> text that it is taken from, and that stays as it is unless REST asks for something else
-    leaving     row -> (object, uid) that is to be deleted
-    unwritten   rows that stand in no object yet: only their objects are made, all others are updated
-    lost        objects that are gone for good, though what they said is still in the tables: not to be made again
-    said        object -> its status, where it is not the usual one
-    writer      this term's own mark in the counters: an epoch that somebody else took is not ours too
-    on_state    called before what is remembered of deletions is written: somebody else may have written it
+    accepting   row -> text that it is accepted from; the text is kept unless REST asks for something else
+    deleting    row -> (object, uid) to be deleted
+    unwritten   rows without an object: only their objects are created, all others are updated
+    lost        deleted objects whose rows are still in the tables: not to be created again
+    statuses    object -> status, where it is not the default
+    term_mark   this term's mark in the counters, which tells our epoch from the same epoch of another process
+    on_state    called before remembered adapters are written: another process may have written them
     """
 
     fleet: str
@@ -69,162 +76,162 @@ class ObjectRendering:
     journal: HistoryJournal
     tables: StoreTables
     on_state: Callable[[], None] = lambda: None
-    writer: str = ""
+    term_mark: str = ""
     accepting: dict[Row, AcceptedText] = field(default_factory=dict)
-    leaving: dict[Row, tuple[str, str]] = field(default_factory=dict)
+    deleting: dict[Row, tuple[str, str]] = field(default_factory=dict)
     unwritten: set[Row] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
-    said: dict[str, str] = field(default_factory=dict)
+    statuses: dict[str, str] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Forget everything about pending writes."""
         self.accepting.clear()
-        self.leaving.clear()
+        self.deleting.clear()
         self.unwritten.clear()
         self.lost.clear()
-        self.said.clear()
+        self.statuses.clear()
 
-    def leave(self, table: str, key: str) -> None:
-        """It is deleted: the object that it stands in goes, and is remembered no more."""
-        name, row = self.tables.home(table, key), (table, key)
+    def mark_deleted(self, table: str, key: str) -> None:
+        """Mark a row's object for deletion, and stop remembering it."""
+        name, row = self.tables.object_name(table, key), (table, key)
         found = self.mirror.objects.get(name)
-        if found is not None and name not in self.lost and self._stands_in(found, row):
-            self.leaving[row] = name, uid_of(found)
+        if found is not None and name not in self.lost and self._is_object_of(found, row):
+            self.deleting[row] = name, uid_of(found)
         self.unwritten.discard(row)
         self.lost.discard(name)
-        self.tables.homes.pop((table, key), None)
+        self.tables.object_names.pop((table, key), None)
         if table == "adapters":
-            self.tables.known.pop(key, None)
+            self.tables.remembered.pop(key, None)
 
-    def _stands_in(self, found: Json, row: Row) -> bool:
-        """Whether this is the object that the row was taken from or written to, and none made in its place since."""
-        said = row_of(self.mirror.record(name_of(found)))
+    def _is_object_of(self, found: Json, row: Row) -> bool:
+        """Whether the row was accepted from or written to this object, and not to a later one of the same name."""
+        said = row_in_record(self.mirror.accepted_record(name_of(found)))
         if said is not None and said[:2] == row:
             return True
         taken = self.accepting.get(row)
-        return taken is not None and taken.mark == mark_of(text_of(found, KINDS[row[0]]))
+        return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
 
-    def taken(self, row: Row) -> None:
-        """The text that is being accepted says what the row is now: what differs from here on REST has asked for."""
+    def fix_accepted_values(self, row: Row) -> None:
+        """Note the row's values as those of the text being accepted; later differences come from REST."""
         taken = self.accepting.get(row)
         if taken is not None and taken.asked is None:
-            self.accepting[row] = taken._replace(asked=self._asked(row))
+            self.accepting[row] = taken._replace(asked=self._asked_values(row))
 
-    def _asked(self, row: Row) -> object:
+    def _asked_values(self, row: Row) -> object:
         table, key = row
         match table:
             case "adapters":
                 adapter = self.tables.adapters.get(key)
-                return adapter and asked_of(adapter)
+                return adapter and changeable_values(adapter)
             case "aliases":
                 targets = self.tables.aliases.get(key)
-                return targets and asked_targets(targets, self.tables.rollouts.get(key))
+                return targets and last_asked_targets(targets, self.tables.rollouts.get(key))
             case _:
                 return self.tables.policy.get("", PlacementPolicy())
 
-    def stands(self, row: Row) -> None:
-        """What was to be written of this row by now is."""
-        name = self.tables.home(*row)
-        record = self.mirror.record(name)
-        said = row_of(record)
+    def on_written(self, row: Row) -> None:
+        """Update the bookkeeping after a write of the row."""
+        name = self.tables.object_name(*row)
+        record = self.mirror.accepted_record(name)
+        said = row_in_record(record)
         if record is not None and said is not None and said[:2] == row:
             self.unwritten.discard(row)
-            # Where they differ, a text was taken in since, and is still to be written.
-            if record.of == mark_of(text_of(self.mirror.objects[name], KINDS[row[0]])):
+            # A different mark means that another text was accepted since, whose record is still to be written.
+            if record.of == text_mark(text_of(self.mirror.objects[name], KINDS[row[0]])):
                 self.accepting.pop(row, None)
         if row[1] in getattr(self.tables, row[0]) or self.pending_deletion(*row) is None:
-            self.leaving.pop(row, None)
+            self.deleting.pop(row, None)
 
-    def is_leaving(self, name: str) -> bool:
-        """Whether the object that stands there is to be deleted."""
+    def is_deleting(self, name: str) -> bool:
+        """Whether the object of this name is to be deleted."""
         found = self.mirror.objects.get(name)
-        if found is None or not self.leaving:
+        if found is None or not self.deleting:
             return False
-        said = row_of(self.mirror.record(name))
-        rows = self.leaving if said is None else (said[:2],)
-        return any(self.leaving.get(row) == (name, uid_of(found)) for row in rows)
+        said = row_in_record(self.mirror.accepted_record(name))
+        rows = self.deleting if said is None else (said[:2],)
+        return any(self.deleting.get(row) == (name, uid_of(found)) for row in rows)
 
     def pending_deletion(self, table: str, key: str) -> DesiredObject | None:
-        """The very object that it stood in is to go; not one that somebody made in its place."""
-        name, uid = self.leaving.get((table, key), ("", ""))
+        """The deletion of the row's object, by uid; None when there is none to delete."""
+        name, uid = self.deleting.get((table, key), ("", ""))
         found = self.mirror.objects.get(name)
         return DesiredObject(name, None, uid) if found is not None and uid_of(found) == uid else None
 
-    def made(self, key: WriteKey) -> DesiredObject | None:
-        """What is to be written. Raises StateConflict where somebody else has said something different meanwhile."""
+    def render(self, key: WriteKey) -> DesiredObject | None:
+        """The object to write for this key; None: unchanged. Raises StateConflict after a change by others."""
         match key.table:
             case "adapters":
-                return self._adapter(key.name)
+                return self._render_adapter(key.name)
             case "aliases":
-                return self._alias(key.name)
+                return self._render_alias(key.name)
             case "policy":
-                return self._policy()
+                return self._render_policy()
             case "status":
-                return self._status(key.name)
+                return self._render_status(key.name)
             case "history":
                 ring, _, part = key.name.rpartition("-")
                 name = self.journal.name(ring, int(part))
-                return DesiredObject(name, self.journal.made(key.name, self.mirror.objects.get(name)))
+                return DesiredObject(name, self.journal.part_object(key.name, self.mirror.objects.get(name)))
             case "tombstones" | "known":
                 self.on_state()
-                return self._shard(key.name)
+                return self._render_shard(key.name)
             case "workers":
-                return self._state("workers", lambda _: workers_made(self.tables))
+                return self._render_state("workers", lambda _: workers_data(self.tables))
             case _:
-                return self._counters()
+                return self._render_counters()
 
-    def _shard(self, shard: str) -> DesiredObject:
-        """What is remembered of adapters proves deletions only with the object's own uid: not before it is proven."""
+    def _render_shard(self, shard: str) -> DesiredObject:
+        """A shard of remembered adapters and tombstones, with the object's uid, without which it proves no deletion."""
         what = f"adapters-{shard}"
         is_proven = self.tables.state_name(what) not in self.mirror.unproven
-        return self._state(what, lambda known: shard_made(self.tables, shard, known if is_proven else None))
+        return self._render_state(what, lambda known: shard_data(self.tables, shard, known if is_proven else None))
 
-    def _state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
+    def _render_state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
         name = self.tables.state_name(what)
         known = self.mirror.objects.get(name)
         found = known if known is not None else new_object(self.fleet, "state", name)
         return DesiredObject(name, {**found, "data": data(known)})
 
-    def _counters(self) -> DesiredObject | None:
-        wish = self._state("counters", lambda _: counters_made(self.tables) | {"writer": self.writer})
+    def _render_counters(self) -> DesiredObject | None:
+        wish = self._render_state("counters", lambda _: counters_data(self.tables) | {"writer": self.term_mark})
         known = self.mirror.objects.get(wish.name)
-        epoch, writer = counters_in(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
-        if writer != self.writer and epoch >= self.tables.counters.get("epoch", 0) > 0:
-            raise StateConflict(f"somebody else has written epoch {epoch}, so we do not lead", code="not_leading")
+        epoch, writer = counters_in_object(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
+        if writer != self.term_mark and epoch >= self.tables.counters.get("epoch", 0) > 0:
+            raise StateConflict(f"another process has written epoch {epoch}, so we do not lead", code="not_leading")
         return wish
 
-    def _adapter(self, lora_id: str) -> DesiredObject | None:
+    def _render_adapter(self, lora_id: str) -> DesiredObject | None:
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
             return self.pending_deletion("adapters", lora_id)
-        name = self.tables.home("adapters", lora_id)
+        name = self.tables.object_name("adapters", lora_id)
         if name in self.lost:
             return None
-        record = self.mirror.record(name)
+        record = self.mirror.accepted_record(name)
         was = record.adapter if isinstance(record, AdapterRecord) and record.adapter.lora_id == lora_id else None
         row = "adapters", lora_id
         if was is None and adapter.is_deleting and row not in self.unwritten | self.accepting.keys():
-            return None  # somebody has made another object in its place, which waits until this one is deleted
-        return self._wish(
+            return None  # another object of the name was created; it waits until this row is deleted
+        return self._render_row(
             row,
             name,
-            is_asked=was is None or asked_of(was) != asked_of(adapter),
+            is_asked=was is None or changeable_values(was) != changeable_values(adapter),
             text=lambda: adapter_text(adapter),
             record=lambda of: AdapterRecord(of, adapter),
             status=_status_of(adapter),
         )
 
-    def _alias(self, alias: str) -> DesiredObject | None:
+    def _render_alias(self, alias: str) -> DesiredObject | None:
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
             return self.pending_deletion("aliases", alias)
-        name = self.tables.home("aliases", alias)
+        name = self.tables.object_name("aliases", alias)
         if name in self.lost:
             return None
-        asked = asked_targets(targets, rollout)
-        record = self.mirror.record(name)
+        asked = last_asked_targets(targets, rollout)
+        record = self.mirror.accepted_record(name)
         was = record.asked if isinstance(record, AliasRecord) and record.name == alias else None
-        return self._wish(
+        return self._render_row(
             ("aliases", alias),
             name,
             is_asked=was != asked,
@@ -234,11 +241,11 @@ class ObjectRendering:
             rollout=rollout,
         )
 
-    def _policy(self) -> DesiredObject | None:
+    def _render_policy(self) -> DesiredObject | None:
         rules = self.tables.policy.get("", PlacementPolicy())
-        name = self.tables.home("policy", "")
-        record = self.mirror.record(name)
-        return self._wish(
+        name = self.tables.object_name("policy", "")
+        record = self.mirror.accepted_record(name)
+        return self._render_row(
             ("policy", ""),
             name,
             is_asked=not isinstance(record, PolicyRecord) or record.rules != rules,
@@ -247,7 +254,7 @@ class ObjectRendering:
             status="accepted",
         )
 
-    def _wish(
+    def _render_row(
         self,
         row: Row,
         name: str,
@@ -258,7 +265,7 @@ class ObjectRendering:
         status: str,
         rollout: Rollout | None = None,
     ) -> DesiredObject | None:
-        """The object of a row. Its text is written anew only where a caller has asked for something else than it says.
+        """The object of a row. Its text is rewritten only if a REST caller has asked for other values.
 
         is_asked   whether callers have, since it was written last
 
@@ -269,15 +276,15 @@ class ObjectRendering:
         if known is None and row not in self.unwritten:
             return None
         found = known if known is not None else new_object(self.fleet, kind, name)
-        there, before = text_of(found, kind), self.mirror.record(name)
-        mark, new = mark_of(there), None
+        there, before = text_of(found, kind), self.mirror.accepted_record(name)
+        mark, new = text_mark(there), None
         if known is None:
             new = text()
-            mark = mark_of(new)
+            mark = text_mark(new)
         elif (taken := self.accepting.get(row)) is not None and taken.mark == mark:
-            if taken.asked != self._asked(row) and not self._is_owned(name, found):
+            if taken.asked != self._asked_values(row) and not self._is_owned(name, found):
                 new = text()
-                mark = mark_of(new)
+                mark = text_mark(new)
         elif before is None or before.of != mark:
             if is_asked:
                 message = (
@@ -288,55 +295,57 @@ class ObjectRendering:
             mark = before.of
         elif is_asked and not self._is_owned(name, found):
             new = text()
-            mark = mark_of(new)
-        status = self.said.get(name) or status + self._aside(name, found, text, is_new=new is not None)
-        body = with_ours(found, kind, text=new, record=record(mark), status=status, rollout=rollout)
+            mark = text_mark(new)
+        status = self.statuses.get(name) or status + self._override_note(name, found, text, is_new=new is not None)
+        body = with_record(found, kind, text=new, record=record(mark), status=status, rollout=rollout)
         return DesiredObject(name, body)
 
     def _is_owned(self, name: str, found: Json) -> bool:
-        """Whether somebody owns the text who would meet a conflict if it were written here: an upgrade would fail."""
+        """Whether Helm or a server-side apply owns the text: rewriting it would make their next upgrade fail."""
         return bool(release_of(found)) or name in self.mirror.applied
 
-    def _aside(self, name: str, found: Json, text: Callable[[], str], *, is_new: bool) -> str:
-        """What is in force and not in the text, in words; "" where it is all there."""
+    def _override_note(self, name: str, found: Json, text: Callable[[], str], *, is_new: bool) -> str:
+        """Note for the status: fields set over REST that an owned text does not show; "" if there are none."""
         if is_new or not self._is_owned(name, found):
             return ""
-        others = differences(found, kind_of(found), text())
+        others = differing_fields(found, kind_of(found), text())
         owner = f"Helm release {release_of(found)}" if release_of(found) else "whoever applies it"
         return f"; set over REST, beside the text of {owner}: {', '.join(others)}" if others else ""
 
-    def _status(self, name: str) -> DesiredObject | None:
-        found, status = self.mirror.objects.get(name), self.said.get(name)
+    def _render_status(self, name: str) -> DesiredObject | None:
+        found, status = self.mirror.objects.get(name), self.statuses.get(name)
         if found is None or status is None or annotation(found, STATUS) == status:
             return None
-        return DesiredObject(name, with_notes(found, {STATUS: status}))
+        return DesiredObject(name, with_annotations(found, {STATUS: status}))
 
-    def copies(self) -> list[Json]:
-        """For a backup: what is put back must take nothing from a fleet."""
+    def backup_objects(self) -> list[Json]:
+        """All objects for a backup, without deletions and drains: a restore must remove nothing from a fleet."""
         copies: list[Json] = []
         for lora_id, adapter in sorted(self.tables.adapters.items()):
             text = adapter_text(adapter)
-            record = AdapterRecord(mark_of(text), replace(adapter, is_deleting=False))
-            copies.append(self._copy("adapters", lora_id, text, record))
+            record = AdapterRecord(text_mark(text), replace(adapter, is_deleting=False))
+            copies.append(self._backup_object("adapters", lora_id, text, record))
         for alias, targets in sorted(self.tables.aliases.items()):
             text = alias_text(alias, targets)
-            copies.append(self._copy("aliases", alias, text, AliasRecord(mark_of(text), alias, targets, targets)))
+            copies.append(
+                self._backup_object("aliases", alias, text, AliasRecord(text_mark(text), alias, targets, targets))
+            )
         if (rules := self.tables.policy.get("")) is not None:
             text = policy_text(rules)
-            copies.append(self._copy("policy", "", text, PolicyRecord(mark_of(text), rules)))
+            copies.append(self._backup_object("policy", "", text, PolicyRecord(text_mark(text), rules)))
         workers = {name: it for name, it in self.tables.workers.items() if it.state != "draining"}
         state = new_object(self.fleet, "state", self.tables.state_name("workers"))
-        return [*copies, {**state, "data": workers_made(StoreTables(self.fleet, workers=workers))}]
+        return [*copies, {**state, "data": workers_data(StoreTables(self.fleet, workers=workers))}]
 
-    def _copy(self, table: str, key: str, text: str, record: Record) -> Json:
-        """An object that somebody else owns is copied as they made it: put back, it takes no field from them."""
-        name, kind = self.tables.home(table, key), KINDS[table]
-        found, was = self.mirror.objects.get(name), self.mirror.record(name)
+    def _backup_object(self, table: str, key: str, text: str, record: Record) -> Json:
+        """The backup of one object. An owned object keeps its owner's text: a restore takes no field from them."""
+        name, kind = self.tables.object_name(table, key), KINDS[table]
+        found, was = self.mirror.objects.get(name), self.mirror.accepted_record(name)
         if found is None or was is None or not self._is_owned(name, found):
             found = new_object(self.fleet, kind, name)
-            return with_ours(found, kind, text=text, record=record, status="accepted")
+            return with_record(found, kind, text=text, record=record, status="accepted")
         record = msgspec.structs.replace(record, of=was.of)
-        return with_ours(copy_of(found), kind, text=None, record=record, status=annotation(found, STATUS))
+        return with_record(applicable_copy(found), kind, text=None, record=record, status=annotation(found, STATUS))
 
 
 def _status_of(adapter: RegisteredAdapter) -> str:

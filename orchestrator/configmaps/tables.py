@@ -1,4 +1,4 @@
-"""What the store knows as tables, and how each row of them stands in ConfigMaps."""
+"""The store's tables, and their form in ConfigMaps."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from orchestrator.configmaps.objects import (
     AliasRecord,
     PolicyRecord,
     adapter_object_name,
-    age_of,
+    age_order,
     alias_object_name,
     rollout_of,
     uid_of,
@@ -30,7 +30,7 @@ SHARDS = "0123456789abcdef"
 
 
 class RememberedAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """What a shard remembers of an adapter, so that its deletion is noticed even if nobody was there to see it."""
+    """The memory of an adapter's object, by which its deletion is noticed even if no orchestrator ran then."""
 
     object_name: str
     uid: str
@@ -39,12 +39,17 @@ class RememberedAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 @lru_cache(1 << 17)
 def shard_of(lora_id: str) -> str:
+    """The shard that remembers the adapter: one hex digit."""
     return hashlib.sha256(lora_id.encode()).hexdigest()[0]
 
 
 @dataclass(slots=True)
 class StoreTables:
-    """Rows by table and key, and which object each adapter, alias and the policy stands in."""
+    """Rows by table and key.
+
+    object_names  (table, key) -> name of its object
+    remembered    lora_id -> memory of its object
+    """
 
     fleet: str
     adapters: dict[str, RegisteredAdapter] = field(default_factory=dict)
@@ -54,19 +59,19 @@ class StoreTables:
     tombstones: dict[str, Tombstone] = field(default_factory=dict)
     policy: dict[str, PlacementPolicy] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    homes: dict[tuple[str, str], str] = field(default_factory=dict)
-    known: dict[str, RememberedAdapter] = field(default_factory=dict)
+    object_names: dict[tuple[str, str], str] = field(default_factory=dict)
+    remembered: dict[str, RememberedAdapter] = field(default_factory=dict)
 
-    def home(self, table: str, key: str) -> str:
-        """The name of the object that it stands in, or would."""
+    def object_name(self, table: str, key: str) -> str:
+        """Name of the row's object, or of the one to be created for it."""
         usual = {"adapters": adapter_object_name, "aliases": alias_object_name}.get(table)
-        return self.homes.get((table, key)) or (f"{self.fleet}-{table}" if usual is None else usual(key))
+        return self.object_names.get((table, key)) or (f"{self.fleet}-{table}" if usual is None else usual(key))
 
     def state_name(self, what: str) -> str:
-        """Of an object of our own."""
+        """Name of a state object of ours."""
         return f"{self.fleet}-{what}"
 
-    def apply(self, changes: Iterable[StoreChange]) -> None:
+    def apply_changes(self, changes: Iterable[StoreChange]) -> None:
         for change in changes:
             rows: dict[str, Any] = getattr(self, change.table)
             if change.value is None:
@@ -74,10 +79,10 @@ class StoreTables:
             else:
                 rows[change.key] = change.value
                 if change.table in ("adapters", "aliases", "policy"):
-                    self.homes.setdefault((change.table, change.key), self.home(change.table, change.key))
+                    self.object_names.setdefault((change.table, change.key), self.object_name(change.table, change.key))
 
-    def stored(self) -> StoredIntent:
-        """A copy. What is registered is not deleted, whatever a tombstone from before says."""
+    def stored_intent(self) -> StoredIntent:
+        """The tables as stored intent, without tombstones of registered adapters."""
         adapters = dict(self.adapters)
         return StoredIntent(
             adapters=adapters,
@@ -94,16 +99,16 @@ class StoreTables:
         )
 
 
-def read(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
-    """What was accepted, as it stands in the objects. Raises StoreError."""
+def tables_from_objects(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
+    """The tables as the accepted records in the objects have them. Raises StoreError."""
     tables = StoreTables(fleet)
-    for name in sorted(mirror.of_people(), key=lambda name: age_of(mirror.objects[name])):
-        found, record = mirror.objects[name], mirror.record(name)
-        row = row_of(record)
-        if row is None or row[:2] in tables.homes:  # nothing is accepted, or an older object says it
+    for name in sorted(mirror.people_object_names(), key=lambda name: age_order(mirror.objects[name])):
+        found, record = mirror.objects[name], mirror.accepted_record(name)
+        row = row_in_record(record)
+        if row is None or row[:2] in tables.object_names:  # nothing is accepted, or an older object says it
             continue
         table, key, value = row
-        tables.homes[table, key] = name
+        tables.object_names[table, key] = name
         getattr(tables, table)[key] = value
         if table == "aliases" and (rollout := rollout_of(found)) is not None:
             tables.rollouts[key] = rollout
@@ -111,8 +116,8 @@ def read(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
     return tables
 
 
-def row_of(record: object) -> tuple[str, str, Any] | None:
-    """Table, key and value of what an object's record says."""
+def row_in_record(record: object) -> tuple[str, str, Any] | None:
+    """(table, key, value) of an accepted record; None for anything else."""
     match record:
         case AdapterRecord(_, adapter):
             return "adapters", adapter.lora_id, adapter
@@ -124,8 +129,8 @@ def row_of(record: object) -> tuple[str, str, Any] | None:
             return None
 
 
-def counters_in(found: Json | None) -> dict[str, int]:
-    """epoch, revision. Raises StoreError, also when a newer version wrote them."""
+def counters_in_object(found: Json | None) -> dict[str, int]:
+    """The counters epoch and revision. Raises StoreError, also for a newer schema."""
     data: Mapping[str, str] = (found or {}).get("data") or {}
     try:
         counters = {name: int(value) for name, value in data.items() if name != "writer"}
@@ -136,8 +141,8 @@ def counters_in(found: Json | None) -> dict[str, int]:
     return counters
 
 
-def known_in(found: Json | None) -> dict[str, RememberedAdapter]:
-    """Adapters that a shard remembers; nothing from a copy, which says what was there elsewhere, or once."""
+def remembered_in_object(found: Json | None) -> dict[str, RememberedAdapter]:
+    """The adapters that a shard's object remembers; none from a copied or restored object, whose uid differs."""
     data: Mapping[str, str] = (found or {}).get("data") or {}
     if found is None or data.get("uid") != uid_of(found):
         return {}
@@ -145,16 +150,16 @@ def known_in(found: Json | None) -> dict[str, RememberedAdapter]:
     return known
 
 
-def counters_made(tables: StoreTables) -> dict[str, str]:
+def counters_data(tables: StoreTables) -> dict[str, str]:
     return {name: str(value) for name, value in {**tables.counters, "schema": SCHEMA}.items()}
 
 
-def workers_made(tables: StoreTables) -> dict[str, str]:
+def workers_data(tables: StoreTables) -> dict[str, str]:
     return {"workers.json": msgspec.json.encode(tables.workers).decode()}
 
 
-def shard_made(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
-    adapters = {lora_id: it for lora_id, it in sorted(tables.known.items()) if shard_of(lora_id) == shard}
+def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
+    adapters = {lora_id: it for lora_id, it in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
     stones = {lora_id: tuple(it) for lora_id, it in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard}
     return {
         "uid": "" if known is None else uid_of(known),
@@ -164,12 +169,12 @@ def shard_made(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
-    tables.counters = counters_in(mirror.objects.get(tables.state_name("counters")))
+    tables.counters = counters_in_object(mirror.objects.get(tables.state_name("counters")))
     workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
     tables.workers = _json(workers.get("workers.json"), dict[str, WorkerIntent])
     for shard in SHARDS:
         found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
-        tables.known |= known_in(found)
+        tables.remembered |= remembered_in_object(found)
         stones = _json(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
         tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in stones.items()}
 

@@ -1,4 +1,4 @@
-"""What came of an adapter after its object was taken in: the object's status and an Event say that it failed."""
+"""Failures of adapters, shown in their objects' status and as Kubernetes Events."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,75 +11,75 @@ _FAILED = "failed: "
 
 
 class FailureStatuses:
-    """Compares what is known of adapters with what their objects say, after each pass.
+    """Keeps objects' statuses in agreement with the failures of their adapters, after each pass.
 
-    adapters   all that are registered
-    failed     lora_id -> "code: message" of those that can be used nowhere
+    adapters   returns all registered adapters
+    failed     returns lora_id -> "code: message" of adapters that no worker can use
     is_ready   whether a worker serves the adapter
     """
 
     def __init__(
         self,
         backend: ConfigMapBackend,
-        notices: KubeEvents,
+        events: KubeEvents,
         *,
         adapters: Callable[[], Mapping[str, RegisteredAdapter]],
         failed: Callable[[], Mapping[str, str]],
         is_ready: Callable[[str], bool],
     ) -> None:
         self._backend = backend
-        self._notices = notices
+        self._events = events
         self._adapters = adapters
         self._failed = failed
         self._is_ready = is_ready
-        self._told: dict[str, str] = {}  # lora_id -> why it failed, as its object says
+        self._shown_reasons: dict[str, str] = {}  # lora_id -> failure as its object shows it
         self._term = ""
 
-    def turn(self) -> None:
-        """While we lead: tell of what failed, and take it back once that is over. Writes nothing where all is told."""
+    def update(self) -> None:
+        """Show new failures and clear those that are over, while we lead. Writes nothing without a change."""
         if not self._backend.is_caught_up:
             return
-        if self._term != self._backend.drafts.writer:
-            self._begin()
+        if self._term != self._backend.rendering.term_mark:
+            self._begin_term()
         failed, adapters = self._failed(), self._adapters()
         for lora_id, why in failed.items():
             adapter = adapters.get(lora_id)
-            if adapter is not None and not adapter.is_deleting and self._told.get(lora_id) != why:
-                self._tell(adapter, why)
-        for lora_id in self._told.keys() - failed.keys():
+            if adapter is not None and not adapter.is_deleting and self._shown_reasons.get(lora_id) != why:
+                self._show_failure(adapter, why)
+        for lora_id in self._shown_reasons.keys() - failed.keys():
             adapter = adapters.get(lora_id)
-            # One that is only tried again has failed still, until somebody has found good bytes.
+            # An adapter that is only retried counts as failed until a worker has found good bytes.
             if adapter is None or adapter.is_inspected or self._is_ready(lora_id):
-                self._take_back(lora_id)
+                self._clear_failure(lora_id)
 
-    def _begin(self) -> None:
-        """A term: what the leader before us has told stands in the objects."""
-        self._term = self._backend.drafts.writer
-        self._told.clear()
+    def _begin_term(self) -> None:
+        """Begin a term: read the failures that the objects show already."""
+        self._term = self._backend.rendering.term_mark
+        self._shown_reasons.clear()
         for lora_id in self._adapters():
-            found = self._backend.mirror.objects.get(self._backend.tables.home("adapters", lora_id))
+            found = self._backend.mirror.objects.get(self._backend.tables.object_name("adapters", lora_id))
             said = "" if found is None else annotation(found, STATUS)
             if said.startswith(_FAILED):
-                self._told[lora_id] = said.removeprefix(_FAILED)
-                self._backend.say(self._backend.tables.home("adapters", lora_id), said)
+                self._shown_reasons[lora_id] = said.removeprefix(_FAILED)
+                self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), said)
 
-    def _tell(self, adapter: RegisteredAdapter, why: str) -> None:
-        name = self._backend.tables.home("adapters", adapter.lora_id)
+    def _show_failure(self, adapter: RegisteredAdapter, why: str) -> None:
+        name = self._backend.tables.object_name("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
-        if found is None or self._backend.is_leaving(name):
-            return  # not written yet, or on its way out
-        said = self._backend.drafts.said.get(name, "")
+        if found is None or self._backend.is_deleting(name):
+            return  # not written yet, or about to be deleted
+        said = self._backend.rendering.statuses.get(name, "")
         if said and not said.startswith(_FAILED):
-            return  # an edit of it is refused: that is said first
-        self._told[adapter.lora_id] = why
-        if adapter.quarantine is None:  # a quarantine is in the status without us
-            self._backend.say(name, f"{_FAILED}{why}")
-        self._notices.warn(
+            return  # a refused edit takes precedence
+        self._shown_reasons[adapter.lora_id] = why
+        if adapter.quarantine is None:  # the rendered status shows a quarantine already
+            self._backend.set_status(name, f"{_FAILED}{why}")
+        self._events.warn(
             found, reason_of(why.partition(":")[0]) or "AdapterFailed", f"{adapter.lora_id} failed its checks: {why}"
         )
 
-    def _take_back(self, lora_id: str) -> None:
-        del self._told[lora_id]
-        name = self._backend.tables.home("adapters", lora_id)
-        if self._backend.drafts.said.get(name, "").startswith(_FAILED):
-            self._backend.say_as_usual("adapters", lora_id, name)
+    def _clear_failure(self, lora_id: str) -> None:
+        del self._shown_reasons[lora_id]
+        name = self._backend.tables.object_name("adapters", lora_id)
+        if self._backend.rendering.statuses.get(name, "").startswith(_FAILED):
+            self._backend.clear_status("adapters", lora_id, name)

@@ -1,8 +1,8 @@
-"""Changes on their way to the API server: what is to be written, in which order, and who waits for it.
+"""Writes of objects to the API server, in order, and the callers that wait for them.
 
-Level-driven: a key that changed is marked, and written as it is by then, so many changes of one object are one PUT.
-Every write replaces exactly the version that is known here. Where somebody else wrote in between, theirs is read, and
-ours is made anew from it, or given up. An update of an object that people have deleted writes nothing.
+Level-driven: a changed key is marked dirty and written in its state of that time, so many changes of one object become
+one PUT. Every write replaces exactly the version known here. After a conflict the object is read and rendered again,
+or the write is given up. An update of an object that people have deleted writes nothing.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from lorafleet.kube.errors import KubeConflict as Collision
 from lorafleet.kube.errors import KubeError, KubeForbidden, KubeNotFound, KubeUnreachable
 from lorafleet.service.loops import backoff_s
 from orchestrator.configmaps.mirror import ConfigMapMirror
-from orchestrator.configmaps.objects import lean, name_of
+from orchestrator.configmaps.objects import name_of, without_managed_fields
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StoreError
 
 log = structlog.get_logger()
@@ -29,14 +29,14 @@ AT_ONCE = 16
 _TRIES = 8
 _PAUSE_S = (0.2, 2.0)
 _BUSY = frozenset({429, 500, 502, 503, 504})
-# A server that was away and has just started forbids everything until it has read its Roles: 1.36 for a second or two.
+# An API server (1.36) that has just started forbids everything for a second or two, until it has read its Roles.
 _STARTING_S = 5.0
 
 
 class WriteKey(NamedTuple):
-    """Something that is written: a thing of the store, by what it is in there.
+    """What a write is about: a row or state object of the store.
 
-    order   what others rely on goes first: a deletion is written down before its object goes
+    order   lower first: a deletion is recorded before the object is deleted
     """
 
     order: int
@@ -45,20 +45,20 @@ class WriteKey(NamedTuple):
 
     @property
     def is_of_people(self) -> bool:
-        """Whether people write its object too, and may delete it."""
+        """Whether people write the object too, and may delete it."""
         return self.table in ("adapters", "aliases", "policy", "status")
 
 
 class RenderObject(Protocol):
-    """What an object is to be."""
+    """Renders an object."""
 
     def __call__(self, key: WriteKey) -> "DesiredObject | None":
-        """None: as it is. Raises OrchestratorError when it cannot be written as things are."""
+        """The object to write; None: unchanged. Raises OrchestratorError when it cannot be written now."""
         ...
 
 
 class DesiredObject(NamedTuple):
-    """An object as it is to be; `body` None: the one with this uid is not to be there."""
+    """An object to write; `body` None: the object with this uid is to be deleted."""
 
     name: str
     body: Json | None
@@ -66,7 +66,11 @@ class DesiredObject(NamedTuple):
 
 
 class _PendingWrite:
-    """One write of these keys, which somebody may wait for. `errors`: of those that were not to be."""
+    """One `mark_dirty` call, which callers may wait for.
+
+    left    keys that are not written yet
+    errors  key -> why it was refused
+    """
 
     def __init__(self, keys: Iterable[WriteKey]) -> None:
         self.keys = frozenset(keys)
@@ -75,7 +79,7 @@ class _PendingWrite:
         self.over = asyncio.Event()
 
     def errors_about(self, keys: Collection[WriteKey]) -> list[OrchestratorError]:
-        """Of these, and of the deletions that were written with them."""
+        """Errors of these keys, and of tombstones written with them."""
         return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
 
     def settle(self, key: WriteKey, error: OrchestratorError | None = None) -> None:
@@ -87,11 +91,11 @@ class _PendingWrite:
 
 
 class ObjectWriter:
-    """Writes until `drop`.
+    """Writes dirty keys in a background task.
 
-    make        says what an object is to be
-    on_written  hears of what stands as it was wished
-    on_refused  hears of what is given up, and why
+    render      renders the object of a key
+    on_written  called after a successful write
+    on_refused  called with the error when a write is given up
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class ObjectWriter:
         *,
         folder: str,
         mirror: ConfigMapMirror,
-        make: RenderObject,
+        render: RenderObject,
         on_written: Callable[[WriteKey], None],
         on_refused: Callable[[WriteKey, OrchestratorError], None],
         give_up_s: float = 30.0,
@@ -110,7 +114,7 @@ class ObjectWriter:
         self._kube = kube
         self._folder = folder
         self._mirror = mirror
-        self._make = make
+        self._render = render
         self._on_written = on_written
         self._on_refused = on_refused
         self._give_up_s = give_up_s
@@ -121,39 +125,39 @@ class ObjectWriter:
         self._work: asyncio.Task[None] | None = None
         self._gate = asyncio.Semaphore(AT_ONCE)
 
-    def mark(self, keys: Iterable[WriteKey], *, is_promised: bool = True) -> None:
-        """These are to be written. `is_promised`: `saved` waits for them."""
-        ticket = _PendingWrite(keys)
-        for key in ticket.left:
-            self._dirty.setdefault(key, []).append(ticket)
-        if is_promised and ticket.left:
-            self._open.add(ticket)
+    def mark_dirty(self, keys: Iterable[WriteKey], *, is_promised: bool = True) -> None:
+        """Mark keys to be written. `is_promised`: `wait_durable` waits for them."""
+        write = _PendingWrite(keys)
+        for key in write.left:
+            self._dirty.setdefault(key, []).append(write)
+        if is_promised and write.left:
+            self._open.add(write)
         if self._dirty and self._work is None:
             self._work = asyncio.create_task(self._run())
 
     def is_pending(self, key: WriteKey) -> bool:
-        """Whether it waits to be written, or is being written."""
-        return any(key in ticket.left for ticket in self._open)
+        """Whether a write of the key is pending or in progress."""
+        return any(key in write.left for write in self._open)
 
-    async def saved(self, keys: Collection[WriteKey] | None = None) -> None:
-        """Until all that is promised now of these (None: of any) is written.
+    async def wait_durable(self, keys: Collection[WriteKey] | None = None) -> None:
+        """Wait until all promised writes of these keys (None: of all) are done.
 
-        Raises OrchestratorError, of the first of them that was not.
+        Raises the first of their errors.
         """
-        waited_for = [ticket for ticket in self._open if keys is None or not ticket.keys.isdisjoint(keys)]
-        for ticket in waited_for:
-            await ticket.over.wait()
-        for ticket in waited_for:
-            for error in ticket.errors_about(ticket.keys if keys is None else keys):
+        waited_for = [write for write in self._open if keys is None or not write.keys.isdisjoint(keys)]
+        for write in waited_for:
+            await write.over.wait()
+        for write in waited_for:
+            for error in write.errors_about(write.keys if keys is None else keys):
                 raise error
 
-    async def done(self) -> None:
-        """Until nothing is left to write, promised or not."""
+    async def wait_idle(self) -> None:
+        """Wait until no key is dirty."""
         while self._work is not None:
             await asyncio.wait([self._work])
 
-    def drop(self) -> None:
-        """Nothing more is written; who waits is told."""
+    def drop_all(self) -> None:
+        """Give up all writes; waiting callers get an error."""
         if self._work is not None:
             self._work.cancel()
             self._work = None
@@ -161,10 +165,10 @@ class ObjectWriter:
         error = OrchestratorUnavailable(
             "this orchestrator does not lead any more; it may or may not be written", code="not_leading"
         )
-        for ticket in list(self._open):
-            ticket.errors |= dict.fromkeys(ticket.left, error)
-            ticket.left.clear()
-            ticket.over.set()
+        for write in list(self._open):
+            write.errors |= dict.fromkeys(write.left, error)
+            write.left.clear()
+            write.over.set()
         self._open.clear()
 
     async def _run(self) -> None:
@@ -172,12 +176,14 @@ class ObjectWriter:
             while self._dirty:
                 batch, self._dirty = self._dirty, {}
                 for order in sorted({key.order for key in batch}):
-                    await asyncio.gather(*(self._settle(key, batch[key]) for key in batch if key.order == order))
+                    await asyncio.gather(
+                        *(self._write_and_settle(key, batch[key]) for key in batch if key.order == order)
+                    )
         finally:
             if self._work is asyncio.current_task():
                 self._work = None
 
-    async def _settle(self, key: WriteKey, tickets: list[_PendingWrite]) -> None:
+    async def _write_and_settle(self, key: WriteKey, pending: list[_PendingWrite]) -> None:
         error: OrchestratorError | None = None
         try:
             async with self._gate, asyncio.timeout(self._give_up_s):
@@ -195,36 +201,36 @@ class ObjectWriter:
             self._on_refused(key, error)
         else:
             self._on_written(key)
-        for ticket in tickets:
-            ticket.settle(key, error)
-            if ticket.over.is_set():
-                self._open.discard(ticket)
+        for write in pending:
+            write.settle(key, error)
+            if write.over.is_set():
+                self._open.discard(write)
 
     async def _write(self, key: WriteKey) -> None:
-        """Try until it stands or cannot. Raises OrchestratorError."""
+        """Write the object of a key, with retries. Raises OrchestratorError."""
         collisions = failures = 0
         doubtful: str | None = None
         now = asyncio.get_running_loop().time
         forbidden_at = math.inf
         while True:
-            wish: DesiredObject | None = None
+            desired: DesiredObject | None = None
             try:
                 if doubtful is not None:
-                    if await self.look(doubtful) is None:
+                    if await self.read_object(doubtful) is None:
                         if key.is_of_people and doubtful in self._mirror.objects:
-                            self._mirror.doubt(doubtful)
-                            return  # deleted by somebody: whoever hears of it decides what that means
+                            self._mirror.add_doubt(doubtful)
+                            return  # deleted by people: `ObjectEdits` decides what that means
                         self._mirror.forget(doubtful)
                     doubtful = None
-                wish = self._make(key)
-                if wish is not None:
-                    await self._ask_for(wish)
+                desired = self._render(key)
+                if desired is not None:
+                    await self._send(desired)
             except (Collision, KubeNotFound) as exc:
-                assert wish is not None, "to look at what is not there is no error"
+                assert desired is not None, "a read by name raises no conflict"
                 collisions += 1
                 if collisions >= _TRIES:
-                    raise StoreError(f"ConfigMap {wish.name}: {exc}") from exc
-                doubtful = wish.name
+                    raise StoreError(f"ConfigMap {desired.name}: {exc}") from exc
+                doubtful = desired.name
             except KubeError as exc:
                 if isinstance(exc, KubeForbidden):
                     forbidden_at = min(forbidden_at, now())
@@ -238,35 +244,32 @@ class ObjectWriter:
             else:
                 return
 
-    async def _ask_for(self, wish: DesiredObject) -> None:
-        known = self._mirror.objects.get(wish.name)
-        path = f"{self._folder}/{wish.name}"
-        if wish.body is None:
-            options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": wish.uid}}
+    async def _send(self, desired: DesiredObject) -> None:
+        known = self._mirror.objects.get(desired.name)
+        path = f"{self._folder}/{desired.name}"
+        if desired.body is None:
+            options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": desired.uid}}
             with contextlib.suppress(KubeNotFound):
                 await self._kube.delete(path, options, timeout_s=self._call_s)
-            self._mirror.forget(wish.name, wish.uid)
-        elif wish.body != known:
-            with self._mirror.writing(wish.name, wish.body):
+            self._mirror.forget(desired.name, desired.uid)
+        elif desired.body != known:
+            with self._mirror.writing(desired.name, desired.body):
                 if known is None:
-                    found = await self._kube.post(self._folder, wish.body, timeout_s=self._call_s)
+                    found = await self._kube.post(self._folder, desired.body, timeout_s=self._call_s)
                 else:
-                    found = await self._kube.put(path, wish.body, timeout_s=self._call_s)
-            self._mirror.wrote(found)
+                    found = await self._kube.put(path, desired.body, timeout_s=self._call_s)
+            self._mirror.record_object(found)
 
-    async def look(self, name: str) -> Json | None:
-        """The object as it is now, however it came to be so; None when there is none. Raises KubeError.
-
-        One that is there is in the mirror on return; what it means that one is not, the caller decides.
-        """
+    async def read_object(self, name: str) -> Json | None:
+        """Read the object into the mirror and return it; None when there is none. Raises KubeError."""
         try:
             found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
         except KubeNotFound:
             return None
         self._mirror.note_owners(found)
-        if lean(found) != self._mirror.objects.get(name_of(found)):
+        if without_managed_fields(found) != self._mirror.objects.get(name_of(found)):
             self._mirror.changed.add(name)
-        self._mirror.wrote(found)
+        self._mirror.record_object(found)
         return found
 
 

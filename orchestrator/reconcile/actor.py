@@ -126,7 +126,7 @@ class ActionRunner:
         try:
             async with asyncio.timeout(deadline_s):
                 # The intent behind the action must be durable before the action.
-                await self._store.saved(_required_subjects(action))
+                await self._store.wait_durable(_required_subjects(action))
                 await self._claim(action.worker_id)
                 await work
             end = _ActionResult("ok", "", "")

@@ -149,7 +149,7 @@ class Reconciler:
         """
         await self.store.catch_up()
         self.reload_intent()
-        await self.store.saved()
+        await self.store.wait_durable()
 
     def reload_intent(self) -> None:
         """Read the stored intent, and raise our epoch above every epoch seen. Raises StoreError."""
@@ -212,7 +212,7 @@ class Reconciler:
         Raises OrchestratorError when it cannot be made durable.
         """
         self.on_intent_changed()
-        await self.store.saved(about)
+        await self.store.wait_durable(about)
 
     def on_intent_changed(self) -> None:
         """Show changed intent to routers and request a pass."""

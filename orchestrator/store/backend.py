@@ -74,13 +74,13 @@ class StoreBackend(Protocol):
         ...
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
-        """Store changes and history in this order, all or nothing; durable once `saved` returns.
+        """Store changes and history in this order, all or nothing; durable once `wait_durable` returns.
 
         Raises StoreError, OrchestratorUnavailable.
         """
         ...
 
-    async def saved(self, about: Collection[Subject] | None = None) -> None:
+    async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Wait until all changes of these subjects (None: of all) are durable. History may follow seconds later.
 
         Raises OrchestratorError when one of them was refused; `read` then returns the state without it.

@@ -88,7 +88,7 @@ class SqliteBackend:
     def close(self) -> None:
         self._db.close()
 
-    async def saved(self, about: Collection[Subject] | None = None) -> None:
+    async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Return at once: `write` waits for the disk."""
 
     async def catch_up(self) -> None:

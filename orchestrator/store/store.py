@@ -1,7 +1,7 @@
 """Stored intent: adapters, aliases, rollouts, policy, workers' cordons, tombstones, history, and two counters.
 
 Observed state is not stored. All but the history is also in memory: reads never touch the backend, and writes are
-visible at once. Await `saved` before you promise a caller that a write is durable, and before you act on it.
+visible at once. Await `wait_durable` before you promise a caller that a write is durable, and before you act on it.
 """
 
 import time
@@ -88,12 +88,12 @@ class IntentStore:
             raise OrchestratorUnavailable("the store has not been read yet", code="starting")
         self._load(self._backend.read())
 
-    async def saved(self, about: Collection[Subject] | None = None) -> None:
+    async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Wait until all changes of these subjects (None: of all) are durable.
 
         Raises OrchestratorError when one of them was refused.
         """
-        await self._backend.saved(about)
+        await self._backend.wait_durable(about)
 
     def end_term(self) -> None:
         """End our term: give up writes that are not durable yet."""

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.helm.releases import HelmRelease
-from tests.kube.conftest import KubeCluster, kube, people, seat, seats
+from tests.kube.conftest import KubeCluster, kube
 
-__all__ = ["kube", "people", "seat", "seats"]
+__all__ = ["instance", "instances", "kube", "manifests"]
 
 
 @pytest.fixture

@@ -40,21 +40,21 @@ async def the_object(kube):
     return listed["items"][0]
 
 
-def adapter(seat):
-    return seat.store.adapters["sql/v1"]
+def adapter(instance):
+    return instance.store.adapters["sql/v1"]
 
 
 @WAYS
 async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_change_others(
-    upgrade, seat, seats, kube
+    upgrade, instance, instances, kube
 ):
     await upgrade("install")
-    await until(lambda: "sql/v1" in seat.store.adapters)
-    await seat.store.saved()
+    await until(lambda: "sql/v1" in instance.store.adapters)
+    await instance.store.wait_durable()
     text = (await the_object(kube))["data"]["adapter.yaml"]
 
-    seat.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
-    await seat.store.saved()
+    instance.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    await instance.store.wait_durable()
     found = await the_object(kube)
     assert found["data"]["adapter.yaml"] == text
     said = found["metadata"]["annotations"][STATUS]
@@ -63,37 +63,37 @@ async def test_a_change_over_rest_is_in_no_upgrades_way_and_outlives_those_that_
     assert managers == {"helm", "lorafleet"}
 
     await upgrade("upgrade", [*ADAPTERS])
-    assert adapter(seat).min_replicas == 5
-    await seats.close(seat)
-    again = await seats.lead()
+    assert adapter(instance).min_replicas == 5
+    await instances.close(instance)
+    again = await instances.lead()
     assert (adapter(again).min_replicas, adapter(again).tenants) == (5, ("acme",))
 
     await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
     await until(lambda: adapter(again).min_replicas == 3)
-    await again.store.saved()
+    await again.store.wait_durable()
     assert (await the_object(kube))["metadata"]["annotations"][STATUS] == "accepted"
 
 
 @WAYS
-async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with_the_next_upgrade(upgrade, seat):
+async def test_what_is_deleted_over_rest_and_stays_in_the_values_comes_back_with_the_next_upgrade(upgrade, instance):
     await upgrade("install")
-    await until(lambda: "sql/v1" in seat.store.adapters)
-    await seat.store.saved()
-    seat.registry.delete_adapter("sql/v1", "me")
-    seat.store.drop_adapter("sql/v1")
-    await seat.store.saved()
+    await until(lambda: "sql/v1" in instance.store.adapters)
+    await instance.store.wait_durable()
+    instance.registry.delete_adapter("sql/v1", "me")
+    instance.store.drop_adapter("sql/v1")
+    await instance.store.wait_durable()
     await upgrade("upgrade")
-    await until(lambda: "sql/v1" in seat.store.adapters)
+    await until(lambda: "sql/v1" in instance.store.adapters)
 
 
 @WAYS
-async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade, release, seat, kube, tmp_path):
+async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade, release, instance, kube, tmp_path):
     await upgrade("install")
-    await until(lambda: "sql/v1" in seat.store.adapters)
-    seat.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
-    await seat.store.saved()
+    await until(lambda: "sql/v1" in instance.store.adapters)
+    instance.registry.patch_adapter("sql/v1", AdapterPatch.model_validate({"policy": {"min_replicas": 5}}), "me")
+    await instance.store.wait_durable()
     before = await the_object(kube)
-    seat.store.backup(tmp_path / "backup.json")
+    instance.store.backup(tmp_path / "backup.json")
     copies = json.loads((tmp_path / "backup.json").read_text())["items"]
     kept = next(it for it in copies if it["metadata"]["name"] == before["metadata"]["name"])
     assert kept["data"] == before["data"]
@@ -102,10 +102,10 @@ async def test_a_backup_that_is_put_back_takes_no_field_from_the_release(upgrade
     await release.kubectl("apply", "-f", str(tmp_path / "backup.json"))
     assert (await the_object(kube))["data"] == before["data"]
     await upgrade("upgrade", [ADAPTERS[0] | {"policy": {"min_replicas": 3}}])
-    await until(lambda: adapter(seat).min_replicas == 3)
+    await until(lambda: adapter(instance).min_replicas == 3)
 
 
-async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, seat, people):
+async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, instance, manifests):
     async def apply(*targets: str) -> None:
         said = {"name": "sql", "targets": [{"lora_id": name} for name in targets]}
         labels = {"lorafleet.io/kind": "alias", "lorafleet.io/fleet": FLEET}
@@ -114,14 +114,14 @@ async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, se
         await release.kubectl("apply", "--server-side", "-f", "-", stdin=text)
 
     for number in (1, 2, 3):
-        await people.apply(f"sql-{number}", {"lora_id": f"sql/v{number}", "source": f"hf://acme/sql-{number}"})
+        await manifests.apply(f"sql-{number}", {"lora_id": f"sql/v{number}", "source": f"hf://acme/sql-{number}"})
     await apply("sql/v1")
-    await until(lambda: "sql" in seat.store.aliases)
-    seat.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
-    await seat.store.saved()
-    await people.said("sql", "set over REST, beside the text of whoever applies it: targets")
-    assert "sql/v1" in (await people.get("sql"))["data"]["alias.yaml"]
+    await until(lambda: "sql" in instance.store.aliases)
+    instance.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
+    await instance.store.wait_durable()
+    await manifests.said("sql", "set over REST, beside the text of whoever applies it: targets")
+    assert "sql/v1" in (await manifests.get("sql"))["data"]["alias.yaml"]
     await apply("sql/v1")
-    assert seat.store.aliases["sql"] == (("sql/v2", 1.0),)
+    assert instance.store.aliases["sql"] == (("sql/v2", 1.0),)
     await apply("sql/v3")
-    await until(lambda: seat.store.aliases["sql"] == (("sql/v3", 1.0),))
+    await until(lambda: instance.store.aliases["sql"] == (("sql/v3", 1.0),))

@@ -104,7 +104,7 @@ def _address_towards(host: str) -> str:
 
 
 @pytest.fixture
-async def people(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
+async def manifests(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
     """Somebody who applies ConfigMaps there."""
     api = await connect(kube.kubeconfig, environ={})
     yield ManifestApplier(api, kube.namespace)
@@ -112,7 +112,7 @@ async def people(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
 
 
 @pytest.fixture
-async def seats(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
+async def instances(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
     """Orchestrators' stores there."""
     them = StoreInstances(kube)
     yield them
@@ -120,6 +120,6 @@ async def seats(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
 
 
 @pytest.fixture
-async def seat(seats: StoreInstances) -> StoreInstance:
+async def instance(instances: StoreInstances) -> StoreInstance:
     """One that leads."""
-    return await seats.lead()
+    return await instances.lead()

@@ -65,17 +65,17 @@ class StoreInstance:
         )
         self.is_leading = False
         self.taken = 0
-        notices = KubeEvents(kube, namespace=kube.namespace, reporter="test", wall=wall)
-        self.intake = ObjectEdits(
+        events = KubeEvents(kube, namespace=kube.namespace, reporter="test", wall=wall)
+        self.edits = ObjectEdits(
             self.backend,
             self.store,
             self.registry,
-            notices,
+            events,
             is_leading=lambda: self.is_leading,
-            on_taken=self._count,
+            on_changed=self._count,
         )
         self.backend.on_undone = self.store.refresh
-        works = [self.backend.follow(), notices.run(), *([self.intake.run()] if is_looking else [])]
+        works = [self.backend.follow(), events.run(), *([self.edits.run()] if is_looking else [])]
         self._loops = [asyncio.create_task(work) for work in works]
 
     def _count(self):
@@ -87,7 +87,7 @@ class StoreInstance:
         await self.store.catch_up()
         self.store.reload()
         self.store.raise_epoch(self.store.epoch)
-        await self.store.saved()
+        await self.store.wait_durable()
         self.is_leading = True
         await until(lambda: self.store.is_caught_up)
         return self
@@ -98,7 +98,7 @@ class StoreInstance:
         self.store.end_term()
 
     async def close(self):
-        await self.backend.finish()
+        await self.backend.write_remaining()
         self.abdicate()
         for loop in self._loops:
             loop.cancel()
@@ -116,21 +116,21 @@ class StoreInstances:
 
     async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, call_s=1.0, is_looking=True):
         kube = await connect(self.cluster.kubeconfig, environ={})
-        seat = StoreInstance(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
-        self._open.append(seat)
-        return seat
+        instance = StoreInstance(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
+        self._open.append(instance)
+        return instance
 
     async def lead(self, **options):
         return await (await self.open(**options)).lead()
 
-    async def close(self, seat):
-        self._open.remove(seat)
-        await seat.close()
+    async def close(self, instance):
+        self._open.remove(instance)
+        await instance.close()
 
     async def close_all(self):
-        for seat in self._open:
+        for instance in self._open:
             with contextlib.suppress(Exception):
-                await seat.close()
+                await instance.close()
 
 
 class ManifestApplier:

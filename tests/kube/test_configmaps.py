@@ -16,41 +16,41 @@ from tests.patience import until
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
 
 
-def has(seat, lora_id):
-    return lambda: lora_id in seat.store.adapters
+def has(instance, lora_id):
+    return lambda: lora_id in instance.store.adapters
 
 
-async def test_an_applied_manifest_registers_an_adapter_and_stays_as_it_was_written(seat, people):
+async def test_an_applied_manifest_registers_an_adapter_and_stays_as_it_was_written(instance, manifests):
     text = "# ours\nlora_id: sql/v1\nsource: hf://acme/sql\npolicy: {min_replicas: 2, pinned: yes}\ntenants: [b, a]\n"
-    await people.apply("my-sql", None, text=text)
-    await until(has(seat, "sql/v1"))
-    adapter = seat.store.adapters["sql/v1"]
+    await manifests.apply("my-sql", None, text=text)
+    await until(has(instance, "sql/v1"))
+    adapter = instance.store.adapters["sql/v1"]
     assert (adapter.source, adapter.min_replicas, adapter.pinned, adapter.tenants) == (
         "hf://acme/sql",
         2,
         True,
         ("a", "b"),
     )
-    await people.said("my-sql", "accepted")
-    assert (await people.get("my-sql"))["data"] == {"adapter.yaml": text}
-    assert seat.store.history(kinds=("adapter_registered",))[0].actor == "configmap"
-    assert seat.taken
+    await manifests.said("my-sql", "accepted")
+    assert (await manifests.get("my-sql"))["data"] == {"adapter.yaml": text}
+    assert instance.store.history(kinds=("adapter_registered",))[0].actor == "configmap"
+    assert instance.taken
 
 
-async def test_what_an_agent_finds_is_written_where_no_tool_puts_manifests_in_order(seat, seats, people):
-    found = await people.apply("my-sql", SQL)
-    await until(has(seat, "sql/v1"))
-    known = seat.store.adapters["sql/v1"]
-    seat.store.compare_and_set(known, _inspected(known))
-    await seat.store.saved()
-    now = await people.get("my-sql")
+async def test_what_an_agent_finds_is_written_where_no_tool_puts_manifests_in_order(instance, instances, manifests):
+    found = await manifests.apply("my-sql", SQL)
+    await until(has(instance, "sql/v1"))
+    known = instance.store.adapters["sql/v1"]
+    instance.store.compare_and_set(known, _inspected(known))
+    await instance.store.wait_durable()
+    now = await manifests.get("my-sql")
     assert now["data"] == found["data"]
     assert json.loads(now["metadata"]["annotations"][RECORD])["adapter"]["digest"] == "d" * 64
-    assert await people.status("my-sql") == "accepted, and verified"
-    await people.apply("my-sql", SQL | {"tenants": ["acme"]})
-    await until(lambda: seat.store.adapters["sql/v1"].tenants)
-    await seats.close(seat)
-    again = await seats.lead()
+    assert await manifests.status("my-sql") == "accepted, and verified"
+    await manifests.apply("my-sql", SQL | {"tenants": ["acme"]})
+    await until(lambda: instance.store.adapters["sql/v1"].tenants)
+    await instances.close(instance)
+    again = await instances.lead()
     assert again.store.adapters["sql/v1"].digest == "d" * 64
     assert again.store.adapters["sql/v1"].tenants == ("acme",)
 
@@ -59,45 +59,48 @@ def _inspected(adapter):
     return replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7)
 
 
-async def test_an_edit_of_policy_and_tenants_counts_and_what_is_left_out_takes_its_default(seat, people):
-    await people.apply("my-sql", SQL | {"policy": {"min_replicas": 2, "priority": 7}, "tenants": ["a"]})
-    await until(has(seat, "sql/v1"))
-    await people.apply("my-sql", SQL | {"policy": {"priority": 8}})
-    await until(lambda: seat.store.adapters["sql/v1"].priority == 8)
-    adapter = seat.store.adapters["sql/v1"]
+async def test_an_edit_of_policy_and_tenants_counts_and_what_is_left_out_takes_its_default(instance, manifests):
+    await manifests.apply("my-sql", SQL | {"policy": {"min_replicas": 2, "priority": 7}, "tenants": ["a"]})
+    await until(has(instance, "sql/v1"))
+    await manifests.apply("my-sql", SQL | {"policy": {"priority": 8}})
+    await until(lambda: instance.store.adapters["sql/v1"].priority == 8)
+    adapter = instance.store.adapters["sql/v1"]
     assert (adapter.min_replicas, adapter.tenants) == (None, None)
 
 
-async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_was(seat, seats, people):
-    await people.apply("my-sql", SQL)
-    await until(has(seat, "sql/v1"))
-    await seat.store.saved()
-    await people.apply("my-sql", SQL | {"source": "hf://acme/other", "tenants": ["a"]})
-    event = await people.event("my-sql", "Immutable")
+async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_was(instance, instances, manifests):
+    await manifests.apply("my-sql", SQL)
+    await until(has(instance, "sql/v1"))
+    await instance.store.wait_durable()
+    await manifests.apply("my-sql", SQL | {"source": "hf://acme/other", "tenants": ["a"]})
+    event = await manifests.event("my-sql", "Immutable")
     assert "cannot change to 'hf://acme/other': register a new version" in event["message"]
     assert event["type"] == "Warning"
-    await people.said("my-sql", "refused: 'sql/v1' is registered with source")
-    await people.said("my-sql", "it stays as it was accepted before")
-    assert (seat.store.adapters["sql/v1"].source, seat.store.adapters["sql/v1"].tenants) == ("hf://acme/sql", None)
-    await seats.close(seat)
-    again = await seats.lead()
-    await people.said("my-sql", "refused")
+    await manifests.said("my-sql", "refused: 'sql/v1' is registered with source")
+    await manifests.said("my-sql", "it stays as it was accepted before")
+    assert (instance.store.adapters["sql/v1"].source, instance.store.adapters["sql/v1"].tenants) == (
+        "hf://acme/sql",
+        None,
+    )
+    await instances.close(instance)
+    again = await instances.lead()
+    await manifests.said("my-sql", "refused")
     assert again.store.adapters["sql/v1"].source == "hf://acme/sql"
-    await people.apply("my-sql", SQL | {"tenants": ["a"]})
+    await manifests.apply("my-sql", SQL | {"tenants": ["a"]})
     await until(lambda: again.store.adapters["sql/v1"].tenants == ("a",))
-    await again.store.saved()
-    assert await people.status("my-sql") == "accepted"
+    await again.store.wait_durable()
+    assert await manifests.status("my-sql") == "accepted"
 
 
-async def test_an_edit_that_is_refused_and_taken_back_is_forgotten(seat, people):
-    await people.apply("my-sql", SQL)
-    await until(has(seat, "sql/v1"))
-    await people.apply("my-sql", SQL | {"source": "hf://acme/other"})
-    await people.said("my-sql", "refused: ")
-    await people.apply("my-sql", SQL)
+async def test_an_edit_that_is_refused_and_taken_back_is_forgotten(instance, manifests):
+    await manifests.apply("my-sql", SQL)
+    await until(has(instance, "sql/v1"))
+    await manifests.apply("my-sql", SQL | {"source": "hf://acme/other"})
+    await manifests.said("my-sql", "refused: ")
+    await manifests.apply("my-sql", SQL)
 
     async def is_accepted():
-        return await people.status("my-sql") == "accepted"
+        return await manifests.status("my-sql") == "accepted"
 
     await until(is_accepted)
 
@@ -136,242 +139,242 @@ WRONG = {
 }
 
 
-async def test_what_is_wrong_is_said_once_in_the_words_of_rest_and_ignored(seat, seats, people):
+async def test_what_is_wrong_is_said_once_in_the_words_of_rest_and_ignored(instance, instances, manifests):
     names = {case: case.replace(" ", "-").replace("'", "") for case in WRONG}
     for case, (kind, text, _) in WRONG.items():
-        await people.apply(names[case], None, kind=kind, text=text)
-    await people.apply("my-sql", SQL)
-    await people.said("my-sql", "accepted")
+        await manifests.apply(names[case], None, kind=kind, text=text)
+    await manifests.apply("my-sql", SQL)
+    await manifests.said("my-sql", "accepted")
     for case, (_, _, words) in WRONG.items():
-        await people.said(names[case], words)
-        (event,) = await until(lambda name=names[case]: people.events(name))
+        await manifests.said(names[case], words)
+        (event,) = await until(lambda name=names[case]: manifests.events(name))
         assert words in event["message"], case
         assert event["count"] == 1
-    assert list(seat.store.adapters) == ["sql/v1"]
-    await seats.close(seat)
-    again = await seats.lead()
+    assert list(instance.store.adapters) == ["sql/v1"]
+    await instances.close(instance)
+    again = await instances.lead()
     assert list(again.store.adapters) == ["sql/v1"]
 
     async def counted():
-        return (await people.events("a-typo"))[0]["count"] == 2
+        return (await manifests.events("a-typo"))[0]["count"] == 2
 
     await until(counted)
     for name in names.values():
-        assert len(await people.events(name)) == 1
+        assert len(await manifests.events(name)) == 1
 
 
-async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(seat, people):
-    await people.apply("first", SQL)
-    await until(has(seat, "sql/v1"))
-    await people.apply("second", SQL | {"source": "hf://acme/second"})
-    event = await people.event("second", "NameTaken")
+async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(instance, manifests):
+    await manifests.apply("first", SQL)
+    await until(has(instance, "sql/v1"))
+    await manifests.apply("second", SQL | {"source": "hf://acme/second"})
+    event = await manifests.event("second", "NameTaken")
     assert "adapter 'sql/v1' stands in ConfigMap 'first' already; delete one of them" in event["message"]
-    assert seat.store.adapters["sql/v1"].source == "hf://acme/sql"
-    await people.delete("first")
-    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
-    seat.store.drop_adapter("sql/v1")
-    await people.said("second", "accepted")
-    assert seat.store.adapters["sql/v1"].source == "hf://acme/second"
+    assert instance.store.adapters["sql/v1"].source == "hf://acme/sql"
+    await manifests.delete("first")
+    await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
+    instance.store.drop_adapter("sql/v1")
+    await manifests.said("second", "accepted")
+    assert instance.store.adapters["sql/v1"].source == "hf://acme/second"
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-async def test_an_object_that_is_renamed_takes_nothing_from_its_adapter(seat, people, is_told_first):
+async def test_an_object_that_is_renamed_takes_nothing_from_its_adapter(instance, manifests, is_told_first):
     """As tools do it that put a hash into the name: the new one is made, then the old one is deleted."""
-    await people.apply("sql-1", SQL)
-    await people.said("sql-1", "accepted")
+    await manifests.apply("sql-1", SQL)
+    await manifests.said("sql-1", "accepted")
     for old, new in (("sql-1", "sql-2"), ("sql-2", "sql-1")):
-        await people.apply(new, SQL | {"tenants": [new]})
+        await manifests.apply(new, SQL | {"tenants": [new]})
         if is_told_first:
-            await people.event(new, "NameTaken")
-        await people.delete(old)
-        await people.said(new, "accepted")
-        assert seat.store.adapters["sql/v1"].tenants == (new,)
-    assert seat.store.history(kinds=["adapter_deleted"]) == []
-    await people.delete("sql-1")
-    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+            await manifests.event(new, "NameTaken")
+        await manifests.delete(old)
+        await manifests.said(new, "accepted")
+        assert instance.store.adapters["sql/v1"].tenants == (new,)
+    assert instance.store.history(kinds=["adapter_deleted"]) == []
+    await manifests.delete("sql-1")
+    await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
 
 
-async def test_a_copy_of_an_object_with_all_its_annotations_is_a_second_object_all_the_same(seat, people):
-    await people.apply("first", SQL)
-    await people.said("first", "accepted")
-    copy = await people.get("first")
+async def test_a_copy_of_an_object_with_all_its_annotations_is_a_second_object_all_the_same(instance, manifests):
+    await manifests.apply("first", SQL)
+    await manifests.said("first", "accepted")
+    copy = await manifests.get("first")
     meta = {"name": "second", "labels": copy["metadata"]["labels"], "annotations": copy["metadata"]["annotations"]}
-    await people.api.post(f"{people.folder}/configmaps", copy | {"metadata": meta})
-    await people.event("second", "NameTaken")
-    await people.delete("second")
-    await people.apply("my-python", {"lora_id": "python/v1", "source": "x"})
-    await until(has(seat, "python/v1"))
-    assert not seat.store.adapters["sql/v1"].is_deleting
+    await manifests.api.post(f"{manifests.folder}/configmaps", copy | {"metadata": meta})
+    await manifests.event("second", "NameTaken")
+    await manifests.delete("second")
+    await manifests.apply("my-python", {"lora_id": "python/v1", "source": "x"})
+    await until(has(instance, "python/v1"))
+    assert not instance.store.adapters["sql/v1"].is_deleting
 
 
-async def test_an_alias_may_be_applied_before_its_adapters(seat, people):
-    await people.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
-    await people.said("my-alias", "refused: adapter 'sql/v1' is not registered")
-    await people.apply("my-sql", SQL)
-    await until(lambda: "sql" in seat.store.aliases)
-    await people.said("my-alias", "accepted")
-    await people.delete("my-alias")
-    await until(lambda: "sql" not in seat.store.aliases)
+async def test_an_alias_may_be_applied_before_its_adapters(instance, manifests):
+    await manifests.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await manifests.said("my-alias", "refused: adapter 'sql/v1' is not registered")
+    await manifests.apply("my-sql", SQL)
+    await until(lambda: "sql" in instance.store.aliases)
+    await manifests.said("my-alias", "accepted")
+    await manifests.delete("my-alias")
+    await until(lambda: "sql" not in instance.store.aliases)
 
 
-async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(seat, people):
-    await people.apply("my-sql", SQL)
-    await people.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
-    await until(lambda: "sql" in seat.store.aliases)
-    await people.delete("my-sql")
-    event = await people.event("my-alias", "TargetDeleted")
+async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(instance, manifests):
+    await manifests.apply("my-sql", SQL)
+    await manifests.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
+    await until(lambda: "sql" in instance.store.aliases)
+    await manifests.delete("my-sql")
+    event = await manifests.event("my-alias", "TargetDeleted")
     assert "'sql/v1' is the target of alias 'sql'; change or delete that first" in event["message"]
-    assert not seat.store.adapters["sql/v1"].is_deleting
-    await people.delete("my-alias")
-    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
+    assert not instance.store.adapters["sql/v1"].is_deleting
+    await manifests.delete("my-alias")
+    await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
 
 
-async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(seat, people):
-    await people.apply("our-policy", {"loading": "eager", "loads_per_worker": 2}, kind="policy")
-    await until(lambda: seat.store.rules == PlacementPolicy(loading="eager", loads_per_worker=2))
-    await people.said("our-policy", "accepted")
-    await people.delete("our-policy")
+async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(instance, manifests):
+    await manifests.apply("our-policy", {"loading": "eager", "loads_per_worker": 2}, kind="policy")
+    await until(lambda: instance.store.rules == PlacementPolicy(loading="eager", loads_per_worker=2))
+    await manifests.said("our-policy", "accepted")
+    await manifests.delete("our-policy")
 
     async def is_made_again():
-        return "our-policy" in {found["metadata"]["name"] for found in await people.all()}
+        return "our-policy" in {found["metadata"]["name"] for found in await manifests.all()}
 
     await until(is_made_again)
-    assert seat.store.rules.loads_per_worker == 2
+    assert instance.store.rules.loads_per_worker == 2
 
 
-async def test_a_deleted_object_is_an_adapter_that_drains_and_leaves_a_tombstone(seat, seats, people):
-    await people.apply("my-sql", SQL)
-    await until(has(seat, "sql/v1"))
-    seat.store.put_adapter(_inspected(seat.store.adapters["sql/v1"]))
-    await seat.store.saved()
-    await people.delete("my-sql")
-    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
-    await people.apply("my-sql", SQL)
-    await people.said("my-sql", "refused: adapter 'sql/v1' is being deleted; register it again when that is done")
-    seat.store.drop_adapter("sql/v1")
-    assert seat.store.tombstones == {"sql/v1": "d" * 64}
-    await people.said("my-sql", "accepted")
-    assert seat.store.tombstones == {}
-    await people.delete("my-sql")
-    await until(lambda: seat.store.adapters["sql/v1"].is_deleting)
-    seat.store.drop_adapter("sql/v1")
-    await seat.store.saved()
-    await seats.close(seat)
-    again = await seats.lead()
+async def test_a_deleted_object_is_an_adapter_that_drains_and_leaves_a_tombstone(instance, instances, manifests):
+    await manifests.apply("my-sql", SQL)
+    await until(has(instance, "sql/v1"))
+    instance.store.put_adapter(_inspected(instance.store.adapters["sql/v1"]))
+    await instance.store.wait_durable()
+    await manifests.delete("my-sql")
+    await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
+    await manifests.apply("my-sql", SQL)
+    await manifests.said("my-sql", "refused: adapter 'sql/v1' is being deleted; register it again when that is done")
+    instance.store.drop_adapter("sql/v1")
+    assert instance.store.tombstones == {"sql/v1": "d" * 64}
+    await manifests.said("my-sql", "accepted")
+    assert instance.store.tombstones == {}
+    await manifests.delete("my-sql")
+    await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
+    instance.store.drop_adapter("sql/v1")
+    await instance.store.wait_durable()
+    await instances.close(instance)
+    again = await instances.lead()
     assert dict(again.store.adapters) == {}
 
 
-async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its_text(seat, people):
-    seat.registry.register(AdapterSpec(lora_id="legal/v2", source="s3://b/legal"), "me")
-    await seat.store.saved()
+async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its_text(instance, manifests):
+    instance.registry.register(AdapterSpec(lora_id="legal/v2", source="s3://b/legal"), "me")
+    await instance.store.wait_durable()
     name = adapter_object_name("legal/v2")
     assert name.startswith("lora-")
-    assert (await people.get(name))["data"] == {"adapter.yaml": "lora_id: legal/v2\nsource: s3://b/legal\n"}
-    seat.registry.patch_adapter(
+    assert (await manifests.get(name))["data"] == {"adapter.yaml": "lora_id: legal/v2\nsource: s3://b/legal\n"}
+    instance.registry.patch_adapter(
         "legal/v2", AdapterPatch.model_validate({"policy": {"priority": 5}, "tenants": ["a"]}), "me"
     )
-    await seat.store.saved()
-    said = yaml.safe_load((await people.get(name))["data"]["adapter.yaml"])
+    await instance.store.wait_durable()
+    said = yaml.safe_load((await manifests.get(name))["data"]["adapter.yaml"])
     assert said == {"lora_id": "legal/v2", "source": "s3://b/legal", "policy": {"priority": 5}, "tenants": ["a"]}
-    seat.registry.delete_adapter("legal/v2", "me")
-    await seat.store.saved()
-    assert await people.status(name) == "deleting"
-    seat.store.drop_adapter("legal/v2")
-    await seat.store.saved()
-    assert name not in {found["metadata"]["name"] for found in await people.all()}
+    instance.registry.delete_adapter("legal/v2", "me")
+    await instance.store.wait_durable()
+    assert await manifests.status(name) == "deleting"
+    instance.store.drop_adapter("legal/v2")
+    await instance.store.wait_durable()
+    assert name not in {found["metadata"]["name"] for found in await manifests.all()}
 
 
-async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looked_at(seat, people):
-    await people.apply("my-sql", SQL)
-    await people.said("my-sql", "accepted")
-    await seat.store.saved()
-    seat.is_leading = False  # so that the edit is not looked at
-    await people.apply("my-sql", SQL | {"tenants": ["edited"]})
-    seat.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
+async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looked_at(instance, manifests):
+    await manifests.apply("my-sql", SQL)
+    await manifests.said("my-sql", "accepted")
+    await instance.store.wait_durable()
+    instance.is_leading = False  # so that the edit is not looked at
+    await manifests.apply("my-sql", SQL | {"tenants": ["edited"]})
+    instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
     with pytest.raises(StateConflict, match="ConfigMap my-sql says something else by now"):
-        await seat.store.saved()
-    assert seat.store.adapters["sql/v1"].tenants is None
+        await instance.store.wait_durable()
+    assert instance.store.adapters["sql/v1"].tenants is None
     # What agents find is written, and the edit still stands to be looked at.
-    seat.store.put_adapter(_inspected(seat.store.adapters["sql/v1"]))
-    await seat.store.saved()
-    seat.is_leading = True
-    await people.apply("another", {"lora_id": "a/v1", "source": "x"})
-    await until(lambda: seat.store.adapters["sql/v1"].tenants == ("edited",))
-    assert seat.store.adapters["sql/v1"].digest == "d" * 64
+    instance.store.put_adapter(_inspected(instance.store.adapters["sql/v1"]))
+    await instance.store.wait_durable()
+    instance.is_leading = True
+    await manifests.apply("another", {"lora_id": "a/v1", "source": "x"})
+    await until(lambda: instance.store.adapters["sql/v1"].tenants == ("edited",))
+    assert instance.store.adapters["sql/v1"].digest == "d" * 64
 
 
-async def test_an_object_of_somebody_elses_is_never_taken_for_ours(seat, people):
+async def test_an_object_of_somebody_elses_is_never_taken_for_ours(instance, manifests):
     name = adapter_object_name("legal/v2")
-    await people.apply(name, None, text="precious", labels={})
-    seat.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
+    await manifests.apply(name, None, text="precious", labels={})
+    instance.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
     with pytest.raises(StateConflict, match=f"ConfigMap {name} says something else"):
-        await seat.store.saved()
-    assert "legal/v2" not in seat.store.adapters
-    assert (await people.get(name))["data"] == {"adapter.yaml": "precious"}
+        await instance.store.wait_durable()
+    assert "legal/v2" not in instance.store.adapters
+    assert (await manifests.get(name))["data"] == {"adapter.yaml": "precious"}
 
 
 @pytest.mark.parametrize("label", [FLEET, KIND])
-async def test_a_label_that_vanishes_deletes_nothing(seat, seats, people, label):
-    await people.apply("my-sql", SQL)
-    await people.said("my-sql", "accepted")
-    await people.patch("my-sql", {"labels": {label: None}})
+async def test_a_label_that_vanishes_deletes_nothing(instance, instances, manifests, label):
+    await manifests.apply("my-sql", SQL)
+    await manifests.said("my-sql", "accepted")
+    await manifests.patch("my-sql", {"labels": {label: None}})
     if label == FLEET:
-        event = await people.event("my-sql", "LabelRemoved")
+        event = await manifests.event("my-sql", "LabelRemoved")
         assert "nothing is deleted by that" in event["message"]
-    await people.apply("my-python", {"lora_id": "python/v1", "source": "x"})
-    await until(has(seat, "python/v1"))
-    assert not seat.store.adapters["sql/v1"].is_deleting
-    await seats.close(seat)
-    again = await seats.lead()
-    await people.apply("another", {"lora_id": "a/v1", "source": "x"})
+    await manifests.apply("my-python", {"lora_id": "python/v1", "source": "x"})
+    await until(has(instance, "python/v1"))
+    assert not instance.store.adapters["sql/v1"].is_deleting
+    await instances.close(instance)
+    again = await instances.lead()
+    await manifests.apply("another", {"lora_id": "a/v1", "source": "x"})
     await until(has(again, "a/v1"))
     assert again.store.tombstones == {}
-    await people.patch("my-sql", {"labels": {label: {FLEET: FLEET_NAME, KIND: "adapter"}[label]}})
+    await manifests.patch("my-sql", {"labels": {label: {FLEET: FLEET_NAME, KIND: "adapter"}[label]}})
     await until(has(again, "sql/v1"))
 
 
 @pytest.mark.parametrize("sign", ["-", "."])
-async def test_an_object_with_a_long_name_is_told_of_too(seat, people, sign):
+async def test_an_object_with_a_long_name_is_told_of_too(instance, manifests, sign):
     name = f"{'a' * 199}{sign}{'b' * 30}"
-    await people.apply(name, {"lora_id": "a/v1"})
-    assert (await people.event(name, "InvalidRequest"))["message"] == "source: Field required"
+    await manifests.apply(name, {"lora_id": "a/v1"})
+    assert (await manifests.event(name, "InvalidRequest"))["message"] == "source: Field required"
 
 
-async def test_a_kind_that_nobody_knows_is_said_so(seat, people):
-    await people.apply("odd", None, text="x", labels={KIND: "adaptor", FLEET: FLEET_NAME})
-    event = await people.event("odd", "UnknownKind")
+async def test_a_kind_that_nobody_knows_is_said_so(instance, manifests):
+    await manifests.apply("odd", None, text="x", labels={KIND: "adaptor", FLEET: FLEET_NAME})
+    event = await manifests.event("odd", "UnknownKind")
     assert "'adaptor', expected adapter, alias or policy" in event["message"]
-    assert not seat.store.adapters
+    assert not instance.store.adapters
 
 
-async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(seat, people, kube):
+async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(instance, manifests, kube):
     ref = {"name": "acme-hub", "key": "token"}
-    await people.apply("my-sql", SQL | {"secretRef": ref})
-    await until(has(seat, "sql/v1"))
-    assert seat.store.adapters["sql/v1"].secret == "acme-hub/token"
-    seat.registry.register(AdapterSpec(lora_id="b/v1", source="hf://acme/b", secret_ref=ref), "me")
-    await seat.store.saved()
-    said = yaml.safe_load((await people.get(adapter_object_name("b/v1")))["data"]["adapter.yaml"])
+    await manifests.apply("my-sql", SQL | {"secretRef": ref})
+    await until(has(instance, "sql/v1"))
+    assert instance.store.adapters["sql/v1"].secret == "acme-hub/token"
+    instance.registry.register(AdapterSpec(lora_id="b/v1", source="hf://acme/b", secret_ref=ref), "me")
+    await instance.store.wait_durable()
+    said = yaml.safe_load((await manifests.get(adapter_object_name("b/v1")))["data"]["adapter.yaml"])
     assert said["secretRef"] == ref
     assert kube.ours.count("", "/secrets") == 0
 
 
-async def test_what_is_applied_and_deleted_at_once_is_deleted(seat, people):
+async def test_what_is_applied_and_deleted_at_once_is_deleted(instance, manifests):
     """However that falls into the middle of our own writes of the object."""
     for number in range(12):
-        await people.apply(f"short-{number}", {"lora_id": f"short/v{number}", "source": "x"})
+        await manifests.apply(f"short-{number}", {"lora_id": f"short/v{number}", "source": "x"})
         if number % 3:
-            await until(has(seat, f"short/v{number}"))
-        await people.delete(f"short-{number}")
+            await until(has(instance, f"short/v{number}"))
+        await manifests.delete(f"short-{number}")
 
     async def all_gone():
-        held = [adapter for adapter in seat.store.adapters.values() if not adapter.is_deleting]
-        return not held and not [it for it in await people.all() if it["metadata"]["name"].startswith("short-")]
+        held = [adapter for adapter in instance.store.adapters.values() if not adapter.is_deleting]
+        return not held and not [it for it in await manifests.all() if it["metadata"]["name"].startswith("short-")]
 
     await until(all_gone)
 
 
-async def test_the_api_servers_own_bookkeeping_is_not_kept_and_not_sent(seat, people, kube):
+async def test_the_api_servers_own_bookkeeping_is_not_kept_and_not_sent(instance, manifests, kube):
     managed = [{"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:data": {}}}]
     body = {
         "apiVersion": "v1",
@@ -385,6 +388,6 @@ async def test_the_api_servers_own_bookkeeping_is_not_kept_and_not_sent(seat, pe
         "data": {"adapter.yaml": yaml.safe_dump(SQL)},
     }
     kube.ours.objects.put(body)
-    await until(has(seat, "sql/v1"))
-    await seat.store.saved()
-    assert "managedFields" not in seat.backend.mirror.objects["my-sql"]["metadata"]
+    await until(has(instance, "sql/v1"))
+    await instance.store.wait_durable()
+    assert "managedFields" not in instance.backend.mirror.objects["my-sql"]["metadata"]

@@ -46,9 +46,9 @@ class WriteScript:
     expected   object -> the tenants that may stand in it in the end; None among them: it may be gone
     """
 
-    def __init__(self, seat, people):
-        self.seat = seat
-        self.people = people
+    def __init__(self, instance, manifests):
+        self.instance = instance
+        self.manifests = manifests
         self.expected = {}
 
     async def run(self, groups):
@@ -68,7 +68,7 @@ class WriteScript:
         body = _said(f"applied/v{number}", tenant)
         before = self.expected.get(name, {None})
         try:
-            await self.people.apply(name, body)
+            await self.manifests.apply(name, body)
         except KubeError:  # the orchestrator deleted it between kubectl's look and its write
             return
         # An edit of an object that REST is deleting goes with the object.
@@ -77,7 +77,7 @@ class WriteScript:
     async def _delete(self, number, _tenant):
         name = f"applied-{number}"
         try:
-            await self.people.delete(name)
+            await self.manifests.delete(name)
         except KubeError:
             return
         self.expected[name] = {None}
@@ -115,19 +115,19 @@ class WriteScript:
         before = self.expected.get(name, {None})
         self.expected[name] = before | after
         try:
-            change(self.seat.registry)
+            change(self.instance.registry)
         except OrchestratorError:
             self.expected[name] = before
             return
         try:
-            await self.seat.store.saved()
+            await self.instance.store.wait_durable()
         except OrchestratorError:
             return
         self.expected[name] = after
 
     async def _inspect(self, _number, _tenant):
         """An agent has read the bytes."""
-        store = self.seat.store
+        store = self.instance.store
         for adapter in list(store.adapters.values()):
             if adapter.is_inspected or adapter.is_deleting:
                 continue
@@ -139,15 +139,15 @@ class WriteScript:
 
     def end_deletions(self):
         """A pass: no worker holds them any more."""
-        for adapter in list(self.seat.store.adapters.values()):
+        for adapter in list(self.instance.store.adapters.values()):
             if adapter.is_deleting:
-                self.seat.store.drop_adapter(adapter.lora_id)
+                self.instance.store.drop_adapter(adapter.lora_id)
 
     async def differences(self):
         """What is not as it has to be."""
         self.end_deletions()
-        objects = {it["metadata"]["name"]: it for it in await self.people.all()}
-        adapters = dict(self.seat.store.adapters)
+        objects = {it["metadata"]["name"]: it for it in await self.manifests.all()}
+        adapters = dict(self.instance.store.adapters)
         told = []
         for number in range(OBJECTS):
             for name, lora_id, home in (
@@ -185,10 +185,10 @@ async def play(groups, seed):
             namespace = "somewhere"
             server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
             path = server.kubeconfig(Path(folder) / "kubeconfig", namespace=namespace)
-            seats = StoreInstances(KubeCluster(path, namespace, "127.0.0.1", server))
-            seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))
-            people = ManifestApplier(await connect(path, environ={}), namespace)
-            script = WriteScript(seat, people)
+            instances = StoreInstances(KubeCluster(path, namespace, "127.0.0.1", server))
+            instance = await instances.lead(give_up_s=patience(10), call_s=patience(5))
+            manifests = ManifestApplier(await connect(path, environ={}), namespace)
+            script = WriteScript(instance, manifests)
             try:
                 server.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04, events_s=0.01)
                 await script.run(groups)
@@ -197,8 +197,8 @@ async def play(groups, seed):
                     await until(lambda: _is_right(script), within_s=20)
                 return await script.differences()
             finally:
-                await seats.close_all()
-                await people.api.close()
+                await instances.close_all()
+                await manifests.api.close()
 
 
 async def _is_right(script):
@@ -213,16 +213,18 @@ def test_what_people_and_rest_asked_for_last_is_what_stands(groups, seed):
 
 
 @pytest.mark.slow
-async def test_forty_objects_applied_and_deleted_at_once_stay_deleted(kube, seats, people):
+async def test_forty_objects_applied_and_deleted_at_once_stay_deleted(kube, instances, manifests):
     kube.ours.faults.slow_down(random.Random(1), requests_s=0.1, answers_s=0.1, events_s=0.002)
-    seat = await seats.lead(give_up_s=patience(10), call_s=patience(5))
+    instance = await instances.lead(give_up_s=patience(10), call_s=patience(5))
     numbers = range(40)
-    await asyncio.gather(*(people.apply(f"applied-{number}", _said(f"applied/v{number}", "a")) for number in numbers))
-    await asyncio.gather(*(people.delete(f"applied-{number}") for number in numbers))
-    await people.apply("last", _said("last/v1", "a"))  # what was done before is looked at by then
-    await people.said("last", "accepted")
-    script = WriteScript(seat, people)
-    await until(lambda: set(seat.store.adapters) == {"last/v1"} or script.end_deletions())
-    await seat.store.saved()
-    stand = [it["metadata"]["name"] for it in await people.all() if it["metadata"]["labels"][KIND] == "adapter"]
+    await asyncio.gather(
+        *(manifests.apply(f"applied-{number}", _said(f"applied/v{number}", "a")) for number in numbers)
+    )
+    await asyncio.gather(*(manifests.delete(f"applied-{number}") for number in numbers))
+    await manifests.apply("last", _said("last/v1", "a"))  # what was done before is looked at by then
+    await manifests.said("last", "accepted")
+    script = WriteScript(instance, manifests)
+    await until(lambda: set(instance.store.adapters) == {"last/v1"} or script.end_deletions())
+    await instance.store.wait_durable()
+    stand = [it["metadata"]["name"] for it in await manifests.all() if it["metadata"]["labels"][KIND] == "adapter"]
     assert stand == ["last"]

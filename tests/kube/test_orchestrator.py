@@ -203,7 +203,7 @@ async def test_an_adapter_that_fails_its_checks_says_so_at_its_object(
     tmp_path,
     kube,
     beating,  # noqa: F811
-    people,
+    manifests,
     code,
     reason,
     status,
@@ -225,13 +225,13 @@ async def test_an_adapter_that_fails_its_checks_says_so_at_its_object(
         await until(lambda: built.leadership.is_leading and built.store.is_caught_up)
         beating.url = url
         await beating.add(agent)
-        await people.apply("my-bad", {"lora_id": "bad/v1", "source": source, "policy": {"loading": "eager"}})
-        await people.said("my-bad", status)
-        event = await people.event("my-bad", reason)
+        await manifests.apply("my-bad", {"lora_id": "bad/v1", "source": source, "policy": {"loading": "eager"}})
+        await manifests.said("my-bad", status)
+        event = await manifests.event("my-bad", reason)
         assert status.removeprefix("failed: ") in event["message"]
         built.reconciler.run_pass()
-        assert len(await people.events("my-bad")) == 1
+        assert len(await manifests.events("my-bad")) == 1
         agent.refuse.clear()
         if code != "rank_too_big":
             assert (await http.post("/v1/adapters/bad/v1/retry")).status_code == 200
-            await people.said("my-bad", "accepted, and verified")
+            await manifests.said("my-bad", "accepted, and verified")

@@ -13,93 +13,93 @@ def config_map(version: int, **data: str) -> dict[str, Any]:
 
 def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_comes_late() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
-    mirror.event("DELETED", config_map(7))
-    mirror.wrote(config_map(6, ours="1"))
+    mirror.on_event("ADDED", config_map(5))
+    mirror.on_event("DELETED", config_map(7))
+    mirror.record_object(config_map(6, ours="1"))
     assert mirror.doubtful == {"m": DoubtReason.DELETED}
 
 
 def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_before_it() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
-    mirror.event("MODIFIED", config_map(7, theirs="1"))
-    mirror.wrote(config_map(6, ours="1"))
+    mirror.on_event("ADDED", config_map(5))
+    mirror.on_event("MODIFIED", config_map(7, theirs="1"))
+    mirror.record_object(config_map(6, ours="1"))
     assert mirror.objects["m"]["data"] == {"theirs": "1"}
     assert mirror.changed == {"m"}
 
 
 def test_an_answer_that_is_the_newest_word_counts() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
-    mirror.doubt("m")
-    mirror.wrote(config_map(6, ours="1"))
+    mirror.on_event("ADDED", config_map(5))
+    mirror.add_doubt("m")
+    mirror.record_object(config_map(6, ours="1"))
     assert mirror.objects["m"]["data"] == {"ours": "1"}
     assert mirror.doubtful == {}
 
 
 def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_listed() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(500))
-    mirror.listed([config_map(3, old="1")])
+    mirror.on_event("ADDED", config_map(500))
+    mirror.on_list([config_map(3, old="1")])
     assert mirror.doubtful == {"m": DoubtReason.MISSING}
-    mirror.wrote(config_map(3, old="1"))
+    mirror.record_object(config_map(3, old="1"))
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
 
 def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_bring_it_back() -> None:
     mirror = ConfigMapMirror()
-    mirror.wrote(config_map(5))
+    mirror.record_object(config_map(5))
     mirror.forget("m")
     mirror.changed.clear()
-    mirror.event("MODIFIED", config_map(5))
+    mirror.on_event("MODIFIED", config_map(5))
     assert (mirror.objects, mirror.changed) == ({}, set())
-    mirror.event("DELETED", config_map(6))
-    mirror.event("ADDED", config_map(7) | {"data": {"anew": "1"}})
+    mirror.on_event("DELETED", config_map(6))
+    mirror.on_event("ADDED", config_map(7) | {"data": {"anew": "1"}})
     assert mirror.objects["m"]["data"] == {"anew": "1"}
 
 
 def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put_back() -> None:
     mirror = ConfigMapMirror()
-    mirror.wrote(config_map(5))
+    mirror.record_object(config_map(5))
     mirror.forget("m")
-    mirror.listed([config_map(3, old="1")])
+    mirror.on_list([config_map(3, old="1")])
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
 
 def test_two_writes_of_one_object_at_once_end_in_any_order() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
+    mirror.on_event("ADDED", config_map(5))
     mirror.changed.clear()
     first, second = config_map(5, status="1"), config_map(5, text="1")
     one, other = mirror.writing("m", first), mirror.writing("m", second)
     with one:
         other.__enter__()
-    mirror.event("MODIFIED", config_map(6, text="1"))
+    mirror.on_event("MODIFIED", config_map(6, text="1"))
     assert mirror.changed == set()
     other.__exit__(None, None, None)
-    mirror.event("MODIFIED", config_map(7, text="2"))
+    mirror.on_event("MODIFIED", config_map(7, text="2"))
     assert mirror.changed == {"m"}
 
 
 def test_our_deletion_of_an_object_takes_no_newer_one_of_its_name() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
+    mirror.on_event("ADDED", config_map(5))
     newer = config_map(8)
     newer["metadata"]["uid"] = "v"
-    mirror.event("DELETED", config_map(7))
-    mirror.event("ADDED", newer)
+    mirror.on_event("DELETED", config_map(7))
+    mirror.on_event("ADDED", newer)
     mirror.forget("m", "u")
     assert mirror.objects["m"]["metadata"]["uid"] == "v"
 
 
 def test_what_a_list_lacks_is_doubted_more_than_what_only_an_answer_said() -> None:
     mirror = ConfigMapMirror()
-    mirror.event("ADDED", config_map(5))
-    mirror.doubt("m")
+    mirror.on_event("ADDED", config_map(5))
+    mirror.add_doubt("m")
     assert mirror.doubtful == {"m": DoubtReason.ASKED}
-    mirror.listed([])
+    mirror.on_list([])
     assert mirror.doubtful == {"m": DoubtReason.MISSING}
-    mirror.doubt("m")
+    mirror.add_doubt("m")
     assert mirror.doubtful == {"m": DoubtReason.MISSING}
 
 
@@ -110,26 +110,26 @@ def state(version: int, uid: str) -> dict[str, Any]:
 
 def test_memory_of_before_this_process_proves_deletions_at_once() -> None:
     mirror = ConfigMapMirror()
-    mirror.listed([state(5, "a")])
+    mirror.on_list([state(5, "a")])
     assert mirror.unproven == {}
 
 
 def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that_far() -> None:
     proven: list[str] = []
     mirror = ConfigMapMirror(on_proven=proven.append)
-    mirror.listed([state(5, "a")])
+    mirror.on_list([state(5, "a")])
     mirror.forget("s")
-    mirror.wrote(state(8, "b"))
-    mirror.event("ADDED", config_map(7))
+    mirror.record_object(state(8, "b"))
+    mirror.on_event("ADDED", config_map(7))
     assert (list(mirror.unproven), proven) == (["s"], [])
-    mirror.event("MODIFIED", config_map(9))
+    mirror.on_event("MODIFIED", config_map(9))
     assert (list(mirror.unproven), proven) == ([], ["s"])
 
 
 def test_memory_that_was_made_again_proves_nothing_while_an_object_is_missing() -> None:
     mirror = ConfigMapMirror()
-    mirror.listed([config_map(4), state(5, "a")])
-    mirror.listed([state(8, "b")])
+    mirror.on_list([config_map(4), state(5, "a")])
+    mirror.on_list([state(8, "b")])
     assert (list(mirror.doubtful), list(mirror.unproven)) == (["m"], ["s"])
     mirror.forget("m")
     assert mirror.unproven == {}

@@ -81,14 +81,14 @@ class ConfigMapStores:
         self._by_store = {}
 
     async def open(self, **options):
-        seat = await self._seats.lead(**options)
-        self._by_store[seat.store] = seat
-        return seat.store
+        instance = await self._seats.lead(**options)
+        self._by_store[instance.store] = instance
+        return instance.store
 
     async def look(self):
-        seat = await self._seats.open()
-        self._by_store[seat.store] = seat
-        return seat.store
+        instance = await self._seats.open()
+        self._by_store[instance.store] = instance
+        return instance.store
 
     async def close(self, store):
         await self._seats.close(self._by_store.pop(store))
@@ -125,10 +125,10 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
     store.put_rules(PlacementPolicy(loading="weighted", loads_per_worker=3))
     store.put_worker("w0", WorkerIntent("draining", 17.5))
     store.put_adapter(RegisteredAdapter(lora_id="old", source="x", digest="e" * 64))
-    await store.saved()
+    await store.wait_durable()
     store.drop_adapter("old")
     store.raise_epoch(6)
-    await store.saved()
+    await store.wait_durable()
     await stores.close(store)
 
     again = await stores.open()
@@ -141,7 +141,7 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
     assert again.epoch >= 7
     again.drop_alias("sql")
     again.put_worker("w0", None)
-    await again.saved()
+    await again.wait_durable()
     await stores.close(again)
     last = await stores.open()
     assert (dict(last.aliases), last.rollouts, last.workers) == ({}, {}, {})
@@ -151,7 +151,7 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
 async def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(stores):
     store = await stores.open(wall=lambda: 2_000_000.0)
     last = [store.next_revision() for _ in range(2500)][-1]
-    await store.saved()
+    await store.wait_durable()
     await stores.close(store)
     again = await stores.open(wall=lambda: 1_000_000.0)
     assert again.next_revision() > last
@@ -175,7 +175,7 @@ async def test_registering_a_name_again_takes_its_tombstone_away(stores):
     assert store.tombstones == {"sql/v1": "d" * 64}
     store.put_adapter(ADAPTER)
     assert store.tombstones == {}
-    await store.saved()
+    await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
     assert (list(again.adapters), again.tombstones) == (["sql/v1"], {})
@@ -200,7 +200,7 @@ async def test_history_is_kept_over_a_restart_and_found_by_kind_and_subject(stor
     store.record("alias_set", "sql", {"targets": [["sql/v1", 1.0]]}, "tenant acme")
     for number in range(20):
         store.record("load", f"a{number}", {"worker_id": "w0"})
-    await store.saved()
+    await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
     loads = again.history(kinds=("load",))
@@ -235,7 +235,7 @@ async def test_of_writes_that_belong_together_none_stays_when_one_fails(stores):
     assert (dict(store.adapters), list(store.aliases), store.history()) == ({}, ["keep"], [])
     with store.together():
         store.put_adapter(ADAPTER)
-    await store.saved()
+    await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
     assert (list(again.adapters), list(again.aliases)) == (["sql/v1"], ["keep"])
@@ -248,7 +248,7 @@ async def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_abov
     leader.put_adapter(ADAPTER)
     leader.record("load", "sql/v1")
     last = [leader.next_revision() for _ in range(2500)][-1]
-    await leader.saved()
+    await leader.wait_durable()
     await stores.close(leader)
     next_leader = await stores.open()
 
