@@ -9,8 +9,8 @@ from pydantic import AfterValidator, DirectoryPath, Field, NonNegativeFloat, fie
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
-from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.settings import Key, ServiceSettings, Url
+from lorafleet.engine.settings import WorkerDiscoverySettings
+from lorafleet.service.settings import Url
 from router.core.schedule.cost_settings import CostSettings
 
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
@@ -26,7 +26,7 @@ Origin = Annotated[str, AfterValidator(_origin)]
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(WorkerDiscoverySettings):
     """KV-aware, LoRA-aware router in front of a fleet of vLLM workers.
 
     Example: python -m router --port 8000 --orchestrator-url http://127.0.0.1:8080
@@ -37,25 +37,6 @@ class RouterSettings(ServiceSettings):
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     orchestrator_url: Url = Field(
         default="http://127.0.0.1:8080", description="where the catalog comes from; with engines named, none by default"
-    )
-    engines: tuple[str, ...] = Field(
-        default=(), description="vLLMs without an agent, each as http://host:port or id=http://host:port"
-    )
-    engine_key: Key = Field(
-        default="", repr=False, description="bearer key for engines without an agent that want one: their --api-key"
-    )
-    engine_salt: EngineSalt = Field(
-        default="auto",
-        description="adapters at engines without an agent that have a KV connector, see docs/engines.md: auto, as they"
-        " tell; always or never salted; no_adapters",
-    )
-    kube_selector: str = Field(
-        default="",
-        description="labels of the workers' Services in Kubernetes, whose EndpointSlices are followed; empty: none are",
-    )
-    kube_namespaces: tuple[str, ...] = Field(default=(), description="where those Services are; empty: our own")
-    kubeconfig: Path | None = Field(
-        default=None, description="how to reach the API server; default: KUBECONFIG's, else the pod's service account"
     )
     zone: str = Field(
         default="", description="the zone this router is in: replicas there are preferred, see other_zone_s in costs"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helm.releases import HelmRelease
-from tests.kube.conftest import KubeCluster, kube
+from tests.kube.conftest import KubeCluster, instance, instances, kube, manifests
 
 __all__ = ["instance", "instances", "kube", "manifests"]
 
