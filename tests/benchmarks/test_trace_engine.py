@@ -96,9 +96,9 @@ def test_the_fast_engine_does_what_the_sims_batch_does(seed, blocks):
     slow, batch, loads = by_batch(drawn, hardware)
     fast, engine = by_engine(drawn, hardware)
     for one, other in zip(slow, fast, strict=True):
-        assert other.scheduled_at == pytest.approx(one.scheduled_at)
-        assert other.first_token_at == pytest.approx(one.first_token_at)
-        assert other.last_token_at == pytest.approx(one.last_token_at)
+        assert other.scheduled == pytest.approx(one.scheduled_at)
+        assert other.first_token == pytest.approx(one.first_token_at)
+        assert other.last_token == pytest.approx(one.last_token_at)
         assert (other.cached_tokens, other.preemptions) == (one.cached_tokens, one.preemptions)
     assert engine.counters.loads == loads
     assert len(engine.blocks.first) == len(batch.pool.copies)
