@@ -248,7 +248,7 @@ class EngineConnection(asyncio.Protocol):
             self.close()  # bytes without a request
             return
         if self._sent_after == self._pool._outbox.flushed:
-            # The request is not sent yet: these bytes answer the one before, or none (a proxy's 408 on an idle connection).
+            # The request is not sent yet: these bytes answer the one before, or none (a proxy's 408 when idle).
             if self.answers:
                 self._lose("no_answer", "it answered before the request was sent")
                 return
@@ -274,7 +274,7 @@ class EngineConnection(asyncio.Protocol):
             self._finish()
 
     def _deliver(self, sink: ResponseSink) -> None:
-        """Give the sink the head and body of this read. Not during parsing, so that the sink may close the connection."""
+        """Give the sink the head and body of this read; after parsing, so that the sink may close the connection."""
         if self._new_head and self._sink is sink:
             self._new_head = False
             sink.head(self._status, self._fields)

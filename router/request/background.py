@@ -1,10 +1,9 @@
-"""Responses in the background: answered as queued at once, and under way at their engine until it says that they are
-over.
+"""Background responses: answered as queued at once, and computed by their engine until it reports their end.
 
-Nobody is told of that end, so it is asked for: at first soon, then ever more slowly. vLLM 0.32 (openai/responses/
-serving.py, seen running) says `queued` until a response is stored whole, with its usage, or is cancelled, without; and
-for ever of one that its engine refused after it was queued, such as one with a schema that it cannot take. A stream of
-one may be left, and the engine goes on.
+The router polls for that end: first soon, then ever more slowly. vLLM 0.32 (openai/responses/serving.py, seen running)
+says `queued` until a response is stored whole, with its usage, or is cancelled, without. It says so for ever of a
+response that it refused after queueing, such as for a schema that it cannot take. A client may leave the stream of a
+background response: the engine goes on.
 """
 
 import asyncio
@@ -25,39 +24,38 @@ from router.protocols.usage import EngineUsage, usage_of
 
 log = structlog.get_logger()
 
-Over = Callable[[EngineUsage | None, int], None]
+OnOver = Callable[[EngineUsage | None, int], None]
 
 _UNDER_WAY = frozenset({"queued", "in_progress"})
-# Until it is asked again: so long, and a quarter of the time that it has taken so far, which is the most that an end
-# can be seen late by.
-_FIRST_LOOK_S = 0.5
+# The pause between two polls: this, and a quarter of the time so far, by which an end is seen late at most.
+_FIRST_PAUSE_S = 0.5
 _LATE_SHARE = 0.25
-_MOST_PAUSE_S = 10.0
-# A worker that is found at another address, or whose agent has started anew, is nowhere for a moment.
+_MAX_PAUSE_S = 10.0
+# A worker that moves to another address, or whose agent restarts, is absent for a moment.
 _ABSENT_S = 10.0
-# How soon one of those that are under way may be over: a guess.
+# Retry-After where too many are under way: a guess.
 _RETRY_S = 10.0
 
 
-class _State(msgspec.Struct):
+class _ResponseState(msgspec.Struct):
     status: str = ""
 
 
-_decode = msgspec.json.Decoder(_State).decode
+_decode = msgspec.json.Decoder(_ResponseState).decode
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _FollowedResponse:
     response_id: str
     there: Incarnation
     tenant: str
-    over: Over
+    on_over: OnOver
     shown_tokens: int
     task: "asyncio.Task[None] | None" = None
 
 
 class Background:
-    """Follows each until it is over, its engine is gone, or it has taken too long; and says so exactly once."""
+    """Follows background responses to their end, their engine's, or a timeout; then calls `on_over`, once."""
 
     def __init__(
         self,
@@ -70,11 +68,11 @@ class Background:
         idle_s: float = 30.0,
     ) -> None:
         """
-        ask           the response of this id as a replica's engine tells it now; may raise EngineLost and Refused
-        most          that are under way at once; `tenant_share` of them those of one tenant
-        timeout_s     after which one counts no longer, whatever becomes of it
-        idle_s        for how long its engine says that it has nothing to do before that is believed: vLLM 0.32 counts
-                      what it runs when a step of it has ended, and a long prefill or a load takes seconds
+        ask           gets the response of this id from a replica's engine; may raise EngineLost and FetchRefused
+        most          responses under way at once; `tenant_share` is the part of one tenant
+        timeout_s     after which a response is no longer counted
+        idle_s        an engine that reports no work for so long has ended the response: vLLM 0.32 counts running
+                      requests when a step has ended, and a long prefill or a load takes seconds
         """
         self._ask = ask
         self._replica_of = replica_of
@@ -82,19 +80,16 @@ class Background:
         self._most_of_tenant = max(1, int(most * tenant_share))
         self._timeout_s = timeout_s
         self._idle_s = idle_s
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _FollowedResponse] = {}
         self._tenants: Counter[str] = Counter()
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many are followed."""
+        """Followed responses."""
         return len(self._running)
 
     def enter(self, tenant: str) -> None:
-        """One more is coming: it has its place until it leaves, or what is followed of it is over.
-
-        raises  Saturated when it would be too many
-        """
+        """Take a place for one more response, until `leave` or the end that `follow` finds. Raises Saturated."""
         whose, found, most = "", self._tenants.total(), self._most
         if found < most:
             whose, found, most = " of yours", self._tenants[tenant], self._most_of_tenant
@@ -107,51 +102,54 @@ class Background:
         self._tenants[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """One that entered is over, or was never begun."""
+        """Give back the place of a response that is over, or was never begun."""
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
 
-    def follow(self, response_id: str, there: Incarnation, tenant: str, over: Over, *, shown_tokens: int = 0) -> None:
-        """Tell `over` when this response, the only one of its id, is: its usage, or None where nobody knows it, and how
-        many of its tokens a client has been sent. It has entered, and leaves then.
+    def follow(
+        self, response_id: str, there: Incarnation, tenant: str, on_over: OnOver, *, shown_tokens: int = 0
+    ) -> None:
+        """Call `on_over` with usage (None: unknown) and shown tokens when this response ends; give its place back then.
+
+        response_id  no other response under way has it
         """
         if self._is_closed:
             self.leave(tenant)
-            over(None, shown_tokens)
+            on_over(None, shown_tokens)
             return
-        running = self._running[response_id] = _Running(response_id, there, tenant, over, shown_tokens)
+        running = self._running[response_id] = _FollowedResponse(response_id, there, tenant, on_over, shown_tokens)
         running.task = asyncio.create_task(self._until_over(running))
 
-    def seen(self, response_id: str, body: bytes) -> None:
-        """A client was told this of a response, which may be its end."""
+    def record_shown_response(self, response_id: str, body: bytes) -> None:
+        """Learn from a response that was shown to a client whether it has ended."""
         running = self._running.get(response_id)
         if running is not None and _is_over(body):
             self._end(running, usage_of("responses", body))
 
-    def shown(self, response_id: str, tokens: int) -> None:
-        """A client was sent so many of its tokens."""
+    def record_shown_tokens(self, response_id: str, tokens: int) -> None:
+        """Record how many tokens of a response a client has been sent."""
         running = self._running.get(response_id)
         if running is not None:
             running.shown_tokens = max(running.shown_tokens, tokens)
 
     async def close(self) -> None:
-        """Follow none any more."""
+        """Stop following, and end all responses without usage."""
         self._is_closed = True
         found = list(self._running.values())
         for running in found:
             self._end(running, None)
         await asyncio.gather(*(running.task for running in found if running.task), return_exceptions=True)
 
-    def _end(self, running: _Running, usage: EngineUsage | None) -> None:
+    def _end(self, running: _FollowedResponse, usage: EngineUsage | None) -> None:
         del self._running[running.response_id]
         self.leave(running.tenant)
         assert running.task is not None
         if running.task is not asyncio.current_task():
             running.task.cancel()
-        running.over(usage, running.shown_tokens)
+        running.on_over(usage, running.shown_tokens)
 
-    async def _until_over(self, running: _Running) -> None:
+    async def _until_over(self, running: _FollowedResponse) -> None:
         usage = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -163,17 +161,17 @@ class Background:
                 worker=running.there[0],
                 after_s=self._timeout_s,
             )
-        except Exception:  # whatever it is: its key and its worker must not count it for ever
+        except Exception:  # its key and its worker must not count it for ever
             log.exception("a response in the background could not be followed", response_id=running.response_id)
         self._end(running, usage)
 
-    async def _usage_at_end(self, running: _Running) -> EngineUsage | None:
+    async def _usage_at_end(self, running: _FollowedResponse) -> EngineUsage | None:
         clock = asyncio.get_running_loop().time
         began_at, idle_at, absent_at = clock(), inf, inf
         while True:
-            await asyncio.sleep(min(_MOST_PAUSE_S, _FIRST_LOOK_S + _LATE_SHARE * (clock() - began_at)))
+            await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S + _LATE_SHARE * (clock() - began_at)))
             replica = self._replica_of(running.there[0])
-            if replica is None or not replica.engine_url:  # an agent that has just started has yet to find its engine
+            if replica is None or not replica.engine_url:  # an agent that restarts has not found its engine yet
                 absent_at = min(absent_at, clock())
                 if clock() - absent_at > _ABSENT_S:
                     return None
@@ -201,7 +199,7 @@ class Background:
 
 
 def _is_over(body: bytes) -> bool:
-    """Whether this is a response that is not under way any more; what is none says nothing."""
+    """Whether this body is a response that is no longer under way; False for any other body."""
     try:
         status = _decode(body).status
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Adapters that are loaded nowhere: ask once for each, however many requests wait, and hold those for a while."""
+"""Cold starts: requests for an adapter that is loaded nowhere wait here, and it is asked for once for all of them."""
 
 import asyncio
 import time
@@ -38,27 +38,30 @@ from workers.wire import LoadRequest
 
 log = structlog.get_logger()
 
+# Seconds between two calls to `ensure`, and the longest that one call waits at the orchestrator.
 _ASK_AGAIN_S = 1.0
-# One call to `ensure` waits at the orchestrator for at most so long; then it is asked again.
 _ENSURE_WAIT_S = 10.0
-# Until a load has been seen: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
+# Retry-After until a load was measured: real ones take 4.4 s at the median, 8.2 s at the 99th percentile.
 _DEFAULT_RETRY_S = 5.0
 _MEASURED_LOADS = 50
-# Until somebody has started a worker that takes what none does: a guess.
+# Retry-After until an operator has started a worker that takes the adapter: a guess.
 _OTHER_WORKER_S = 60.0
-# The orchestrator goes on for so long with an adapter that nobody waits for any more; its `wanted_for_s`.
+# The orchestrator's `wanted_for_s`: it goes on so long with an adapter that no request waits for any more.
 _WANTED_FOR_S = 60.0
 
 
 class Post(Protocol):
-    """A body of JSON to a path below a house's URL, and what it answers; may raise EngineLost and Refused."""
+    """Post JSON to a path below a service's URL, and return the answer. May raise EngineLost and FetchRefused."""
 
     async def __call__(self, url: str, path: str, *, body: bytes, timeout_s: float) -> bytes: ...
 
 
 @dataclass(slots=True)
-class _Flight:
-    """The one load of an adapter that any number of requests wait for."""
+class _ColdStart:
+    """The one load of an adapter that any number of requests wait for.
+
+    troubles  logged already: the adapter is asked for each second or two, and a line is not repeated
+    """
 
     task: "asyncio.Task[None]"
     began_at: float
@@ -67,20 +70,20 @@ class _Flight:
     expected_s: float | None = None
     stuck: str | None = None
     troubles: set[tuple[str, ...]] = field(default_factory=set)
-    """What the log was told of it: it is asked for each second or two, and the same is not said again."""
 
 
 @dataclass(slots=True)
 class ColdStarts:
-    """Brings an adapter to where a request can run; see `until_resident`.
+    """Has adapters loaded for requests that wait for them, see `until_resident`.
 
-    post                      how orchestrator and agents are asked
-    max_held, max_held_bytes  requests that may wait at once, and what they hold in memory
+    max_held, max_held_bytes  requests that may wait at once, and their bodies
     tenant_share              of either, for one tenant
-    tenant_adapters           that may be brought for one tenant at once
-    holds                     told of each request that waited or was turned away
-    silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs, and so does an agent
-                              without a report
+    tenant_adapters           loads under way at once for one tenant
+    holds                     counts the requests that waited, or were turned away
+    held                      waiting requests and their bytes
+    wanted, recently_wanted   adapters that requests of a tenant wait for, or waited for lately
+    silent_after_s            an orchestrator that has not confirmed its catalog for so long hangs; an agent without a
+                              report, too
     """
 
     post: Post
@@ -95,24 +98,24 @@ class ColdStarts:
     holds: HeldRequests = field(default_factory=HeldRequests)
     silent_after_s: float = inf
     clock: Callable[[], float] = time.monotonic
-    _flights: dict[str, _Flight] = field(default_factory=dict)
-    _held: QueueUsage = field(init=False)
-    _wanted: dict[str, Counter[str]] = field(default_factory=dict)
-    _left: dict[str, dict[str, float]] = field(default_factory=dict)
-    _loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
+    loading: dict[str, _ColdStart] = field(default_factory=dict)
+    held: QueueUsage = field(init=False)
+    wanted: dict[str, Counter[str]] = field(default_factory=dict)
+    recently_wanted: dict[str, dict[str, float]] = field(default_factory=dict)
+    loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
 
     def __post_init__(self) -> None:
-        self._held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share))
+        self.held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share))
 
     @property
     def held_bytes(self) -> int:
-        """What the bodies of all that wait take."""
-        return self._held.size_bytes
+        """Bytes of the bodies of all waiting requests."""
+        return self.held.size_bytes
 
     def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
         """The adapter if some replica reports its exact digest as ready and not as draining.
 
-        excluded  what failed this request: its word does not count for it
+        excluded  replicas that may not get this request: they do not count
         """
         fleet = self.discovery.fleet
         adapter = fleet.adapters.get(lora_id)
@@ -138,60 +141,60 @@ class ColdStarts:
     ) -> RoutableAdapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
-        excluded     what failed this request, as things stand
-        tenant       who is held; see `tenant_share` and `tenant_adapters`
-        size_bytes   what the request holds while it is
-        deadline_at  when, by `clock`, nobody wants its answer any more
-        is_displaced it was let in and waited in the line: it is not sent away here because too many do
+        excluded     the replicas that may not get this request now
+        tenant       of the request, see `tenant_share` and `tenant_adapters`
+        size_bytes   of the request's body
+        deadline_at  by `clock`: the client waits no longer
+        is_displaced the request was admitted and queued before: it is not refused because too many wait
 
-        raises  Saturated when too many requests wait already; AdapterFailed, ModelNotFound and, of what fits on no
-                worker, NoCapacity when the orchestrator says so; after `timeout_s` NoCapacity when there was no room,
-                else ColdStartTimeout; DeadlineExceeded where its deadline is earlier than that
+        raises  Saturated where too many requests wait; AdapterFailed, ModelNotFound and, where the adapter fits on no
+                worker, NoCapacity by the orchestrator's word; after `timeout_s` NoCapacity where there was no room,
+                else ColdStartTimeout; DeadlineExceeded at an earlier deadline
         """
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:
             return adapter
         if not is_displaced:
-            self._check_hold(lora_id, tenant, size_bytes)
-        flight = self._flights.get(lora_id)
-        if flight is None:
-            task = asyncio.create_task(self._bring(lora_id))
-            # Where only this request cannot use what is there, no load is measured.
+            self._check_limits(lora_id, tenant, size_bytes)
+        start = self.loading.get(lora_id)
+        if start is None:
+            task = asyncio.create_task(self._load(lora_id))
+            # Where only this request cannot use a replica that has it, no load is measured.
             is_there = self.resident(lora_id) is not None
-            flight = self._flights[lora_id] = _Flight(task, self.clock(), is_measured=is_there)
-            # Everybody may be served, or have left, before it fails: nobody reads its error then.
-            flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            flight.task.add_done_callback(lambda _: self.discovery.changes.notify())
-        wanted = self._wanted.setdefault(tenant, Counter())
+            start = self.loading[lora_id] = _ColdStart(task, self.clock(), is_measured=is_there)
+            # All requests may be served, or have left, before it fails: then its error is read here.
+            start.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            start.task.add_done_callback(lambda _: self.discovery.changes.notify())
+        wanted = self.wanted.setdefault(tenant, Counter())
         wanted[lora_id] += 1
-        self._held.add(tenant, size_bytes)
-        flight.waiting += 1
-        self.metrics.held.set(len(self._held))
+        self.held.add(tenant, size_bytes)
+        start.waiting += 1
+        self.metrics.held.set(len(self.held))
         began_at = self.clock()
         try:
-            return await self._wait(lora_id, excluded, flight, deadline_at)
+            return await self._wait(lora_id, excluded, start, deadline_at)
         except (ColdStartTimeout, NoCapacity, DeadlineExceeded):
             self.holds.record_shed(lora_id, self.clock())
             raise
         finally:
             self.holds.record_hold(lora_id, self.clock() - began_at, self.clock())
-            self._held.remove(tenant, size_bytes)
-            self.metrics.held.set(len(self._held))
+            self.held.remove(tenant, size_bytes)
+            self.metrics.held.set(len(self.held))
             wanted[lora_id] -= 1
             if not wanted[lora_id]:
                 del wanted[lora_id]
-                if not flight.task.done() and self.tenant_adapters < inf:
-                    self._left.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
+                if not start.task.done() and self.tenant_adapters < inf:
+                    self.recently_wanted.setdefault(tenant, {})[lora_id] = self.clock() + _WANTED_FOR_S
             if not wanted:
-                del self._wanted[tenant]
-            flight.waiting -= 1
-            if not flight.waiting:
-                flight.task.cancel()
-                del self._flights[lora_id]
+                del self.wanted[tenant]
+            start.waiting -= 1
+            if not start.waiting:
+                start.task.cancel()
+                del self.loading[lora_id]
 
-    def _check_hold(self, lora_id: str, tenant: str, size_bytes: int) -> None:
-        refusal = self._held.refusal(tenant, size_bytes)
-        wanted = self._brought_for(tenant)
+    def _check_limits(self, lora_id: str, tenant: str, size_bytes: int) -> None:
+        refusal = self.held.refusal(tenant, size_bytes)
+        wanted = self._loading_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
             refusal = f"{len(wanted)} adapters are being loaded for you already, as many as may be for one tenant"
         if refusal is not None:
@@ -201,55 +204,55 @@ class ColdStarts:
                 retry_after_s=self._usual_load_s(),
             )
 
-    def _brought_for(self, tenant: str) -> set[str]:
-        """Adapters that are on their way for a tenant, those that it did not wait for among them."""
+    def _loading_for(self, tenant: str) -> set[str]:
+        """Adapters that are being loaded for a tenant, also those that it no longer waits for."""
         now = self.clock()
         left = {
             lora_id: until
-            for lora_id, until in self._left.pop(tenant, {}).items()
+            for lora_id, until in self.recently_wanted.pop(tenant, {}).items()
             if until > now and self.resident(lora_id) is None
         }
         if left:
-            self._left[tenant] = left
-        return {*self._wanted.get(tenant, ()), *left}
+            self.recently_wanted[tenant] = left
+        return {*self.wanted.get(tenant, ()), *left}
 
     def _usual_load_s(self) -> float:
-        return median(self._loads_s) if self._loads_s else _DEFAULT_RETRY_S
+        return median(self.loads_s) if self.loads_s else _DEFAULT_RETRY_S
 
     async def _wait(
-        self, lora_id: str, excluded: Callable[[], Excluded], flight: _Flight, deadline_at: float | None
+        self, lora_id: str, excluded: Callable[[], Excluded], start: _ColdStart, deadline_at: float | None
     ) -> RoutableAdapter:
         def settled() -> bool:
-            return flight.task.done() or self.resident(lora_id, excluded()) is not None
+            return start.task.done() or self.resident(lora_id, excluded()) is not None
 
         left_s = inf if deadline_at is None else deadline_at - self.clock()
         await self.discovery.changes.until(settled, timeout_s=min(self.timeout_s, left_s))
         adapter = self.resident(lora_id, excluded())
         if adapter is not None:
-            if not flight.is_measured:
-                flight.is_measured = True
-                self._loads_s.append(min(self.timeout_s, self.clock() - flight.began_at))
+            if not start.is_measured:
+                start.is_measured = True
+                self.loads_s.append(min(self.timeout_s, self.clock() - start.began_at))
             return adapter
-        if flight.task.done() and not flight.task.cancelled() and (failure := flight.task.exception()) is not None:
+        if start.task.done() and not start.task.cancelled() and (failure := start.task.exception()) is not None:
             raise failure
         if left_s < self.timeout_s:
             raise DeadlineExceeded(f"the deadline of this request passed before adapter {lora_id!r} was loaded")
-        if flight.stuck is not None:
+        if start.stuck is not None:
             raise NoCapacity(
-                f"adapter {lora_id!r} has no room: {without_addresses(flight.stuck)}",
+                f"adapter {lora_id!r} has no room: {without_addresses(start.stuck)}",
                 retry_after_s=self._usual_load_s(),
             )
         raise ColdStartTimeout(
             f"adapter {lora_id!r} was not loaded within {self.timeout_s:g} s; it may be soon, try again",
-            retry_after_s=flight.expected_s or self._usual_load_s(),
+            retry_after_s=start.expected_s or self._usual_load_s(),
         )
 
-    async def _bring(self, lora_id: str) -> None:
-        """Ask until nobody waits any more (then this is cancelled) or somebody says that it will not be."""
+    async def _load(self, lora_id: str) -> None:
+        """Ask for the adapter until it is refused, or no request waits any more (then this is cancelled)."""
         while True:
             adapter = self.discovery.fleet.adapters.get(lora_id)
             if adapter is not None and adapter.is_listed:
-                # Nobody brings it: its engine has to come back with it, and is asked in its turn.
+                # No one loads a listed adapter: its engine has to come back with it, and is polled anyway.
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             try:
@@ -263,7 +266,7 @@ class ColdStarts:
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
 
     async def _place(self, lora_id: str) -> str | None:
-        """Where it is ready by the orchestrator's word, or by a home's where that is away; None: not yet."""
+        """The worker where the adapter is ready, by the orchestrator or, in its absence, a home; None: not yet."""
         try:
             return await self._ensure(lora_id)
         except (EngineLost, FetchRefused, ValueError) as exc:
@@ -271,53 +274,55 @@ class ColdStarts:
             return await self._load_at_a_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
-        """Where the orchestrator says that it is ready, or None: not yet."""
+        """The worker where the adapter is ready, by the orchestrator; None: not yet."""
         try:
-            tenants = tuple(sorted(tenant for tenant, wanted in self._wanted.items() if lora_id in wanted))
+            tenants = tuple(sorted(tenant for tenant, wanted in self.wanted.items() if lora_id in wanted))
             ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)
             answer = await self._answer(f"/v1/adapters/{quote(lora_id)}/ensure", ask.model_dump_json().encode())
         except FetchRefused as exc:
             if exc.status in _REFUSALS:
                 raise _REFUSALS[exc.status](_message(exc)) from exc
             raise
-        told = EnsureAnswer.model_validate_json(answer)
-        if told.fits_nowhere and not told.ready:
+        answered = EnsureAnswer.model_validate_json(answer)
+        if answered.fits_nowhere and not answered.ready:
             raise NoCapacity(
-                f"adapter {lora_id!r} fits on no worker: {without_addresses(told.error or 'no reason is given')}",
+                f"adapter {lora_id!r} fits on no worker: {without_addresses(answered.error or 'no reason is given')}",
                 retry_after_s=_OTHER_WORKER_S,
             )
-        self._note(lora_id, told.expected_s, None if told.ready or told.loading else told.error)
-        return told.ready[0] if told.ready else None
+        self._record_progress(
+            lora_id, answered.expected_s, None if answered.ready or answered.loading else answered.error
+        )
+        return answered.ready[0] if answered.ready else None
 
     async def _answer(self, path: str, body: bytes) -> bytes:
-        """The orchestrator's, which may wait with it; raises EngineLost at once where it says nothing to anybody."""
+        """The orchestrator's answer, which may take a while; raises EngineLost at once where it is silent to all."""
 
-        def look() -> None:
+        def check_silence() -> None:
             age_s = self.discovery.catalog_age_s()
             if age_s is not None and age_s > self.silent_after_s:
                 raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
 
         asking = self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
-        return await watched(asking, look, every_s=_ASK_AGAIN_S)
+        return await watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
-    def _note(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
-        flight = self._flights.get(lora_id)
-        if flight is not None:
-            flight.expected_s, flight.stuck = expected_s, stuck
-            # What waited for room says nothing of how long loads take.
-            flight.is_measured = flight.is_measured or stuck is not None
+    def _record_progress(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
+        start = self.loading.get(lora_id)
+        if start is not None:
+            start.expected_s, start.stuck = expected_s, stuck
+            # A load that waited for room is not measured.
+            start.is_measured = start.is_measured or stuck is not None
 
     async def _load_at_a_home(self, lora_id: str) -> str | None:
-        """Have the adapter loaded by its rendezvous home, or the next in that order which can; None: by none of them.
+        """Have the adapter loaded by its rendezvous home, or the next one that can; None: by none of them.
 
-        Every router asks in the same order, so that all of them fill the same home.
+        All routers ask in the same order, so that they fill the same home.
         """
         adapter = self.discovery.fleet.adapters.get(lora_id)
         if adapter is None:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
         homes = self._homes(adapter)
         if not homes:
-            self._check_taken(adapter)
+            self._check_accepted(adapter)
             raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
         wanted = LoadRequest(
             lora_id=lora_id,
@@ -338,19 +343,19 @@ class ColdStarts:
                 code = _error(exc).get("code")
                 full += (exc.status, code) == (409, "no_free_slot")
                 if exc.status in _ADAPTERS_OWN or code == "digest_mismatch":
-                    break  # the next one would fetch the same bytes, and its engine stall over them
+                    break  # the next one would fetch the same bytes, and its engine would stall over them
             else:
                 return home.id
         if full:
-            # Who decides what makes room may be back in a moment: those who wait go on waiting.
+            # The orchestrator, which decides what makes room, may be back soon: requests go on waiting.
             what = f"its home {homes[0].id!r} has no free slot"
             if len(homes) > 1:
                 what = f"none of the {len(homes)} workers that take it has a free slot"
-            self._note(lora_id, None, f"{what}, and nobody decides what makes room")
+            self._record_progress(lora_id, None, f"{what}, and nobody decides what makes room")
         return None
 
-    def _check_taken(self, adapter: RoutableAdapter) -> None:
-        """Raises NoCapacity where all workers of its base model take no adapters at all."""
+    def _check_accepted(self, adapter: RoutableAdapter) -> None:
+        """Raises NoCapacity where no worker of its base model accepts adapters."""
         replicas = self.discovery.fleet.roster(adapter.base_model or "").replicas
         if replicas and all(replica.refusal for replica in replicas):
             raise NoCapacity(
@@ -359,31 +364,29 @@ class ColdStarts:
             )
 
     async def _load_at(self, home: Replica, body: bytes) -> None:
-        """Have this worker load it. Raises Refused, and EngineLost: at once where its agent says nothing to anybody."""
+        """Have this worker load it. Raises FetchRefused, and EngineLost: at once where its agent is silent to all."""
 
-        def look() -> None:
+        def check_silence() -> None:
             if self._is_silent(home):
                 raise EngineLost("no_answer_in_time", f"the agent of worker {home.id!r} has said nothing for a while")
 
         asking = self.post(home.agent_url, "/v1/admin/load_lora", body=body, timeout_s=self.timeout_s)
-        await watched(asking, look, every_s=_ASK_AGAIN_S)
+        await watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
     def _is_silent(self, replica: Replica) -> bool:
         age_s = self.discovery.report_age_s(replica.id)
         return age_s is None or age_s > self.silent_after_s
 
     def _warn(self, what: str, lora_id: str, cause: Exception, **about: str) -> None:
-        flight = self._flights.get(lora_id)
+        start = self.loading.get(lora_id)
         trouble = (what, type(cause).__name__, *about.values())
-        if flight is None or trouble not in flight.troubles:
+        if start is None or trouble not in start.troubles:
             log.warning(what, lora_id=lora_id, error=repr(cause), **about)
-        if flight is not None:
-            flight.troubles.add(trouble)
+        if start is not None:
+            start.troubles.add(trouble)
 
     def _homes(self, adapter: RoutableAdapter) -> list[Replica]:
-        """Where it may be loaded, in the order in which to ask: rendezvous, as the orchestrator would have it, and last
-        who takes no loads now.
-        """
+        """The replicas that may load it, in rendezvous order as at the orchestrator; last those that hang now."""
         able = [
             replica
             for replica in self.discovery.fleet.roster(adapter.base_model or "").replicas
@@ -398,7 +401,7 @@ class ColdStarts:
 
 
 _REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}
-# An agent's word on the adapter, which another agent would repeat. What else one answers is about that worker alone.
+# Statuses by which an agent refuses the adapter itself, as any other agent would. Others are about that worker alone.
 _ADAPTERS_OWN = frozenset({400, 413, 422})
 
 
@@ -411,5 +414,5 @@ def _error(refused: FetchRefused) -> dict[str, object]:
 
 
 def _message(refused: FetchRefused) -> str:
-    told = _error(refused).get("message")
-    return without_addresses(str(told)) if told else f"the control plane answered {refused.status}"
+    answered = _error(refused).get("message")
+    return without_addresses(str(answered)) if answered else f"the control plane answered {refused.status}"

@@ -1,4 +1,4 @@
-"""A request at a replica, from dispatch to end: what it counts for, and what its answer teaches."""
+"""A request at a replica, from dispatch to end: its load there, and what its answer says about predictions."""
 
 from time import time
 
@@ -11,22 +11,22 @@ from router.protocols.usage import EngineUsage
 from router.request.services import RequestRecord, Services
 from router.tokenizing.tokenizers import Source
 
-# A request that had no more than this queued before it began as the index was when it was decided.
+# Seconds of queue: behind a shorter one the request began with the cache as it was when it was decided.
 _PROMPT_START_S = 0.1
 
 
 class DispatchedRequest:
-    """A request at a replica: its load, its speculative blocks and its use, each given back exactly once.
+    """A request at a replica: its load entry, pending blocks and usage count, each given back exactly once.
 
-    target, prompt, decision   what it is, and where it was sent; `replica` is the decision's
-    hashes                     of its prompt's blocks, as that replica has them
-    predicted_tokens           of its prompt that should be cached there; of an approximate prompt nothing is predicted
-    record                     what is kept of it when it is over
-    load                       what it counts for at its replica
+    replica           of the decision
+    hashes            block hashes of the prompt, by that replica's block size and salt
+    predicted_tokens  of the prompt, that should be cached there; 0 for an approximate prompt
+    record            what is kept of it when it is over
+    load              its entry in the load book
     """
 
     __slots__ = (
-        "_guess",
+        "_estimate",
         "_hold",
         "_index",
         "_services",
@@ -52,11 +52,11 @@ class DispatchedRequest:
         is_streamed: bool,
         decision: Decision,
     ) -> None:
-        """asked_at  by Parts.clock, when it was ready to be sent: since then it waited."""
+        """asked_at  by Services.clock, when it was ready to be sent: since then it has waited."""
         now = decision.snapshot.now
-        replica, score, ask = decision.replica, decision.score, hashed.request
+        replica, score, routing = decision.replica, decision.score, hashed.request
         worker, waited_s = replica.id, now - asked_at
-        # First: it runs the shadow policies, and one that fails must leave nothing held.
+        # First, because it runs the shadow policies: one that fails must leave nothing to give back.
         self.load = services.scheduler.record_dispatch(decision, now)
         self.load.is_streamed = is_streamed
         self._services = services
@@ -64,10 +64,10 @@ class DispatchedRequest:
         self.hashed = hashed
         self.decision = decision
         self.replica = replica
-        is_approximate = ask.is_approximate
+        is_approximate = routing.is_approximate
         trust = "estimate" if is_approximate else services.accuracy.state(worker)
         self.record = RequestRecord(request_id, time(), tokens_from, decision, trust, waited_s)
-        services.decisions.note(self.record, now)
+        services.decisions.add(self.record, now)
         self.hashes = hashed.chain(worker, replica.block_size)
         self._hold: PendingBlocks | None = None
         if self.hashes:
@@ -76,11 +76,11 @@ class DispatchedRequest:
             member = services.feeds.member_name(worker, ranks.get(worker)) if ranks else worker
             self._hold = self._index.add_pending(member, self.hashes)
         is_known = bool(hashed.chains) and not is_approximate
-        prompt_tokens = ask.prompt_tokens if is_known else 0
+        prompt_tokens = routing.prompt_tokens if is_known else 0
         self.predicted_tokens = score.cached_tokens if is_known else 0
-        # What the engine calls the thing to run.
-        self._use = services.usage.record_dispatch(worker, ask.engine_name or target.base_model, prompt_tokens, now)
-        self._guess: PredictedCache | None = None
+        # By the engine's name of the model.
+        self._use = services.usage.record_dispatch(worker, routing.engine_name or target.base_model, prompt_tokens, now)
+        self._estimate: PredictedCache | None = None
         metrics = services.metrics
         metrics.waited.observe(waited_s)
         metrics.live_cost.value += score.cost_s
@@ -88,22 +88,22 @@ class DispatchedRequest:
         metrics.prompt_tokens.value += prompt_tokens
 
     def record_first_token(self) -> None:
-        """Prefill is over; the engine's own events take over from our guess in a moment."""
+        """Record the first token of a stream: prefill is over, and room for the next request."""
         services, now = self._services, self._services.clock()
         services.scheduler.load.record_first_token(self.load, now)
         services.queue.poke()
-        self._prefilled(now)
+        self._record_prefilled(now)
 
     def record_whole_answer(self) -> None:
-        """All of the answer is there, and `end` is called next, which takes it out of prefill, too."""
-        self._prefilled(self._services.clock())
+        """Record a whole answer. `end` follows, which ends its prefill in the load book."""
+        self._record_prefilled(self._services.clock())
 
-    def _prefilled(self, now: float) -> None:
+    def _record_prefilled(self, now: float) -> None:
         services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
         is_approximate = self.hashed.request.is_approximate
         if record.trust == "estimate" and not is_approximate:
-            self._guess = services.feeds.record_served(self.replica.id, self.hashes, began_at=began_at, now=now)
+            self._estimate = services.feeds.record_served(self.replica.id, self.hashes, began_at=began_at, now=now)
         if self._hold is not None:
             if is_approximate:
                 name = self._hold.worker
@@ -112,15 +112,15 @@ class DispatchedRequest:
             self._hold = None
 
     def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
-        """Hold the predicted hit against the engine's own word, where it gave one and there was a prediction.
+        """Compare the predicted cached tokens with those of the engine's usage, where there are both.
 
-        is_one_of_many  it prefilled the prompt several times, and tells of one of them: not of the first
+        is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
         """
         cached = usage.cached_tokens
         if cached is None or not self.hashed.chains:
             return
         if self.hashed.request.is_approximate:
-            # Shown, and held against nothing: blocks of an approximate prompt are not the engine's.
+            # Shown only: blocks of an approximate prompt are not the engine's, so nothing was predicted.
             self.record.cached_tokens = None if is_one_of_many else cached
             return
         services, score = self._services, self.decision.score
@@ -129,21 +129,22 @@ class DispatchedRequest:
             return
         self.record.cached_tokens = cached
         predicted = score.cached_tokens
-        # Behind a queue a full cache has lost the prefix before its turn comes: that says nothing about the index.
+        # Behind a queue a full cache may have lost the prefix by then: that says nothing about the index.
         if predicted <= cached or score.queue_s <= _PROMPT_START_S:
             services.accuracy.record_comparison(
                 self.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
             )
-        if self._guess is not None:
-            services.feeds.learn_from_answer(self._guess, cached // self.replica.block_size)
+        if self._estimate is not None:
+            services.feeds.learn_from_answer(self._estimate, cached // self.replica.block_size)
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
-        """Over, however it ended; repeats change nothing. Returns its share of the engine's seconds of decoding, 0.0
-        where that is not known.
+        """Give back the load entry, pending blocks and usage count. Safe to call twice.
 
-        is_error       the engine failed it
-        is_streamed    so that what came first of the answer was its first token
-        output_tokens  that the engine made of it, as far as is known
+        Returns the request's share of the engine's seconds of decoding; 0.0: not known.
+
+        is_error       the engine failed the request
+        is_streamed    the first data of the answer was its first token
+        output_tokens  generated tokens, as far as is known
         """
         if self.load.ended:
             return 0.0
@@ -154,7 +155,7 @@ class DispatchedRequest:
         else:
             report = self.replica.report
             if report.decode_tokens_per_s:
-                # A step decodes for all that run, so each is charged its share of it.
+                # A step decodes one token of each running request, so each is charged its share.
                 decode_s = output_tokens / report.decode_tokens_per_s / max(1, report.running)
             work_s = self.decision.score.prefill_s + decode_s
             self._use.record_end(work_s, output_tokens, first_data_s if is_streamed else None, now, is_error)

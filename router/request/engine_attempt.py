@@ -1,4 +1,4 @@
-"""open -> relay: one attempt at one replica, and its bytes to the client."""
+"""open and relay: one HTTP exchange with one engine, and its bytes to the client."""
 
 from collections import deque
 from collections.abc import Callable, Container
@@ -29,16 +29,16 @@ from router.request.engine_request import EngineRequest
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
-# No client's key goes to an engine, so these are about the router's: vLLM's --api-key, or a mesh or proxy in front.
-_NOT_OUR_KEY = frozenset({401, 403, 407})
+# Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
+_KEY_REFUSALS = frozenset({401, 403, 407})
 _EVENT_STREAM = b"text/event-stream"
-# The event with an answer's usage is the last but `[DONE]`, and each may come in a chunk of its own; a third for what
-# an engine sends without a closing blank line.
+# The usage event is the last but `[DONE]`, and each may come in a chunk of its own; a third chunk for an event without
+# a closing blank line.
 _TAIL_CHUNKS = 3
-# From an answer's last event to the end of its body, which comes with it: later, and the connection is closed.
+# Seconds from an answer's last event to the end of its body; then the connection is closed.
 _LINGER_S = 1.0
-# Sooner than an engine can have looked at a request that would kill it.
-_AT_ONCE_S = 0.05
+# A loss this early closed an idle connection: no engine can have read a request that kills it.
+STALE_WITHIN_S = 0.05
 LOSS_MESSAGES = {
     "connection": "no connection",
     "no_descriptors": "no connection, because this router has no file descriptor left",
@@ -53,7 +53,7 @@ LOSS_MESSAGES = {
 class AttemptLimits:
     """Seconds and bytes that bound one attempt.
 
-    longer  asked when `first_data_s` has passed: until when to wait on, by the loop's clock; None: no longer
+    longer  called when `first_data_s` has passed, for the next deadline by the event loop's clock; None: no longer
     """
 
     first_data_s: float
@@ -63,23 +63,25 @@ class AttemptLimits:
 
 
 class EngineAttempt(msgspec.Struct, eq=False):
-    """One request at an engine, and its answer as it comes; nothing has gone to the client until `relay` or `first`.
+    """One request at an engine, and its answer as it comes. The client gets no part of it before `relay`.
 
-    tell            called when it is decided, which means that its first `data:` event is there, or the whole body, or
-                    that it has failed
-    status, content_type, retry_after, first   of the answer: its first events, or all of it
-    metadata        of an answer that is bytes and no JSON: vLLM 0.32 tells in a header what they are
-    streamed        whether more follows `first`: the engine has the last word on that
+    An attempt is decided when its first `data:` event has come, or its whole body, or when it has failed.
+
+    notify          called when the attempt is decided; during `relay`, when that is over
+    status, content_type, retry_after  of the answer
+    first           the answer's whole body; of a stream nothing
+    metadata        header that describes an answer of bytes (vLLM 0.32)
+    streamed        the answer is a stream: the engine decides that
     in_band_error   a stream whose first event was an error: `status` and `first` are that error's
-    events          of a stream, that were sent on: about one a token
+    events          events of a stream that were sent on: about one a token
     failure         why there is no answer, or no more of it
-    is_stale        it failed because the engine closed an idle connection just as it was used again, which says nothing
-                    about the engine and nothing about the request: it may go out once more, on a new connection
+    is_stale        the engine closed an idle connection just as it was used again. That says nothing about engine or
+                    request: it is sent once more, on a new connection
     """
 
-    _call: EngineRequest
+    _request: EngineRequest
     _limits: AttemptLimits
-    tell: Callable[[], None]
+    notify: Callable[[], None]
     streamed: bool
     _connection: EngineConnection | None = None
     _sent_at: float = 0.0
@@ -107,33 +109,32 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.longer = self._limits.longer
-        connection.send(self._call.request, self)
+        connection.send(self._request.request, self)
 
     def may_move(self, served: Container[str]) -> bool:
-        """Whether nothing of its answer is there, and others, which serve these adapters, may as well give it. What
-        follows up on something that an engine keeps is that engine's.
+        """Whether another replica may answer instead: nothing of the answer is there, and it is no stored response's.
+
+        served  adapters of the other replicas
         """
-        call = self._call
-        is_served = not call.engine_name or call.engine_name in served
-        return is_served and not self._is_decided and call.route.state == "none"
+        request = self._request
+        is_served = not request.engine_name or request.engine_name in served
+        return is_served and not self._is_decided and request.route.state == "none"
 
     def check(self) -> None:
-        """Once it is decided: whether the answer is the client's, error or not.
+        """Return where a decided attempt has the client's answer, an error or not.
 
-        raises  ReplicaUnreachable when another replica may do better: no connection, 502, 503, a key that it does not
-                take, an adapter that the replica had reported but no longer knows, an engine shutting down, an error in
-                place of the first event
+        raises  ReplicaUnreachable where another replica may do better, see `_retry_reason` and core.failover.verdict
         """
-        failure, call = self.failure, self._call
+        failure, request = self.failure, self._request
         if failure is not None:
-            # It may break off in the very read that decided it: nothing has gone to the client then.
+            # The engine may break off in the read that decided the attempt: the client has got nothing then.
             lost = failure.__cause__ if isinstance(failure, StreamBroken) else failure
-            raise _unreachable(call, lost) if isinstance(lost, EngineLost) else failure
+            raise _unreachable(request, lost) if isinstance(lost, EngineLost) else failure
         if self.status != 200:
-            reason = _retry_reason(self, call)
+            reason = _retry_reason(self, request)
             if reason is not None:
                 self.close()
-                what = f"replica {call.replica}: {self.status} {self.first[:200]!r}"
+                what = f"replica {request.replica}: {self.status} {self.first[:200]!r}"
                 if reason == "engine_unauthorized":
                     what += "; it does not take this router's key (see engine_key, of engines without an agent)"
                 raise ReplicaUnreachable(what, reason=reason)
@@ -147,17 +148,17 @@ class EngineAttempt(msgspec.Struct, eq=False):
         *,
         hidden: UsageFilter | None = None,
     ) -> None:
-        """As `relay`, and call `on_over` when the stream is over, perhaps at once."""
-        self._rewriter, self._hidden, self.tell = rewriter, hidden, on_over
+        """As `relay`, and request `on_over` when the stream is over, perhaps at once."""
+        self._rewriter, self._hidden, self.notify = rewriter, hidden, on_over
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
         exchange.on_pause, exchange.on_resume = self._pause, self._resume
         if exchange.is_paused:
-            self._pause()  # by an answer that was written in the turn in which this request came
+            self._pause()  # because of a response written in the tick in which this request came
         got, self._got = self._got, []
         self.data(b"".join(got))
         if self._connection is None:
-            self._over()
+            self._end_relay()
 
     async def relay(
         self, exchange: HttpExchange, rewriter: AnswerRewriter, *, hidden: UsageFilter | None = None
@@ -172,66 +173,64 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the engine broke off in the middle of what it was streaming."""
+        """Whether the engine broke off in the middle of a stream."""
         return isinstance(self.failure, StreamBroken)
 
     @property
     def lost_by(self) -> str:
-        """How its engine was lost, by EngineLost's reasons; empty where it was not."""
+        """How the engine was lost, by EngineLost's reasons; empty: it was not."""
         cause = self.failure.__cause__ if isinstance(self.failure, StreamBroken) else self.failure
         return cause.reason if isinstance(cause, EngineLost) else ""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of an answer has come."""
+        """Whether the answer has come to its end."""
         return self._connection is None and self.failure is None
 
     @property
     def has_said_done(self) -> bool:
-        """Whether the last event of its stream was sent on: its client lacks nothing, whatever comes behind it."""
+        """Whether the last event of the stream was sent on, so that the client lacks nothing."""
         return self._has_ended
 
     def usage(self) -> EngineUsage | None:
-        """The engine's usage, once all of the answer is there; None where it has told none. Parses at each call."""
-        kind = self._call.route.usage
+        """The usage in a complete answer; None: it has none. Parses at each request."""
+        kind = self._request.route.usage
         if self._tail is None:
             return usage_of(kind, self.first if self.metadata is None else self.metadata)
         return usage_of_events(kind, b"".join(self._tail))
 
     def close(self) -> None:
-        """Free the connection, and tell no more; one whose answer was not read to its end is closed, and the engine
-        aborts.
-        """
+        """Release the connection: where the answer has not come to its end it is closed, and the engine aborts."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._exchange is not None:
-            self._let_go()
+            self._detach_client()
 
-    # What the connection calls.
+    # Called by the connection.
 
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
         self.content_type = content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
         self.metadata = headers.get(b"metadata")
-        # The engine has the last word on whether it streams: it takes `"stream": "true"` and 1 for true as well.
+        # The engine decides whether it streams: it takes `"stream": "true"` and 1 for true as well.
         self.streamed = status == 200 and (self.streamed or content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
         if self._rewriter is not None:
-            self._pass_on(data, self._rewriter)
+            self._relay_chunk(data, self._rewriter)
             return
         self._got.append(data)
         self._size += len(data)
         if self._is_decided:
-            return  # `relay` is about to begin
+            return  # the relay is about to begin
         if not self.streamed:
             if self._size > self._limits.answer_bytes:
                 self._fail("answer_too_large", f"an answer of over {self._limits.answer_bytes} bytes")
             return
         got = data if len(self._got) == 1 else b"".join(self._got)
-        if has_first_event(got) and not has_only_early_events(self._call.route, got):
+        if has_first_event(got) and not has_only_early_events(self._request.route, got):
             self._got = [got]
             self._begin_stream(got)
         elif self._size > MAX_EVENT_BYTES:
@@ -240,7 +239,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def end(self) -> None:
         self._connection = None
         if self._exchange is not None:
-            self._over()
+            self._end_relay()
         elif not self._is_decided:
             if self.streamed:
                 self.lost(EngineLost("no_answer", "the stream ended before its first event"))
@@ -252,13 +251,13 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def lost(self, exc: EngineLost) -> None:
         connection, self._connection = self._connection, None
         if self._has_ended:
-            self._over()
+            self._end_relay()
             return
         if self._is_decided:
             how = "broke off"
             if exc.reason == "no_answer_in_time":
                 how = f"paused for {self._limits.idle_s:g} s (idle_timeout_s), and was given up,"
-            self._break(StreamBroken(f"replica {self._call.replica} {how} in the middle of its answer"), exc)
+            self._break(StreamBroken(f"replica {self._request.replica} {how} in the middle of its answer"), exc)
             return
         if exc.reason == "no_answer" and self._has_only_begun():
             exc = EngineLost("begun_only", str(exc))
@@ -269,21 +268,22 @@ class EngineAttempt(msgspec.Struct, eq=False):
             and connection is not None
             and connection.answers > 0
             and connection.said_nothing
-            and connection.loop.time() - self._sent_at <= _AT_ONCE_S
+            and connection.loop.time() - self._sent_at <= STALE_WITHIN_S
         )
         self._decide()
 
     def _has_only_begun(self) -> bool:
-        """Whether what came says little of the engine: so vLLM 0.32 breaks off a response whose schema it can't take;
-        and behind the head alone one that it can't tell of, such as of `"truncation": null`.
+        """Whether a stream broke off behind events that come before any work: that says little of the engine.
+
+        vLLM 0.32 breaks off so for a schema that it can't take, and behind the head alone for `"truncation": null`.
         """
-        if not (self.streamed and self.status == 200 and self._call.route.early_events):
+        if not (self.streamed and self.status == 200 and self._request.route.early_events):
             return False
-        return not self._got or has_only_early_events(self._call.route, b"".join(self._got))
+        return not self._got or has_only_early_events(self._request.route, b"".join(self._got))
 
     def _decide(self) -> None:
         self._is_decided = True
-        self.tell()
+        self.notify()
 
     def _begin_stream(self, got: bytes) -> None:
         failure = event_error(got)
@@ -293,7 +293,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self.in_band_error, self.streamed = True, False
         self._decide()
 
-    def _pass_on(self, data: bytes, rewriter: AnswerRewriter) -> None:
+    def _relay_chunk(self, data: bytes, rewriter: AnswerRewriter) -> None:
         connection = self._connection
         if connection is not None:
             connection.heard_at = now = connection.loop.time()
@@ -308,18 +308,18 @@ class EngineAttempt(msgspec.Struct, eq=False):
         else:
             self._send(ready)
             if self._has_ended:
-                self._dismiss(ready)
+                self._end_behind_last_event(ready)
 
-    def _dismiss(self, ready: bytes) -> None:
-        """The last event was sent on: an engine that does not end its body keeps neither client nor quota."""
+    def _end_behind_last_event(self, ready: bytes) -> None:
+        """End the relay behind the last event: an engine that does not end its body holds neither client nor quota."""
         connection = self._connection
         if connection is None:
             return
         if says_done(ready):
-            # Nothing comes after this one in any dialect.
+            # No dialect has an event behind this one.
             self._connection = None
             connection.dismiss(within_s=_LINGER_S)
-            self._over()
+            self._end_relay()
         else:
             connection.deadline = connection.loop.time() + _LINGER_S
 
@@ -330,7 +330,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         assert self._tail is not None
         self._tail.append(ready)
         self.events += ready.count(b"\n\n")
-        ends = self._call.route.final_events
+        ends = self._request.route.final_events
         self._has_ended = says_done(ready) or (bool(ends) and (self._has_ended or last_type(ready) in ends))
         if self._hidden is not None:
             ready = self._hidden.events(ready)
@@ -338,19 +338,19 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     def _fail(self, reason: str, what: str) -> None:
         self.close()
-        self.failure = ReplicaUnreachable(f"replica {self._call.replica}: {what}", reason=reason)
+        self.failure = ReplicaUnreachable(f"replica {self._request.replica}: {what}", reason=reason)
         self._decide()
 
     def _break(self, broken: StreamBroken, cause: Exception | None = None) -> None:
         broken.__cause__ = cause
         self.failure = broken
-        self._over()
+        self._end_relay()
 
-    def _over(self) -> None:
-        """What is relayed has ended, well or not."""
+    def _end_relay(self) -> None:
+        """Send the rest of a relayed stream that has ended, well or not."""
         exchange = self._exchange
         if exchange is None:
-            return  # `relay` has not begun, or it is told already
+            return  # the relay has not begun, or is over
         assert self._rewriter is not None
         if self.failure is None:
             try:
@@ -358,18 +358,18 @@ class EngineAttempt(msgspec.Struct, eq=False):
             except StreamBroken as exc:
                 self.failure = exc
         if self.failure is None and not self._is_complete():
-            self.failure = StreamBroken(f"replica {self._call.replica} ended its stream in the middle of its answer")
+            self.failure = StreamBroken(f"replica {self._request.replica} ended its stream in the middle of its answer")
         if self._hidden is not None:
             exchange.send(self._hidden.end())
-        self._let_go()
-        self.tell()
+        self._detach_client()
+        self.notify()
 
     def _is_complete(self) -> bool:
-        """Whether a stream that its engine has ended is all of the answer: its last events say so."""
-        route = self._call.route
+        """Whether the last events of an ended stream say that the answer is complete."""
+        route = self._request.route
         return self._has_ended or not route.streams or is_finished(b"".join(self._tail or ()))
 
-    def _let_go(self) -> None:
+    def _detach_client(self) -> None:
         assert self._exchange is not None
         self._exchange.on_pause = self._exchange.on_resume = None
         self._exchange = None
@@ -383,7 +383,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._connection.resume()
 
 
-async def open_attempt(pool: EnginePool, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+async def open_attempt(pool: EnginePool, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
     """Send one request and wait until it is decided.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
@@ -391,9 +391,9 @@ async def open_attempt(pool: EnginePool, call: EngineRequest, limits: AttemptLim
     raises  ReplicaUnreachable, see EngineAttempt.check
     """
     lost: EngineLost | None = None
-    connection = pool.idle(call.origin)
+    connection = pool.idle(request.origin)
     if connection is not None:
-        attempt = await _sent(connection, call, limits)
+        attempt = await _sent(connection, request, limits)
         if not attempt.is_stale:
             attempt.check()
             return attempt
@@ -401,20 +401,20 @@ async def open_attempt(pool: EnginePool, call: EngineRequest, limits: AttemptLim
         lost = attempt.failure
     await leave_batch()
     try:
-        connection = await pool.connect(call.origin)
+        connection = await pool.connect(request.origin)
     except EngineLost as exc:
-        # Where an engine that has just broken off does not listen any more, it died.
+        # An engine that has just broken off and no longer listens has died.
         why = lost if lost is not None and exc.reason == "connection" else exc
-        raise _unreachable(call, why) from why
-    attempt = await _sent(connection, call, limits)
+        raise _unreachable(request, why) from why
+    attempt = await _sent(connection, request, limits)
     attempt.check()
     return attempt
 
 
-async def _sent(connection: EngineConnection, call: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+async def _sent(connection: EngineConnection, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
     """The attempt, once it is decided."""
     decided = Signal()
-    attempt = EngineAttempt(call, limits, decided.set, call.streamed)
+    attempt = EngineAttempt(request, limits, decided.set, request.streamed)
     attempt.begin(connection)
     try:
         await decided
@@ -424,24 +424,24 @@ async def _sent(connection: EngineConnection, call: EngineRequest, limits: Attem
     return attempt
 
 
-def _unreachable(call: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
-    # The message of the loss names addresses, which are the log's to tell.
-    unreachable = ReplicaUnreachable(f"replica {call.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
+def _unreachable(request: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
+    # The message of the loss names addresses, which only the log may have.
+    unreachable = ReplicaUnreachable(f"replica {request.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
     unreachable.__cause__ = lost
     return unreachable
 
 
-def _retry_reason(attempt: EngineAttempt, call: EngineRequest) -> str | None:
-    """Why another replica may do better, or None: the answer is the client's, error or not."""
+def _retry_reason(attempt: EngineAttempt, request: EngineRequest) -> str | None:
+    """Why another replica may do better; None: the client gets this answer, an error or not."""
     status, first = attempt.status, attempt.first
     if status in (502, 503):
         return "engine_unavailable"
-    if status in _NOT_OUR_KEY and not attempt.in_band_error:
+    if status in _KEY_REFUSALS and not attempt.in_band_error:
         return "engine_unauthorized"
-    # An engine names the model that it does not know; any other 404 (a route that it does not serve) is the client's.
-    if status == 404 and call.engine_name and call.engine_model.encode() in first:
+    # A 404 for an unknown model names the model; any other (a route that the engine lacks) is the client's.
+    if status == 404 and request.engine_name and request.engine_model.encode() in first:
         return "adapter_missing"
-    if status == 400 and call.engine_name and any(said in first for said in _NOT_LOADED):
+    if status == 400 and request.engine_name and any(said in first for said in _NOT_LOADED):
         return "adapter_missing"
     if status == 500 and _SHUTTING_DOWN in first:
         return "engine_draining"

@@ -1,4 +1,4 @@
-"""A client's body -> the engine's: the names it may not use, and the name that the engine knows the adapter by."""
+"""A client's body as an engine gets it: refused and dropped fields, the engine's name of the model, and options."""
 
 from array import array
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ _CACHES = "the fleet's own caches are not a client's to move"
 _RANK = "the router chooses the engine, and the rank in it"
 _SESSIONS = "sessions are pinned to engines; send the whole prompt, its prefix is cached anyway"
 
-# Fields that pick an adapter or steer engine, cache or index, by every name an engine has for it: four of seven engines
-# answer from the base model when such a field names nothing, so only the router's own record may choose.
+# Fields that choose an adapter or steer engine, cache or index, by every name that an engine has for them. Four of
+# seven engines answer from the base model when such a field names nothing, so only the router's catalog may choose.
 REFUSED_FIELDS: Mapping[str, str] = {
     # LoRAX and TGI
     "adapter_id": _LORA,
     "adapter_parameters": _LORA,
     "adapter_source": _LORA,
-    # LMDeploy, and what several proxies call it
+    # LMDeploy, and several proxies
     "adapter": _LORA,
     "adapter_name": _LORA,
     "adapters": _LORA,
@@ -59,30 +59,30 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "kv_cache_report_mode": "the router asks for reports itself",
     "kv_transfer_params": _CACHES,
 }
-# The same, one level down: vLLM 0.32 v1/request.py reads these from where it puts `vllm_xargs`.
+# The same within `vllm_xargs`: vLLM 0.32 v1/request.py reads these there.
 REFUSED_EXTRA_ARGS: Mapping[str, str] = {
     "ec_transfer_params": _CACHES,
     "kv_cache_report_mode": "the router asks for reports itself",
     "kv_transfer_params": _CACHES,
 }
-# Harmless to ask for, but not the engine's to hear. vLLM 0.32 marks its KV events with a session
+# Fields that a client may send, and that no engine gets. vLLM 0.32 marks its KV events with a session
 # (v1/core/block_pool.py), and takes it from either place.
 STRIPPED_FIELDS = frozenset({"lora_id", "session_id"})
 STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
-# All that an engine hears of a client's headers. vLLM 0.32 takes orders from others (X-data-parallel-rank,
+# The headers of a client that an engine gets. vLLM 0.32 is steered by others (X-data-parallel-rank,
 # X-Session-ID, X-Vllm-Priority, X-Request-Id); of these the router sends its own rank and request id.
 FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
 
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
 _UNSET = (b"null", b"false")
-# What a field may hold that its client does not use.
-_NOTHING = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
+# Values of fields that a client does not use.
+_EMPTY_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 _UNASKED = (None, False)
 
-# Fields with which an answer would show that the engine was given ids for a text: it repeats the prompt, or cuts it.
-# A text that the tokenizer normalizes does not come back from its ids as it was. And fields that hold an effort: vLLM
-# 0.33 may put another into the prompt (`--reasoning-effort-map`), which its /tokenize cannot be asked about.
+# Fields with which the answer to ids differs from the answer to text. Some repeat or cut the prompt, and a text that
+# the tokenizer normalizes does not come back from its ids. Others name an effort: vLLM 0.33 may put another one into
+# the prompt (`--reasoning-effort-map`), which its /tokenize does not know.
 _NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
     "completion": frozenset({"echo", "suffix", "prompt_embeds", "truncate_prompt_tokens"}),
     "chat": frozenset({"echo", "return_prompt_text", "truncate_prompt_tokens", "reasoning_effort"}),
@@ -92,44 +92,45 @@ _NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
 
 
 def refuse_steering(body: Body, extra_args: object) -> None:
-    """Raises BadBody when a client's body steers engine or index. A field that says nothing, such as null, is taken out
-    of the body: clients send all that their types have, and no engine need hear of it.
+    """Raise BadBody where a client's body steers engine or index. Drop such fields from the body where they are empty.
+
+    Clients send all fields of their types, most of them null.
 
     extra_args  the decoded `vllm_xargs` field, if any
     """
     if not REFUSED_FIELDS.keys().isdisjoint(body):
         for name in [name for name in body if name in REFUSED_FIELDS]:
-            _refuse(name, REFUSED_FIELDS, says_nothing=b"".join(bytes(body[name]).split()) in _NOTHING)
+            _refuse(name, REFUSED_FIELDS, is_empty=b"".join(bytes(body[name]).split()) in _EMPTY_VALUES)
             del body[name]
     if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
         unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
         for name in unset:
             value = extra_args[name]
-            # As JSON: to Python 0 is False, and as a rank it says something.
-            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", says_nothing=msgspec.json.encode(value) in _NOTHING)
+            # As JSON: to Python 0 is False, and 0 is a rank.
+            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=msgspec.json.encode(value) in _EMPTY_VALUES)
         if "vllm_xargs" in body:
             body["vllm_xargs"] = _without(body["vllm_xargs"], unset)
 
 
-def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, says_nothing: bool) -> None:
-    if not says_nothing:
+def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, is_empty: bool) -> None:
+    if not is_empty:
         raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
-    """What the router itself asks of an engine for one request.
+    """What the router itself asks an engine for, beside the client's fields.
 
-    ask_usage    of a stream whose client did not; its last event must then not reach the client
-    report_full  ask for events about reused blocks, too; a client's own other `vllm_xargs` stay. vLLM 0.32 (recorded
+    ask_usage    the usage event of a stream whose client did not ask; it must not reach the client
+    report_full  events about reused blocks, too; a client's own other `vllm_xargs` stay. vLLM 0.32 (recorded
                  in tests/recordings) then sends one more BlockStored for each request that finds something cached, in
                  front of its step's events: all reused blocks from block 0 on, parent nil, in the shape of a real
                  store. It is no copy: no removal ever answers it. A request that waits for room is looked up, and
                  reported, again at each step (v1/core/kv_cache_manager.py get_computed_blocks). What is gone is not
                  reported. Embeddings have no such field, and vLLM ignores it there.
-    response_id  the id that a stored response shall have; empty: the engine chooses
-    prompt       how the body holds its prompt, and `prompt_ids` its ids, if the engine shall not make them again;
-                 see `may_send_ids`
-    cache_salt   in the place of the client's own; empty: that stays
+    response_id  the id of a stored response; empty: the engine chooses
+    prompt       how the body holds its prompt
+    prompt_ids   token ids that replace it, see `may_send_ids`; None: the engine tokenizes
+    cache_salt   replaces the client's own; empty: that stays
     """
 
     ask_usage: bool = False
@@ -140,53 +141,53 @@ class EngineOptions(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
-NO_WISHES = EngineOptions()
+NO_OPTIONS = EngineOptions()
 
 
-def dress_vllm(body: Body, model: str, wishes: EngineOptions = NO_WISHES) -> bytes:
-    """The same body with vLLM's name for the model and without our own field; all else byte for byte.
+def vllm_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:
+    """The body for vLLM: its name for the model, the options, and all other fields byte for byte.
 
-    A body has each name once, as we read it, so the engine cannot see another value than the router did.
+    The body has each field once, as the router read it, so the engine sees no other value.
 
     model  the base model's served name, or `lora_id@digest12`
     """
-    dressed = _plain(body, model, wishes)
-    if "vllm_xargs" in dressed:
-        dressed["vllm_xargs"] = _without(dressed["vllm_xargs"], STRIPPED_EXTRA_ARGS)
-    if wishes.report_full:
-        dressed["vllm_xargs"] = _with(dressed.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
-    if wishes.response_id:
-        dressed["request_id"] = msgspec.Raw(msgspec.json.encode(wishes.response_id))
-    if wishes.prompt_ids is not None:
-        ids = msgspec.Raw(msgspec.json.encode(wishes.prompt_ids.tolist()))
-        if wishes.prompt == "completion":
-            dressed["prompt"] = ids
+    engine_body = _with_options(body, model, options)
+    if "vllm_xargs" in engine_body:
+        engine_body["vllm_xargs"] = _without(engine_body["vllm_xargs"], STRIPPED_EXTRA_ARGS)
+    if options.report_full:
+        engine_body["vllm_xargs"] = _with(engine_body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
+    if options.response_id:
+        engine_body["request_id"] = msgspec.Raw(msgspec.json.encode(options.response_id))
+    if options.prompt_ids is not None:
+        ids = msgspec.Raw(msgspec.json.encode(options.prompt_ids.tolist()))
+        if options.prompt == "completion":
+            engine_body["prompt"] = ids
         else:
             # Made for the second half of a disaggregated pair, and taken without one: vLLM 0.32
             # renderers/online_renderer.py _reused_prompt_token_ids takes the ids out, and an empty rest is no order.
-            dressed["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({"prompt_token_ids": ids}))
-    return msgspec.json.encode(dressed)
+            engine_body["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({"prompt_token_ids": ids}))
+    return msgspec.json.encode(engine_body)
 
 
-def dress_sglang(body: Body, model: str, wishes: EngineOptions = NO_WISHES) -> bytes:
-    """The same for SGLang, which has no reports to ask for and keeps no responses under names of ours.
+def sglang_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:
+    """The body for SGLang, which has no event reports, and keeps no responses under given ids.
 
     model  `served name:engine name`, or the base model's served name
     """
-    return msgspec.json.encode(_plain(body, model, wishes))
+    return msgspec.json.encode(_with_options(body, model, options))
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How to speak to a kind of engine.
+    """How requests to one kind of engine are written.
 
-    model  (the base model's served name, engine name or "") -> what goes into `model`, and comes back in the answer
-    dress  (body, that name, wishes) -> the bytes to send
-    paths  at which that name selects the adapter; None: at each. Elsewhere the base model answers under its name
+    model  (the base model's served name, engine name or "") -> value of `model` in request and answer
+    body   (client's fields, that name, options) -> the bytes to send
+    paths  where that name selects the adapter; None: everywhere. At other paths the base model answers under its name
     """
 
     model: Callable[[str, str], str]
-    dress: Callable[[Body, str, EngineOptions], bytes]
+    body: Callable[[Body, str, EngineOptions], bytes]
     paths: frozenset[str] | None = None
 
 
@@ -220,17 +221,16 @@ _SGLANG_PATHS = frozenset(
 
 # By the kind that a worker's agent reports (`transport.dialect` of its metadata). The sim speaks vLLM's.
 DIALECTS: Mapping[str, Dialect] = {
-    "vllm": Dialect(_vllm_model, dress_vllm),
-    "sglang": Dialect(_sglang_model, dress_sglang, _SGLANG_PATHS),
+    "vllm": Dialect(_vllm_model, vllm_body),
+    "sglang": Dialect(_sglang_model, sglang_body, _SGLANG_PATHS),
 }
 
 
 def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Dialect:
-    """How to speak to this kind of engine.
+    """The dialect of this kind of engine.
 
-    raises  ReplicaUnreachable for an adapter on a kind that we do not know: it might answer from the base model;
-            BadBody at a path where a known one would. Another replica is not asked for: the adapter would be loaded
-            on one after the other
+    raises  ReplicaUnreachable for an adapter on an unknown kind: it might answer from the base model.
+            BadBody at a path where a known kind would: trying others would load the adapter on one after the other
     """
     known = DIALECTS.get(kind)
     if known is not None:
@@ -244,16 +244,16 @@ def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Di
             reason="unknown_dialect",
         )
     # The base model under its own name is plain OpenAI.
-    return Dialect(_vllm_model, dress_sglang)
+    return Dialect(_vllm_model, sglang_body)
 
 
 def salt_for(route: Route, engine_name: str, cache_salt: object) -> str:
-    """The `cache_salt` of a body for an engine where prompts are salted; empty: it has none.
+    """The `cache_salt` for an engine where prompts are salted; empty: none.
 
     engine_name  of the adapter; empty for the base model
     cache_salt   the client's own, decoded
-    raises       BadBody for a salt that is none, and for an adapter at a route whose body takes no salt: its answer
-                 could come from another adapter's KV
+    raises       BadBody for an invalid salt, and for an adapter at a route without salts: its answer could come from
+                 another adapter's KV
     """
     if not route.computes:
         return ""
@@ -268,10 +268,9 @@ def salt_for(route: Route, engine_name: str, cache_salt: object) -> str:
 
 
 def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_len: int) -> bool:
-    """Whether an engine given the prompt's ids answers exactly as it would the text, in vLLM 0.32 and 0.33.
+    """Whether vLLM 0.32 and 0.33 answer the prompt's ids exactly as its text (tests/contract/test_surface.py).
 
-    Seen running, bodies compared but for ids and times (tests/contract/test_surface.py). A prompt that is too long is
-    left as text because vLLM words that error otherwise, an empty one because it is another error.
+    A prompt that is too long, or empty, stays text: vLLM's error for it is another one.
     """
     needs_text = _NEEDS_TEXT.get(kind)
     if needs_text is None or not 0 < prompt_tokens < max_model_len:
@@ -280,25 +279,25 @@ def may_send_ids(kind: PromptKind, body: Body, *, prompt_tokens: int, max_model_
 
 
 def asks_for_usage(stream_options: object) -> bool:
-    """Whether a client's decoded `stream_options` ask for the usage event, in whatever form an engine may take."""
+    """Whether a client's decoded `stream_options` ask for the usage event, in any form that an engine accepts."""
     if not isinstance(stream_options, dict):
         return stream_options is not None
-    # With the one set, the other puts usage into every chunk (vLLM 0.32). What is no truth value is the engine's to
-    # refuse, so it is not overwritten.
+    # With the one set, the other puts usage into every chunk (vLLM 0.32). An engine refuses a value that is no boolean,
+    # so it is not overwritten.
     return any(stream_options.get(name) not in _UNASKED for name in ("include_usage", "continuous_usage_stats"))
 
 
-def _plain(body: Body, model: str, wishes: EngineOptions) -> Body:
-    dressed = body.copy()
+def _with_options(body: Body, model: str, options: EngineOptions) -> Body:
+    engine_body = body.copy()
     if not STRIPPED_FIELDS.isdisjoint(body):
         for name in STRIPPED_FIELDS:
-            dressed.pop(name, None)
-    dressed["model"] = _quoted(model)
-    if wishes.cache_salt:
-        dressed["cache_salt"] = _quoted(wishes.cache_salt)
-    if wishes.ask_usage:
-        dressed["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
-    return dressed
+            engine_body.pop(name, None)
+    engine_body["model"] = _quoted(model)
+    if options.cache_salt:
+        engine_body["cache_salt"] = _quoted(options.cache_salt)
+    if options.ask_usage:
+        engine_body["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
+    return engine_body
 
 
 @lru_cache(maxsize=4096)
@@ -307,17 +306,17 @@ def _quoted(model: str) -> msgspec.Raw:
 
 
 def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
-    """A nested object with one field more, or in the place of its own."""
+    """A nested object with this field added or replaced."""
     try:
         fields = _fields(given) if given is not None else None
     except msgspec.ValidationError:
         assert given is not None
-        return given  # no object: the engine's to refuse
+        return given  # no object: the engine refuses it
     return msgspec.Raw(msgspec.json.encode({**(fields or {}), name: value}))
 
 
 def _without(given: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
-    """A nested object without these fields; as it came where it has none of them."""
+    """A nested object without these fields; unchanged where it has none of them."""
     try:
         fields = _fields(given) or {}
     except msgspec.ValidationError:

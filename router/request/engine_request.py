@@ -96,7 +96,7 @@ def engine_request(
         salt_for(route, routing.engine_name, request.decoded.get("cache_salt")) if replica.is_salted else "",
     )
     endpoint = endpoint_of(replica, services.config.engine_key)
-    body = dialect.dress(request.fields, model, options)
+    body = dialect.body(request.fields, model, options)
     return EngineRequest(
         route,
         endpoint.origin,

@@ -1,4 +1,4 @@
-"""Where requests wait for room at an engine; who goes next is the mind's choice."""
+"""Where requests wait for room at an engine. The scheduler chooses which one is sent next."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,31 +19,36 @@ from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
 
-# While somebody waits: an engine's queue drains by the clock, without any event of ours.
-_LOOK_EVERY_S = 0.02
+# Seconds between two looks while a request waits: an engine's queue drains without any event here.
+_CHECK_EVERY_S = 0.02
 
 
 class Displaced(Exception):
-    """Every replica that could have served a request went while it waited; others may come, or these come back."""
+    """Every replica that could serve a queued request has gone away; others may come, or these come back."""
 
 
-class Sent(Protocol):
-    """A request on its way, which counts as load until `end`."""
+class CountedRequest(Protocol):
+    """A request that was sent, and counts as load until `end`."""
 
     def end(self) -> object: ...
 
 
-S = TypeVar("S", bound=Sent)
+S = TypeVar("S", bound=CountedRequest)
 
 
-class _Wait(Generic[S]):
-    """One request's wait: how it is begun, and who is told."""
+class _Waiter(Generic[S]):
+    """The coroutine that waits with one queued request.
+
+    begin  makes the dispatched request of a decision
+    sent   resolves to it
+    """
 
     def __init__(self, begin: Callable[[Decision], S]) -> None:
         self.begin = begin
         self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
 
-    def tell(self, outcome: Decision | NoReplica) -> None:
+    def resolve(self, outcome: Decision | NoReplica) -> None:
+        """Send the request as decided, or raise Displaced in its coroutine."""
         if self.sent.done():
             return
         if isinstance(outcome, NoReplica):
@@ -53,11 +58,11 @@ class _Wait(Generic[S]):
             return
         try:
             self.sent.set_result(self.begin(outcome))
-        except Exception as exc:  # noqa: BLE001  (its owner's, whatever it is: the others go on)
+        except Exception as exc:  # noqa: BLE001  (raised in this request's coroutine: the others go on)
             self.sent.set_exception(exc)
 
     def undo(self) -> None:
-        """Whoever waited has left, perhaps in the very moment in which it was sent."""
+        """End a request whose coroutine has left at the moment in which it was sent."""
         if self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None:
             self.sent.result().end()
 
@@ -69,7 +74,7 @@ def _left_s(deadline_at: float, now: float) -> float:
 
 
 class RequestQueue:
-    """Holds requests back until the mind lets them go; bounded in number, in bytes and in time."""
+    """Requests that wait for room at an engine, bounded in number, in bytes and in time."""
 
     def __init__(
         self,
@@ -84,8 +89,8 @@ class RequestQueue:
         holds: HeldRequests | None = None,
     ) -> None:
         """
-        tenant_share  of `most_waiting` and of the bytes that one tenant may take
-        holds         told of each request that waited or was turned away
+        tenant_share  share of `most_waiting` and of the bytes that one tenant may take
+        holds         counts the requests that waited, or were turned away
         """
         self._holds = holds or HeldRequests()
         self._scheduler = scheduler
@@ -93,16 +98,16 @@ class RequestQueue:
         self._most_wait_s = most_wait_s
         self._clock = clock
         self._poke = asyncio.Event()
-        # To be called when there may be room.
+        # Call it when there may be room.
         self.poke = self._poke.set
-        self._somebody = asyncio.Event()
+        self._is_occupied = asyncio.Event()
         scheduler.queue.usage = QueueUsage(QueueLimits(most_waiting, most_waiting_bytes, tenant_share))
 
     async def admit(self, queued: QueuedRequest, begin: Callable[[Decision], S]) -> S:
-        """What `begin` made of the decision, as soon as there is room for this request: for most of them at once.
+        """The dispatched request that `begin` makes of the decision, as soon as there is room: mostly at once.
 
-        raises  NoReplica, DeadlineExceeded, and Saturated when it may not wait, or would have to wait for longer than
-                it may, at once; Displaced, Saturated and DeadlineExceeded later
+        raises  at once: NoReplica, DeadlineExceeded; Saturated where it may not wait, or would wait too long
+                later: Displaced, Saturated and DeadlineExceeded
         """
         waiting, began_at = self._scheduler.queue, self._clock()
         queued.most_wait_s = self._most_wait_s
@@ -116,21 +121,21 @@ class RequestQueue:
         self._metrics.decide.observe(self._clock() - began_at)
         if decision is not None:
             return begin(decision)
-        wait = _Wait(begin)
-        queued.payload = wait
+        waiter = _Waiter(begin)
+        queued.payload = waiter
         self._holds.start_wait(queued.adapter, began_at)
         try:
             self._metrics.waiting.set(len(waiting))
-            self._somebody.set()
+            self._is_occupied.set()
             await leave_batch()
             async with asyncio.timeout(queued.most_wait_s):
-                return await wait.sent
+                return await waiter.sent
         except TimeoutError as exc:
-            wait.undo()
+            waiter.undo()
             self._holds.record_shed(queued.adapter, self._clock())
-            raise self._too_late(queued) from exc
+            raise self._timeout_error(queued) from exc
         except BaseException:
-            wait.undo()
+            waiter.undo()
             raise
         finally:
             now = self._clock()
@@ -139,22 +144,22 @@ class RequestQueue:
             self._metrics.waiting.set(len(waiting))
 
     async def run(self) -> None:
-        """Let requests go as room appears, until cancelled."""
+        """Send queued requests as room appears, until cancelled."""
         on_failure = self._metrics.loop_failures.labels("waiting").inc
-        await forever(self._look, name="waiting", every_s=_LOOK_EVERY_S, poke=self._poke, on_failure=on_failure)
+        await forever(self._send_ready, name="waiting", every_s=_CHECK_EVERY_S, poke=self._poke, on_failure=on_failure)
 
-    async def _look(self) -> None:
+    async def _send_ready(self) -> None:
         if not len(self._scheduler.queue):
-            self._somebody.clear()
-            await self._somebody.wait()
+            self._is_occupied.clear()
+            await self._is_occupied.wait()
         for queued, outcome in self._scheduler.queue.take_admissible(self._clock()):
             if isinstance(outcome, NoReplica) and outcome.__cause__ is not None:
                 log.error("a waiting request could not be decided", exc_info=outcome.__cause__)
-            wait = queued.payload
-            assert isinstance(wait, _Wait)
-            wait.tell(outcome)
+            waiter = queued.payload
+            assert isinstance(waiter, _Waiter)
+            waiter.resolve(outcome)
 
-    def _too_late(self, queued: QueuedRequest) -> RouterError:
+    def _timeout_error(self, queued: QueuedRequest) -> RouterError:
         if queued.deadline_at is not None and self._clock() >= queued.deadline_at:
             return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
         return self._scheduler.queue.time_out(queued, self._clock())

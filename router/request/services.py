@@ -1,4 +1,4 @@
-"""What a request is served with and what is kept of it; built once by app.py, shared by every stage."""
+"""The services that every stage works with, and the record that is kept of each decision; built once by app.py."""
 
 import asyncio
 import time
@@ -32,21 +32,21 @@ from router.telemetry.tracing import Tracer
 from router.tokenizing.prompt_cache import BlockHashCache
 from router.tokenizing.tokenizers import Source, Tokenizers
 
-# At most so many, and one each so many seconds: then they reach back ten seconds or more, and what thousands a second
-# leave behind is freed while it is in the processor's caches still: 3 to 5 us less a request at 64 replicas.
+# Kept decisions, and seconds between two of them under load: they reach back ten seconds or more. All others are freed
+# while they are in the processor's caches: 3 to 5 us less a request at 64 replicas.
 _KEPT_DECISIONS, _KEPT_EVERY_S = 1000, 0.01
 _KEPT_S = _KEPT_DECISIONS * _KEPT_EVERY_S
-# A just-routed prompt counts as stored until its first token, plus this: then the engine's events tell.
+# A routed prompt counts as cached until its first token, and for so long afterwards: then the engine's events say so.
 _SPECULATE_S = 2.0
 
 
 class RequestRecord(msgspec.Struct):
-    """What is kept of a decision, and what came of it. Without the prompt's hashes: a thousand long ones add up.
+    """One decision, and its result. Without the prompt's hashes: a thousand long ones add up.
 
     at             wall clock
-    waited_s       in the router, for room
-    first_data_s   from dispatch to first token or whole answer; None while there is none
-    cached_tokens  the engine's own word; None where it has told none
+    waited_s       in the router's queue
+    first_data_s   from dispatch to first token or whole answer; None: there is none yet
+    cached_tokens  in the engine's usage; None: it reported none
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class RequestRecord(msgspec.Struct):
 
 
 class Decisions(deque[RequestRecord]):
-    """The newest decisions; where more come than are kept, a sample of them."""
+    """The newest decisions; under load a sample of them."""
 
     __slots__ = ("_full_at",)
 
@@ -68,8 +68,8 @@ class Decisions(deque[RequestRecord]):
         super().__init__(maxlen=_KEPT_DECISIONS)
         self._full_at = -inf
 
-    def note(self, record: RequestRecord, now: float) -> None:
-        """Keep this one, unless as many as may be kept came of late."""
+    def add(self, record: RequestRecord, now: float) -> None:
+        """Keep this record, unless as many as are kept came lately."""
         full_at = max(self._full_at, now)
         if full_at - now < _KEPT_S:
             self._full_at = full_at + _KEPT_EVERY_S
@@ -78,7 +78,11 @@ class Decisions(deque[RequestRecord]):
 
 @dataclass(slots=True)
 class Services:
-    """What the stages work with; built once by app.py."""
+    """The services that every stage works with.
+
+    signatures    of each engine, the bytes that it signs its streams with
+    speculations  pending blocks of answered prompts, which are removed after a while
+    """
 
     config: RouterSettings
     keys: ApiKeys
@@ -101,7 +105,6 @@ class Services:
     chain_cache: BlockHashCache = field(default_factory=BlockHashCache)
     clock: Callable[[], float] = time.monotonic
     decisions: Decisions = field(default_factory=Decisions)
-    # What each engine signs its streams with.
     signatures: dict[str, bytes] = field(default_factory=dict)
     speculations: DelayedCalls = field(default_factory=lambda: DelayedCalls(_SPECULATE_S))
     stopping: bool = False
@@ -111,7 +114,7 @@ class Services:
 
     @asynccontextmanager
     async def alone(self, incarnation: Incarnation) -> AsyncIterator[None]:
-        """One at a time for each engine: of requests that may be what an earlier engine died of."""
+        """Wait for the turn of a request that may be poison: each engine gets one of those at a time."""
         lock = self._turns.setdefault(incarnation, asyncio.Lock())
         self._suspects[incarnation] += 1
         try:
@@ -119,6 +122,6 @@ class Services:
                 yield
         finally:
             self._suspects[incarnation] -= 1
-            # Not before the last has gone: a lock that somebody still waits for looks free for a moment.
+            # Not before the last request has gone: a lock that another one waits for looks free for a moment.
             if not self._suspects[incarnation]:
                 del self._suspects[incarnation], self._turns[incarnation]

@@ -55,7 +55,7 @@ async def _relay_stored(
             response.finish_stream(attempt)
         else:
             response.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
-            background.seen(response_id, attempt.first)
+            background.record_shown_response(response_id, attempt.first)
     finally:
         attempt.close()
-        background.shown(response_id, attempt.events)
+        background.record_shown_tokens(response_id, attempt.events)

@@ -16,7 +16,7 @@ from router.app import build
 from router.config import RouterSettings
 from router.protocols.routes import ROUTES, Route
 from router.protocols.usage import usage_of
-from router.request.engine_body import Body, EngineOptions, dress_vllm
+from router.request.engine_body import Body, EngineOptions, vllm_body
 from tests.engines import RunningEngine
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, AgentDouble
@@ -42,10 +42,10 @@ class DirectEngine:
     engine: RunningEngine
     client: httpx.Client
 
-    def post(self, path: str, body: dict[str, Any], *, model: str = BASE, **wishes: Any) -> httpx.Response:
+    def post(self, path: str, body: dict[str, Any], *, model: str = BASE, **options: Any) -> httpx.Response:
         """`body` dressed as the router dresses it. `model` is the engine's name for it."""
         fields = msgspec.json.decode(msgspec.json.encode(body), type=Body)
-        content = dress_vllm(fields, model, wishes=EngineOptions(**wishes))
+        content = vllm_body(fields, model, options=EngineOptions(**options))
         return self.client.post(path, content=content, headers={"content-type": "application/json"})
 
     def ids(self, path: str, body: dict[str, Any]) -> list[int]:

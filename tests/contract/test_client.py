@@ -17,7 +17,7 @@ import zmq.asyncio
 from lorafleet.identity import Tier, block_hashes, root_hash
 from lorafleet.kv.events import KvEventDecoder
 from lorafleet.kv.ledger import TRAITS, BlockLedger
-from router.request.engine_body import NO_WISHES, dialect_of
+from router.request.engine_body import NO_OPTIONS, dialect_of
 from tests.contract.conftest import FRESH
 from tests.engines import Kind, RunningEngine
 from tests.patience import within
@@ -75,7 +75,7 @@ class ClientUnderTest:
         """What a router would send for it."""
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more
         fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
-        dressed = self.dialect.dress(fields, self.dialect.model(BASE, adapter), NO_WISHES)
+        dressed = self.dialect.body(fields, self.dialect.model(BASE, adapter), NO_OPTIONS)
         return await self.http.post("/v1/completions", content=dressed, headers={"content-type": "application/json"})
 
     async def text(self, prompt: Any, adapter: str = "", **more: Any) -> str:

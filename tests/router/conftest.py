@@ -9,4 +9,4 @@ from tests.patience import patience
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """An idle connection that an engine closed counts as closed at once also where the machine is slow."""
-    monkeypatch.setattr(engine_attempt, "_AT_ONCE_S", patience(1))
+    monkeypatch.setattr(engine_attempt, "STALE_WITHIN_S", patience(1))

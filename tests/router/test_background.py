@@ -378,9 +378,9 @@ async def test_what_was_sent_once_is_not_paid_for_again_and_not_forgotten_when_l
     background.enter("")
     background.follow("r", ("w0", "b"), "", lambda *told: found.append(told), shown_tokens=3)
     for tokens in (600, 5):
-        background.shown("r", tokens)
-    background.seen("r", b'{"status": "cancelled", "usage": null}')
-    background.shown("r", 900)
+        background.record_shown_tokens("r", tokens)
+    background.record_shown_response("r", b'{"status": "cancelled", "usage": null}')
+    background.record_shown_tokens("r", 900)
     assert found == [(None, 600)]
     await background.close()
 

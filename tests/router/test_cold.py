@@ -69,7 +69,7 @@ async def test_hot_requests_flow_while_the_hold_is_full():
             return client.post("/v1/chat/completions", json={**CHAT, "lora_id": lora_id})
 
         held = [asyncio.create_task(ask(f"cold-{number}/v1")) for number in range(40)]
-        await until(lambda: len(parts.cold_starts._held) == 40)
+        await until(lambda: parts.cold_starts.held.requests == 40)
         refused = await ask("cold-0/v1")
         assert refused.status_code == 429
         assert "40 requests wait already" in refused.json()["error"]["message"]
@@ -79,20 +79,20 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         assert (await parts.cold_starts.until_resident("hot/v1")).lora_id == "hot/v1"
         shown = (await client.get("/metrics")).text
         assert "lorafleet_router_held_requests 40.0" in shown
-        assert f"lorafleet_router_held_bytes {parts.cold_starts._held.size_bytes:.1f}" in shown
-        assert parts.cold_starts._held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
+        assert f"lorafleet_router_held_bytes {parts.cold_starts.held.size_bytes:.1f}" in shown
+        assert parts.cold_starts.held.size_bytes > 40 * len(json.dumps(CHAT)) / 2
         answers = await asyncio.gather(*[ask("hot/v1") for _ in range(20)])
         assert [answer.status_code for answer in answers] == [200] * 20
-        assert len(parts.cold_starts._held) == 40  # nobody's hold is over yet
+        assert parts.cold_starts.held.requests == 40  # nobody's hold is over yet
         # One that was let in, and whose replica went while it waited in the line.
         displaced = asyncio.create_task(parts.cold_starts.until_resident("cold-0/v1", is_displaced=True))
-        await until(lambda: len(parts.cold_starts._held) == 41)
+        await until(lambda: parts.cold_starts.held.requests == 41)
         await stop([displaced])
-        assert len(parts.cold_starts._held) == 40
+        assert parts.cold_starts.held.requests == 40
         await stop(held)
-        await until(lambda: not len(parts.cold_starts._held))
+        await until(lambda: not parts.cold_starts.held.requests)
         assert "lorafleet_router_held_requests 0.0" in (await client.get("/metrics")).text
-        assert parts.cold_starts._flights == parts.cold_starts._wanted == parts.cold_starts._held._tenants == {}
+        assert parts.cold_starts.loading == parts.cold_starts.wanted == parts.cold_starts.held._tenants == {}
 
 
 async def nobody_leads(control, lora_id):
@@ -125,7 +125,7 @@ async def test_what_fits_on_no_worker_is_refused_at_once_and_holds_nobody_up():
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert outcomes(parts) == {"no_capacity": 1}
         (hold,) = parts.usage.report(1, 0.0).holds
-        assert (hold.sheds, len(parts.cold_starts._held), parts.cold_starts._flights) == (1, 0, {})
+        assert (hold.sheds, parts.cold_starts.held.requests, parts.cold_starts.loading) == (1, 0, {})
     assert error_of(answer) == (503, "no_capacity")
     assert answer.json()["error"]["message"] == "adapter 'sql/v1' fits on no worker: rank 128 at <address>"
     assert answer.headers["retry-after"] == "60"
@@ -508,27 +508,27 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold_starts
         cold.tenant_adapters = 5
-        cold._held = QueueUsage(QueueLimits(requests=16, tenant_share=0.5))
+        cold.held = QueueUsage(QueueLimits(requests=16, tenant_share=0.5))
         greedy = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in range(5)]
-        await until(lambda: len(cold._held) == 5)
+        await until(lambda: len(cold.held) == 5)
         with pytest.raises(Saturated, match="5 adapters are being loaded for you"):
             await cold.until_resident("cold-9/v1", tenant="greedy")
         # The same adapter once more is no further load; but requests are bounded, too.
         greedy += [asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(3)]
-        await until(lambda: len(cold._held) == 8)
+        await until(lambda: len(cold.held) == 8)
         with pytest.raises(Saturated, match="8 requests of yours"):
             await cold.until_resident("cold-0/v1", tenant="greedy")
         modest = asyncio.create_task(cold.until_resident("cold-9/v1", tenant="modest"))
-        await until(lambda: len(cold._held) == 9)
+        await until(lambda: len(cold.held) == 9)
         await stop(greedy)
-        assert list(cold._wanted) == ["modest"]
+        assert list(cold.wanted) == ["modest"]
         # What it has left is on its way still.
         with pytest.raises(Saturated, match="5 adapters are being loaded for you"):
             await cold.until_resident("cold-8/v1", tenant="greedy")
         again = asyncio.create_task(cold.until_resident("cold-4/v1", tenant="greedy"))
-        await until(lambda: len(cold._held) == 2)
+        await until(lambda: len(cold.held) == 2)
         await stop([modest, again])
-        assert cold._wanted == cold._held._tenants == {}
+        assert cold.wanted == cold.held._tenants == {}
 
 
 async def test_the_orchestrator_is_told_whose_requests_wait():
@@ -549,9 +549,9 @@ async def test_held_requests_are_bounded_in_bytes():
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold_starts
-        cold._held = QueueUsage(QueueLimits(size_bytes=100))
+        cold.held = QueueUsage(QueueLimits(size_bytes=100))
         held = asyncio.create_task(cold.until_resident("cold-0/v1", size_bytes=80))
-        await until(lambda: len(cold._held))
+        await until(lambda: len(cold.held))
         with pytest.raises(Saturated, match="80 bytes"):
             await cold.until_resident("cold-1/v1", size_bytes=30)
         await stop([held])
@@ -578,10 +578,10 @@ async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_the
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         waiting = asyncio.create_task(parts.cold_starts.until_resident("sql/v1"))
         await until(lambda: control.ensured)
-        parts.cold_starts._flights["sql/v1"].task.cancel()
+        parts.cold_starts.loading["sql/v1"].task.cancel()
         with pytest.raises(ColdStartTimeout):
             await waiting
-        assert not parts.cold_starts._flights
+        assert not parts.cold_starts.loading
 
 
 async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_took_then_a_guess():
@@ -602,7 +602,7 @@ async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_t
 
         assert await told_s("cold-0/v1") == 3.0
         assert await told_s("cold-1/v1") == 5.0
-        parts.cold_starts._loads_s.extend([7.0, 9.0, 70.0])
+        parts.cold_starts.loads_s.extend([7.0, 9.0, 70.0])
         assert await told_s("cold-1/v1") == 9.0
         assert await told_s("cold-0/v1") == 3.0
 
@@ -629,12 +629,12 @@ async def test_a_load_is_measured_once_however_many_waited_for_it():
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         assert parts.cold_starts.resident("sql/v1") is None
         waiting = [asyncio.create_task(parts.cold_starts.until_resident("sql/v1")) for _ in range(10)]
-        await until(lambda: len(parts.cold_starts._held) == 10)
+        await until(lambda: parts.cold_starts.held.requests == 10)
         go_on.set()
         adapters = await asyncio.gather(*waiting)
         assert {adapter.lora_id for adapter in adapters} == {"sql/v1"}
-        assert len(parts.cold_starts._loads_s) == 1
-        assert 0 < parts.cold_starts._loads_s[0] < 5
+        assert len(parts.cold_starts.loads_s) == 1
+        assert 0 < parts.cold_starts.loads_s[0] < 5
         await until(lambda: not bringing())
         assert parts.cold_starts.resident("sql/v1") == adapters[0]
         (replica,) = parts.discovery.fleet.replicas.values()
@@ -690,7 +690,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
 
         async def comes_and_goes(*numbers):
             asking = [asyncio.create_task(cold.until_resident(f"cold-{n}/v1", tenant="greedy")) for n in numbers]
-            await until(lambda: len(cold._held) == len(asking))
+            await until(lambda: len(cold.held) == len(asking))
             await stop(asking)
 
         control.ensure = refuse
@@ -718,7 +718,7 @@ async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_reque
         cold = parts.cold_starts
         cold.tenant_adapters, cold.clock = 1, AdjustableClock()
         leaving, staying = (asyncio.create_task(cold.until_resident("cold-0/v1", tenant="greedy")) for _ in range(2))
-        await until(lambda: len(cold._held) == 2)
+        await until(lambda: len(cold.held) == 2)
         await stop([leaving])
         cold.clock.by_s = 61.0
         with pytest.raises(Saturated, match="1 adapters are being loaded for you"):
@@ -744,7 +744,7 @@ async def test_all_who_wait_are_told_as_soon_as_the_orchestrator_refuses():
             told = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(error) for error in told] == [AdapterFailed] * 3
         assert outcomes(parts) == {"adapter_failed": 1}
-        assert not parts.cold_starts._flights
+        assert not parts.cold_starts.loading
 
 
 async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anything():
@@ -785,7 +785,7 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
 
         async def arrives(lora_id, *, after_s, stuck=None, asked=1):
             waiting = asyncio.create_task(cold.until_resident(lora_id))
-            await until(lambda: control.ensured.count(lora_id) >= asked and cold._flights[lora_id].stuck == stuck)
+            await until(lambda: control.ensured.count(lora_id) >= asked and cold.loading[lora_id].stuck == stuck)
             cold.clock.by_s += after_s
             control.residents["w0"].append(lora_id)
             control.tell()
@@ -793,13 +793,13 @@ async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_an
 
         control.ensure = full
         await arrives("cold-0/v1", after_s=100.0, stuck="no slot")
-        assert not cold._loads_s
+        assert not cold.loads_s
         control.ensure = full_at_first
         await arrives("cold-2/v1", after_s=100.0, asked=2)
-        assert not cold._loads_s
+        assert not cold.loads_s
         control.ensure = never
         await arrives("cold-1/v1", after_s=7200.0)
-        assert list(cold._loads_s) == [cold.timeout_s]
+        assert list(cold.loads_s) == [cold.timeout_s]
 
 
 async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
@@ -808,11 +808,11 @@ async def test_who_came_and_left_leaves_nothing_at_a_load_that_goes_on():
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         cold = parts.cold_starts
         staying = asyncio.create_task(cold.until_resident("cold-0/v1"))
-        await until(lambda: len(cold._held) == 1)
-        flight = cold._flights["cold-0/v1"]
+        await until(lambda: len(cold.held) == 1)
+        flight = cold.loading["cold-0/v1"]
         before = len(flight.task._callbacks)
         passing = [asyncio.create_task(cold.until_resident("cold-0/v1")) for _ in range(20)]
-        await until(lambda: len(cold._held) == 21)
+        await until(lambda: len(cold.held) == 21)
         await stop(passing)
         assert (len(flight.task._callbacks), flight.waiting) == (before, 1)
         await stop([staying])
@@ -840,7 +840,7 @@ async def test_a_refusal_in_words_that_nobody_knows_is_told_in_ours(said, told):
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == (404, "model_not_found")
         assert answer.json()["error"]["message"] == told
-        assert not parts.cold_starts._flights
+        assert not parts.cold_starts.loading
 
 
 @pytest.mark.parametrize("gone", ["the adapter", "every worker"])
@@ -863,7 +863,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
         assert answer.json()["error"]["param"] == ("lora_id" if gone == "the adapter" else None)
         assert outcomes(parts) == {error_of(answer)[1]: 1}
         assert not control.loads
-        assert not parts.cold_starts._flights
+        assert not parts.cold_starts.loading
 
 
 async def test_an_adapter_whose_base_model_nobody_has_said_is_brought_once_and_runs_where_it_is():

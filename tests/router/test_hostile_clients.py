@@ -273,7 +273,7 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
         waiting = asyncio.create_task(parts.cold_starts.until_resident("sql/v1"))
         await asyncio.sleep(0)
-        task = parts.cold_starts._flights["sql/v1"].task
+        task = parts.cold_starts.loading["sql/v1"].task
         task.add_done_callback(lambda _: waiting.cancel())
         await asyncio.wait({waiting})
         assert waiting.cancelled()

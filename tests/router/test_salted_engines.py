@@ -15,7 +15,7 @@ from lorafleet.local.tiny_model import make_adapters, make_model
 from orchestrator.wire import EnsureAnswer
 from router.core.errors import BadBody
 from router.protocols.routes import ROUTES
-from router.request.engine_body import NO_WISHES, EngineOptions, dialect_of, salt_for
+from router.request.engine_body import NO_OPTIONS, EngineOptions, dialect_of, salt_for
 from tests.patience import until
 from tests.router.doubles import BASE, DIGEST, EngineDouble, error_of, fleet, with_sql
 from tests.router.test_plain_engines import ask, routing
@@ -81,13 +81,13 @@ def test_adapter_is_refused_at_routes_whose_body_takes_no_salt():
 def test_salt_is_written_in_each_dialect_in_place_of_the_clients():
     body = {"cache_salt": msgspec.Raw(b'"own"'), "n": msgspec.Raw(b"1")}
     for kind in ("vllm", "sglang"):
-        dress = dialect_of(kind, SQL).dress
-        assert json.loads(dress(body, "m", EngineOptions(cache_salt="ours"))) == {
+        engine_body = dialect_of(kind, SQL).body
+        assert json.loads(engine_body(body, "m", EngineOptions(cache_salt="ours"))) == {
             "cache_salt": "ours",
             "n": 1,
             "model": "m",
         }
-        assert json.loads(dress(body, "m", NO_WISHES))["cache_salt"] == "own"
+        assert json.loads(engine_body(body, "m", NO_OPTIONS))["cache_salt"] == "own"
 
 
 async def test_adapter_that_only_refusing_engines_could_have_gets_the_reason_at_once():

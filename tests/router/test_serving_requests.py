@@ -696,7 +696,7 @@ async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
         answer = await client.post("/v1/chat/completions", json={**CHAT, "lora_id": "sql/v1"})
         assert error_of(answer) == (503, "adapter_loading")
         assert answer.headers["retry-after"] == "3"
-        assert parts.cold_starts._flights == {}
+        assert parts.cold_starts.loading == {}
     assert engine.bodies == []
 
 
@@ -726,7 +726,7 @@ async def test_requests_beyond_the_hold_are_shed():
     ):
         ask = {**CHAT, "lora_id": "sql/v1"}
         held = asyncio.create_task(client.post("/v1/chat/completions", json=ask))
-        await until(lambda: parts.cold_starts._held)
+        await until(lambda: parts.cold_starts.held)
         assert error_of(await client.post("/v1/chat/completions", json=ask)) == (429, "saturated")
         assert error_of(await held) == (503, "adapter_loading")
 

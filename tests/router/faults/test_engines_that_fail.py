@@ -475,7 +475,7 @@ async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_i
     # An engine that computed nothing is asked again without regard to the budget for retries.
     async with house(1, control=control, retry_share=0.0, retry_floor_per_s=0.0) as router:
         asks = [asyncio.create_task(router.ask(f"p{n}", lacking, lora_id="sql/v1")) for n in range(10)]
-        await until(lambda: len(router.parts.cold_starts._held) == 10)
+        await until(lambda: router.parts.cold_starts.held.requests == 10)
         # The agent's word is older than the engine's: it is not taken for the adapter's return.
         seen_at = router.parts.clock()
         await until(lambda: router.parts.discovery.fleet.replicas["w0"].report.at > seen_at)

@@ -230,23 +230,23 @@ async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_fr
             return asyncio.create_task(ask(key, number))
 
         waiting = [held("a", 0)]
-        await until(lambda: router.parts.cold_starts._held.requests == 1)
+        await until(lambda: router.parts.cold_starts.held.requests == 1)
         another = await ask("a", 1)
         assert error_of(another) == (429, "saturated")
         assert int(another.headers["retry-after"]) >= 1
         assert "1 adapters are being loaded for you" in another.json()["error"]["message"]
         waiting.append(held("a", 0))
-        await until(lambda: router.parts.cold_starts._held.requests == 2)
+        await until(lambda: router.parts.cold_starts.held.requests == 2)
         assert "2 requests of yours" in (await ask("a", 0)).text
         waiting += [held("b", 2), held("b", 2)]
-        await until(lambda: router.parts.cold_starts._held.requests == 4)
+        await until(lambda: router.parts.cold_starts.held.requests == 4)
         assert "4 requests wait already" in (await ask("b", 2)).text
         assert control.ensured == ["cold-0/v1", "cold-2/v1"]
         assert counted(router, "requests", COMPLETIONS, 429, "saturated") == 3
         waiting[0].cancel()
-        await until(lambda: router.parts.cold_starts._held.requests == 3)
+        await until(lambda: router.parts.cold_starts.held.requests == 3)
         waiting.append(held("a", 0))
-        await until(lambda: router.parts.cold_starts._held.requests == 4)
+        await until(lambda: router.parts.cold_starts.held.requests == 4)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -162,7 +162,7 @@ async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is
     works_s, said, monkeypatch
 ):
     if works_s:
-        monkeypatch.setattr(engine_attempt, "_AT_ONCE_S", works_s / 2)
+        monkeypatch.setattr(engine_attempt, "STALE_WITHIN_S", works_s / 2)
 
     async def script(engine, reader, writer):
         await engine.request(reader)

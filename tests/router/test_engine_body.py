@@ -18,10 +18,10 @@ from router.request.engine_body import (
     EngineOptions,
     asks_for_usage,
     dialect_of,
-    dress_sglang,
-    dress_vllm,
     may_send_ids,
     refuse_steering,
+    sglang_body,
+    vllm_body,
 )
 
 FULL = {"kv_cache_report_mode": "full"}
@@ -32,8 +32,8 @@ def body(text: str) -> Body:
     return msgspec.json.decode(text, type=Body)
 
 
-def dressed(text: str, **more) -> dict:
-    return json.loads(dress_vllm(body(text), "m", EngineOptions(**more)))
+def engine_body_of(text: str, **more) -> dict:
+    return json.loads(vllm_body(body(text), "m", EngineOptions(**more)))
 
 
 def spellings(name: str) -> list[str]:
@@ -81,11 +81,11 @@ def test_a_client_cannot_ask_for_what_the_router_asks_for_however_it_spells_it(n
 def test_a_steering_field_that_says_nothing_is_taken_and_not_sent_on(name, nothing):
     taken = body(f'{{"{name}":{nothing},"a":2}}')
     refuse_steering(taken, None)
-    assert json.loads(dress_vllm(taken, "m")) == {"a": 2, "model": "m"}
+    assert json.loads(vllm_body(taken, "m")) == {"a": 2, "model": "m"}
     # Of one that is said twice engines hear what was decided on.
     taken = body(f'{{"{name}":"x","{name}":{nothing}}}')
     refuse_steering(taken, None)
-    assert json.loads(dress_vllm(taken, "m")) == {"model": "m"}
+    assert json.loads(vllm_body(taken, "m")) == {"model": "m"}
 
 
 @pytest.mark.parametrize("nothing", ["null", "false", "[]", "{}", '""'])
@@ -93,15 +93,15 @@ def test_a_steering_field_that_says_nothing_is_taken_and_not_sent_on(name, nothi
 def test_a_steering_extra_argument_that_says_nothing_is_not_sent_on(name, nothing):
     taken = body(f'{{"vllm_xargs":{{"{name}":{nothing},"theirs":1}}}}')
     refuse_steering(taken, msgspec.json.decode(taken["vllm_xargs"]))
-    assert json.loads(dress_vllm(taken, "m")) == {"model": "m", "vllm_xargs": {"theirs": 1}}
+    assert json.loads(vllm_body(taken, "m")) == {"model": "m", "vllm_xargs": {"theirs": 1}}
 
 
 @pytest.mark.parametrize("name", sorted(STRIPPED_FIELDS))
 def test_a_field_that_is_not_the_engines_to_hear_does_not_reach_it(name):
     for text in spellings(name):
         refuse_steering(body(text), None)
-        assert name not in dressed(text)
-        assert name not in json.loads(dress_sglang(body(text), "m"))
+        assert name not in engine_body_of(text)
+        assert name not in json.loads(sglang_body(body(text), "m"))
 
 
 @pytest.mark.parametrize("name", sorted(STRIPPED_EXTRA_ARGS))
@@ -109,8 +109,8 @@ def test_an_extra_argument_that_is_not_the_engines_to_hear_does_not_reach_it(nam
     for text in spellings(name):
         refuse_steering({}, msgspec.json.decode(text))
         given = f'{{"vllm_xargs":{text[:-1]},"b":1e-7}}}}'
-        assert dressed(given)["vllm_xargs"].keys() <= {"a", "b"}
-        assert b'"b":1e-7' in dress_vllm(body(given), "m")
+        assert engine_body_of(given)["vllm_xargs"].keys() <= {"a", "b"}
+        assert b'"b":1e-7' in vllm_body(body(given), "m")
 
 
 @pytest.mark.parametrize("header", ["x-data-parallel-rank", "x-session-id", "x-vllm-priority", "x-request-id"])
@@ -122,14 +122,14 @@ def test_no_header_that_vllm_takes_orders_from_is_forwarded(header):
 def test_what_steers_nothing_travels_byte_for_byte():
     given = '{"model":"x","cache_salt":"s","prompt_embeds":"e","priority":1,"a":1.50,"b":[1 , 2],"c":"\\u00e9","n":1e2}'
     refuse_steering(body(given), None)
-    sent = dress_vllm(body(given), "m")
+    sent = vllm_body(body(given), "m")
     assert sent == given.replace('"x"', '"m"').encode()
 
 
 def test_the_engine_sees_the_name_the_router_read_when_a_body_has_two():
     given = body('{"model":"a","prompt":"x","model":"b"}')
     assert msgspec.json.decode(given["model"]) == "b"
-    sent = dress_vllm(given, "b@1")
+    sent = vllm_body(given, "b@1")
     assert sent.count(b'"model"') == 1
     assert json.loads(sent)["model"] == "b@1"
 
@@ -151,54 +151,55 @@ def test_an_engines_own_name_for_an_adapter_is_no_name_for_a_client(field, name)
 
 
 def test_a_full_report_is_asked_for_beside_the_clients_own_extra_arguments():
-    assert dressed('{"model":"x"}', report_full=True) == {"model": "m", "vllm_xargs": FULL}
-    assert dressed('{"vllm_xargs":null}', report_full=True)["vllm_xargs"] == FULL
-    assert dressed('{"vllm_xargs":{}}', report_full=True)["vllm_xargs"] == FULL
+    assert engine_body_of('{"model":"x"}', report_full=True) == {"model": "m", "vllm_xargs": FULL}
+    assert engine_body_of('{"vllm_xargs":null}', report_full=True)["vllm_xargs"] == FULL
+    assert engine_body_of('{"vllm_xargs":{}}', report_full=True)["vllm_xargs"] == FULL
     assert (
-        dressed('{"vllm_xargs":{"a":[1,"b"],"c":0}}', report_full=True)["vllm_xargs"] == {"a": [1, "b"], "c": 0} | FULL
+        engine_body_of('{"vllm_xargs":{"a":[1,"b"],"c":0}}', report_full=True)["vllm_xargs"]
+        == {"a": [1, "b"], "c": 0} | FULL
     )
 
 
 def test_a_clients_extra_arguments_stay_byte_for_byte():
-    assert b'{"a":1e-7,"b":"\\u00e9",' in dress_vllm(
+    assert b'{"a":1e-7,"b":"\\u00e9",' in vllm_body(
         body('{"vllm_xargs":{"a":1e-7,"b":"\\u00e9"}}'), "m", EngineOptions(report_full=True)
     )
 
 
 def test_without_the_wish_for_a_report_nothing_is_added():
-    assert "vllm_xargs" not in dressed('{"model":"x"}')
-    assert dressed('{"vllm_xargs":{"a":1}}')["vllm_xargs"] == {"a": 1}
+    assert "vllm_xargs" not in engine_body_of('{"model":"x"}')
+    assert engine_body_of('{"vllm_xargs":{"a":1}}')["vllm_xargs"] == {"a": 1}
 
 
 @pytest.mark.parametrize("odd", ["[1]", '"x"', "3", "true"])
 def test_extra_arguments_that_are_no_object_are_left_for_the_engine_to_refuse(odd):
-    assert dressed(f'{{"vllm_xargs":{odd}}}', report_full=True)["vllm_xargs"] == json.loads(odd)
+    assert engine_body_of(f'{{"vllm_xargs":{odd}}}', report_full=True)["vllm_xargs"] == json.loads(odd)
 
 
 def test_dressing_does_not_change_the_body_that_a_second_attempt_will_send():
     given = body('{"model":"x","vllm_xargs":{"a":1,"session_id":"s"},"prompt":"p"}')
     before = dict(given)
-    wishes = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="completion", prompt_ids=IDS)
-    dress_vllm(given, "m", wishes=wishes)
+    options = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="completion", prompt_ids=IDS)
+    vllm_body(given, "m", options=options)
     assert given == before
 
 
 def test_a_response_gets_the_id_that_says_where_it_is_kept():
-    assert dressed('{"input":"x","request_id":"theirs"}', response_id="r.1")["request_id"] == "r.1"
-    assert "request_id" not in dressed('{"input":"x"}')
+    assert engine_body_of('{"input":"x","request_id":"theirs"}', response_id="r.1")["request_id"] == "r.1"
+    assert "request_id" not in engine_body_of('{"input":"x"}')
 
 
 # --- ids in place of text
 
 
 def test_a_completion_gets_the_ids_as_its_prompt():
-    sent = dressed('{"prompt":"x","n":1}', prompt="completion", prompt_ids=IDS)
+    sent = engine_body_of('{"prompt":"x","n":1}', prompt="completion", prompt_ids=IDS)
     assert sent == {"prompt": [5, 6, 70000], "n": 1, "model": "m"}
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
 def test_a_conversation_gets_the_ids_beside_its_messages(kind):
-    sent = dressed('{"messages":[]}', prompt=kind, prompt_ids=IDS)
+    sent = engine_body_of('{"messages":[]}', prompt=kind, prompt_ids=IDS)
     assert sent == {"messages": [], "model": "m", "kv_transfer_params": {"prompt_token_ids": [5, 6, 70000]}}
 
 
@@ -267,8 +268,8 @@ def test_sglangs_base_model_is_asked_at_any_path_and_its_adapters_where_it_serve
 
 
 def test_sglang_hears_nothing_that_only_vllm_understands():
-    wishes = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
-    sent = json.loads(dress_sglang(body('{"lora_id":"x","messages":[]}'), "base:a", wishes=wishes))
+    options = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
+    sent = json.loads(sglang_body(body('{"lora_id":"x","messages":[]}'), "base:a", options=options))
     assert sent == {"messages": [], "model": "base:a", "stream_options": {"include_usage": True}}
 
 
@@ -281,6 +282,6 @@ def test_an_unknown_kind_of_engine_gets_no_adapter_but_the_base_model():
     with pytest.raises(ReplicaUnreachable, match="kind 'mlx'; known: sglang, vllm"):
         dialect_of("mlx", engine_name="sql/v1@1")
     plain = dialect_of("mlx", engine_name="")
-    assert json.loads(plain.dress(body("{}"), plain.model("base", ""), wishes=EngineOptions(report_full=True))) == {
+    assert json.loads(plain.body(body("{}"), plain.model("base", ""), options=EngineOptions(report_full=True))) == {
         "model": "base"
     }
