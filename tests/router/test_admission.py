@@ -104,14 +104,14 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
     queued = QueuedRequest(
         hashed=HashedRequest(RoutingRequest("m", adapter, RATE // 4)), tenant=tenant, adapter=adapter, weight=weighs
     )
-    predicted = line._ahead_s(queued)
+    predicted = line.ahead_s(queued)
     if fleet.scheduler.decide_or_enqueue(queued, fleet.now) is not None:
         assert predicted == 0
         return
-    order = list(line._in_order())
-    served = sum(t.bound_s for t in order[: order.index(queued)])
+    order = list(line.fair_order())
+    served = sum(t.work_s for t in order[: order.index(queued)])
     # Requests are served whole: each adapter of its tenant, and each tenant, may be ahead or behind by one.
-    slack = sum(sorted((t.bound_s * max(1.0, t.weight) for t in order), reverse=True)[:5])
+    slack = sum(sorted((t.work_s * max(1.0, t.weight) for t in order), reverse=True)[:5])
     assert predicted == pytest.approx(served, abs=slack)
 
 
@@ -206,12 +206,13 @@ def test_who_is_refused_leaves_nothing_behind():
     for _ in range(7):
         fleet.ask(seconds=0.5)
     waiting, backlog = len(fleet.scheduler.queue), dict(fleet.scheduler.queue.backlog)
+    remembered = fleet.scheduler.queue.remembered_flows
     for more in ({}, {"most_wait_s": 0.1}):
         with pytest.raises(Saturated) as refused:
             fleet.ask("other", seconds=0.5, **more)
         assert refused.value.retry_after_s >= 1
     assert (len(fleet.scheduler.queue), dict(fleet.scheduler.queue.backlog)) == (waiting, backlog)
-    assert "other" not in fleet.scheduler.queue._tenants
+    assert fleet.scheduler.queue.remembered_flows == remembered
     while fleet.running:
         fleet.finish()
     assert fleet.scheduler.queue.usage.requests == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.core.errors import NoReplica
 from router.core.fleet import Roster
 from router.core.queue import fair_queue
-from router.core.queue.fair_queue import _LOOKED_AT, _MOST_LAG_S, QueuedRequest
+from router.core.queue.fair_queue import MAX_CANDIDATES, MAX_LAG_S, QueuedRequest
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest, RoutingRequest
@@ -17,7 +17,7 @@ from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import a_replica
 
 # More than are looked at in one go.
-MANY = _LOOKED_AT + 8
+MANY = MAX_CANDIDATES + 8
 
 
 def a_fleet():
@@ -42,7 +42,7 @@ def finish_at(fleet, worker):
 
 @pytest.mark.parametrize("looked_over", [1000, MANY], ids=["in sight", "far behind"])
 def test_a_replica_does_not_idle_behind_a_long_line_for_another_one(looked_over, monkeypatch):
-    monkeypatch.setattr(fair_queue, "_LOOKED_OVER", looked_over)
+    monkeypatch.setattr(fair_queue, "MAX_SCANNED", looked_over)
     fleet = a_fleet()
     before = len(fleet.scheduler.queue)
     tickets = [fleet.ask("z", "b@0", seconds=0.9) for _ in range(8)]
@@ -86,7 +86,7 @@ def test_who_waited_for_what_was_scarce_is_owed_no_more_than_a_little_of_the_fle
     while len(fleet.sent) < sent + 200:
         finish_at(fleet, "w1")
     lead = sum(1 if queued.adapter == "a@0" else -1 for queued in fleet.sent[sent:])
-    assert abs(lead) * 0.5 <= _MOST_LAG_S + 1.0
+    assert abs(lead) * 0.5 <= MAX_LAG_S + 1.0
 
 
 @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")], ids=["tenants", "adapters of one"])
@@ -100,10 +100,7 @@ def test_who_waits_is_owed_as_much_less_as_an_answer_of_its_own_took_and_no_less
     line = fleet.scheduler.queue
 
     def owed_s():
-        tenant = line._tenants["a"]
-        if tenants[1] == "a":
-            return tenant.level_s - tenant.flows["a@0"].had_s
-        return line._level_s - tenant.had_s
+        return line.lag_s("a", "a@0" if tenants[1] == "a" else None)
 
     for _ in range(20):
         finish_at(fleet, "w1")
@@ -204,7 +201,7 @@ def test_who_goes_by_those_who_wait_for_a_slot_has_had_it():
     fleet.ask("greedy", seconds=1.5)
     later = [fleet.ask(tenant, seconds=0.2) for tenant in ("greedy", "modest", "modest")]
     assert all(queued.is_waiting for queued in later)
-    waiting = [queued.tenant for queued in fleet.scheduler.queue._in_order() if not queued.adapter]
+    waiting = [queued.tenant for queued in fleet.scheduler.queue.fair_order() if not queued.adapter]
     assert waiting == ["modest", "modest", "greedy"]
 
 
@@ -214,7 +211,7 @@ def test_of_those_who_only_went_by_few_are_remembered():
     for number in range(2000):
         assert not fleet.ask(f"t{number}", seconds=0.01).is_waiting
         fleet.scheduler.load.remove(fleet.running.pop()[1], fleet.now)
-    assert len(fleet.scheduler.queue._tenants) < 600
+    assert fleet.scheduler.queue.remembered_flows < 2 * 600
 
 
 STEPS = st.lists(
@@ -241,13 +238,13 @@ def test_no_replica_with_room_has_anybody_waiting_who_takes_no_slot_and_all_are_
             fleet.finish()
         fleet.now += seconds if step == "pass" else 0.0
         fleet.look()
-        waiting = Counter(queued.bound_to for queued in asked if queued.is_waiting and not queued.adapter)
+        waiting = Counter(queued.likely_worker for queued in asked if queued.is_waiting and not queued.adapter)
         for worker in waiting:
             assert fleet.scheduler.load.replica_load(worker).queue_s(fleet.now) > fleet.scheduler.late_binding_s
         assert sum(fleet.scheduler.queue.backlog.values()) == pytest.approx(
-            sum(t.bound_s for t in asked if t.is_waiting)
+            sum(t.work_s for t in asked if t.is_waiting)
         )
     while fleet.running:
         fleet.finish()
     assert set(asked) <= set(fleet.sent)
-    assert not fleet.scheduler.queue._lines
+    assert not fleet.scheduler.queue.backlog

@@ -1,13 +1,12 @@
-"""Late binding: an engine is given about a second of work, the rest waits here and is decided when there is room.
+"""The queue of requests without room: engines get about a second of work each, and further requests wait here.
 
-What waits is served in fair order: tenants share the fleet's time evenly, and so do the adapters of one tenant, each
-by its weight, counted in seconds of work. A better replica can still be chosen while a request waits, and nobody
-starves behind a hot adapter.
+A queued request is decided only when there is room, so that it still gets the best replica then (late binding).
 
-The order is start-time fair queueing (Goyal, Vin and Cheng, 1996) on two levels: what deficit round robin gives,
-without a quantum to choose. A request counts with its prefill when it is sent, and with its answer when that is over
-and its length is known, as in Sheng et al., Fairness in Serving Large Language Models (2024). Pure: time is an
-argument, nothing here waits by itself.
+The order is start-time fair queueing (Goyal, Vin and Cheng, 1996) on two levels: tenants share the fleet's time evenly,
+and a tenant's adapters share its part by weight, in seconds of work. A request counts with its prefill when it is
+sent, and with its decoding when that is over, as in Sheng et al., Fairness in Serving Large Language Models (2024).
+
+Pure: time is an argument, and nothing here sleeps.
 """
 
 import heapq
@@ -24,41 +23,44 @@ from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, Wa
 from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest, PrefixMatch
 
-# Those who would go to one replica; apart, those of them who want an adapter slot that is not free.
-_Line = tuple[WorkerId, bool]
+# (likely replica, whether an adapter slot is waited for) of queued requests.
+_LineKey = tuple[WorkerId, bool]
 
-# Waiting requests looked at in one go: each costs a decision. And how far back one is looked for that waits for another
-# replica than all of these: a step costs a microsecond or two.
-_LOOKED_AT = 32
-_LOOKED_OVER = 1000
-# Who waits and is not served, because what it waits for is scarce, may be this much work behind the others and no more:
-# else it would have all of the fleet for minutes once there is room for it. A guess.
-_MOST_LAG_S = 10.0
-# And who had more than was counted when it was sent, by long answers or many, is set back by this much and no more.
-_MOST_DEBT_S = 10.0
+# Queued requests decided in one pass, each at the cost of a decision; and requests scanned for one that waits for
+# another replica than all of these, at a microsecond or two each.
+MAX_CANDIDATES = 32
+MAX_SCANNED = 1000
+# A flow that cannot be served, because what it needs is scarce, falls behind the others by at most this much work:
+# else it would take the whole fleet for minutes afterwards. A guess.
+MAX_LAG_S = 10.0
+# A flow with long answers, which count when they are over, gets ahead of the others by at most this much.
+MAX_DEBT_S = 10.0
 _LEAST_WORK_S = 0.001
-# How fast a tenant is served changes as others come and go: the lower of the last seconds' speed and the last minute's.
+# Seconds over which a tenant's service rate is measured; the lower rate counts, because others come and go.
 _TENANT_HORIZONS_S = (8.0, 40.0)
-# What those who were turned away before add to the time after which the next one is to come back, at most.
-_MOST_RETRY_S = 300.0
-# Tenants, and adapters of one tenant, that are remembered while they do not wait, as long as anybody does. One that is
-# forgotten joins where the others are: at most it is spared what it had of the last request.
-_REMEMBERED_IDLE = 256
+# The most that earlier refusals add to the Retry-After of the next one.
+_MAX_RETRY_S = 300.0
+# Idle tenants, and idle adapters of a tenant, that are remembered while any request waits. A forgotten one joins at the
+# virtual time: it is spared at most the work of its last request.
+_MAX_IDLE_FLOWS = 256
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest:
-    """One request that wants to be sent.
+    """A request that waits for room at an engine, or would if there is none.
 
-    tenant, adapter  whose share it counts against
+    tenant, adapter  the share that it counts against
     weight           of the adapter within its tenant; 2.0 gets twice the share of 1.0
-    priority         orders the requests of one tenant and adapter, lower first, as vLLM has it
-    size_bytes       what it holds while it waits
-    deadline_at      when nobody wants its answer any more
-    most_wait_s      it is refused at once where it would wait for longer; infinite: it is never asked
+    priority         order within one tenant and adapter, lower first, as in vLLM
+    size_bytes       memory that it holds while it waits
+    deadline_at      time after which the client no longer wants the answer
+    most_wait_s      refused at once where its predicted wait is longer; infinite: never
     payload          the caller's own
-    expected_s, since  what was predicted when it began to wait, and when that was; 0.0: nothing was
-    wants_slot       an adapter slot is free where it would go neither for it nor for one before it
+    matched          its prefix match, and when that was made
+    number           order of arrival
+    likely_worker, work_s   the replica that it would go to as things stand, and its seconds of work there
+    expected_s, enqueued_at  predicted wait when it was enqueued, 0.0 without a prediction; and when that was
+    wants_slot       it waits for an adapter slot at the likely replica, or behind a request that does
     """
 
     hashed: HashedRequest
@@ -72,19 +74,22 @@ class QueuedRequest:
     payload: Any = None
     matched: tuple[PrefixMatch, float] | None = None
     number: int = 0
-    bound_to: WorkerId | None = None
-    bound_s: float = 0.0
+    likely_worker: WorkerId | None = None
+    work_s: float = 0.0
     expected_s: float = 0.0
-    since: float = 0.0
+    enqueued_at: float = 0.0
     wants_slot: bool = False
     is_waiting: bool = False
 
 
 @dataclass(slots=True)
 class _AdapterFlow:
-    """The waiting requests of one adapter of one tenant in order, and its weighted seconds of work so far."""
+    """The queued requests of one adapter of one tenant, in order.
 
-    had_s: float = 0.0
+    served_s  weighted seconds of work served so far
+    """
+
+    served_s: float = 0.0
     weight: float = 1.0
     waiting_s: float = 0.0
     requests: list[QueuedRequest] = field(default_factory=list)
@@ -92,10 +97,14 @@ class _AdapterFlow:
 
 @dataclass(slots=True)
 class _TenantFlows:
-    """`level_s` is how far the service of its adapters has come: where one that has been idle joins."""
+    """One tenant's adapters.
 
-    had_s: float = 0.0
-    level_s: float = 0.0
+    served_s   seconds of work served so far
+    virtual_s  virtual time of its adapters: an adapter that was idle joins there
+    """
+
+    served_s: float = 0.0
+    virtual_s: float = 0.0
     waiting: int = 0
     waiting_s: float = 0.0
     flows: dict[str, _AdapterFlow] = field(default_factory=dict)
@@ -103,15 +112,16 @@ class _TenantFlows:
 
 @dataclass(slots=True)
 class FairQueue:
-    """Who waits, and in which order they are decided.
+    """The queued requests, and the order in which they are decided.
 
-    decide    the decision for a ticket now, with the seconds of work that are ahead of it per replica; may raise
-              NoReplica
-    late_binding_s  how much work is queued at an engine at most; infinite: everything is sent at once
-    is_full   whether its base model may not, wherever it would go; then nobody of that base model overtakes it;
-              None: never
-    pace      of a replica: the share of the predicted seconds that its prefills have taken of late
-    room      how much may wait
+    decide          decides a queued request now, given the seconds of queued work ahead of it by replica; may raise
+                    NoReplica
+    late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
+    is_full         whether the decided base model takes no further request anywhere; then no request of that base model
+                    overtakes this one. None: never
+    pace            share of the predicted seconds that a replica's prefills took of late
+    usage           how much waits, and may
+    rates           how fast queued work goes to each replica; tenant_rates: how fast each tenant's is served
     """
 
     decide: Callable[[QueuedRequest, Mapping[WorkerId, float], float], Decision]
@@ -124,167 +134,196 @@ class FairQueue:
     retry_times: RetryTimes = field(default_factory=RetryTimes)
     wait_margin: WaitMargin = field(default_factory=WaitMargin)
     _tenants: dict[str, _TenantFlows] = field(default_factory=dict)
-    _level_s: float = 0.0
-    _bound: dict[WorkerId, float] = field(default_factory=dict)
-    _lines: dict[_Line, dict[QueuedRequest, None]] = field(default_factory=dict)
+    _virtual_s: float = 0.0
+    _backlog_s: dict[WorkerId, float] = field(default_factory=dict)
+    _lines: dict[_LineKey, dict[QueuedRequest, None]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _waiting: int = 0
     _full: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many requests are queued."""
         return self._waiting
 
     @property
+    def remembered_flows(self) -> int:
+        """Tenants, and adapters of each, that the queue remembers; 0 while it is empty."""
+        return len(self._tenants) + sum([len(tenant.flows) for tenant in self._tenants.values()])
+
+    @property
+    def virtual_s(self) -> float:
+        """Virtual time of the tenants, in seconds of work: the service of the one served last."""
+        return self._virtual_s
+
+    def lag_s(self, tenant: str, adapter: str | None = None) -> float:
+        """Seconds of work by which a remembered tenant, or one adapter of it, is behind the virtual time."""
+        flows = self._tenants[tenant]
+        if adapter is not None:
+            return flows.virtual_s - flows.flows[adapter].served_s
+        return self._virtual_s - flows.served_s
+
+    @property
     def backlog(self) -> Mapping[WorkerId, float]:
-        """Seconds of work that wait here, by the replica that each would go to as things stand."""
-        return self._bound
+        """Seconds of queued work by likely replica."""
+        return self._backlog_s
 
     def has_room(self, decision: Decision) -> bool:
-        """Whether the chosen replica may be given this request now: little is queued there, or it has nothing to do."""
+        """Whether the chosen replica can take this request now: little work is queued there, or it is idle."""
         return (
             _queued_s(decision) <= self.late_binding_s or not decision.snapshot.loads[decision.position].all_in_flight
         )
 
-    def is_free(self, decision: Decision) -> bool:
-        """Whether a request that was decided just now may be sent at once: there is room, and nobody waits for it."""
-        if decision.replica.id in self._bound or not self.has_room(decision):
+    def can_send(self, decision: Decision) -> bool:
+        """Whether a request decided just now may be sent at once: there is room, and no other request waits for it."""
+        if decision.replica.id in self._backlog_s or not self.has_room(decision):
             return False
-        return self.is_full is None or not self._is_held(decision)
+        return self.is_full is None or not self._is_model_full(decision)
 
     def _may_pass(self, decision: Decision) -> bool:
-        """Whether a request that was decided just now may go before those who wait for its replica: it takes no adapter
-        slot, and they wait for nothing else.
+        """Whether a request decided just now may overtake those queued for its replica.
+
+        So it is where it takes no adapter slot, and they wait for nothing but slots.
         """
         worker = decision.replica.id
-        if decision.request.engine_name or worker not in self._bound or (worker, False) in self._lines:
+        if decision.request.engine_name or worker not in self._backlog_s or (worker, False) in self._lines:
             return False
-        return self.has_room(decision) and not self._is_held(decision)
+        return self.has_room(decision) and not self._is_model_full(decision)
 
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
-        """The decision if this request may be sent at once; else None, and it waits.
+        """The decision, if this request may be sent at once; else None, and it is queued.
 
-        raises  NoReplica; Saturated when it may not wait, or would for too long
+        raises  NoReplica; Saturated when it may not wait, or would wait for too long
         """
-        decision = self.decide(queued, self._bound, now)
-        if self.is_free(decision):
+        decision = self.decide(queued, self._backlog_s, now)
+        if self.can_send(decision):
             return decision
         if self._may_pass(decision):
-            # Whoever goes by others has had it, as if it had waited.
-            tenant, _ = self._joined(queued)
+            # A request that overtakes counts as served, as if it had waited.
+            tenant, _ = self._join(queued)
             self._serve(queued, _work_s(decision))
-            self._tidy(tenant)
+            self._forget_idle_tenants(tenant)
             return decision
-        queued.since, queued.expected_s = now, self._check_wait(queued, decision, now)
+        queued.enqueued_at, queued.expected_s = now, self._expected_wait_s(queued, decision, now)
         if not self._waiting:
             self.rates.begin(now)
             for drain in self.tenant_rates:
                 drain.begin(now)
         self.usage.add(queued.tenant, queued.size_bytes)
-        tenant, flow = self._joined(queued)
+        tenant, flow = self._join(queued)
         queued.number, queued.is_waiting = next(self._numbers), True
-        insort(flow.requests, queued, key=_place)
+        insort(flow.requests, queued, key=_order_key)
         tenant.waiting += 1
         self._waiting += 1
         is_behind_slot = bool(decision.request.engine_name) and (decision.replica.id, True) in self._lines
-        self._bind(queued, decision, is_behind_slot=is_behind_slot)
+        self._assign(queued, decision, is_behind_slot=is_behind_slot)
         return None
 
-    def _joined(self, queued: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
-        """Its tenant and adapter. Whoever was idle joins where the others are: idle time earns nothing."""
+    def _join(self, queued: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
+        """Its tenant's and adapter's flows; those that were idle join at the virtual time: idle time earns nothing."""
         tenant = self._tenants.setdefault(queued.tenant, _TenantFlows())
         flow = tenant.flows.setdefault(queued.adapter, _AdapterFlow())
         if not tenant.waiting:
-            tenant.had_s = max(tenant.had_s, self._level_s)
+            tenant.served_s = max(tenant.served_s, self._virtual_s)
         if not flow.requests:
-            flow.had_s = max(flow.had_s, tenant.level_s)
+            flow.served_s = max(flow.served_s, tenant.virtual_s)
         flow.weight = queued.weight
         return tenant, flow
 
     def remove(self, queued: QueuedRequest) -> None:
-        """It waits no longer; repeats change nothing."""
+        """Take a request out of the queue. Safe to call twice."""
         if not queued.is_waiting:
             return
         queued.is_waiting = False
         self.usage.remove(queued.tenant, queued.size_bytes)
-        self._unbind(queued)
+        self._unassign(queued)
         tenant = self._tenants[queued.tenant]
         flow = tenant.flows[queued.adapter]
         flow.requests.remove(queued)
         tenant.waiting -= 1
         self._waiting -= 1
-        # One that would join at the level again need not be remembered; when nobody waits nobody need be.
-        if not flow.requests and flow.had_s <= tenant.level_s:
+        # A flow at the virtual time would join there again: it need not be remembered. An empty queue remembers none.
+        if not flow.requests and flow.served_s <= tenant.virtual_s:
             del tenant.flows[queued.adapter]
-        if not tenant.waiting and tenant.had_s <= self._level_s:
+        if not tenant.waiting and tenant.served_s <= self._virtual_s:
             del self._tenants[queued.tenant]
-        self._tidy(tenant)
+        self._forget_idle_tenants(tenant)
         if not self._waiting:
             self._tenants.clear()
             self._full.clear()
-            self._level_s = 0.0
+            self._virtual_s = 0.0
 
-    def _tidy(self, tenant: _TenantFlows) -> None:
-        if len(tenant.flows) > 2 * (tenant.waiting + _REMEMBERED_IDLE):
-            _forget({name: flow.had_s for name, flow in tenant.flows.items() if not flow.requests}, tenant.flows)
-        if len(self._tenants) > 2 * (self._waiting + _REMEMBERED_IDLE):
-            _forget({name: it.had_s for name, it in self._tenants.items() if not it.waiting}, self._tenants)
+    def _forget_idle_tenants(self, tenant: _TenantFlows) -> None:
+        if len(tenant.flows) > 2 * (tenant.waiting + _MAX_IDLE_FLOWS):
+            _drop_least_served(
+                {name: flow.served_s for name, flow in tenant.flows.items() if not flow.requests}, tenant.flows
+            )
+        if len(self._tenants) > 2 * (self._waiting + _MAX_IDLE_FLOWS):
+            _drop_least_served(
+                {name: other.served_s for name, other in self._tenants.items() if not other.waiting}, self._tenants
+            )
 
     def charge_answer(self, tenant: str, adapter: str, weight: float, work_s: float) -> None:
-        """An answer is over that took so much work besides its prefill. Counts while anybody waits: before, whatever
-        was taken was taken from nobody.
+        """Charge an ended answer's seconds of decoding to its tenant and adapter, if any request waits.
+
+        Where none waits, the work was taken from no other request.
         """
         if not self._waiting:
             return
-        had = self._tenants.setdefault(tenant, _TenantFlows())
-        had.had_s = _set_back(had.had_s, self._level_s, work_s, is_waiting=had.waiting > 0)
-        flow = had.flows.setdefault(adapter, _AdapterFlow())
-        flow.had_s = _set_back(flow.had_s, had.level_s, work_s / weight, is_waiting=bool(flow.requests))
+        flows = self._tenants.setdefault(tenant, _TenantFlows())
+        flows.served_s = _charged_s(flows.served_s, self._virtual_s, work_s, is_waiting=flows.waiting > 0)
+        flow = flows.flows.setdefault(adapter, _AdapterFlow())
+        is_waiting = bool(flow.requests)
+        flow.served_s = _charged_s(flow.served_s, flows.virtual_s, work_s / weight, is_waiting=is_waiting)
 
     def time_out(self, queued: QueuedRequest, now: float) -> Saturated:
-        """The refusal of a request that has waited for as long as it may. Learns from it; to be called once."""
-        self.wait_margin.record_wait(queued.expected_s, now - queued.since, is_over=False)
-        own_s = self._longest_own_s(queued)
+        """The error for a request that has waited as long as it may. The wait margin learns from it: call once."""
+        self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=False)
+        own_s = self._max_tenant_wait_s(queued)
         room_s = own_s - queued.most_wait_s / self.wait_margin.margin
-        if own_s == 0.0:  # its tenant's speed is not known: when all that waits has been worked off
-            room_s = sum(self._bound.values()) / (sum(map(self.rates.rate, self._bound)) or 1.0)
+        if own_s == 0.0:  # its tenant's rate is not known: when the whole queue has been worked off
+            room_s = sum(self._backlog_s.values()) / (sum(map(self.rates.rate, self._backlog_s)) or 1.0)
         return Saturated(
             f"no engine had room within {queued.most_wait_s:.3g} s; try again",
-            retry_after_s=self._retry_s(queued, queued.bound_to, room_s, queued.bound_s or _LEAST_WORK_S, now),
+            retry_after_s=self._retry_s(queued, queued.likely_worker, room_s, queued.work_s or _LEAST_WORK_S, now),
         )
 
     def wait_s(self, queued: QueuedRequest, decision: Decision) -> float:
-        """For how long this request would wait, going by what is ahead of it in fair order and how fast that goes."""
-        own_s = self._own_ahead_s(queued) / self._tenant_rate(queued)
-        return max(own_s, self._wait_behind_s(self._ahead_s(queued), decision))
+        """Predicted wait of this request, from the work ahead of it in fair order and how fast that goes."""
+        own_s = self._ahead_in_tenant_s(queued) / self._tenant_rate(queued)
+        return max(own_s, self._wait_behind_s(self.ahead_s(queued), decision))
 
     def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
         loads, replicas = decision.snapshot.loads, decision.snapshot.roster.replicas
         position_of = {replicas[i].id: i for i in decision.snapshot.able(decision.request)}
         workers = list(position_of)
         until_room_s = max(0.0, _queued_s(decision) - self.late_binding_s) * self.pace(decision.replica.id)
-        each_s = max(_LEAST_WORK_S, sum(self._bound.values()) / self._waiting if self._waiting else _work_s(decision))
+        each_s = max(
+            _LEAST_WORK_S, sum(self._backlog_s.values()) / self._waiting if self._waiting else _work_s(decision)
+        )
 
         def guess(worker: WorkerId) -> float:
-            # No faster than its prefills, nor than its sequences end.
+            # No faster than its prefills, and no faster than its sequences end.
             own, replica = loads[position_of[worker]], replicas[position_of[worker]]
             return min(1 / self.pace(worker), each_s * replica.max_num_seqs / max(own.request_s, each_s))
 
-        return until_room_s + wait_s(ahead_s, self._bound, workers, self.rates, guess)
+        return until_room_s + wait_s(ahead_s, self._backlog_s, workers, self.rates, guess)
 
     def _tenant_rate(self, queued: QueuedRequest) -> float:
-        """How fast the requests of its tenant are served, beside all others; infinite until measured."""
+        """Seconds of its tenant's work that are served a second; infinite until measured."""
         name = queued.tenant
         return min([drain.rate(name) for drain in self.tenant_rates if drain.is_measured(name)], default=inf)
 
-    def _check_wait(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
-        """How long it is expected to wait; 0.0 where that is not foreseen, or not near what it may wait."""
+    def _expected_wait_s(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
+        """Predicted wait of a request that is to be queued; 0.0 without evidence, or far below what it may wait.
+
+        raises  Saturated where the queue is full, or the wait too long
+        """
         refusal = self.usage.refusal(queued.tenant, queued.size_bytes)
         if refusal is None and (queued.most_wait_s == inf or not self._has_evidence(decision)):
             return 0.0
         limit_s = queued.most_wait_s / self.wait_margin.margin
-        # If everybody were ahead of it, which is soon computed: an ordinary line is short.
-        if refusal is None and max(self._longest_own_s(queued), self._longest_s(decision)) <= limit_s:
+        # As if the whole queue were ahead of it, which is cheap to compute: ordinary queues are short.
+        if refusal is None and max(self._max_tenant_wait_s(queued), self._max_wait_s(decision)) <= limit_s:
             return 0.0
         expected_s, work_s = self.wait_s(queued, decision), _work_s(decision)
         if refusal is not None:
@@ -298,22 +337,20 @@ class FairQueue:
             )
         return expected_s
 
-    def _longest_s(self, decision: Decision) -> float:
-        return self._wait_behind_s(sum(self._bound.values()), decision)
+    def _max_wait_s(self, decision: Decision) -> float:
+        return self._wait_behind_s(sum(self._backlog_s.values()), decision)
 
-    def _longest_own_s(self, queued: QueuedRequest) -> float:
+    def _max_tenant_wait_s(self, queued: QueuedRequest) -> float:
         tenant = self._tenants.get(queued.tenant)
         return tenant.waiting_s / self._tenant_rate(queued) if tenant is not None else 0.0
 
     def _has_evidence(self, decision: Decision) -> bool:
-        """Whether a prediction may refuse a request: nobody is refused for what a guess says, nor where a replica that
-        could have it has nothing to do.
-        """
+        """Whether a predicted wait may refuse this request: rates were measured, and no able replica is idle."""
         snapshot = decision.snapshot
         able = snapshot.able(decision.request)
         ids = [snapshot.roster.replicas[i].id for i in able]
         if any(
-            not snapshot.loads[i].all_in_flight and id_ not in self._bound for i, id_ in zip(able, ids, strict=True)
+            not snapshot.loads[i].all_in_flight and id_ not in self._backlog_s for i, id_ in zip(able, ids, strict=True)
         ):
             return False
         return snapshot.roster.middle.prefill_tokens_per_s > 0 or any(map(self.rates.is_measured, ids))
@@ -321,37 +358,38 @@ class FairQueue:
     def _retry_s(
         self, queued: QueuedRequest, worker: WorkerId | None, room_s: float, work_s: float, now: float
     ) -> float:
-        """When to come back: once there is room, and behind those of its tenant that were told so before."""
+        """Seconds for Retry-After: until there is room, behind earlier refusals of the same tenant."""
         rate = self._tenant_rate(queued)
         if rate == inf:
             rate = self.rates.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
-        most_s = min(queued.most_wait_s, _MOST_RETRY_S)
+        most_s = min(queued.most_wait_s, _MAX_RETRY_S)
         return self.retry_times.next_s(queued.tenant, room_s, work_s / rate, most_s, now)
 
-    def _own_ahead_s(self, queued: QueuedRequest) -> float:
-        """As `_ahead_s`, of its own tenant alone."""
+    def _ahead_in_tenant_s(self, queued: QueuedRequest) -> float:
+        """Seconds of its own tenant's work that would be served before it."""
         tenant = self._tenants.get(queued.tenant)
-        return _ahead_of_its_tenant_s(tenant, queued) if tenant is not None and tenant.waiting else 0.0
+        return _tenant_ahead_s(tenant, queued) if tenant is not None and tenant.waiting else 0.0
 
-    def _ahead_s(self, queued: QueuedRequest) -> float:
-        """Seconds of work of all that would be served before it if it joined now: as `_in_order`, with requests as a
-        fluid. Costs as much as there are tenants, and adapters of its own tenant, not requests.
+    def ahead_s(self, queued: QueuedRequest) -> float:
+        """Seconds of work that would be served before it if it were queued now.
+
+        As `fair_order`, but with requests as a fluid: costs one step for each tenant and for each adapter of its own.
         """
         tenant = self._tenants.get(queued.tenant)
         if tenant is None or not tenant.waiting:
-            own_s, had_s = 0.0, max(self._level_s, tenant.had_s if tenant is not None else 0.0)
+            own_s, served_s = 0.0, max(self._virtual_s, tenant.served_s if tenant is not None else 0.0)
         else:
-            own_s, had_s = _ahead_of_its_tenant_s(tenant, queued), tenant.had_s
-        until_s = had_s + own_s
+            own_s, served_s = _tenant_ahead_s(tenant, queued), tenant.served_s
+        until_s = served_s + own_s
         return own_s + sum(
             [
-                min(other.waiting_s, max(0.0, until_s - other.had_s))
+                min(other.waiting_s, max(0.0, until_s - other.served_s))
                 for other in self._tenants.values()
                 if other.waiting and other is not tenant
             ]
         )
 
-    def _is_held(self, decision: Decision) -> bool:
+    def _is_model_full(self, decision: Decision) -> bool:
         if self.is_full is None:
             return False
         base_model = decision.request.base_model
@@ -361,88 +399,91 @@ class FairQueue:
         return False
 
     def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
-        """The waiting requests that may be sent now, in fair order, each withdrawn; with NoReplica those that no
-        replica can serve any more. Note each as sent before asking for the next: that changes what has room.
+        """Take the requests that can be sent now out of the queue, in fair order, each with its decision.
+
+        Requests that no replica can serve any more come with NoReplica. Record each dispatch before asking for the next
+        request: it changes what has room.
         """
-        self.rates.advance(self._bound, now)
+        self.rates.advance(self._backlog_s, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
         for drain in self.tenant_rates:
             drain.advance(tenants, now)
         ahead: dict[WorkerId, float] = {}
-        slotless: set[WorkerId] = set()
+        without_slot: set[WorkerId] = set()
         self._full.clear()
-        for queued in self._looked_at():
+        for queued in self._candidates():
             if not queued.is_waiting:
                 continue
             try:
                 decision = self.decide(queued, ahead, now)
-            except Exception as exc:  # noqa: BLE001  (whatever it is: it must not stop all who wait behind this one)
+            except Exception as exc:  # noqa: BLE001  (an unexpected error must not stop all requests behind this one)
                 self.remove(queued)
-                yield queued, exc if isinstance(exc, NoReplica) else _undecided(exc)
+                yield queued, exc if isinstance(exc, NoReplica) else _undecided_error(exc)
                 continue
             worker = decision.replica.id
-            # One adapter's request more, if only of one that runs, would keep from the one before it the slot that it
-            # waits for; the base model's takes none.
-            is_behind_slot = worker in slotless and bool(decision.request.engine_name)
-            if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_held(decision):
-                self._unbind(queued)
-                self._bind(queued, decision, is_behind_slot=is_behind_slot)
+            # Another adapter request, even of a running adapter, would keep the slot from the one that waits for it.
+            # Requests of the base model take no slot.
+            is_behind_slot = worker in without_slot and bool(decision.request.engine_name)
+            if is_behind_slot or worker in ahead or not self.has_room(decision) or self._is_model_full(decision):
+                self._unassign(queued)
+                self._assign(queued, decision, is_behind_slot=is_behind_slot)
                 if queued.wants_slot:
-                    slotless.add(worker)
+                    without_slot.add(worker)
                 else:
-                    # Whoever comes later in the order finds this one ahead of it there.
-                    ahead[worker] = ahead.get(worker, 0.0) + queued.bound_s
+                    # Later requests find this one ahead of them at that replica.
+                    ahead[worker] = ahead.get(worker, 0.0) + queued.work_s
                 continue
             work_s = _work_s(decision)
             self._serve(queued, work_s)
             self.rates.record_served(worker, work_s)
             for drain in self.tenant_rates:
                 drain.record_served(queued.tenant, work_s)
-            self.wait_margin.record_wait(queued.expected_s, now - queued.since, is_over=True)
+            self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=True)
             self.remove(queued)
             yield queued, decision
 
-    def _looked_at(self) -> list[QueuedRequest]:
-        """The first in fair order, and behind them the first for each replica that none before it waits for: a long
-        line for one replica must not let another one idle. Far behind them it is whoever has waited there longest.
-        Those who want a slot, and those who do not, are looked at apart: neither line hides the other.
+    def _candidates(self) -> list[QueuedRequest]:
+        """The first requests in fair order, and behind them the first for each replica that none of those waits for.
+
+        So a long queue for one replica lets no other idle. Beyond the scan it is the request that has waited longest.
+        Requests that wait for a slot and those that do not are counted apart, so that neither hides the other.
         """
         found: list[QueuedRequest] = []
         others = set(self._lines)
         left = [0, 0]
         for (_, wants_slot), line in self._lines.items():
-            left[wants_slot] = min(_LOOKED_AT, left[wants_slot] + len(line))
-        for queued in itertools.islice(self._in_order(), _LOOKED_OVER):
-            line_of = _line_of(queued)
-            if left[queued.wants_slot] or line_of in others:
+            left[wants_slot] = min(MAX_CANDIDATES, left[wants_slot] + len(line))
+        for queued in itertools.islice(self.fair_order(), MAX_SCANNED):
+            line_key = _line_key(queued)
+            if left[queued.wants_slot] or line_key in others:
                 found.append(queued)
-                others.discard(line_of)
+                others.discard(line_key)
                 left[queued.wants_slot] = max(0, left[queued.wants_slot] - 1)
             elif not others and not any(left):
                 return found
         return found + [next(iter(self._lines[line])) for line in sorted(others)]
 
-    def _in_order(self) -> Iterator[QueuedRequest]:
-        """Waiting tickets as they would be served if all of them had room: least served tenant and adapter first."""
+    def fair_order(self) -> Iterator[QueuedRequest]:
+        """Queued requests in the order in which they would be served if all had room: least served flow first."""
         tenants = []
         for name, tenant in self._tenants.items():
             if tenant.waiting:
-                tenant.had_s = max(tenant.had_s, self._level_s - _MOST_LAG_S)
-                tenants.append((tenant.had_s, name))
+                tenant.served_s = max(tenant.served_s, self._virtual_s - MAX_LAG_S)
+                tenants.append((tenant.served_s, name))
         heapq.heapify(tenants)
         flows = {name: _flow_heap(self._tenants[name]) for _, name in tenants}
         while tenants:
-            had_s, name = tenants[0]
+            served_s, name = tenants[0]
             heap = flows[name]
-            flow_had_s, adapter, position = heap[0]
+            flow_served_s, adapter, position = heap[0]
             flow = self._tenants[name].flows[adapter]
             queued = flow.requests[position]
             if position + 1 < len(flow.requests):
-                heapq.heapreplace(heap, (flow_had_s + queued.bound_s / flow.weight, adapter, position + 1))
+                heapq.heapreplace(heap, (flow_served_s + queued.work_s / flow.weight, adapter, position + 1))
             else:
                 heapq.heappop(heap)
             if heap:
-                heapq.heapreplace(tenants, (had_s + queued.bound_s, name))
+                heapq.heapreplace(tenants, (served_s + queued.work_s, name))
             else:
                 heapq.heappop(tenants)
             yield queued
@@ -450,84 +491,84 @@ class FairQueue:
     def _serve(self, queued: QueuedRequest, work_s: float) -> None:
         tenant = self._tenants[queued.tenant]
         flow = tenant.flows[queued.adapter]
-        self._level_s = max(self._level_s, tenant.had_s)
-        tenant.level_s = max(tenant.level_s, flow.had_s)
-        tenant.had_s += work_s
-        flow.had_s += work_s / queued.weight
+        self._virtual_s = max(self._virtual_s, tenant.served_s)
+        tenant.virtual_s = max(tenant.virtual_s, flow.served_s)
+        tenant.served_s += work_s
+        flow.served_s += work_s / queued.weight
 
-    def _bind(self, queued: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
+    def _assign(self, queued: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
         worker = decision.replica.id
-        queued.bound_to, queued.bound_s = worker, _work_s(decision)
+        queued.likely_worker, queued.work_s = worker, _work_s(decision)
         queued.wants_slot = is_behind_slot or decision.score.slot_s > 0
-        self._bound[worker] = self._bound.get(worker, 0.0) + queued.bound_s
-        self._lines.setdefault(_line_of(queued), {})[queued] = None
+        self._backlog_s[worker] = self._backlog_s.get(worker, 0.0) + queued.work_s
+        self._lines.setdefault(_line_key(queued), {})[queued] = None
         tenant = self._tenants[queued.tenant]
-        tenant.waiting_s += queued.bound_s
-        tenant.flows[queued.adapter].waiting_s += queued.bound_s
+        tenant.waiting_s += queued.work_s
+        tenant.flows[queued.adapter].waiting_s += queued.work_s
 
-    def _unbind(self, queued: QueuedRequest) -> None:
-        worker = queued.bound_to
+    def _unassign(self, queued: QueuedRequest) -> None:
+        worker = queued.likely_worker
         if worker is None:
             return
-        line_of = _line_of(queued)
-        del self._lines[line_of][queued]
-        if not self._lines[line_of]:
-            del self._lines[line_of]
+        line_key = _line_key(queued)
+        del self._lines[line_key][queued]
+        if not self._lines[line_key]:
+            del self._lines[line_key]
         if (worker, False) in self._lines or (worker, True) in self._lines:
-            self._bound[worker] -= queued.bound_s
+            self._backlog_s[worker] -= queued.work_s
         else:
-            del self._bound[worker]
-        queued.bound_to = None
+            del self._backlog_s[worker]
+        queued.likely_worker = None
         tenant = self._tenants[queued.tenant]
-        tenant.waiting_s -= queued.bound_s
-        tenant.flows[queued.adapter].waiting_s -= queued.bound_s
+        tenant.waiting_s -= queued.work_s
+        tenant.flows[queued.adapter].waiting_s -= queued.work_s
 
 
-def _line_of(queued: QueuedRequest) -> _Line:
-    assert queued.bound_to is not None
-    return queued.bound_to, queued.wants_slot
+def _line_key(queued: QueuedRequest) -> _LineKey:
+    assert queued.likely_worker is not None
+    return queued.likely_worker, queued.wants_slot
 
 
-def _set_back(had_s: float, level_s: float, work_s: float, *, is_waiting: bool) -> float:
-    """Whoever waits keeps what it is owed; anybody else joins where the others are."""
-    joined_s = had_s if is_waiting else max(had_s, level_s)
-    return min(joined_s + work_s, max(joined_s, level_s + _MOST_DEBT_S))
+def _charged_s(served_s: float, virtual_s: float, work_s: float, *, is_waiting: bool) -> float:
+    """Served seconds after a charge. A waiting flow keeps its credit; an idle one joins at the virtual time first."""
+    joined_s = served_s if is_waiting else max(served_s, virtual_s)
+    return min(joined_s + work_s, max(joined_s, virtual_s + MAX_DEBT_S))
 
 
-def _forget(idle: dict[str, float], known: dict[str, Any]) -> None:
-    """Of the idle ones all but those that had most."""
-    for name in sorted(idle, key=idle.__getitem__)[: max(0, len(idle) - _REMEMBERED_IDLE)]:
+def _drop_least_served(idle: dict[str, float], known: dict[str, Any]) -> None:
+    """Forget idle flows beyond the most that are remembered, the least served first."""
+    for name in sorted(idle, key=idle.__getitem__)[: max(0, len(idle) - _MAX_IDLE_FLOWS)]:
         del known[name]
 
 
 def _queued_s(decision: Decision) -> float:
-    """Seconds until the chosen replica would begin, of what is there and not here."""
+    """Seconds until the chosen replica would begin, without the work that is queued here."""
     snapshot, score = decision.snapshot, decision.score
     queued_s = score.queue_s + score.slot_s
     return queued_s - snapshot.backlog.get(decision.replica.id, 0.0) if snapshot.backlog else queued_s
 
 
-def _undecided(exc: Exception) -> NoReplica:
-    told = NoReplica(f"it could not be decided where this should go ({type(exc).__name__}); the log says more")
-    told.__cause__ = exc
-    return told
+def _undecided_error(exc: Exception) -> NoReplica:
+    error = NoReplica(f"it could not be decided where this should go ({type(exc).__name__}); the log says more")
+    error.__cause__ = exc
+    return error
 
 
-def _ahead_of_its_tenant_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
+def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
     flow = tenant.flows.get(queued.adapter)
-    before_s = had_s = 0.0
+    before_s = served_s = 0.0
     if flow is not None and flow.requests:
-        had_s = flow.had_s
+        served_s = flow.served_s
         if flow.requests[-1].priority <= queued.priority:
             before_s = flow.waiting_s
         else:
-            before_s = sum([other.bound_s for other in flow.requests if other.priority <= queued.priority])
+            before_s = sum([other.work_s for other in flow.requests if other.priority <= queued.priority])
     else:
-        had_s = max(tenant.level_s, flow.had_s if flow is not None else 0.0)
-    until_s = had_s + before_s / queued.weight
+        served_s = max(tenant.virtual_s, flow.served_s if flow is not None else 0.0)
+    until_s = served_s + before_s / queued.weight
     return before_s + sum(
         [
-            min(other.waiting_s, max(0.0, (until_s - other.had_s) * other.weight))
+            min(other.waiting_s, max(0.0, (until_s - other.served_s) * other.weight))
             for other in tenant.flows.values()
             if other.requests and other is not flow
         ]
@@ -538,13 +579,13 @@ def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
     heap = []
     for adapter, flow in tenant.flows.items():
         if flow.requests:
-            flow.had_s = max(flow.had_s, tenant.level_s - _MOST_LAG_S)
-            heap.append((flow.had_s, adapter, 0))
+            flow.served_s = max(flow.served_s, tenant.virtual_s - MAX_LAG_S)
+            heap.append((flow.served_s, adapter, 0))
     heapq.heapify(heap)
     return heap
 
 
-def _place(queued: QueuedRequest) -> tuple[float, int]:
+def _order_key(queued: QueuedRequest) -> tuple[float, int]:
     return queued.priority, queued.number
 
 
