@@ -1,7 +1,7 @@
-"""What the orchestrator serves and is told.
+"""The bodies and responses of the orchestrator's REST API.
 
-Bodies that people write (adapters, aliases, policies) refuse unknown keys, because a typing error there
-would be obeyed in silence; bodies between our own processes ignore them, so that versions can differ.
+Bodies that people write refuse unknown keys, so that a typing error is not ignored. Bodies between our own processes
+ignore unknown keys, so that versions may differ.
 """
 
 import re
@@ -33,7 +33,7 @@ _ROUTE_WORDS = frozenset({"ensure", "retry", "rollout", "history"})
 
 
 def checked_lora_id(lora_id: str) -> str:
-    """The lora_id itself; raises ValueError that names the rule it breaks."""
+    """The lora_id. Raises ValueError, which names the rule that it breaks."""
     if not 1 <= len(lora_id) <= 200:
         raise ValueError(f"lora_id has {len(lora_id)} characters; 1 to 200 are allowed")
     if not _LORA_ID.fullmatch(lora_id):
@@ -51,6 +51,8 @@ _WITH_SECRETS = ("hf://", "https://")
 
 
 class _OrchestratorModel(BaseModel):
+    """A response, or a body from one of our own processes."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -60,8 +62,11 @@ class _PersonWrittenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
 class AdapterPolicy(_PersonWrittenModel):
-    """Where and how often one adapter should be; `None` means: as the global policy says."""
+    """The placement policy of one adapter; None: the global policy's value."""
 
     loading: Loading | None = None
     min_replicas: int | None = Field(default=None, ge=0)
@@ -72,7 +77,7 @@ class AdapterPolicy(_PersonWrittenModel):
 
 
 class SecretRef(_PersonWrittenModel):
-    """A key of a Secret that workers have mounted (`secrets_dir`); what is in it is neither asked for nor copied."""
+    """A key of a Secret that workers have mounted (`secrets_dir`). The orchestrator never reads its value."""
 
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
     key: str = Field(pattern=r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}$")
@@ -82,7 +87,7 @@ class SecretRef(_PersonWrittenModel):
 
     @classmethod
     def of(cls, text: str | None) -> "SecretRef | None":
-        """As it is stored: name/key."""
+        """The reference in its stored form `name/key`; None for no text."""
         name, _, key = (text or "").partition("/")
         return cls(name=name, key=key) if name else None
 
@@ -92,20 +97,20 @@ Secret = Annotated[
     Field(
         default=None,
         validation_alias=AliasChoices("secret_ref", "secretRef"),
-        description="the credentials for `source`, by reference; its key `sources` says which sources they are for",
+        description="reference to the credentials for `source`; the Secret's key `sources` lists their sources",
     ),
 ]
 
 
 Tenants = Annotated[
     tuple[Annotated[str, Field(max_length=100)], ...] | None,
-    Field(max_length=1000, description="who may use it; null means everyone"),
+    Field(max_length=1000, description="tenants that may use it; null: everyone"),
 ]
-"""As many as an object of Kubernetes has room for twice: as somebody wrote them, and as they were accepted."""
+"""At most 1000: a Kubernetes object must have room for them twice, in its text and in its record."""
 
 
 class AdapterSpec(_PersonWrittenModel):
-    """`POST /v1/adapters`. `secretRef`, as Kubernetes writes it, is `secret_ref` too."""
+    """`POST /v1/adapters`. `secretRef`, the spelling of Kubernetes, is accepted for `secret_ref`."""
 
     lora_id: LoraId
     source: str = Field(min_length=1, max_length=2000)
@@ -116,14 +121,14 @@ class AdapterSpec(_PersonWrittenModel):
     secret_ref: Secret = None
 
     @model_validator(mode="after")
-    def _secrets_are_for_what_takes_them(self) -> Self:
+    def _secret_ref_fits_source(self) -> Self:
         if self.secret_ref is not None and not self.source.startswith(_WITH_SECRETS):
             raise ValueError(f"secret_ref counts for hf:// and https:// sources, found source {self.source[:80]!r}")
         return self
 
 
 class AdapterPatch(_PersonWrittenModel):
-    """`PATCH /v1/adapters/{lora_id}`: only what may change. source, digest and base_model are immutable."""
+    """`PATCH /v1/adapters/{lora_id}`: the changeable fields. source, digest and base_model are immutable."""
 
     policy: AdapterPolicy | None = None
     tenants: Tenants = None
@@ -131,11 +136,15 @@ class AdapterPatch(_PersonWrittenModel):
 
 
 class Replicas(_OrchestratorModel):
+    """Replicas of an adapter: desired by the placement, and ready now."""
+
     desired: int
     ready: int
 
 
 class AdapterItem(_OrchestratorModel):
+    """One registered adapter. `workers`: where it is ready."""
+
     lora_id: str
     digest: str | None
     base_model: str | None
@@ -157,23 +166,49 @@ class AdapterList(_OrchestratorModel):
     next: str | None = None
 
 
+class AdapterBatch(_PersonWrittenModel):
+    """`POST /v1/adapters:batch`: each adapter is registered or refused on its own."""
+
+    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=1000)
+
+
+class BatchResult(_OrchestratorModel):
+    """The result for one adapter: 201 registered, 200 registered already, 409 and others refused."""
+
+    lora_id: str
+    status: int
+    code: str | None = None
+    error: str | None = None
+
+
+class BatchAnswer(_OrchestratorModel):
+    data: tuple[BatchResult, ...]
+
+
+# -- aliases -------------------------------------------------------------------------------------------------
+
+
 class AliasTarget(_PersonWrittenModel):
+    """One target of an alias, with its share relative to the other targets."""
+
     lora_id: LoraId
     weight: float = Field(default=1.0, ge=0)
 
 
 class AliasSpec(_PersonWrittenModel):
+    """`PUT /v1/aliases/{name}`."""
+
     targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
     place_s: float = Field(
         default=300.0,
         ge=0,
         le=86400,
-        description="how long the new targets may take to be where the old ones are; 0 shifts at once, placed or not",
+        description="how long to wait for the new targets' replicas; 0 shifts at once, placed or not",
     )
 
     @field_validator("targets")
     @classmethod
-    def _add_up(cls, targets: tuple[AliasTarget, ...]) -> tuple[AliasTarget, ...]:
+    def _weights_are_valid(cls, targets: tuple[AliasTarget, ...]) -> tuple[AliasTarget, ...]:
         names = [target.lora_id for target in targets]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice; name it once, with the weight of both")
@@ -183,9 +218,10 @@ class AliasSpec(_PersonWrittenModel):
 
 
 class AliasPending(_OrchestratorModel):
-    """What an alias is about to point at. `failed`: it stays as it is, `error` says why; else `lacks` what is missing.
+    """The targets that an alias is about to get.
 
-    lacks   lora_id -> what it still needs before the alias shifts
+    state   placing: waits for `lacks`; failed: the alias keeps its targets, `error` says why
+    lacks   lora_id -> what is missing before the alias shifts
     """
 
     targets: tuple[AliasTarget, ...]
@@ -197,20 +233,32 @@ class AliasPending(_OrchestratorModel):
 
 
 class AliasItem(_OrchestratorModel):
-    """`targets` is what routers are told now; `pending` what they will be, where that differs."""
+    """One alias. `targets`: those that routers use now; `pending`: those that it is about to get."""
 
     name: str
     targets: tuple[AliasTarget, ...]
     pending: AliasPending | None = None
 
 
+class AliasList(_OrchestratorModel):
+    data: tuple[AliasItem, ...]
+    next: str | None = None
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------
+
+
 class RolloutStep(_PersonWrittenModel):
-    weight: float = Field(gt=0, le=1, description="share of the alias's sessions that the new version gets")
-    for_s: float = Field(default=300.0, ge=0, le=30 * 86400, description="how long at least; 0 asks for no requests")
+    """One step of a rollout."""
+
+    weight: float = Field(gt=0, le=1, description="share of the alias's sessions that go to the new version")
+    for_s: float = Field(
+        default=300.0, ge=0, le=30 * 86400, description="shortest duration; with 0 `min_requests` does not count"
+    )
 
 
 class RolloutSpec(_PersonWrittenModel):
-    """`POST /v1/aliases/{name}/rollout`. The last step is followed by one of weight 1, unless it is that."""
+    """`POST /v1/aliases/{name}/rollout`. A last step of weight 1 is added where it is missing."""
 
     to: LoraId
     steps: tuple[RolloutStep, ...] = Field(
@@ -219,17 +267,24 @@ class RolloutSpec(_PersonWrittenModel):
         max_length=32,
     )
     max_error_rate_increase: float = Field(
-        default=0.02, ge=0, lt=1, description="more than this above the old version's rate is worse"
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="roll back when the error rate exceeds the old version's by more than this",
     )
     max_first_token_ratio: float | None = Field(
-        default=1.5, ge=1, description="more than this times the old version's mean is worse; null: not looked at"
+        default=1.5,
+        ge=1,
+        description="roll back when the mean first-token time is above this factor of the old version's; null: never",
     )
-    min_requests: int = Field(default=50, ge=0, description="of the new version in each step, before anything is told")
+    min_requests: int = Field(
+        default=50, ge=0, description="finished requests of the new version in each step before it is compared"
+    )
     place_s: float = Field(default=300.0, gt=0, le=86400, description="how long each step may wait for its replicas")
 
     @field_validator("steps")
     @classmethod
-    def _rise(cls, steps: tuple[RolloutStep, ...]) -> tuple[RolloutStep, ...]:
+    def _weights_rise(cls, steps: tuple[RolloutStep, ...]) -> tuple[RolloutStep, ...]:
         weights = [step.weight for step in steps]
         if any(later <= earlier for earlier, later in pairwise(weights)):
             raise ValueError(f"weights must rise from step to step, found {weights}")
@@ -237,12 +292,14 @@ class RolloutSpec(_PersonWrittenModel):
 
 
 class RolloutPatch(_PersonWrittenModel):
-    """`PATCH /v1/aliases/{name}/rollout`: hold it where it is, or let it go on."""
+    """`PATCH /v1/aliases/{name}/rollout`: pause or resume it."""
 
     paused: bool
 
 
 class RolloutTally(_OrchestratorModel):
+    """Finished requests of one version since the last shift."""
+
     requests: int
     errors: int
     error_rate: float
@@ -251,12 +308,12 @@ class RolloutTally(_OrchestratorModel):
 
 
 class RolloutItem(_OrchestratorModel):
-    """A rollout, under way or over.
+    """A rollout, in progress or over.
 
     state      placing (a step waits for its replicas), watching, done, rolled_back, aborted, failed (nothing shifted)
-    step       of `steps`, from 0; `weight` is what the new version has now
-    lacks      lora_id -> what it needs before the step's shift
-    old, new   what came of their requests since the last shift; `needed` so many of the new one's are waited for
+    step       index of the step in `steps`; `weight`: the new version's present share
+    lacks      lora_id -> what is missing before the step's shift
+    old, new   requests since the last shift; `needed`: requests of the new version that the step waits for
     """
 
     alias: str
@@ -276,13 +333,11 @@ class RolloutItem(_OrchestratorModel):
     reason: str = ""
 
 
-class AliasList(_OrchestratorModel):
-    data: tuple[AliasItem, ...]
-    next: str | None = None
+# -- the global policy ---------------------------------------------------------------------------------------
 
 
 class Policy(_PersonWrittenModel):
-    """The global placement policy. Times in seconds; `reserve_slots` per worker stay free for moves."""
+    """The global placement policy. `reserve_slots` of each worker stay free for moves."""
 
     loading: Loading = "lazy"
     min_replicas: int = Field(default=1, ge=0)
@@ -293,62 +348,27 @@ class Policy(_PersonWrittenModel):
     min_residency_s: float = Field(default=10.0, ge=0)
     drain_deadline_s: float = Field(default=30.0, ge=0)
     failure_expiry_s: float = Field(default=60.0, gt=0)
-    demand_window_s: float = Field(default=60.0, gt=0, description="demand is weighted exponentially over this time")
-    target_utilisation: float = Field(default=0.7, gt=0, le=1, description="of a worker, by one adapter alone")
-    scale_down_after_s: float = Field(default=300.0, ge=0, description="demand is less for so long before a copy goes")
+    demand_window_s: float = Field(default=60.0, gt=0, description="window of the exponentially weighted demand")
+    target_utilisation: float = Field(
+        default=0.7, gt=0, le=1, description="busy part of a worker above which an adapter gets one more replica"
+    )
+    scale_down_after_s: float = Field(
+        default=300.0, ge=0, description="a replica is removed when demand has been lower for this long"
+    )
     storm_window_s: float = Field(default=60.0, ge=1)
     storm_moves_per_worker: int = Field(
-        default=4, ge=0, description="more moves than this in the window, that no request waits for, freeze all moves"
+        default=4,
+        ge=0,
+        description="more loads and unloads than this in the window that no request waits for freeze all moves",
     )
 
 
-class AdapterBatch(_PersonWrittenModel):
-    """`POST /v1/adapters:batch`: each is registered or refused on its own."""
-
-    adapters: tuple[AdapterSpec, ...] = Field(min_length=1, max_length=1000)
-
-
-class BatchResult(_OrchestratorModel):
-    """201 registered, 200 was registered already, 409 and others refused, with the reason."""
-
-    lora_id: str
-    status: int
-    code: str | None = None
-    error: str | None = None
-
-
-class BatchAnswer(_OrchestratorModel):
-    data: tuple[BatchResult, ...]
-
-
-class EnsureRequest(_OrchestratorModel):
-    """`POST /v1/adapters/{lora_id}/ensure`. `tenants`: whose requests wait for it, "" for those of nobody's."""
-
-    replicas: int | None = Field(default=None, ge=1)
-    wait_s: float = Field(default=0.0, ge=0, le=600)
-    tenants: Annotated[tuple[str, ...], FailFast()] = Field(
-        default=(), description="whose requests wait; none said: the adapter's only tenant, else by itself"
-    )
-    wire: int = WIRE
-
-
-class EnsureAnswer(_OrchestratorModel):
-    """Where the adapter is (`ready`), where it is being loaded (`loading`), and when it should be there."""
-
-    lora_id: str
-    digest: str | None
-    state: AdapterState
-    ready: tuple[str, ...]
-    loading: tuple[str, ...]
-    expected_s: float | None
-    error: str | None = None
-    fits_nowhere: bool = Field(
-        default=False, description="no worker could hold it, whatever became free there; `error` says why"
-    )
-    wire: int = WIRE
+# -- placements and plans ------------------------------------------------------------------------------------
 
 
 class PlacementItem(_OrchestratorModel):
+    """An adapter on a worker, present, desired, or both."""
+
     lora_id: str
     digest: str | None
     worker_id: str
@@ -363,65 +383,67 @@ class PlacementList(_OrchestratorModel):
 
 
 class DemandChange(_PersonWrittenModel):
-    """Demand for one adapter: so many times what it is, or so many requests a second."""
+    """Demand for one adapter: a factor on the present one, or requests a second."""
 
     factor: float | None = Field(default=None, ge=0, le=1e6)
     requests_per_s: float | None = Field(default=None, ge=0, le=1e6)
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _has_one_field(self) -> Self:
         if (self.factor is None) == (self.requests_per_s is None):
             raise ValueError("name one of factor and requests_per_s")
         return self
 
 
 MOST_SUPPOSED = 2000
-"""A pass over so many takes about a second; over a hundred thousand no plan ended within a minute."""
+"""A pass over so many workers takes about a second; over 100,000 a plan takes more than a minute."""
 
 
 class MoreWorkers(_PersonWrittenModel):
-    """`count` empty workers like one that there is; `like` left out means the first that is ready."""
+    """`count` empty workers like an existing one; `like` defaults to the first ready worker."""
 
     like: str | None = None
     count: int = Field(default=1, ge=1, le=1000)
 
 
 class SupposedAdapter(AdapterSpec):
-    """An adapter that is not registered; what is left out is taken from those that are: middle rank and size."""
+    """An adapter that is not registered. Rank and size default to the median of the registered ones."""
 
     rank: int | None = Field(default=None, ge=1, le=1024)
     size_bytes: int | None = Field(default=None, ge=0, le=1 << 50)
 
 
 class PlanRequest(_PersonWrittenModel):
-    """`POST /v1/placements/plan`: what to suppose. `passes`: how far ahead to look, at most."""
+    """`POST /v1/placements/plan`: the changes to assume. `passes`: most passes to simulate."""
 
     demand: dict[LoraId, DemandChange] = Field(default={}, max_length=10_000)
     workers_gone: tuple[str, ...] = Field(default=(), max_length=10_000)
     workers_more: tuple[MoreWorkers, ...] = Field(default=(), max_length=100)
-    policy: dict[str, Any] = Field(default={}, description="fields of the global policy that are different")
+    policy: dict[str, Any] = Field(default={}, description="changed fields of the global policy")
     adapter_policies: dict[LoraId, AdapterPolicy] = Field(default={}, max_length=10_000)
-    adapters: tuple[SupposedAdapter, ...] = Field(default=(), max_length=1000, description="registered besides")
+    adapters: tuple[SupposedAdapter, ...] = Field(
+        default=(), max_length=1000, description="adapters registered in addition"
+    )
     passes: int = Field(default=30, ge=1, le=200)
 
     @field_validator("workers_more")
     @classmethod
-    def _can_be_thought_through(cls, more: tuple[MoreWorkers, ...]) -> tuple[MoreWorkers, ...]:
-        total = sum(it.count for it in more)
+    def _is_small_enough(cls, more: tuple[MoreWorkers, ...]) -> tuple[MoreWorkers, ...]:
+        total = sum(workers.count for workers in more)
         if total > MOST_SUPPOSED:
-            raise ValueError(f"{total} more workers are supposed, at most {MOST_SUPPOSED} can be")
+            raise ValueError(f"{total} more workers are assumed, at most {MOST_SUPPOSED} may be")
         return more
 
 
 class TargetChange(_OrchestratorModel):
-    """Replicas wanted: as things are, and as supposed."""
+    """An adapter's replica target, now and under the assumed changes."""
 
     before: int
     after: int
 
 
 class PlanCost(_OrchestratorModel):
-    """`bytes` is of all loads, where sizes are known; `seconds` until the last of them has ended."""
+    """The cost of a plan. `bytes`: of all loads with a known size; `seconds`: until the last load has ended."""
 
     loads: int
     unloads: int
@@ -430,11 +452,11 @@ class PlanCost(_OrchestratorModel):
 
 
 class ActionItem(_OrchestratorModel):
-    """One step that a pass takes or, in a plan, would take, and why.
+    """One action of a pass, with its reason.
 
-    turn        in which pass: 0 is the next
-    size_bytes  of what is loaded; null for other steps, and where it is not known
-    seconds     that a load takes, by the middle of those measured
+    turn        the pass that takes it: 0 is the next
+    size_bytes  size of a loaded adapter; null for other actions and unknown sizes
+    seconds     duration of a load, the median of those measured
     """
 
     operation: Literal["inspect", "load", "drain", "unload"]
@@ -448,9 +470,11 @@ class ActionItem(_OrchestratorModel):
 
 
 class Plan(_OrchestratorModel):
-    """Steps in order. `targets` has those that differ; `reasons` says of each of `unplaced` why.
+    """A plan: actions in order.
 
-    is_settled  whether nothing is left to do after these steps; null for the next pass alone
+    unplaced    adapters with fewer replicas than their target; `reasons`: why
+    targets     replica targets that change
+    is_settled  whether nothing is left to do afterwards; null for a plan of one pass
     """
 
     actions: tuple[ActionItem, ...]
@@ -461,8 +485,14 @@ class Plan(_OrchestratorModel):
     is_settled: bool | None = None
 
 
+# -- orphans -------------------------------------------------------------------------------------------------
+
+
 class OrphanItem(_OrchestratorModel):
-    """What workers hold and nobody registered, or registered with other bytes. `problem`: why it cannot be adopted."""
+    """An adapter that workers hold and that is not registered with this digest.
+
+    problem  why it cannot be adopted
+    """
 
     lora_id: str
     digest: str
@@ -481,18 +511,24 @@ class OrphanList(_OrchestratorModel):
 
 
 class AdoptRequest(_PersonWrittenModel):
-    """`POST /v1/orphans/adopt`. Whose they were went with the store, so they are nobody's until somebody says."""
+    """`POST /v1/orphans/adopt`. Orphans have lost their tenants with the store, so by default no tenant may use them."""
 
-    lora_ids: tuple[str, ...] | None = Field(default=None, max_length=10_000, description="null: all that can be")
-    tenants: Tenants = Field(
-        default=(), description="who may use them, beside operators and where no keys are needed; null means everyone"
+    lora_ids: tuple[str, ...] | None = Field(
+        default=None, max_length=10_000, description="orphans to adopt; null: all that can be adopted"
     )
+    tenants: Tenants = Field(
+        default=(), description="tenants that may use them, besides operators and servers without keys; null: everyone"
+    )
+
+
+# -- workers -------------------------------------------------------------------------------------------------
 
 
 class WorkerItem(_OrchestratorModel):
     """A worker.
 
-    is_terminating  Kubernetes is ending its pod, and so it drains
+    orphans         adapters that it holds and that are not registered
+    is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
     """
 
@@ -516,13 +552,16 @@ class WorkerList(_OrchestratorModel):
 
 
 class WorkerDrain(_PersonWrittenModel):
-    """`POST /v1/workers/{id}/drain`: how long its adapters may take to find a place elsewhere."""
+    """`POST /v1/workers/{id}/drain`. `deadline_s`: how long its adapters may take to be ready elsewhere."""
 
     deadline_s: float | None = Field(default=None, ge=0, le=86400)
 
 
+# -- history -------------------------------------------------------------------------------------------------
+
+
 class HistoryItem(_OrchestratorModel):
-    """What happened to what, and who asked. `subject` is a lora_id, an alias or a worker; "" for the policy."""
+    """One entry of the history. `subject`: a lora_id, an alias or a worker; "" for the policy."""
 
     id: int
     at: str
@@ -537,15 +576,23 @@ class HistoryList(_OrchestratorModel):
     next: str | None = None
 
 
+# -- agents --------------------------------------------------------------------------------------------------
+
+
 class Heartbeat(_OrchestratorModel):
-    """`POST /v1/workers/register`: an agent says that it is there, with all it knows."""
+    """`POST /v1/workers/register`: an agent's heartbeat."""
 
     metadata: Metadata
     wire: int = WIRE
 
 
 class HeartbeatAnswer(_OrchestratorModel):
-    """`is_warm`: nothing has to be loaded before the worker is ready. `in_flight`: requests that routers have there."""
+    """The answer to a heartbeat.
+
+    interval_s  when to send the next one
+    is_warm     the worker need load nothing more before it is ready
+    in_flight   requests of routers at its engine
+    """
 
     epoch: int
     revision: int
@@ -555,7 +602,12 @@ class HeartbeatAnswer(_OrchestratorModel):
     wire: int = WIRE
 
 
+# -- routers: catalog and events -----------------------------------------------------------------------------
+
+
 class CatalogAdapter(_OrchestratorModel):
+    """An adapter in the catalog."""
+
     lora_id: str
     digest: str | None
     base_model: str | None
@@ -569,9 +621,9 @@ class CatalogAdapter(_OrchestratorModel):
 
 
 class CatalogWorker(_OrchestratorModel):
-    """A worker; one that is an engine and no more has no `agent_url`, and routers ask its engine instead.
+    """A worker in the catalog. An agentless engine has no `agent_url`; routers ask the engine instead.
 
-    agent_boot_id  of the agent whose state this is: a new agent of the same worker is in a state of its own
+    agent_boot_id  boot id of the agent that reported this state; a new agent of the worker has a state of its own
     """
 
     id: str
@@ -582,7 +634,7 @@ class CatalogWorker(_OrchestratorModel):
 
 
 class Draining(_OrchestratorModel):
-    """No new request for this adapter may go to this worker."""
+    """A drain: no new request for the adapter may go to the worker."""
 
     worker_id: str
     lora_id: str
@@ -590,7 +642,7 @@ class Draining(_OrchestratorModel):
 
 
 class Catalog(_OrchestratorModel):
-    """`GET /v1/catalog`: what routers follow, at one revision. Revisions only grow, over restarts too."""
+    """`GET /v1/catalog`: all that routers follow, at one revision. Revisions only grow, over restarts too."""
 
     revision: int
     adapters: tuple[CatalogAdapter, ...] = ()
@@ -601,7 +653,7 @@ class Catalog(_OrchestratorModel):
 
 
 class FleetEvent(_OrchestratorModel):
-    """One SSE message of `GET /v1/events`; `id` is the revision that it belongs to."""
+    """One event of `GET /v1/events`; `id` is its revision."""
 
     id: int
     type: str
@@ -611,22 +663,25 @@ class FleetEvent(_OrchestratorModel):
     message: str = ""
 
 
+# -- routers: usage and ensure -------------------------------------------------------------------------------
+
+
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
-"""Of counts and sums, what no fleet will ever come to: a router that says more has miscounted, and is told so."""
+"""The bounds of counts and sums are above what any fleet reaches: a router that reports more has miscounted."""
 
 
 _MOST_WORKERS = 10_000
-"""That a router speaks of: more than any fleet has."""
+"""Workers in one report: more than any fleet has."""
 
 
 class AdapterUse(_OrchestratorModel):
-    """Of one engine name on one worker, since the router's boot: counts and sums only grow.
+    """A router's cumulative counts of one engine name on one worker, since its boot.
 
-    output_tokens   of answers whose engine told its usage; the others add none
-    work_s          seconds of engine work: prefill, and each answer's share of the decode steps it rode in
-    errors          requests that the engine failed: a 5xx, a broken stream, an engine that died or never answered
-    first_tokens    streamed answers that began, and `first_token_s` from dispatch to then, summed
+    output_tokens   of responses whose engine reported its usage
+    work_s          seconds of engine work: prefill, and each response's share of its decode steps
+    errors          requests that failed in the engine: a 5xx, a broken stream, an engine that died or never answered
+    first_tokens    streamed responses that began; `first_token_s`: the sum of the times from dispatch to first token
     """
 
     worker_id: str
@@ -643,11 +698,11 @@ class AdapterUse(_OrchestratorModel):
 
 
 class AdapterHold(_OrchestratorModel):
-    """Of one adapter, since the router's boot: requests that it kept back for a load or for room.
+    """A router's counts of one adapter's queued requests, since its boot.
 
-    held, hold_s   those whose wait is over, served or not, and how long they waited, summed
-    sheds          those turned away for want of room, or of time to wait for it
-    waiting        those that wait for room now, at workers that have the adapter; no count, but as it is
+    held, hold_s   requests whose wait for a load or for room is over, served or not, and the sum of their waits
+    sheds          requests refused for lack of room, or of time to wait for it
+    waiting        requests that wait now for room on workers that have the adapter; not cumulative
     """
 
     lora_id: str
@@ -658,16 +713,16 @@ class AdapterHold(_OrchestratorModel):
 
 
 class UsageReport(_OrchestratorModel):
-    """`POST /v1/usage`: a router's cumulative counts; repeats and old ones are recognised by `seq`.
+    """`POST /v1/usage`: a router's cumulative counts; `seq` tells repeated and late reports.
 
-    waits_s  worker_id -> how long what waits in the router now for room there will have to, where that is not 0
+    waits_s  worker_id -> seconds until the requests queued in the router for it have been sent, where not 0
     """
 
     router_id: str
     boot_id: str
     seq: int
     revision_seen: int
-    # Of a million faults each would be listed, which takes seconds: the first is enough of what programs send.
+    # FailFast: listing a million faults would take seconds.
     uses: Annotated[tuple[AdapterUse, ...], FailFast()] = ()
     holds: Annotated[tuple[AdapterHold, ...], FailFast()] = ()
     waits_s: dict[str, Seconds] = {}
@@ -675,22 +730,50 @@ class UsageReport(_OrchestratorModel):
 
     @field_validator("waits_s", mode="before")
     @classmethod
-    def _few(cls, waits_s: object) -> object:
+    def _has_few_workers(cls, waits_s: object) -> object:
         if isinstance(waits_s, dict) and len(waits_s) > _MOST_WORKERS:
             raise ValueError(f"names {len(waits_s)} workers, and at most {_MOST_WORKERS} are taken")
         return waits_s
 
 
 class UsageAnswer(_OrchestratorModel):
-    """`accepted` is false for a report that was taken before, or that is older than one that was."""
+    """The answer to a report. `accepted`: false for a repeated or late report."""
 
     accepted: bool
     revision: int
     wire: int = WIRE
 
 
+class EnsureRequest(_OrchestratorModel):
+    """`POST /v1/adapters/{lora_id}/ensure`. `tenants`: tenants of the waiting requests, "" for none."""
+
+    replicas: int | None = Field(default=None, ge=1)
+    wait_s: float = Field(default=0.0, ge=0, le=600)
+    tenants: Annotated[tuple[str, ...], FailFast()] = Field(
+        default=(), description="tenants of the waiting requests; default: the adapter's only tenant, if it has one"
+    )
+    wire: int = WIRE
+
+
+class EnsureAnswer(_OrchestratorModel):
+    """Where the adapter is ready, where it is loading, and in how many seconds it should be ready."""
+
+    lora_id: str
+    digest: str | None
+    state: AdapterState
+    ready: tuple[str, ...]
+    loading: tuple[str, ...]
+    expected_s: float | None
+    error: str | None = None
+    fits_nowhere: bool = Field(default=False, description="no worker could hold it, however empty; `error` says why")
+    wire: int = WIRE
+
+
+# -- health --------------------------------------------------------------------------------------------------
+
+
 class Status(_OrchestratorModel):
-    """`GET /health` and `/ready`. `leader`: where the orchestrator is that acts, if that is known."""
+    """`GET /health` and `/ready`. `leader`: URL of the leading orchestrator, if known."""
 
     status: str
     epoch: int
