@@ -511,7 +511,7 @@ class OrphanList(_OrchestratorModel):
 
 
 class AdoptRequest(_PersonWrittenModel):
-    """`POST /v1/orphans/adopt`. Orphans have lost their tenants with the store, so by default no tenant may use them."""
+    """`POST /v1/orphans/adopt`. Orphans have lost their tenants with the store, so none may use them by default."""
 
     lora_ids: tuple[str, ...] | None = Field(
         default=None, max_length=10_000, description="orphans to adopt; null: all that can be adopted"

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.service.auth import ApiKeys, KeyLimits, hash_key
 from router.core.errors import RateLimited
-from router.core.queue.quota import AccountState, Quotas, header_block, shown_s
+from router.core.queue.quota import AccountState, Quotas, shown_s
 from router.processes import shared_quotas
 from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
@@ -239,7 +239,6 @@ def test_headers_tell_what_is_left_of_the_limits_that_there_are():
         "x-ratelimit-remaining-tokens": "149984",
         "x-ratelimit-reset-tokens": "7ms",
     }
-    assert header_block({"a": "1", "b": "2s"}) == b"a: 1\r\nb: 2s\r\n"
     only = quotas.take("k2", KeyLimits(concurrent_requests=3), 0.0)
     assert quotas.headers(only, 0.0) == {}
 

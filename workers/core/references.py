@@ -91,11 +91,6 @@ def bucket_and_folder(ref: str) -> tuple[str, str]:
     return parts.netloc, folder
 
 
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit, not a branch or a tag."""
-    return _COMMIT.fullmatch(revision) is not None
-
-
 def is_archive(ref: str) -> bool:
     """Whether a reference names a `.tar.gz`, `.tgz` or `.zip` file."""
     return ref.lower().endswith(ARCHIVES)

@@ -6,7 +6,7 @@ over, which may leave a debt that is paid off first. A request that needs more t
 all of them are there: in the mean the limit holds, and nothing is impossible.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from typing import NamedTuple, Protocol
@@ -355,8 +355,3 @@ def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _To
 def _is_idle(account: _KeyAccount, now: float) -> bool:
     buckets = (account.requests, account.tokens)
     return not account.running and all(b is None or b.now(now) >= b.size for b in buckets)
-
-
-def header_block(headers: Mapping[str, str]) -> bytes:
-    """The same headers as they go out, a line each."""
-    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
