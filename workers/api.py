@@ -53,16 +53,19 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/metadata")
     async def metadata() -> Metadata:
+        """The worker's metadata."""
         return agent.metadata()
 
     @api.get("/v1/metadata/loras")
     async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
+        """Adapters on disk or in the engine, in pages."""
         items = [item for item in agent.report.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
+        """One adapter on disk or in the engine."""
         found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
@@ -70,14 +73,17 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/admin/loras")
     async def loaded() -> LoadedLoras:
+        """Loaded, loading and failed adapters."""
         return LoadedLoras(data=agent.report.loaded())
 
     @api.post("/v1/usage")
-    async def count_usage(body: UsageReport) -> JSONResponse:
+    async def usage(body: UsageReport) -> JSONResponse:
+        """Take a router's request counts."""
         return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
     @api.get("/v1/events")
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
+        """The agent's events as server-sent events."""
         after = agent.events.position_after(last_event_id)
         stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -129,6 +135,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def load_lora(
         body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
     ) -> LoadedLora:
+        """Load an adapter into the engine."""
         # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
@@ -144,6 +151,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
+        """Fetch and verify an adapter without loading it."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
 
@@ -172,6 +180,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         caller: Annotated[Caller, Depends(drainer)],
         epoch: Annotated[int | None, Depends(_epoch_of)],
     ) -> DrainAnswer:
+        """Refuse loads and wait until the engine is idle."""
         if epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=False)
@@ -186,10 +195,12 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
 
     @api.get("/health")
     async def health() -> dict[str, str]:
+        """200 while the agent runs."""
         return {"status": "ok"}
 
     @api.get("/ready")
     async def ready() -> dict[str, str]:
+        """200 while the worker serves, else 503 with the reason."""
         if agent.state != "ready":
             # The first line only: the engine's output follows it, and this route needs no key.
             reason = f": {agent.state_reason.splitlines()[0]}" if agent.state_reason else ""
@@ -198,6 +209,7 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
 
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
+        """The agent's metrics for Prometheus."""
         agent.update_gauges()
         return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -267,6 +267,8 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
 
 
 async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
+    """Run a background step every `every_s` seconds; a WorkerError is logged at debug level."""
+
     async def step_once() -> None:
         try:
             await step()

@@ -35,6 +35,8 @@ AgentEventType = Literal[
 
 
 class _WorkerMessage(BaseModel):
+    """Base of all messages: immutable, unknown fields are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
 

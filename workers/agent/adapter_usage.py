@@ -67,6 +67,7 @@ class AdapterUsage:
         self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
 
     def _read_saved(self) -> None:
+        """Read the saved counts; logs a damaged file and starts without it."""
         try:
             saved = json.loads(self._file.read_text())
             routers = {(router, boot): (int(seq), dict(taken)) for router, boot, seq, taken in saved["routers"]}

@@ -325,6 +325,7 @@ class WorkerAgent:
             await asyncio.sleep(min(0.2, left_s))
 
     def _begin_drain(self) -> None:
+        """Start a drain, with an event and a heartbeat; no-op during one."""
         if not self._is_draining:
             self._is_draining = True
             self.events.add("DRAINING")

@@ -144,6 +144,7 @@ class CurrentEngine:
             self._busy_since = now
 
     async def is_healthy(self) -> bool:
+        """Whether there is an engine and its health route answers in time."""
         client = self.client
         return client is not None and await client.is_healthy(timeout_s=self._settings.health_timeout_s)
 

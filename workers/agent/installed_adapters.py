@@ -66,6 +66,7 @@ class InstalledAdapters:
         self.epoch = _read_epoch(self._epoch_file)
 
     def get(self, engine_name: str) -> InstalledAdapter | None:
+        """The adapter with this engine name; None if it is not installed."""
         return self._adapters.get(engine_name)
 
     def all(self) -> tuple[InstalledAdapter, ...]:
@@ -155,6 +156,7 @@ def _read_all(folder: Path) -> list[InstalledAdapter]:
 
 
 def _read_epoch(path: Path) -> int:
+    """The stored epoch, 0 without a file. Raises OSError for a damaged one."""
     try:
         return int(json.loads(path.read_text())["epoch"])
     except FileNotFoundError:

@@ -213,11 +213,13 @@ class Installer:
             raise SourceError("base_model_mismatch", f"base_model {base_model!r}: this worker serves {names}")
 
     def _is_our_base(self, base_model: str) -> bool:
+        """Whether a base model's name is that of this worker's base model, by `base_model_check`."""
         rules = self._cache.rules
         return is_same_base(base_model, rules.base_names, rules.base_check)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
+        """Measure the block as a stage of a load."""
         with self._metrics.stage_seconds.labels(stage).time():
             yield
 

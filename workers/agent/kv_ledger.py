@@ -194,6 +194,7 @@ class KvLedgers:
             rank.add_counts(self._metrics)
 
     def _frame_bytes(self, frame: KvFrame) -> bytes:
+        """The encoded frame after its length."""
         data = self._encode(frame)
         return len(data).to_bytes(4, "big") + data
 
@@ -246,6 +247,7 @@ class _RankLedger:
         self._ledgers.mark_incomplete()
 
     def _on_unreadable(self, what: str) -> None:
+        """Log unreadable events and mark the ledger incomplete."""
         # Logged once: an engine with unreadable events sends one per step.
         if self._ledgers.is_whole:
             log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
@@ -293,6 +295,7 @@ class _RankLedger:
                 labels.labels(name).inc(count)
 
     def _add_pending(self, tier: Tier, hashes: Sequence[BlockHash], *, is_added: bool) -> None:
+        """Add changes of blocks to those of the next frame."""
         pending = self._pending[tier]
         if pending.keys().isdisjoint(hashes):
             pending.update(dict.fromkeys(hashes, is_added))

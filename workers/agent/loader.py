@@ -60,6 +60,7 @@ class Loader:
             raise
 
     async def _install_and_load(self, request: LoadRequest) -> LoadedLora:
+        """Install and load under the adapter's lock, showing progress and recording a failure."""
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request):
                 adapter = await self._installer.install(request)
@@ -104,6 +105,7 @@ class Loader:
         self._operations.cancel_all()
 
     def _lock(self, lora_id: str) -> asyncio.Lock:
+        """The lock of a lora_id."""
         return self._locks.setdefault(lora_id, asyncio.Lock())
 
     # --- after a start -------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ class Loader:
             self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
     async def _installed_files(self, adapter: InstalledAdapter) -> Path:
+        """The folder of the adapter's files, fetched again if needed. Raises SourceError."""
         async with self._lock(adapter.lora_id):  # missing files are fetched once
             return await self._installer.reinstall_if_missing(adapter)
 
@@ -292,6 +295,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def _call_load(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+        """Call the engine's load and measure it; a timeout makes the engine suspect. Raises EngineError."""
         try:
             with self._metrics.load_seconds(adapter.lora_id).time():
                 await client.load(adapter.engine_name, Path(adapter.path), timeout_s=self._settings.load_deadline_s)
@@ -324,6 +328,7 @@ class Loader:
             self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds)
 
     async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+        """Call the engine's unload, measure it and record the result. Raises EngineError."""
         try:
             with self._metrics.unload_seconds(adapter.lora_id).time():
                 await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)

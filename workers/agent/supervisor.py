@@ -198,6 +198,7 @@ class Supervisor:
                 return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
     async def _was_restarted(self, client: EngineClient) -> bool:
+        """Whether an attached engine has restarted; False if it does not answer."""
         with contextlib.suppress(EngineError):  # no answer is no restart
             return await client.boot_mark() != self._agent.engine.boot_id
         return False

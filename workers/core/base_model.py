@@ -93,11 +93,13 @@ def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseM
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the config, or its text part, is of a mixture of experts."""
     text = config.get("text_config")
     return any(name in part for part in (config, text) if isinstance(part, Mapping) for name in _EXPERT_KEYS)
 
 
 def _without_wrappers(module: str) -> str:
+    """The module's name without prefixes such as `language_model.`."""
     return _WRAPPERS.sub("", module)
 
 

@@ -189,6 +189,7 @@ class _LoraPair:
 
     @property
     def rank(self) -> int:
+        """The rank of the pair."""
         return self.a[0]
 
     @property
@@ -230,6 +231,7 @@ def _lora_pairs(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> 
 
 
 def _pair_of(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
+    """The pair of a module's matrices. Raises SourceError if one is missing."""
     if len(shapes) != 2:
         message = f"module {module} has lora_{next(iter(shapes))} alone; accepted are both lora_A and lora_B"
         raise SourceError("tensor_unpaired", message)
@@ -245,6 +247,7 @@ def _check_embedding_copy(name: str, module: str, tensor: TensorHeader, names: M
 
 
 def _check_pair(module: str, pair: _LoraPair, lora_config: LoraConfig) -> None:
+    """Raises SourceError if the pair's rank differs from the config's, or its module is not targeted."""
     if pair.a[0] != pair.b[1]:
         message = f"module {module}: lora_A {list(pair.a)} and lora_B {list(pair.b)} do not share a rank"
         raise SourceError("rank_mismatch", f"{message}; accepted are [rank, in] and [out, rank]")
@@ -285,6 +288,7 @@ def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel)
 
 
 def _example_module(base: BaseModel) -> str:
+    """A module name of the base model, for error messages."""
     return next((module for module in base.shapes if module.rpartition(".")[2] in _PARTS), next(iter(base.shapes)))
 
 
@@ -307,6 +311,7 @@ def check_rank(rank: int, rules: AdapterRules) -> None:
 
 
 def _check_base_name(declared: str, rules: AdapterRules) -> None:
+    """Raises SourceError `base_model_mismatch` for an adapter of another base model."""
     if not is_same_base(declared, rules.base_names, rules.base_check):
         message = f"the adapter was trained on {declared!r}; this worker serves {', '.join(sorted(rules.base_names))}"
         advice = (

@@ -126,6 +126,7 @@ def _check_features(config: Mapping[str, Any]) -> None:
 
 
 def _base_model_name(config: Mapping[str, Any]) -> str:
+    """The base model's name in the config; "" without one. Raises SourceError."""
     name = config.get("base_model_name_or_path") or ""
     if not isinstance(name, str) or not name.isprintable() or len(name) > 1000:
         raise invalid_config(f"base_model_name_or_path is {_shortened(name)}; accepted is a name")
@@ -138,6 +139,7 @@ def _base_model_name(config: Mapping[str, Any]) -> str:
 def _parse_patterns(
     config: Mapping[str, Any], field: str, is_value: Callable[[Any], bool], accepted: str
 ) -> Iterator[ModulePattern]:
+    """The patterns of `rank_pattern` or `alpha_pattern`. Raises SourceError."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
         raise invalid_config(f"{field} is {_shortened(patterns)}; accepted are module names and their {accepted}")
@@ -181,14 +183,15 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
         return _regex_test(targets)
     names = frozenset(targets)
 
-    def is_named(module: str) -> bool:
+    def is_targeted(module: str) -> bool:
         parts = module.split(".")
         return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
-    return is_named
+    return is_targeted
 
 
 def _regex_test(expression: str) -> Callable[[str], bool | None]:
+    """The test of a regular expression in `target_modules`."""
     if not is_safe_regex(expression):
         return lambda _module: None  # not matched, as it may take hours; the base model's modules decide alone
     try:

@@ -99,6 +99,7 @@ def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:
 
 
 def _are_sizes(value: Any) -> bool:
+    """Whether a JSON value is a list of at most eight valid sizes."""
     # Sizes are below 2**63; larger numbers would give products of a million digits.
     return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 

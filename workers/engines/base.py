@@ -50,10 +50,12 @@ class EngineClient(Protocol):
     """The client of one running engine. Every method raises EngineError: unreachable, timeout, or refused."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """The engine's base URL."""
 
     @property
-    def traits(self) -> EngineTraits: ...
+    def traits(self) -> EngineTraits:
+        """How this kind of engine behaves."""
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
         """Load an adapter; returns when the engine confirms that it is loaded."""
@@ -73,7 +75,8 @@ class EngineClient(Protocol):
     async def can_generate(self, model: str, *, timeout_s: float) -> bool:
         """Whether the base model returns one token in time. Never raises."""
 
-    async def scrape(self) -> EngineMetrics: ...
+    async def scrape(self) -> EngineMetrics:
+        """The engine's metrics."""
 
     async def kv_event_sources(self) -> KvEventEndpoints:
         """The KV event endpoints of an engine that we did not start; empty if it does not report them."""
@@ -84,4 +87,5 @@ class EngineClient(Protocol):
     async def boot_mark(self) -> str:
         """A text that changes with every start of the engine, for engines without a boot id."""
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Close the client's connections."""

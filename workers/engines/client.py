@@ -54,6 +54,7 @@ class HttpEngineClient:
         return next((item for item in await self._list_models() if not item.get("parent")), {})
 
     async def _list_models(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models. Raises EngineError."""
         answer = await self._request("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
         try:
             return list(answer.json()["data"])
@@ -62,6 +63,7 @@ class HttpEngineClient:
             raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
 
     async def _metrics_page(self) -> str:
+        """The text of /metrics. Raises EngineError."""
         answer = await self._request("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
         if not answer.is_success:  # parsed as metrics, an error page would mean an idle engine
             message = f"engine {self.url}/metrics: HTTP {answer.status_code}"

@@ -56,5 +56,6 @@ def settings_from_command(
 
 
 def _has_ranks(words: Sequence[str]) -> bool:
+    """Whether the command asks for several data-parallel ranks."""
     sizes = (value_of(words, "--data-parallel-size"), value_of(words, "-dp"))
     return any(size not in {None, "1"} for size in sizes)

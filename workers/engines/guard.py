@@ -36,6 +36,7 @@ def main() -> int:
 
 
 def _kill_group_when_agent_ends() -> None:
+    """Block until the agent's end of the pipe closes, then kill the process group."""
     while os.read(0, 1024):
         pass
     os.killpg(0, signal.SIGKILL)

@@ -59,6 +59,7 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def _parse_object(text: str) -> Mapping[str, Any]:
+    """The JSON object of `--kv-transfer-config`. Raises CommandError."""
     try:
         found = json.loads(_without_number_suffixes(text))
     except ValueError as exc:
@@ -72,6 +73,7 @@ _EXAMPLE = """as '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
 
 
 def _without_number_suffixes(text: str) -> str:
+    """The text with numbers such as `80m` made valid JSON."""
     parts = _STRINGS.split(text)
     parts[::2] = [_SUFFIXED.sub(r"\1", part) for part in parts[::2]]
     return "".join(parts)
@@ -101,6 +103,7 @@ def _last_value(words: Sequence[str], flag: str) -> str | None:
 
 
 def _is_flag(word: str, flag: str) -> bool:
+    """Whether a word is a spelling of the flag that vLLM accepts."""
     spelling = word.replace("_", "-")
     return len(spelling) >= len(_SHORTEST[flag]) and flag.startswith(spelling)
 

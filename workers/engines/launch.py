@@ -106,6 +106,7 @@ def kv_events_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
 
 
 def _vllm_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
+    """The flags of vLLM and the sim."""
     block_size = settings.block_size or (_CPU_BLOCK_SIZE if is_cpu else None)
     optional: list[tuple[str, object]] = [
         ("--block-size", block_size),
@@ -166,6 +167,7 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
 
 
 def _version(distribution: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

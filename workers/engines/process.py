@@ -75,6 +75,7 @@ class EngineProcess:
 
     @property
     def has_exited(self) -> bool:
+        """Whether the engine's process has ended."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:
@@ -112,6 +113,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self, log_file: Path) -> None:
+        """Copy the engine's output to the log, the tail and `echo` until it closes."""
         assert self._process.stdout is not None
         with _EngineLog(log_file) as file:
             while True:
@@ -146,6 +148,7 @@ class _EngineLog:
             self._file.close()
 
     def write(self, line: bytes) -> None:
+        """Append a line; an error is logged once."""
         try:
             if self._file is None or self._file.tell() > _LOG_BYTES:
                 self._open()
@@ -159,6 +162,7 @@ class _EngineLog:
             self._is_failing = False
 
     def _open(self) -> None:
+        """Open the log file, renaming a full one to `engine.log.1`."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -107,6 +107,7 @@ class SglangClient(HttpEngineClient):
         )
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
+        """Whether /health answers in time, which takes seconds during a long prefill."""
         return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
 
     async def kv_event_sources(self) -> KvEventEndpoints:
@@ -209,10 +210,12 @@ def _by_rank(families: Iterable[Metric], name: str, **labels: str) -> dict[str, 
 
 
 def _total(families: Iterable[Metric], name: str, **labels: str) -> float:
+    """The sum over data-parallel ranks of a series with these labels."""
     return sum(max(schedulers.values()) for schedulers in _by_rank(families, name, **labels).values())
 
 
 def _largest(families: Iterable[Metric], name: str) -> float:
+    """The largest value of a series; 0 without one."""
     return max((max(schedulers.values()) for schedulers in _by_rank(families, name).values()), default=0.0)
 
 
@@ -250,6 +253,7 @@ def _error_text(what: str, name: str, answer: httpx.Response) -> str:
 
 
 def _has_succeeded(answer: httpx.Response) -> bool:
+    """Whether SGLang confirms the call."""
     return answer.is_success and _json_object(answer).get("success") is True
 
 
@@ -262,6 +266,7 @@ def _refusal_reason(answer: httpx.Response) -> str:
 
 
 def _json_object(answer: httpx.Response) -> Mapping[str, Any]:
+    """The JSON object in an answer; empty if it has none."""
     try:
         content = answer.json()
     except ValueError:

@@ -83,6 +83,7 @@ class VllmClient(HttpEngineClient):
 
 
 def _error_text(what: str, answer: httpx.Response) -> str:
+    """The error message in vLLM's answer."""
     try:
         error = answer.json()
         text = str((error.get("error") or error)["message"])  # flat before 2025

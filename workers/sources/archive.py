@@ -86,6 +86,7 @@ def _unpack_adapter_files(
 
 
 def _is_unpacked(name: str) -> bool:
+    """Whether a file is unpacked: files of adapters, and pickles."""
     # macOS adds a file `._<name>` beside each file.
     return (is_adapter_file(name) or name in PICKLES) and not name.startswith(".")
 
@@ -128,6 +129,7 @@ def _write(content: IO[bytes], to: Path, transfer: Transfer) -> None:
 
 
 def _zip_members(packed: Path) -> ArchiveEntries:
+    """The members of a zip file, with a stream for files to unpack."""
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
@@ -148,6 +150,7 @@ _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK:
 
 
 def _tar_members(packed: Path) -> ArchiveEntries:
+    """The members of a tar file, with a stream for files."""
     with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:

@@ -60,6 +60,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
 
 
 def _request_to_address(address: str, request: httpx.Request) -> httpx.Request:
+    """The request with the address in place of the host, which stays in the Host header and SNI."""
     return httpx.Request(
         request.method,
         request.url.copy_with(host=address),
@@ -70,5 +71,6 @@ def _request_to_address(address: str, request: httpx.Request) -> httpx.Request:
 
 
 async def _resolve_host(host: str, port: int) -> list[str]:
+    """All addresses of a host. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(row[4][0]) for row in found))

@@ -77,6 +77,7 @@ class HubSource:
         return HfApi(endpoint=self._endpoint, token=credential or self._token(ref), library_name="lorafleet")
 
     def _token(self, ref: str) -> str | None:
+        """The worker's token from `hf_token_file`; None without one. Raises SourceError."""
         if self._token_file is None:
             return None
         try:
@@ -167,6 +168,7 @@ def _progress_bar_class(transfer: Transfer) -> type:
 
 
 def _move_files(scratch: Path, names: list[str], into: Path) -> None:
+    """Move the downloaded files up and delete the scratch folder. Raises SourceError for special files."""
     for name in names:
         file = scratch / name
         if file.is_symlink() or not file.is_file():

@@ -22,6 +22,7 @@ class LocalSource:
         self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        """See `Source.fetch`."""
         folder = self._existing_folder(ref)
         await finish_even_if_cancelled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
 
@@ -30,18 +31,21 @@ class LocalSource:
         self._resolved_path(ref)
 
     def _resolved_path(self, ref: str) -> Path:
+        """The resolved path of a reference. Raises SourceError if it is not below the roots."""
         path = Path(_path_of(ref))
         if not path.is_absolute():
             raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
         return self._resolve_below_roots(path, ref)
 
     def _existing_folder(self, ref: str) -> Path:
+        """The resolved folder of a reference. Raises SourceError."""
         found = self._resolved_path(ref)
         if not stat.S_ISDIR(mode_of(found)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
         return found
 
     def _resolve_below_roots(self, path: Path, ref: str) -> Path:
+        """The path without symbolic links. Raises SourceError if it is not below the roots."""
         # Checked before any access: the answer must not reveal whether a path outside the roots exists.
         try:
             resolved = Path(os.path.realpath(path))  # unlike `resolve()`, never raises for circular links
@@ -65,6 +69,7 @@ class LocalSource:
             left -= self._copy_file(folder / name, into / name, limit, transfer)
 
     def _copy_file(self, path: Path, to: Path, limit: int, transfer: Transfer) -> int:
+        """Copy a regular file of at most `limit` bytes; returns its size. Raises SourceError."""
         resolved = self._resolve_below_roots(path, str(path))
         try:
             # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.

@@ -99,6 +99,7 @@ class ObjectSource:
         return common
 
     async def _list_folder(self, ref: str, folder_path: str) -> list[dict[str, Any]]:
+        """The store's entries of a folder. Raises SourceError."""
         found: list[dict[str, Any]] = await with_retries(
             lambda: self._call_store(ref, self._store._ls(folder_path, detail=True)), ref, self._limits
         )
@@ -126,6 +127,7 @@ class ObjectSource:
     async def _fetch_file(
         self, ref: str, path: str, size: int, to: Path, transfer: Transfer, parts: "_FetchedParts"
     ) -> None:
+        """Fetch the missing parts of a file, several at a time. Raises SourceError."""
         part_slots = asyncio.Semaphore(self._limits.parts)
 
         async def fetch_part(fd: int, start: int) -> None:
@@ -151,6 +153,7 @@ class ObjectSource:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch_part(self, ref: str, path: str, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end` of a file. Raises TransientSourceError, SourceError."""
         data: bytes = await self._call_store(ref, self._store._cat_file(path, start=start, end=end))
         if len(data) != end - start:
             raise TransientSourceError(f"{len(data)} bytes received, {end - start} requested")
@@ -192,9 +195,11 @@ class _FetchedParts:
         return cls(note, done)
 
     def has(self, name: str, start: int) -> bool:
+        """Whether a part is finished."""
         return (name, start) in self._done
 
     def add(self, name: str, start: int) -> None:
+        """Note a finished part."""
         with self.note.open("a") as file:
             file.write(json.dumps((name, start)) + "\n")
 
@@ -228,6 +233,7 @@ def _open_for_writing(path: str, flags: int) -> int:
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:
+    """Write all data at an offset."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -30,6 +30,7 @@ class PluginSource:
         self._limits = limits
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
+        """See `Source.fetch`."""
         name = ref.partition("://")[2]
         try:
             model = await self._call_plugin(ref, self._manager.download_lora_to_disk, name)
@@ -42,6 +43,7 @@ class PluginSource:
             await self._call_plugin(ref, self._manager.delete_lora_from_disk, name)
 
     async def _call_plugin(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
+        """Call a method of the plugin, in a thread unless it is a coroutine. Raises SourceError."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(name)

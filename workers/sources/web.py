@@ -80,6 +80,7 @@ class WebSource:
                     await self._download_file(client, ref, f"{base}/{PICKLES[0]}", into / PICKLES[0], left, transfer)
 
     def _netrc_auth(self, ref: str) -> httpx.Auth | None:
+        """The credentials in `source_netrc`; None without it. Raises SourceError."""
         if self._netrc is None:
             return None
         try:
@@ -89,6 +90,7 @@ class WebSource:
             raise SourceError("source_unauthorized", message) from None
 
     async def _unpack(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
+        """Unpack the archive in a thread. Raises SourceError."""
         limits = self._limits
         unpacking = asyncio.to_thread(
             unpack, packed, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle
@@ -194,6 +196,7 @@ class _Download:
             self.transfer.expect(self.transfer.progress.done_bytes + int(length))
 
     def _check_size(self, size_bytes: int) -> None:
+        """Raises SourceError `source_too_big` beyond the limit."""
         if size_bytes <= self.limit:
             return
         if self.limit == MAX_CONFIG_BYTES:
@@ -202,6 +205,7 @@ class _Download:
         raise too_big_error(self.ref, size_bytes, self.limits)
 
     def _start_over(self) -> None:
+        """Drop what has been received of the file."""
         if held := self.target.tell():
             self.transfer.advance(-held)
             self.target.seek(0)
@@ -219,4 +223,5 @@ def _read_tag(path: Path) -> str:
 
 
 def _retry_after_s(text: str) -> float:
+    """The seconds in a Retry-After header; 0 without a number."""
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

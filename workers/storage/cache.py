@@ -139,6 +139,7 @@ class AdapterCache:
         return await asyncio.to_thread(self._check_intact, digest)
 
     def _check_intact(self, digest: str) -> bool:
+        """As `has_intact`, blocking."""
         if not self.folder.claim(digest):  # first, so that it is not deleted meanwhile
             return False
         if digest not in self._verified and is_intact(self.path(digest), digest):
@@ -182,6 +183,7 @@ class AdapterCache:
         return [digest for digest in digests if not self.path(digest).exists()]
 
     def _clean_and_renew(self, wanted: frozenset[str]) -> list[str]:
+        """Remove leftovers and renew leases; returns wanted digests that are not installed."""
         self.folder.remove_leftovers()
         return self.folder.renew_leases(wanted)
 

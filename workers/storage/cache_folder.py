@@ -259,6 +259,7 @@ class CacheFolder:
         return CachedAdapter(digest, size, leases.last_used_at(path), is_in_use)
 
     def _size(self, digest: str) -> int:
+        """Size of an installed adapter's files, cached as they never change."""
         known = self._sizes.get(digest)
         if known is None:
             files = [each for each in self.path(digest).iterdir() if is_adapter_file(each.name)]
@@ -269,6 +270,7 @@ class CacheFolder:
         return leases.has_other_user(path, self._agent_id, now=now, lease_s=self._lease_s)
 
     def _is_idle(self, digest: str, wanted: frozenset[str]) -> bool:
+        """Whether no agent wants the adapter and its grace has passed."""
         now = self._now()
         folder = self._cached_adapter(digest, wanted, now)
         return not folder.is_in_use and now - folder.used_at >= self._grace_s
@@ -278,6 +280,7 @@ class CacheFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _now(self) -> float:
+        """The file system's time."""
         clock = self.folder / f".clock-{self._agent_id}"
         try:
             clock.touch()
@@ -311,6 +314,7 @@ def is_resumable_download(path: Path) -> bool:
 
 
 def _newest_mtime(path: Path) -> float:
+    """The newest modification time in a folder."""
     newest = 0.0
     for folder, _, names in os.walk(path):
         for entry in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118  (thousands of them)

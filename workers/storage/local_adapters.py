@@ -79,6 +79,7 @@ class LocalAdapters:
         return changed
 
     def _scan(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
+        """All adapters below the folder; unchanged ones keep their result. Blocking."""
         adapters: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:
@@ -99,6 +100,7 @@ class LocalAdapters:
         return adapters
 
     def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:
+        """Verify an adapter; an error is logged and kept in the result."""
         try:
             checked_lora_id(lora_id)
             return LocalAdapter(lora_id, path, read_manifest(path, self.rules))
@@ -108,6 +110,7 @@ class LocalAdapters:
 
 
 def _folder_stamp(path: Path) -> _Stamp:
+    """Names, sizes and modification times of an adapter's files."""
     rows = []
     for file in sorted(path.iterdir()):
         if is_adapter_file(file.name) and mode_of(file):

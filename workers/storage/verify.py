@@ -133,5 +133,6 @@ def _check_files(files: list[Path], rules: AdapterRules) -> None:
 
 
 def _check_regular_file(path: Path) -> None:
+    """Raises SourceError for anything but a regular file."""
     if not stat.S_ISREG(mode_of(path)):  # opening a FIFO would block
         raise SourceError("adapter_invalid", f"{path.name} is not a regular file; accepted are files")

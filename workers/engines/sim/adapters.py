@@ -117,6 +117,7 @@ def _tensor_names(weights: Path) -> list[str]:
 
 
 def _check_modules(tensors: list[str], path: str) -> None:
+    """Raises `AdapterRefused` with vLLM's message for tensors of unknown modules."""
     modules = [re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", tensor) for tensor in tensors]
     unexpected = [module for module in modules if module.rsplit(".", 1)[-1] not in MODULES]
     if unexpected:

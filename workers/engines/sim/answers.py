@@ -137,6 +137,7 @@ def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _running_usage(head: AnswerHead, job: StreamedJob, produced: int) -> dict[str, Any]:
+    """The `usage` of a chunk with `continuous_usage_stats`."""
     counts = {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens + produced}
     counts["completion_tokens"] = produced
     return {**counts, "completion_tokens_details": None} if head.is_chat else counts
@@ -155,6 +156,7 @@ def _usage(head: AnswerHead, jobs: Sequence[StreamedJob], *, whole: bool) -> dic
 
 
 def _prompt_tokens_details(head: AnswerHead, job: StreamedJob, *, whole: bool) -> dict[str, Any]:
+    """The `prompt_tokens_details` of an answer."""
     details: dict[str, Any] = {"cached_tokens": job.cached_tokens}
     if head.is_chat:
         details["created_cache_tokens"] = job.prompt_tokens // head.block_size * head.block_size - job.cached_tokens

@@ -44,6 +44,8 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
+    """`stream_options` of a request."""
+
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
 
@@ -78,6 +80,8 @@ class GenerationBody(RequestBody):
 
 
 class MessagesBody(RequestBody):
+    """The `messages` of a chat."""
+
     messages: list[dict[str, Any]]
 
 
@@ -103,6 +107,8 @@ class ChatBody(GenerationBody, MessagesBody):
 
 
 class CompletionBody(GenerationBody):
+    """The body of /v1/completions."""
+
     prompt: Tokens | list[Tokens] | str | list[str] | None = None
     max_tokens: int | None = 16
     echo: bool | None = False
@@ -111,6 +117,8 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizePromptBody(RequestBody):
+    """The body of /tokenize with a prompt."""
+
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
@@ -118,23 +126,31 @@ class TokenizePromptBody(RequestBody):
 
 
 class TokenizeChatBody(RequestBody):
+    """The body of /tokenize with messages."""
+
     model: str | None = None
     messages: list[dict[str, Any]]
     return_token_strs: bool | None = False
 
 
 class DetokenizeBody(RequestBody):
+    """The body of /detokenize."""
+
     model: str | None = None
     tokens: Tokens
 
 
 class LoadAdapterBody(BaseModel):
+    """The body of /v1/load_lora_adapter."""
+
     lora_name: str
     lora_path: str
     load_inplace: bool = False
 
 
 class UnloadAdapterBody(BaseModel):
+    """The body of /v1/unload_lora_adapter."""
+
     lora_name: str
     lora_int_id: int | None = None
 
@@ -274,6 +290,7 @@ _MARKERS = frozenset({"str", "int", "float", "bool", "list", "dict", "nullable",
 
 
 def _faults(exc: ValidationError) -> list[dict[str, Any]]:
+    """The validation errors with FastAPI's locations."""
     faults: list[dict[str, Any]] = []
     for fault in exc.errors(include_url=False):
         faults.append({**fault, "loc": ("body", *fault["loc"])})  # noqa: PERF401 - a comprehension loses the type
@@ -293,6 +310,7 @@ def _validation_error(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
 
 
 def _location(loc: Sequence[int | str]) -> str:
+    """An error location as vLLM shows it."""
     named = [str(part) for part in loc if not (re.search(r"[\[\]{}()]", str(part)) or str(part).lower() in _MARKERS)]
     return ".".join(named)
 

@@ -186,6 +186,7 @@ class SimEngine:
 
 
 def _files_are_there(step: EngineStep) -> bool:
+    """Whether the files of all adapters that the step reads again exist."""
     return all(
         (Path(adapter.path) / "adapter_config.json").is_file()
         for adapter in step.reloads

@@ -214,6 +214,7 @@ class GenerationHandlers:
 
 
 async def _wait_until_finished(jobs: Sequence[StreamedJob], updates: "asyncio.Queue[StreamedJob]") -> None:
+    """Wait until all jobs have ended. Raises `EngineDeadError`."""
     while any(job.finish_reason is None for job in jobs):
         await updates.get()
     for job in jobs:
@@ -221,6 +222,7 @@ async def _wait_until_finished(jobs: Sequence[StreamedJob], updates: "asyncio.Qu
 
 
 def _check_job(job: StreamedJob) -> StreamedJob:
+    """The job; raises `EngineDeadError` if its engine died."""
     if job.finish_reason is FinishReason.ERROR:
         raise EngineDeadError
     return job

@@ -135,6 +135,7 @@ class SimMetrics:
         return (self._frozen_values or self._gauge_values())[i]
 
     def _gauge_values(self) -> tuple[float, ...]:
+        """The values of all gauges, in their order."""
         batch = self._batch
         waiting, deferred = len(batch.waiting), batch.deferred
         return len(batch.running), waiting, batch.pool.usage, waiting - deferred, deferred

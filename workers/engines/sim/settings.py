@@ -173,5 +173,6 @@ def _is_set(environment: Mapping[str, str], name: str, default: str) -> bool:
 
 
 def _position_limit(model: Path) -> int:
+    """The context length in the model's config."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return int(config["max_position_embeddings"])

@@ -239,6 +239,7 @@ class EngineBatch:
         return job
 
     def _release_blocks(self, job: EngineJob) -> None:
+        """Release the job's blocks, which stay cached."""
         self.pool.release(job.table)
         job.table = []
         job.stored = 0
@@ -264,4 +265,5 @@ class EngineBatch:
         step.duration_s += len(step.reloads) * pace.load_s
 
     def _blocks_for(self, tokens: int) -> int:
+        """Number of blocks for so many tokens."""
         return -(-tokens // self.pool.block_size)
