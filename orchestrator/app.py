@@ -19,7 +19,7 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kube.client import KubeClient, connect
 from lorafleet.kube.discovery import SliceWatch
-from lorafleet.service.auth import ApiKeys, may_send, refuse_open_server
+from lorafleet.service.auth import ApiKeys, body_permission, refuse_open_server
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
@@ -204,7 +204,10 @@ def build(
     )
     # The outermost middleware, so that forwarded requests are checked too.
     app.add_middleware(
-        JsonBodyMiddleware, may_send=may_send(keys, "load", "register"), most_values=_MOST_VALUES, larger=_LARGER_BODIES
+        JsonBodyMiddleware,
+        may_send=body_permission(keys, "load", "register"),
+        most_values=_MOST_VALUES,
+        larger=_LARGER_BODIES,
     )
     guard(app, keys, allow_open=settings.allow_open)
     return service

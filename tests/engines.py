@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 from tests.patience import patience
 
 Kind = Literal["sim", "vllm", "sglang"]
@@ -102,7 +102,7 @@ def start_engine(
     """
     if not port:
         more = {"served_model_name": served_model_name, "flags": flags, "environment": environment, "host": host}
-        with bound(host, 0) as reserved:
+        with bind_socket(host, 0) as reserved:
             return start_engine(kind, model_dir, **more, port=reserved.getsockname()[1])
     folder = Path(tempfile.mkdtemp(prefix="engine-", dir="/tmp"))  # short: an ipc path has at most 107 bytes
     kv_endpoint, replay_endpoint = f"ipc://{folder}/kv", f"ipc://{folder}/replay"

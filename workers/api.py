@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.params import Depends as Depended
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from lorafleet.service.auth import ApiKeys, Caller, check_scope, of_metrics, requires
+from lorafleet.service.auth import ApiKeys, Caller, check_scope, metrics_dependencies, requires
 from lorafleet.service.http import add_routes
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
@@ -42,7 +42,7 @@ def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = 
     `metrics_need_key` says whether /metrics needs a key.
     """
     api = APIRouter()
-    probed = _probe_routes(agent, of_metrics(keys, need_key=metrics_need_key))
+    probed = _probe_routes(agent, metrics_dependencies(keys, need_key=metrics_need_key))
     add_routes(api, _read_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
     return api
 

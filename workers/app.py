@@ -20,8 +20,8 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, may_send, refuse_open_server
-from lorafleet.service.files import make_folder, write_whole
+from lorafleet.service.auth import ApiKeys, body_permission, refuse_open_server
+from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
@@ -110,7 +110,7 @@ def build(
         connector=connector,
         timers=timers,
     )
-    echo = logs.other_output("lines of the engine's output").write_bytes if settings.engine_output else None
+    echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(settings, agent, own_command=own_command, echo=echo, rng=rng)
 
     @contextlib.asynccontextmanager
@@ -149,7 +149,7 @@ def build(
     )
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodyMiddleware, may_send=may_send(keys, "load", "drain"), most_values=_MOST_VALUES)
+    app.add_middleware(JsonBodyMiddleware, may_send=body_permission(keys, "load", "drain"), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open)
     return WorkerService(app, agent)
 
@@ -193,7 +193,7 @@ def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
     """The cache folder, used under this agent's unique name, which survives restarts. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
-        write_whole(file, uuid.uuid4().hex[:12].encode())  # atomic: a truncated name might not be unique
+        write_atomically(file, uuid.uuid4().hex[:12].encode())  # atomic: a truncated name might not be unique
     make_folder(settings.cache_dir, "cache_dir")
     return CacheFolder(
         settings.cache_dir,

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.kv.connectors import EngineSalt
-from lorafleet.service.settings import ServiceSettings, Url, whole_url
+from lorafleet.service.settings import ServiceSettings, Url, checked_url
 from lorafleet.service.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC_ENGINES
 
@@ -227,7 +227,7 @@ class WorkerSettings(ServiceSettings):
     @classmethod
     def _check_orchestrator_urls(cls, urls: str) -> str:
         for url in urls.split(","):
-            whole_url(url.strip())
+            checked_url(url.strip())
         return urls
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from lorafleet.service.urls import plain_key
+from lorafleet.service.urls import checked_key
 
 # Routers learn of a drain within a second; requests that they had already sent arrive within this.
 _ROUTERS_REACT_S = 2.0
@@ -40,7 +40,7 @@ def _drain(deadline_s: float) -> Any:
     """POST /v1/admin/drain and return its answer. Raises OSError, ValueError."""
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
     token_file = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
-    token = plain_key(Path(token_file).read_text() if token_file else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
+    token = checked_key(Path(token_file).read_text() if token_file else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))
     host = os.environ.get("LORAFLEET_WORKERS_HOST", "")
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104  (a client, nothing is bound)
     request = urllib.request.Request(

@@ -11,7 +11,7 @@ import typer
 from lorafleet.cli import plan
 from lorafleet.cli.context import if_match_header
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import path_of
+from lorafleet.service.urls import url_path
 
 adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, show, change, remove.")
 aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names for one or more adapters, with weights.")
@@ -44,7 +44,7 @@ def adapters_show(context: typer.Context, lora_id: str) -> None:
     from lorafleet.cli import tables
 
     with context.obj.orchestrator() as api:
-        item, etag = api.get_with_etag(f"/v1/adapters/{path_of(lora_id)}")
+        item, etag = api.get_with_etag(f"/v1/adapters/{url_path(lora_id)}")
         tables.show(tables.fields(item | {"etag": etag.strip('"')}))
 
 
@@ -127,7 +127,7 @@ def adapters_set(
     if not body:
         raise CommandFailed("nothing to change: name NAME=VALUE, --tenant or --everyone", status=2)
     with context.obj.orchestrator() as api:
-        item = api.call("PATCH", f"/v1/adapters/{path_of(lora_id)}", body, headers=if_match_header(if_match))
+        item = api.call("PATCH", f"/v1/adapters/{url_path(lora_id)}", body, headers=if_match_header(if_match))
     from lorafleet.cli import tables
 
     tables.show(tables.fields(item["policy"] | {"tenants": item["tenants"]}))
@@ -140,7 +140,7 @@ def adapters_rm(context: typer.Context, lora_id: str) -> None:
     Example: lorafleet adapters rm sql-expert/v1
     """
     with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/adapters/{path_of(lora_id)}")
+        api.call("DELETE", f"/v1/adapters/{url_path(lora_id)}")
     typer.echo(f"{lora_id} is being removed")
 
 
@@ -151,7 +151,7 @@ def adapters_retry(context: typer.Context, lora_id: str) -> None:
     Example: lorafleet adapters retry sql-expert/v2
     """
     with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/adapters/{path_of(lora_id)}/retry")
+        api.call("POST", f"/v1/adapters/{url_path(lora_id)}/retry")
     typer.echo(f"{lora_id} is tried again; see: lorafleet adapters show {lora_id}")
 
 
@@ -183,7 +183,7 @@ def aliases_set(
     """
     with context.obj.orchestrator() as api:
         body = {"targets": [_alias_target(target) for target in targets]}
-        item = api.call("PUT", f"/v1/aliases/{path_of(name)}", body)
+        item = api.call("PUT", f"/v1/aliases/{url_path(name)}", body)
     typer.echo(f"{name} -> {', '.join(targets)}")
     if item["pending"]:
         lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["pending"]["lacks"].items()))
@@ -205,5 +205,5 @@ def aliases_rm(context: typer.Context, name: str) -> None:
     Example: lorafleet aliases rm sql-expert
     """
     with context.obj.orchestrator() as api:
-        api.call("DELETE", f"/v1/aliases/{path_of(name)}")
+        api.call("DELETE", f"/v1/aliases/{url_path(name)}")
     typer.echo(f"{name} is removed")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from lorafleet.service.failure import CommandFailed, printable
-from lorafleet.service.urls import is_http, plain_key, shown
+from lorafleet.service.urls import checked_key, is_http, without_secrets
 
 
 class RestClient:
@@ -17,12 +17,14 @@ class RestClient:
         self.url = url.rstrip("/")
         self._flag = flag
         try:
-            key = plain_key(token)
+            key = checked_key(token)
         except ValueError as exc:
             raise CommandFailed(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
         if not is_http(self.url):
             option = flag.removeprefix("lorafleet ") or "address"
-            raise CommandFailed(f"{option} {shown(url)!r}: must be an address, as http://127.0.0.1:8080", status=2)
+            raise CommandFailed(
+                f"{option} {without_secrets(url)!r}: must be an address, such as http://127.0.0.1:8080", status=2
+            )
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # Loopback and cluster addresses: no proxy from the environment.
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)

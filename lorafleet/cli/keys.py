@@ -10,7 +10,7 @@ import yaml
 
 from lorafleet.service.auth import SCOPES, ApiKeys, KeyFileError, hash_key, new_key
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.files import mode_of, what_failed, write_whole
+from lorafleet.service.files import mode_of, write_atomically, write_error_text
 
 
 def add_key(
@@ -49,7 +49,7 @@ def add_key(
         path.parent.mkdir(parents=True, exist_ok=True)
         _append(path, {name: value for name, value in entry.items() if value})
     except OSError as exc:
-        raise CommandFailed(f"--file {path}: {what_failed(exc, path.absolute().parent)}") from exc
+        raise CommandFailed(f"--file {path}: {write_error_text(exc, path.absolute().parent)}") from exc
     except KeyFileError as exc:
         raise CommandFailed(f"--file: {exc}") from exc
     return key
@@ -66,6 +66,6 @@ def _append(path: Path, entry: dict[str, object]) -> None:
             ApiKeys([path])  # refuses a file that no service would read
         entries = (yaml.safe_load(before) or {}).get("keys", [])
         after = yaml.safe_dump({"keys": [*entries, entry]}, sort_keys=False)
-        write_whole(path, after.encode(), mode=mode & 0o777 if mode else 0o600)
+        write_atomically(path, after.encode(), mode=mode & 0o777 if mode else 0o600)
     finally:
         os.close(folder)

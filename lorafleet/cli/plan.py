@@ -159,10 +159,10 @@ def backup(
     try:
         if file.exists() or file.is_symlink():
             raise CommandFailed(f"{file}: exists already; name a new file")
-        files.write_whole(file, content)
+        files.write_atomically(file, content)
     except OSError as exc:
         hint = "" if files.is_full(exc) else "; name a new file in a folder that can be written"
-        raise CommandFailed(f"{file}: {files.what_failed(exc, file.absolute().parent)}{hint}") from exc
+        raise CommandFailed(f"{file}: {files.write_error_text(exc, file.absolute().parent)}{hint}") from exc
     typer.echo(f"{file}: {len(content):,} bytes")
 
 
@@ -194,7 +194,7 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
     if not equals:
         raise CommandFailed(f"{text}: write NAME=VALUE; `{names}` has the names", status=2)
     try:
-        return name.strip().replace("-", "_"), yamls.parsed(value)
+        return name.strip().replace("-", "_"), yamls.parse_yaml(value)
     except yamls.InvalidYaml as exc:
         raise CommandFailed(
             f"{text[:200]}: the value is not YAML ({str(exc).splitlines()[0]}); put text in quotes", status=2

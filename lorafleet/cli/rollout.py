@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.urls import path_of
+from lorafleet.service.urls import url_path
 
 app = typer.Typer(no_args_is_help=True, help="Rollouts: move an alias to another version in steps.")
 Alias = Annotated[str, typer.Argument(help="the alias")]
@@ -104,7 +104,7 @@ def abort(context: typer.Context, alias: Alias) -> None:
 
 
 def _rollout_path(alias: str) -> str:
-    return f"/v1/aliases/{path_of(alias)}/rollout"
+    return f"/v1/aliases/{url_path(alias)}/rollout"
 
 
 def _parse_step(text: str) -> dict[str, float]:

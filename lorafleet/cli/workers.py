@@ -8,7 +8,7 @@ import typer
 
 from lorafleet.cli import plan
 from lorafleet.cli.context import if_match_header
-from lorafleet.service.urls import path_of
+from lorafleet.service.urls import url_path
 
 app = typer.Typer(no_args_is_help=True)
 workers_app = typer.Typer(no_args_is_help=True, help="Workers: an engine with its agent.")
@@ -76,7 +76,7 @@ def workers_drain(
 
 def _post_worker_action(context: typer.Context, worker: str, action: str, result: str, body: Any = None) -> None:
     with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/workers/{path_of(worker)}/{action}", body)
+        api.call("POST", f"/v1/workers/{url_path(worker)}/{action}", body)
     typer.echo(f"{worker} {result}")
 
 

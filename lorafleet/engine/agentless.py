@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.rates import COUNTERS, EngineCounters, EngineRates
 from lorafleet.identity import lora_id_of
-from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, decided, learned
-from lorafleet.kv.sources import KvEventEndpoints, sources_of
-from lorafleet.service.urls import is_http, shown
+from lorafleet.kv.connectors import ConnectorVerdict, EngineSalt, apply_setting, verdict_of_running_engine
+from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
+from lorafleet.service.urls import is_http, without_secrets
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
 Get = Callable[[str], Awaitable[bytes]]
@@ -107,8 +107,10 @@ class AgentlessEngine:
         self._paths = {**self._paths, **paths}
 
     def _judgement(self, scrape: EngineMetrics) -> ConnectorVerdict:
-        found = learned(self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector)
-        return decided(self._salt, found)
+        found = verdict_of_running_engine(
+            self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector
+        )
+        return apply_setting(self._salt, found)
 
     async def _transfer_config(self) -> Mapping[str, Any] | None:
         """Asked for once a start: the engine looks at its whole machine for the answer."""
@@ -128,7 +130,7 @@ class AgentlessEngine:
             try:
                 ranks = json.loads(await self._get("/kv_event_sources"))
                 told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
-                found = sources_of(urlsplit(self.url).hostname or "", told)
+                found = kv_event_endpoints(urlsplit(self.url).hostname or "", told)
             except (OSError, ValueError, *_ODD):
                 pass  # an older vLLM, or another engine
         return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
@@ -203,7 +205,7 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
             )
         if not is_url or not _ID.fullmatch(id_):
             raise ValueError(
-                f"engines: {shown(name)!r} must be http://host:port or id=http://host:port,"
+                f"engines: {without_secrets(name)!r} must be http://host:port or id=http://host:port,"
                 " the id of letters, digits and .:_-"
             )
         if id_ in found:

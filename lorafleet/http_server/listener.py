@@ -11,7 +11,7 @@ from lorafleet.http_server.exchange import ErrorBody, Handler, plain_error
 from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.outbox import Outbox
-from lorafleet.service.auth import OPEN, Caller
+from lorafleet.service.auth import ANYONE, Caller
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -42,7 +42,7 @@ class HttpListener:
         self,
         find_handler: FindHandler,
         limits: ClientLimits,
-        caller_of: CallerOf = lambda _: OPEN,
+        caller_of: CallerOf = lambda _: ANYONE,
         cors_headers: CorsHeaders | None = None,
         outbox: Outbox | None = None,
         error_body: ErrorBody = plain_error,

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.service import signals
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ def bind_only(host: str, port: int, *, shared: bool = False) -> socket.socket:
     shared  other sockets with this flag may have the port, too
     """
     try:
-        return bound(host, port, shared=shared)
+        return bind_socket(host, port, shared=shared)
     except OSError as exc:
         raise _port_error(host, port, exc) from exc
 
@@ -86,7 +86,7 @@ async def serve(
     server = _Server(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
-    if signal.SIGHUP in signals.stopping():  # uvicorn itself handles the others
+    if signal.SIGHUP in signals.stop_signals():  # uvicorn itself handles the others
         signal.signal(signal.SIGHUP, server.handle_exit)
     await server.serve(sockets=[sock])
 

@@ -1,7 +1,7 @@
-"""vLLM's KV connectors: whether the KV of one adapter can answer a request for another, and what keeps the two apart.
+"""vLLM's KV connectors: whether a connector can return one adapter's KV for another adapter's request.
 
-vLLM asks its connector for the blocks that its own prefix cache lacks. The connector finds them by a key of its own. A
-key that is made of tokens alone finds the KV of whichever adapter computed these tokens first.
+vLLM asks its connector for blocks that its own prefix cache lacks, and the connector finds them by its own key. A key
+of tokens alone finds the KV of the adapter that computed these tokens first.
 """
 
 import json
@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 Separation = Literal["safe", "salted", "refused"]
-"""`safe`: the key holds the adapter. `salted`: it holds the request's `cache_salt`. `refused`: it holds neither."""
+"""`safe`: the key has the adapter. `salted`: it has the request's `cache_salt`. `refused`: it has neither."""
 EngineSalt = Literal["auto", "always", "never", "no_adapters"]
-"""What an operator says of an engine, see `decided`."""
+"""The operator's setting for an engine, see `apply_setting`."""
 
 _ORDER: tuple[Separation, ...] = ("safe", "salted", "refused")
 _MULTI = "MultiConnector"
@@ -25,9 +25,8 @@ class KvConnector:
     """One connector.
 
     key     what its stored blocks are found by
-    source  where that was read: a path below vllm/distributed/kv_transfer/kv_connector/v1 of vLLM 0.32, unless it
-            begins with another package's name
-    module  its `kv_connector_module_path`; empty: vLLM's own registry has it
+    source  of that fact: a path below vllm/distributed/kv_transfer/kv_connector/v1 of vLLM 0.32, or of another package
+    module  its `kv_connector_module_path`; empty if it is in vLLM's own registry
     """
 
     separation: Separation
@@ -90,13 +89,13 @@ CONNECTORS: Mapping[str, KvConnector] = MappingProxyType(
             "none: it fills every prompt's blocks with the same values",
             "decode_bench_connector.py get_num_new_matched_tokens",
         ),
-        # It loads from the first of its parts that has anything, and stores into all.
+        # It loads from the first part that has the blocks, and stores into all parts.
         _MULTI: KvConnector("refused", "its parts'", "multi_connector.py"),
     }
 )
 
 # Connectors of other packages, by their module.
-OUTSIDE: Mapping[str, Mapping[str, KvConnector]] = MappingProxyType(
+OTHER_PACKAGES: Mapping[str, Mapping[str, KvConnector]] = MappingProxyType(
     {
         _LMCACHE_MODULE: MappingProxyType(
             {
@@ -114,10 +113,10 @@ OUTSIDE: Mapping[str, Mapping[str, KvConnector]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ConnectorVerdict:
-    """What may be done with adapters on one engine.
+    """How adapters can be served on one engine.
 
-    reason    what was found there, for people; empty where nothing was
-    is_known  `CONNECTORS` or `OUTSIDE` has what was found
+    reason    for people; empty if the engine has no connector
+    is_known  whether `CONNECTORS` or `OTHER_PACKAGES` has the connector
     """
 
     separation: Separation = "safe"
@@ -126,34 +125,34 @@ class ConnectorVerdict:
 
     @property
     def refusal(self) -> str:
-        """Why this engine takes no adapters; empty: it takes them."""
+        """Why this engine takes no adapters; empty if it takes them."""
         return self.reason if self.separation == "refused" else ""
 
 
 NO_CONNECTOR = ConnectorVerdict()
 
 
-def judged(config: Mapping[str, Any]) -> ConnectorVerdict:
-    """What vLLM does with adapters under this `--kv-transfer-config`.
+def connector_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
+    """The verdict on a `--kv-transfer-config`.
 
-    A MultiConnector is as its worst part. What is not in the tables is refused.
+    A MultiConnector gets its worst part's verdict. Connectors that are not in the tables are refused.
     source  vLLM 0.32 kv_connector/factory.py get_connector_class: a module path comes before the registry
     """
     name, module = config.get("kv_connector"), config.get("kv_connector_module_path")
     if name is None:
         return NO_CONNECTOR
     if name == _MULTI and not module:
-        return _worst_part(config)
-    known = OUTSIDE.get(str(module), {}).get(str(name)) if module else CONNECTORS.get(str(name))
+        return _multi_verdict(config)
+    known = OTHER_PACKAGES.get(str(module), {}).get(str(name)) if module else CONNECTORS.get(str(name))
     if known is None:
         where = f" of {module}" if module else ""
         return ConnectorVerdict(
-            "refused", f"how KV connector {name}{where} keeps adapters apart is not known", is_known=False
+            "refused", f"it is not known how KV connector {name}{where} keeps adapters apart", is_known=False
         )
-    return _judgement(str(name), known)
+    return _known_verdict(str(name), known)
 
 
-def _judgement(name: str, connector: KvConnector) -> ConnectorVerdict:
+def _known_verdict(name: str, connector: KvConnector) -> ConnectorVerdict:
     if connector.separation == "safe":
         return ConnectorVerdict("safe", f"KV connector {name}: its key holds the adapter")
     if connector.separation == "salted":
@@ -161,7 +160,7 @@ def _judgement(name: str, connector: KvConnector) -> ConnectorVerdict:
     return ConnectorVerdict("refused", f"KV connector {name} gives one adapter another's KV; its key: {connector.key}")
 
 
-def _worst_part(config: Mapping[str, Any]) -> ConnectorVerdict:
+def _multi_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
     extra = config.get("kv_connector_extra_config")
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
@@ -169,40 +168,46 @@ def _worst_part(config: Mapping[str, Any]) -> ConnectorVerdict:
         return ConnectorVerdict(
             "refused", f"{_MULTI}: `connectors` must be a list of connectors, found {said}", is_known=False
         )
-    found = max((judged(part) for part in parts), key=lambda each: (_ORDER.index(each.separation), not each.is_known))
+    found = max(
+        (connector_verdict(part) for part in parts), key=lambda each: (_ORDER.index(each.separation), not each.is_known)
+    )
     return replace(found, reason=f"{_MULTI}: {found.reason}") if found.reason else found
 
 
-def learned(config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool) -> ConnectorVerdict:
-    """What a running vLLM tells of its connector.
+def verdict_of_running_engine(
+    config: Mapping[str, Any] | None, *, offloading: str, has_connector: bool
+) -> ConnectorVerdict:
+    """The verdict on a running vLLM's connector.
 
-    config         `kv_transfer_config` of its `/server_info`, which only VLLM_SERVER_DEV_MODE=1 has; None: not told
-    offloading     its `--kv-offloading-backend`, where it has a `--kv-offloading-size`
-    has_connector  its metrics are those of an engine with some connector that loads
+    config         `kv_transfer_config` of its `/server_info`, which needs VLLM_SERVER_DEV_MODE=1; None if unknown
+    offloading     its `--kv-offloading-backend`, if it has a `--kv-offloading-size`
+    has_connector  whether its metrics show a connector that loads
     source         vLLM 0.32 config/vllm.py _post_init_kv_transfer_config, v1/metrics/loggers.py
     """
     if config is not None:
-        return judged(config)
+        return connector_verdict(config)
     if offloading:
-        return judged(offloaded(offloading))
+        return connector_verdict(offloading_config(offloading))
     if not has_connector:
         return NO_CONNECTOR
-    how = f"say with {_SETTING} what keeps adapters apart there, see docs/engines.md"
-    return ConnectorVerdict("refused", f"the engine has a KV connector, and does not tell which; {how}", is_known=False)
+    how = f"set {_SETTING} to say what keeps adapters apart there, see docs/engines.md"
+    return ConnectorVerdict(
+        "refused", f"the engine has a KV connector and does not report which; {how}", is_known=False
+    )
 
 
-def offloaded(backend: str) -> Mapping[str, Any]:
-    """The `--kv-transfer-config` that vLLM makes of a `--kv-offloading-size` with this backend."""
+def offloading_config(backend: str) -> Mapping[str, Any]:
+    """The `--kv-transfer-config` that vLLM derives from `--kv-offloading-size` with this backend."""
     names = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
     return {"kv_connector": names.get(backend, f"of --kv-offloading-backend {backend}")}
 
 
-def decided(setting: EngineSalt, found: ConnectorVerdict) -> ConnectorVerdict:
-    """What the setting makes of what was found.
+def apply_setting(setting: EngineSalt, found: ConnectorVerdict) -> ConnectorVerdict:
+    """The verdict after the operator's setting.
 
-    auto         as it was found
-    always       every request for an adapter is salted; a known connector that ignores salts is refused all the same
-    never        nothing is salted or refused: somebody else keeps adapters apart
+    auto         the verdict as found
+    always       every request for an adapter is salted; a known connector that ignores salts is still refused
+    never        nothing is salted or refused: the operator vouches for the separation
     no_adapters  the engine serves its base model alone
     """
     if setting == "never":

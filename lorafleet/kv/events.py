@@ -1,4 +1,4 @@
-"""An engine's KV event batches, decoded: maps and positional arrays, int and bytes hashes, in one form.
+"""Decodes engines' KV event batches: maps or positional arrays, int or bytes hashes.
 
 source  vLLM 0.32 distributed/kv_events.py: msgpack [ts, events, data_parallel_rank]; an event is a map with a `type`
         since June 2026 and a positional array with its type in front before. SGLang 0.5.23
@@ -16,9 +16,9 @@ ExtraKeys: TypeAlias = list[list[Any] | None]
 
 
 class BlocksStored(Struct, gc=False, tag="BlockStored"):
-    """`block_hashes` are now cached; `token_ids` are theirs in order, `block_size` each. A copy is its own event.
+    """`block_hashes` are now cached, with `block_size` of `token_ids` each. Every copy has its own event.
 
-    `cache_salt` is SGLang's way to say what vLLM has in `extra_keys`.
+    `cache_salt` is SGLang's field; vLLM has the salt in `extra_keys`.
     """
 
     block_hashes: list[EngineHash]
@@ -36,7 +36,7 @@ class BlocksStored(Struct, gc=False, tag="BlockStored"):
 
 
 class BlocksRemoved(Struct, gc=False, tag="BlockRemoved"):
-    """One copy of each of `block_hashes` is gone from `medium`."""
+    """One copy of each of `block_hashes` was removed from `medium`."""
 
     block_hashes: list[EngineHash]
     medium: str | None = None
@@ -51,9 +51,9 @@ Event: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEventBatch(Struct, gc=False):
-    """What one engine step did, in order. `rejected` counts by reason the events that could not be read.
+    """Events of one engine step, in order. `rejected` counts unreadable events by reason.
 
-    has_lost_removal  one of those took blocks away, and nobody knows which
+    has_lost_removal  whether an unreadable event removed blocks
     """
 
     ts: float
@@ -64,11 +64,11 @@ class KvEventBatch(Struct, gc=False):
 
 
 class UndecodableBatch(Exception):
-    """The payload is no batch of events at all. What it was to take away is lost."""
+    """The payload is not a batch of events. Its removals are lost."""
 
 
-# msgspec tells the members of a union apart by their tag, but not maps from arrays: a second set, derived so that the
-# two cannot drift apart. A later field that we do not name is skipped in both.
+# msgspec distinguishes union members by tag, but not maps from arrays. So there is a second, derived set for arrays.
+# Unknown fields are skipped in both.
 class _StoredArray(BlocksStored, gc=False, array_like=True, tag="BlockStored"):
     pass
 
@@ -100,7 +100,7 @@ class _MixedBatch(Struct, gc=False, array_like=True):
 
 
 class KvEventDecoder:
-    """Decodes one feed's batches. It tries the encoding first that the last batch had; engines do not change theirs."""
+    """Decodes one feed's batches. The encoding of the last batch is tried first."""
 
     def __init__(self) -> None:
         maps, arrays = msgspec.msgpack.Decoder(_MapBatch).decode, msgspec.msgpack.Decoder(_ArrayBatch).decode
@@ -108,7 +108,7 @@ class KvEventDecoder:
         self._mixed = msgspec.msgpack.Decoder(_MixedBatch)
 
     def decode(self, payload: bytes) -> KvEventBatch:
-        """The batch in `payload`; raises UndecodableBatch. What is odd in a batch does not spoil the rest of it."""
+        """The batch in `payload`; raises UndecodableBatch. An unreadable event does not spoil the others."""
         for decode in self._typed:
             try:
                 batch = decode(payload)
@@ -119,9 +119,9 @@ class KvEventDecoder:
             if decode is not self._typed[0]:
                 self._typed.reverse()
             return KvEventBatch(batch.ts, batch.events, batch.rank)
-        return self._one_by_one(payload)
+        return self._decode_each(payload)
 
-    def _one_by_one(self, payload: bytes) -> KvEventBatch:
+    def _decode_each(self, payload: bytes) -> KvEventBatch:
         try:
             batch = self._mixed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -130,10 +130,10 @@ class KvEventDecoder:
         rejected: Counter[str] = Counter()
         has_lost_removal = False
         for raw in batch.events:
-            read = _read(raw)
+            read = _decode_event(raw)
             if isinstance(read, str):
                 rejected[read] += 1
-                has_lost_removal = has_lost_removal or _kind(raw) in _REMOVALS
+                has_lost_removal = has_lost_removal or _event_type(raw) in _REMOVALS
             else:
                 events.append(read)
         rank = batch.rank if isinstance(batch.rank, int) else None
@@ -149,9 +149,9 @@ _ARRAYS: dict[str, Any] = {
 }
 
 
-def _read(raw: Any) -> Event | str:
-    """One event of a batch that has something odd in it, or why it is not taken."""
-    kind = _kind(raw)
+def _decode_event(raw: Any) -> Event | str:
+    """One event, or the reason if it cannot be read."""
+    kind = _event_type(raw)
     if kind is None:
         return "shape"
     if kind not in _MAPS:
@@ -163,8 +163,8 @@ def _read(raw: Any) -> Event | str:
     return event
 
 
-def _kind(raw: Any) -> str | None:
-    """What an event calls itself, "" where that is no text; None for what has not the shape of an event."""
+def _event_type(raw: Any) -> str | None:
+    """An event's type; "" if it is not a string, None if the value is not an event."""
     if isinstance(raw, dict):
         kind = raw.get("type")
     elif isinstance(raw, list) and raw:

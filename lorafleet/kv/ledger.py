@@ -1,7 +1,7 @@
-"""One engine's cached blocks: its KV events in, changes of our own block hashes out.
+"""The ledger of one engine's cached blocks: converts its KV events into changes of our own block hashes.
 
-What an event says is accepted only when it is exact; everything else is counted by reason, never guessed. The rule of
-every doubt: a block that we miss costs a prefill, a block that we only believe in sends requests to the wrong replica.
+Only exact events are accepted; all others are counted by reason. In doubt a block is left out: a missing block costs a
+prefill, but a block that is not there sends requests to the wrong replica.
 """
 
 import sys
@@ -23,9 +23,9 @@ from lorafleet.kv.events import (
     UndecodableBatch,
 )
 
-# vLLM 0.32 says GPU (on the CPU too), CPU and STORAGE, its Mooncake store "cpu". SGLang 0.5.23 says GPU, CPU_PINNED,
-# DISK, and EXTERNAL for a pool that all share (disaggregation/kv_events.py StorageMedium); that one and any other is
-# counted as `medium`.
+# vLLM 0.32 has GPU (also on a CPU), CPU and STORAGE; its Mooncake store has "cpu". SGLang 0.5.23 has GPU, CPU_PINNED,
+# DISK, and EXTERNAL for a shared pool (disaggregation/kv_events.py StorageMedium). EXTERNAL and unknown media are
+# rejected as `medium`.
 _TIER_OF: Mapping[str, Tier] = {
     "GPU": "device",
     "CPU": "host",
@@ -34,54 +34,54 @@ _TIER_OF: Mapping[str, Tier] = {
     "DISK": "storage",
 }
 _DEVICE = ("GPU", None)
-# Groups whose blocks are all needed and kept from the first to the last token (vLLM 0.32 v1/kv_cache_interface.py
-# KVCacheSpecKind). Sliding windows, Mamba and chunks keep a tail only: a prefix match there means something else.
-_WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-# How many blocks are kept after missed removals, in those that the engine has. More than once as many are there then,
-# and which of them are gone nobody knows: to drop the oldest at once would drop the prefixes that everybody shares.
-KEPT_TIMES = 2
-# Engine hashes are kept as integers of 60 bits: 16 bytes less for each than 64 bits take in CPython. By chance two of
-# a million blocks are then one with a probability of 4e-7.
-_NAME_BITS = (1 << 60) - 1
-_NAME_BYTES, _HASH_BYTES = 32, 48
-_ROOTS_KEPT = 4096
+# Attention kinds that keep all blocks of a prefix (vLLM 0.32 v1/kv_cache_interface.py KVCacheSpecKind). Sliding
+# windows, Mamba and chunked attention keep only a tail, where a prefix match means something else.
+_PREFIX_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+# Most blocks kept, as a multiple of the engine's own. More than the engine has appear after missed removals; dropping
+# the oldest at once would drop the prefixes that all requests share.
+MAX_KEPT_RATIO = 2
+# Engine hashes are kept as 60-bit integers, which take 16 bytes less each in CPython than 64-bit ones. Two of a million
+# blocks collide with probability 4e-7.
+_KEY_MASK = (1 << 60) - 1
+_KEY_BYTES, _HASH_BYTES = 32, 48
+_MAX_ROOTS = 4096
 
 
 class LedgerSink(Protocol):
-    """Who hears of changes, in order. A block is only added where it was not, and only dropped where it was."""
+    """Receives changes in order. A block is added only where it is missing, and dropped only where it is present."""
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None: ...
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None: ...
 
     def clear(self) -> None:
-        """Everything is gone, at every tier."""
+        """All blocks are gone, at every tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventTraits:
-    """How one engine's events differ from the next one's."""
+    """Differences between engines' events."""
 
     group: int = 0
-    """The KV group that is indexed; others are counted as `group`."""
+    """The KV group that is indexed; others are rejected as `group`."""
     forgets_on_load: bool = False
-    """A load of an adapter starts afresh, and nothing announces that its former blocks are unreachable."""
+    """Loading an adapter makes its former blocks unreachable without an event."""
 
 
 TRAITS: Mapping[str, KvEventTraits] = {
     "vllm": KvEventTraits(),
-    # Adapter hashes are seeded anew at every load, and an unload publishes nothing (SGLang 0.5.23, seen running).
+    # SGLang seeds an adapter's hashes anew at every load, and an unload publishes no event (0.5.23, seen running).
     "sglang": KvEventTraits(forgets_on_load=True),
 }
 
 
 @dataclass(slots=True)
 class _MediumBlocks:
-    """One medium: engine hash -> our hash, and copies beyond the first (nearly always none)."""
+    """Blocks of one medium: engine hash -> our hash, and the copies beyond the first (rarely any)."""
 
     tier: Tier
     blocks: dict[int, BlockHash] = field(default_factory=dict)
-    more: dict[int, int] = field(default_factory=dict)
+    extra_copies: dict[int, int] = field(default_factory=dict)
 
 
 class BlockLedger:
@@ -96,63 +96,66 @@ class BlockLedger:
         *,
         most_blocks: int = 0,
     ) -> None:
-        """most_blocks  how many may be kept of the device's at most, whatever removals are missed; 0: any number."""
+        """most_blocks  limit for the device's blocks, in case removals are missed; 0 for no limit"""
         self.base_model = base_model
         self.block_size = block_size
         self.accepted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        self._told: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._counted: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._decode = KvEventDecoder().decode
         self._sink = sink
         self._traits = traits
         self._most_blocks = most_blocks
-        self._shelves = {medium: _MediumBlocks(tier) for medium, tier in _TIER_OF.items()}
-        self._device = self._shelves["GPU"]
-        # Our hash -> how many engine hashes stand for it: two, where the engine salts with what its events do not say.
+        self._media = {medium: _MediumBlocks(tier) for medium, tier in _TIER_OF.items()}
+        self._device = self._media["GPU"]
+        # Our hash -> number of engine hashes for it; two if the engine salts with a value that its events do not have.
         self._held: dict[Tier, dict[BlockHash, int]] = {tier: {} for tier in TIERS}
-        # Only where a load forgets: whose each block is.
+        # The adapter of each block, for engines with `forgets_on_load`.
         self._adapter_of: dict[int, str] = {}
         self._roots: dict[tuple[str, str], BlockHash] = {}
-        self._repeats = False
+        self._expects_repeats = False
 
     def __len__(self) -> int:
-        """How many of our blocks are at the device."""
+        """Number of blocks on the device."""
         return len(self._held["device"])
 
     def blocks(self, tier: Tier) -> Iterable[BlockHash]:
-        """Everything at a tier now, in no order."""
+        """All blocks at a tier now, in any order."""
         return self._held[tier].keys()
 
     def size_bytes(self) -> int:
-        """About how much memory the ledger takes: tables, and the integers in them. Costs microseconds."""
-        names = sum(len(shelf.blocks) for shelf in self._shelves.values())
-        tables = [shelf.blocks for shelf in self._shelves.values()] + [shelf.more for shelf in self._shelves.values()]
+        """Approximate memory of the ledger in bytes: its tables and their integers. Takes microseconds."""
+        keys = sum(len(medium.blocks) for medium in self._media.values())
+        tables = [medium.blocks for medium in self._media.values()] + [
+            medium.extra_copies for medium in self._media.values()
+        ]
         sizes = sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, self._held.values()))
         sizes += sys.getsizeof(self._adapter_of)
-        return sizes + names * _NAME_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
+        return sizes + keys * _KEY_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
-        """What was `accepted` and `rejected` since the last call, for metrics that only grow."""
-        before, self._told = self._told, (self.accepted.copy(), self.rejected.copy())
+        """Events accepted and rejected since the last call, for counters."""
+        before, self._counted = self._counted, (self.accepted.copy(), self.rejected.copy())
         return self.accepted - before[0], self.rejected - before[1]
 
     def expect_repeats(self, expected: bool) -> None:
-        """Say whether a store of a known block may be a repetition instead of another copy.
+        """Set whether a store of a known block may repeat an earlier event instead of adding a copy.
 
-        In report mode `full` the engine announces reused blocks again, in events that nothing tells from those of a
-        real copy. While that may happen no store adds a copy, and what had several counts as one: then we may drop a
-        block while the engine still has a copy, but never believe in one that is gone.
+        In report mode `full` the engine announces reused blocks again, in events that look like those of real copies.
+        While repeats are expected, no store adds a copy, and several copies count as one. So a block may be dropped
+        while the engine still has a copy, but none is kept that is gone.
 
         source  vLLM 0.32 v1/core/block_pool.py emit_cached_block_events, _build_block_stored_event
         """
-        self._repeats = expected
+        self._expects_repeats = expected
         if expected:
-            for shelf in self._shelves.values():
-                shelf.more.clear()
+            for medium in self._media.values():
+                medium.extra_copies.clear()
 
     def read(self, payload: bytes) -> tuple[float, str]:
-        """Apply a batch as its engine sent it. Returns the engine's time, 0.0 where it cannot be read, and what is
-        missed because it could not be read, or nothing.
+        """Apply a batch of events as the engine sent it.
+
+        returns  the engine's time, 0.0 if unreadable; and what was lost because it was unreadable, or ""
         """
         try:
             batch = self._decode(payload)
@@ -168,7 +171,7 @@ class BlockLedger:
             self.rejected.update(batch.rejected)
         removed: list[BlocksRemoved] = []
         for event in batch.events:
-            # Engines remove block by block: the sink hears of a run of removals in one call.
+            # Engines remove block by block; the sink gets a run of removals in one call.
             if isinstance(event, BlocksRemoved):
                 removed.append(event)
                 continue
@@ -176,7 +179,7 @@ class BlockLedger:
                 self._remove(removed)
                 removed = []
             if isinstance(event, BlocksStored):
-                reason = self._store(event)
+                reason = self._apply_store(event)
                 if reason is None:
                     self.accepted["BlockStored"] += 1
                 else:
@@ -189,104 +192,103 @@ class BlockLedger:
             self._remove(removed)
 
     def clear(self) -> None:
-        """Forget everything, at every tier.
+        """Drop all blocks at every tier.
 
-        AllBlocksCleared says neither what was cleared nor where. vLLM 0.32 sends it when the device's cache is reset,
-        the connector's (host, storage) is reset in the same call if asked to, and its managers say nothing then
-        (v1/core/sched/scheduler.py reset_prefix_cache, v1/kv_offload/cpu/manager.py reset_cache); simple_kv_offload's
-        own pool sends the same event for the host. So nothing that is kept could be relied on.
+        AllBlocksCleared does not name a medium. vLLM 0.32 sends it when the device's cache is reset. The same call may
+        reset the connector's caches (host, storage), which send no event (v1/core/sched/scheduler.py
+        reset_prefix_cache, v1/kv_offload/cpu/manager.py reset_cache); simple_kv_offload sends the event for the host.
         """
-        for shelf in self._shelves.values():
-            shelf.blocks, shelf.more = {}, {}
+        for medium in self._media.values():
+            medium.blocks, medium.extra_copies = {}, {}
         self._held = {tier: {} for tier in TIERS}
         self._adapter_of = {}
         self._sink.clear()
 
     def forget_adapter(self, engine_name: str) -> None:
-        """An adapter was loaded afresh: its blocks are unreachable from now on, at every tier.
+        """Drop an adapter's blocks at every tier, after it was loaded again.
 
-        Only for engines whose trait is `forgets_on_load`; others keep what they stored under the name.
+        Only for engines with `forgets_on_load`; others can still use the blocks.
         """
-        names = [name for name, adapter in self._adapter_of.items() if adapter == engine_name]
-        for shelf in self._shelves.values():
-            gone: list[BlockHash] = []
-            for name in names:
-                shelf.more.pop(name, None)
-                self._take(shelf, name, gone)
-            if gone:
-                self._sink.drop(shelf.tier, gone)
+        keys = [key for key, adapter in self._adapter_of.items() if adapter == engine_name]
+        for medium in self._media.values():
+            dropped: list[BlockHash] = []
+            for key in keys:
+                medium.extra_copies.pop(key, None)
+                self._drop_copy(medium, key, dropped)
+            if dropped:
+                self._sink.drop(medium.tier, dropped)
 
     # --- stores --------------------------------------------------------------------------------------------------
 
-    def _store(self, event: BlocksStored) -> str | None:
-        """Take a store into the ledger, or say why not."""
-        shelf = self._device if event.medium in _DEVICE else self._shelf(event.medium)
-        if shelf is None:
+    def _apply_store(self, event: BlocksStored) -> str | None:
+        """Apply a store event; the reason if it is rejected."""
+        medium = self._device if event.medium in _DEVICE else self._medium(event.medium)
+        if medium is None:
             return "medium"
         if event.group_idx not in (None, self._traits.group):
             return "group"
-        if shelf is not self._device:
-            return self._copy(shelf, event.block_hashes)
-        names = _names(event.block_hashes)
-        distinct = set(names)
-        reason = self._misshapen(event, len(names), len(distinct))
+        if medium is not self._device:
+            return self._add_known_copies(medium, event.block_hashes)
+        keys = _engine_hash_keys(event.block_hashes)
+        distinct_keys = set(keys)
+        reason = self._shape_problem(event, len(keys), len(distinct_keys))
         if reason is not None:
             return reason
-        ours = self._hashed(event)
+        ours = self._our_hashes(event)
         if isinstance(ours, str):
             return ours
         held = self._held["device"]
-        if shelf.blocks.keys().isdisjoint(distinct) and held.keys().isdisjoint(ours):
-            shelf.blocks.update(zip(names, ours, strict=True))
+        if medium.blocks.keys().isdisjoint(distinct_keys) and held.keys().isdisjoint(ours):
+            medium.blocks.update(zip(keys, ours, strict=True))
             held.update(dict.fromkeys(ours, 1))
             self._sink.add("device", ours)
-        elif any(shelf.blocks.get(name, block) != block for name, block in zip(names, ours, strict=True)):
+        elif any(medium.blocks.get(key, block) != block for key, block in zip(keys, ours, strict=True)):
             return "conflict"
-        elif self._repeats or not self._is_report(event, names):
-            self._put(shelf, names, ours)
-        if self._most_blocks and len(shelf.blocks) > self._most_blocks:
-            self._overflow(shelf)
+        elif self._expects_repeats or not self._is_reuse_report(event, keys):
+            self._add_copies(medium, keys, ours)
+        if self._most_blocks and len(medium.blocks) > self._most_blocks:
+            self._drop_oldest(medium)
         if self._traits.forgets_on_load and event.lora_name:
-            self._adapter_of.update(dict.fromkeys(names, event.lora_name))
+            self._adapter_of.update(dict.fromkeys(keys, event.lora_name))
         return None
 
-    def _is_report(self, event: BlocksStored, names: Sequence[int]) -> bool:
-        """Whether a store is what report mode `full` says of reused blocks, instead of copies of them.
+    def _is_reuse_report(self, event: BlocksStored, keys: Sequence[int]) -> bool:
+        """Whether a store reports reused blocks (report mode `full`) instead of new copies.
 
-        Nothing tells the two apart for certain, but such a report begins with the prompt's first block and says nothing
-        new, and of a prompt that is cached an engine computes no more than the last block again. Whole prompts that
-        skip the cache (`prompt_logprobs`) are taken for reports: then a block is dropped while a copy is left.
+        The two look alike. But such a report begins with the prompt's first block and has no new block, and of a cached
+        prompt an engine computes only the last block again. A prompt that skips the cache (`prompt_logprobs`) is taken
+        for a report as well; then a block may be dropped while a copy is left.
 
         source  vLLM 0.32 v1/core/kv_cache_manager.py get_computed_blocks; tests/recordings
         """
-        return event.parent_block_hash is None and len(names) > 1 and all(map(self._device.blocks.__contains__, names))
+        return event.parent_block_hash is None and len(keys) > 1 and all(map(self._device.blocks.__contains__, keys))
 
-    def _misshapen(self, event: BlocksStored, blocks: int, distinct: int) -> str | None:
-        """Why a store's blocks cannot be told one by one; None when they can."""
-        if event.kv_cache_spec_kind not in _WHOLE_PREFIX or event.kv_cache_spec_sliding_window:
+    def _shape_problem(self, event: BlocksStored, blocks: int, distinct_keys: int) -> str | None:
+        """Why a store's blocks cannot be hashed one by one; None if they can."""
+        if event.kv_cache_spec_kind not in _PREFIX_ATTENTION or event.kv_cache_spec_sliding_window:
             return "attention"
         if event.block_size != self.block_size:
             return "block_size"
-        if not blocks or distinct != blocks or len(event.token_ids) != blocks * self.block_size:
+        if not blocks or distinct_keys != blocks or len(event.token_ids) != blocks * self.block_size:
             return "shape"
         return None
 
-    def _hashed(self, event: BlocksStored) -> list[BlockHash] | str:
-        """Our hashes of a store's blocks, or why they cannot be known."""
+    def _our_hashes(self, event: BlocksStored) -> list[BlockHash] | str:
+        """Our hashes of a store's blocks, or the reason if they cannot be computed."""
         adapter = event.lora_name or ""
         salt, extra = event.cache_salt or "", None
-        # Nearly always every block has the adapter's name and nothing else: one comparison in C.
-        plain = [adapter] if adapter else None
+        # Usually every block has the adapter's name alone: one comparison in C.
+        adapter_only = [adapter] if adapter else None
         keys = event.extra_keys
-        if keys is not None and keys.count(plain) != len(event.block_hashes):
-            read = extra_of(keys, adapter, is_start=event.parent_block_hash is None)
+        if keys is not None and keys.count(adapter_only) != len(event.block_hashes):
+            read = extra_hash_inputs(keys, adapter, is_start=event.parent_block_hash is None)
             if read is None or len(keys) != len(event.block_hashes):
                 return "extra_keys"
             salt, extra = read
         if event.parent_block_hash is None:
             parent: BlockHash | None = self._root(adapter, salt)
         else:
-            parent = self._known(_name(event.parent_block_hash))
+            parent = self._block_of(_engine_hash_key(event.parent_block_hash))
         if parent is None:
             return "unknown_parent"
         try:
@@ -294,124 +296,127 @@ class BlockLedger:
         except (TypeError, OverflowError):
             return "shape"
 
-    def _copy(self, shelf: _MediumBlocks, hashes: Sequence[EngineHash]) -> str | None:
-        """Another medium has blocks: only those that we know by name; connectors leave out tokens, adapter or keys.
+    def _add_known_copies(self, medium: _MediumBlocks, hashes: Sequence[EngineHash]) -> str | None:
+        """Add copies on another medium, of known blocks only: connectors' events leave out tokens, adapter or keys.
 
         source  vLLM 0.32 kv_connector/v1/offloading/events.py _placeholder_stored; mooncake/store/worker.py
         """
-        names = _names(hashes)
-        known = [(name, block) for name in names if (block := self._known(name)) is not None]
-        self._put(shelf, [name for name, _ in known], [block for _, block in known])
-        if len(known) == len(names):
-            return None if names else "shape"
-        # The event is counted once, as what part of it was not taken.
+        keys = _engine_hash_keys(hashes)
+        known = [(key, block) for key in keys if (block := self._block_of(key)) is not None]
+        self._add_copies(medium, [key for key, _ in known], [block for _, block in known])
+        if len(known) == len(keys):
+            return None if keys else "shape"
+        # The event is counted once, by its rejected part.
         return "unknown_block"
 
-    def _put(self, shelf: _MediumBlocks, names: Sequence[int], ours: Sequence[BlockHash]) -> None:
-        """One more copy of each block on this shelf."""
-        held = self._held[shelf.tier]
+    def _add_copies(self, medium: _MediumBlocks, keys: Sequence[int], ours: Sequence[BlockHash]) -> None:
+        """Add a copy of each block to a medium."""
+        held = self._held[medium.tier]
         added: list[BlockHash] = []
-        for name, block in zip(names, ours, strict=True):
-            known = shelf.blocks.get(name)
+        for key, block in zip(keys, ours, strict=True):
+            known = medium.blocks.get(key)
             if known is None:
-                shelf.blocks[name] = block
+                medium.blocks[key] = block
                 count = held.get(block, 0)
                 held[block] = count + 1
                 if not count:
                     added.append(block)
-            elif not self._repeats:
-                shelf.more[name] = shelf.more.get(name, 0) + 1
+            elif not self._expects_repeats:
+                medium.extra_copies[key] = medium.extra_copies.get(key, 0) + 1
             elif self._most_blocks:
-                # Heard of last, so the last to go when there are too many; see _overflow.
-                shelf.blocks[name] = shelf.blocks.pop(name)
+                # Moved to the end, so that it is dropped last; see _drop_oldest.
+                medium.blocks[key] = medium.blocks.pop(key)
         if added:
-            self._sink.add(shelf.tier, added)
+            self._sink.add(medium.tier, added)
 
-    def _overflow(self, shelf: _MediumBlocks) -> None:
-        """Drop those heard of longest ago: so many are there only after removals that we missed.
+    def _drop_oldest(self, medium: _MediumBlocks) -> None:
+        """Drop the blocks seen longest ago; there are too many only after missed removals.
 
-        Some more at once than must go, because a dict's front is slow to find where much has been taken from it.
+        Drops some more than needed, because finding a dict's first entry is slow after many deletions.
         """
-        too_many = len(shelf.blocks) - self._most_blocks + self._most_blocks // 64
-        gone: list[BlockHash] = []
-        for name in list(islice(shelf.blocks, too_many)):
-            shelf.more.pop(name, None)
-            self._take(shelf, name, gone)
-        if gone:
-            self._sink.drop(shelf.tier, gone)
+        too_many = len(medium.blocks) - self._most_blocks + self._most_blocks // 64
+        dropped: list[BlockHash] = []
+        for key in list(islice(medium.blocks, too_many)):
+            medium.extra_copies.pop(key, None)
+            self._drop_copy(medium, key, dropped)
+        if dropped:
+            self._sink.drop(medium.tier, dropped)
         self.rejected["overflow"] += 1
 
     # --- removals ------------------------------------------------------------------------------------------------
 
     def _remove(self, events: Iterable[BlocksRemoved]) -> None:
-        gone: list[BlockHash] = []
+        dropped: list[BlockHash] = []
         last = self._device
         for event in events:
-            shelf = self._device if event.medium in _DEVICE else self._shelf(event.medium)
-            if shelf is None:
+            medium = self._device if event.medium in _DEVICE else self._medium(event.medium)
+            if medium is None:
                 self.rejected["medium"] += 1
                 continue
             if event.group_idx not in (None, self._traits.group):
                 self.rejected["group"] += 1
                 continue
-            if shelf is not last and gone:
-                self._sink.drop(last.tier, gone)
-                gone = []
-            last = shelf
-            unknown = sum(not self._take(shelf, _name(engine_hash), gone) for engine_hash in event.block_hashes)
+            if medium is not last and dropped:
+                self._sink.drop(last.tier, dropped)
+                dropped = []
+            last = medium
+            unknown = sum(
+                not self._drop_copy(medium, _engine_hash_key(engine_hash), dropped)
+                for engine_hash in event.block_hashes
+            )
             if unknown:
                 self.rejected["unknown_block"] += 1
             else:
                 self.accepted["BlockRemoved"] += 1
-        if gone:
-            self._sink.drop(last.tier, gone)
+        if dropped:
+            self._sink.drop(last.tier, dropped)
 
-    def _take(self, shelf: _MediumBlocks, name: int, gone: list[BlockHash]) -> bool:
-        """One copy less; false when there was none. A block with no copy left at the tier goes to `gone`."""
-        more = shelf.more.get(name)
-        if more is not None:
-            if more == 1:
-                del shelf.more[name]
+    def _drop_copy(self, medium: _MediumBlocks, key: int, dropped: list[BlockHash]) -> bool:
+        """Drop one copy; false if there was none. A block without copies at its tier is appended to `dropped`."""
+        extra_copies = medium.extra_copies.get(key)
+        if extra_copies is not None:
+            if extra_copies == 1:
+                del medium.extra_copies[key]
             else:
-                shelf.more[name] = more - 1
+                medium.extra_copies[key] = extra_copies - 1
             return True
-        block = shelf.blocks.pop(name, None)
+        block = medium.blocks.pop(key, None)
         if block is None:
             return False
-        held = self._held[shelf.tier]
+        held = self._held[medium.tier]
         count = held[block]
         if count == 1:
             del held[block]
-            gone.append(block)
+            dropped.append(block)
         else:
             held[block] = count - 1
-        if self._adapter_of and self._known(name) is None:
-            self._adapter_of.pop(name, None)
+        if self._adapter_of and self._block_of(key) is None:
+            self._adapter_of.pop(key, None)
         return True
 
     # --- small questions -----------------------------------------------------------------------------------------
 
-    def _shelf(self, medium: str | None) -> _MediumBlocks | None:
-        return self._shelves.get((medium or "GPU").upper())
+    def _medium(self, medium: str | None) -> _MediumBlocks | None:
+        return self._media.get((medium or "GPU").upper())
 
-    def _known(self, name: int) -> BlockHash | None:
-        block = self._device.blocks.get(name)
+    def _block_of(self, key: int) -> BlockHash | None:
+        block = self._device.blocks.get(key)
         if block is not None:
             return block
-        found = (shelf.blocks.get(name) for shelf in self._shelves.values())
+        found = (medium.blocks.get(key) for medium in self._media.values())
         return next((block for block in found if block is not None), None)
 
     def _root(self, adapter: str, salt: str) -> BlockHash:
         root = self._roots.get((adapter, salt))
         if root is None:
-            if len(self._roots) >= _ROOTS_KEPT:
+            if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             root = self._roots[adapter, salt] = root_hash(self.base_model, adapter, salt)
         return root
 
 
-def extra_of(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple[str, dict[int, bytes] | None] | None:
-    """(cache salt or "", block number -> what else that block is hashed with), or None when a key is not understood.
+def extra_hash_inputs(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple[str, dict[int, bytes] | None] | None:
+    """The cache salt or "", and extra bytes by block number; None if a key is not understood.
 
     keys      per block: nil, or [adapter's name][(multimodal id, offset)...][salt, block 0 only][prompt embeddings]
     is_start  whether the first of these blocks is the prompt's first
@@ -435,7 +440,7 @@ def extra_of(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple[str, dic
 
 
 def media_key(items: Iterable[Any]) -> bytes | None:
-    """The bytes that a block with these multimodal items is hashed with; None when one is not (id, offset).
+    """The extra bytes for a block with these multimodal items; None if an item is not (id, offset).
 
     offset  the item's first token relative to the block's, negative in a block that continues it
     """
@@ -447,20 +452,20 @@ def media_key(items: Iterable[Any]) -> bytes | None:
         if not isinstance(identifier, str) or not isinstance(offset, int) or abs(offset) >= 1 << 62:
             return None
         data = identifier.encode("utf-8", "surrogatepass")
-        # Length first, so that no two lists of items are packed alike.
+        # Length first, so that different lists of items give different bytes.
         packed += len(data).to_bytes(4, "big") + data + offset.to_bytes(8, "big", signed=True)
     return bytes(packed)
 
 
-def _names(hashes: Sequence[EngineHash]) -> list[int]:
+def _engine_hash_keys(hashes: Sequence[EngineHash]) -> list[int]:
     try:
-        return [engine_hash & _NAME_BITS for engine_hash in hashes]  # type: ignore[operator]
+        return [engine_hash & _KEY_MASK for engine_hash in hashes]  # type: ignore[operator]
     except TypeError:
-        return [_name(engine_hash) for engine_hash in hashes]
+        return [_engine_hash_key(engine_hash) for engine_hash in hashes]
 
 
-def _name(engine_hash: EngineHash) -> int:
+def _engine_hash_key(engine_hash: EngineHash) -> int:
     if isinstance(engine_hash, bytes):
-        # The last 64 bits are what vLLM's own integers are (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
+        # The last 64 bits, as in vLLM's integer hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
         engine_hash = int.from_bytes(engine_hash[-8:], "big")
-    return engine_hash & _NAME_BITS
+    return engine_hash & _KEY_MASK

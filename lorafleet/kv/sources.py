@@ -1,45 +1,45 @@
-"""Where an engine that somebody else started publishes its KV events, as it says itself."""
+"""The KV event endpoints of an engine, from its own configuration."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# vLLM binds only these, and connects to others (0.32, seen running).
-_EVERYWHERE = re.compile(r"tcp://(\*|\[?::\]?):(\d+)")
-_HERE = ("127.0.0.1", "::1", "localhost")
+# vLLM binds wildcard endpoints only, and connects to others (0.32, seen running).
+_WILDCARD_ENDPOINT = re.compile(r"tcp://(\*|\[?::\]?):(\d+)")
+_LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
 class KvEventEndpoints:
-    """ZMQ endpoints to connect to, one a data-parallel rank; empty where nothing is published that we reach."""
+    """ZMQ endpoints to connect to, one for each data-parallel rank; empty if none is reachable."""
 
     events: tuple[str, ...] = ()
     replay: tuple[str, ...] = ()
     topic: str = ""
 
 
-def sources_of(host: str, ranks: Sequence[Mapping[str, Any]]) -> KvEventEndpoints:
-    """From each rank's KVEventsConfig, its ports resolved (vLLM's and SGLang's words), of an engine on `host`.
+def kv_event_endpoints(host: str, ranks: Sequence[Mapping[str, Any]]) -> KvEventEndpoints:
+    """The endpoints of an engine on `host`, from each rank's KVEventsConfig with resolved ports.
 
-    All ranks or none: a part of an engine's blocks is no index of it.
+    All ranks or none, since a part of an engine's blocks is useless.
     """
-    events = tuple(_at(host, rank.get("endpoint")) for rank in ranks if _publishes(rank))
-    replay = tuple(_at(host, rank.get("replay_endpoint")) for rank in ranks)
+    events = tuple(_reachable_endpoint(host, rank.get("endpoint")) for rank in ranks if _publishes(rank))
+    replay = tuple(_reachable_endpoint(host, rank.get("replay_endpoint")) for rank in ranks)
     if not events or len(events) != len(ranks) or not all(events):
         return KvEventEndpoints()
     return KvEventEndpoints(events, replay if all(replay) else (), str(ranks[0].get("topic") or ""))
 
 
 def _publishes(rank: Mapping[str, Any]) -> bool:
-    # SGLang has no switch beside the publisher.
+    # SGLang has no `enable_kv_cache_events`.
     return rank.get("publisher", "zmq") == "zmq" and bool(rank.get("enable_kv_cache_events", True))
 
 
-def _at(host: str, endpoint: object) -> str:
-    """Where to connect to a socket that the engine has bound; "" where it has bound none that we reach."""
+def _reachable_endpoint(host: str, endpoint: object) -> str:
+    """The address of a socket that the engine has bound; "" if it has bound none that is reachable."""
     text = endpoint if isinstance(endpoint, str) else ""
-    bound = _EVERYWHERE.fullmatch(text)
+    bound = _WILDCARD_ENDPOINT.fullmatch(text)
     if bound is None:
-        return text if text.startswith("ipc://") and host in _HERE else ""
+        return text if text.startswith("ipc://") and host in _LOCAL_HOSTS else ""
     return f"tcp://[{host}]:{bound[2]}" if ":" in host else f"tcp://{host}:{bound[2]}"

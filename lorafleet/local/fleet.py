@@ -363,7 +363,7 @@ class LocalFleet:
         return self._no_space() if files.is_full(first) else CommandFailed(str(first) or repr(first))
 
     def _no_space(self) -> CommandFailed:
-        return CommandFailed(f"{files.no_space(self._folder)}, or name another folder with --state-dir")
+        return CommandFailed(f"{files.disk_full_text(self._folder)}, or name another folder with --state-dir")
 
     def _process_failure(self, child: ChildProcess, what: str) -> CommandFailed:
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # the disk is full: its log cannot have the reason

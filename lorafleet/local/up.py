@@ -120,7 +120,7 @@ async def _run_fleet(options: FleetOptions) -> int:
             os._exit(130)
         stopping.set()
 
-    for number in signals.stopping():
+    for number in signals.stop_signals():
         loop.add_signal_handler(number, on_signal)
     try:
         live = asyncio.create_task(fleet.run_until_cancelled())

@@ -1,8 +1,8 @@
-"""Who may call: bearer keys, each a tenant with scopes, in hot-reloaded files of hashes.
+"""API keys: bearer keys with a tenant and scopes, in key files of hashes that are reloaded when they change.
 
 A key file is YAML: `keys: [{sha256: <hex of the key>, tenant: acme, scopes: [infer], limits: {requests_per_minute: 60,
-tokens_per_minute: 100000, concurrent_requests: 8}}]`; limits, and each of them, may be left out. Keys are random
-(`lorafleet keys new`), so a plain hash is enough; the file never holds a key.
+tokens_per_minute: 100000, concurrent_requests: 8}}]`; all limits are optional. Keys are random (`lorafleet keys new`),
+so a plain hash is safe; the file never holds a key.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from lorafleet.service.http import HttpError
 
 log = structlog.get_logger()
 
-# Which scopes do for one that is asked for.
-_DO_FOR = {
+# Required scope -> scopes that satisfy it.
+_SATISFIED_BY = {
     "infer": frozenset({"infer", "load", "admin"}),
     "load": frozenset({"load", "admin"}),
     "register": frozenset({"register", "admin"}),
@@ -35,37 +35,37 @@ _DO_FOR = {
     "metrics": frozenset({"metrics", "admin"}),
     "admin": frozenset({"admin"}),
 }
-SCOPES = tuple(_DO_FOR)
+SCOPES = tuple(_SATISFIED_BY)
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-# Files of keys are looked at this often.
+# Key files are checked for changes this often.
 RECHECK_S = 1.0
-# Headers whose caller is remembered: a hash costs more than the rest of the look-up.
-_REMEMBERED = 4096
-# A header may have 64 KiB, most of them blanks around its key, and be another each time.
-_REMEMBERED_BYTES = 256
-# What floats count exactly, as buckets do.
-_MOST_OF_A_LIMIT = 2**53
-# Of a key's hash, enough to tell keys apart in logs and accounts.
+# `Authorization` headers whose caller is cached, since hashing a key costs more than the rest of the look-up.
+_MAX_CACHED_CALLERS = 4096
+# Longer headers are not cached: one may have 64 KiB of blanks around its key.
+_MAX_CACHED_HEADER_BYTES = 256
+# The largest integer that floats represent exactly; token buckets use floats.
+_MAX_LIMIT = 2**53
+# Digits of a key's hash that identify the key in logs and quotas.
 _KEY_ID_DIGITS = 12
-# Names below these cannot be registered (RFC 6761, RFC 6762, ICANN 2024).
-_NOBODYS = frozenset({"localhost", "local", "internal"})
+# Top-level names below which nobody can register names (RFC 6761, RFC 6762, ICANN 2024).
+_RESERVED_NAMES = frozenset({"localhost", "local", "internal"})
 
 
-# Of each file: when it was changed, which it is, how large; None where it is not there.
+# The stamp of each key file; None if it is missing.
 _Stamps = tuple[Stamp | None, ...]
 
 
 class KeyFileError(Exception):
-    """A key file cannot be read or breaks its form; the message names the file, the entry and the form."""
+    """A key file is unreadable or invalid. The message names the file, the entry and the expected form."""
 
 
 class KeyFileUnreadable(KeyFileError):
-    """What the file holds is not known, and may be by the next try: its mode, its disk or our descriptors say no."""
+    """A key file cannot be read now, because of its mode, its disk or a lack of descriptors; a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """How much one key may ask for; None is no limit."""
+    """Limits of one key; None is no limit."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -74,11 +74,11 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A tenant and what it may do. `tenant` is None for a caller that stands above tenants.
+    """A caller's tenant and scopes. `tenant` is None for an operator.
 
-    name    as accounts and histories say it
-    key_id  the beginning of the key's hash, never of the key; empty where no key is needed
-    limits  None: none, and nothing to count
+    name    for quotas and histories
+    key_id  the first digits of the key's hash; empty if no key is needed
+    limits  None if there are none
     """
 
     tenant: str | None
@@ -88,23 +88,23 @@ class Caller:
 
     @property
     def name(self) -> str:
-        who = "operator" if self.tenant is None else f"tenant {self.tenant}"
-        return f"{who} (key {self.key_id})" if self.key_id else "anyone"
+        role = "operator" if self.tenant is None else f"tenant {self.tenant}"
+        return f"{role} (key {self.key_id})" if self.key_id else "anyone"
 
     def may(self, scope: str) -> bool:
-        """Whether this scope is held; `admin` includes the others, `load` includes `infer`."""
-        return not self.scopes.isdisjoint(_DO_FOR[scope])
+        """Whether the caller has this scope; `admin` includes all others, `load` includes `infer`."""
+        return not self.scopes.isdisjoint(_SATISFIED_BY[scope])
 
     def may_use(self, tenants: Container[str] | None) -> bool:
-        """Whether an adapter with these tenants (None: everyone) is this caller's to use."""
+        """Whether this caller may use an adapter with these tenants (None: everyone)."""
         return tenants is None or self.may("load") or (self.tenant is not None and self.tenant in tenants)
 
 
-OPEN = Caller(tenant=None, scopes=frozenset(SCOPES))
+ANYONE = Caller(tenant=None, scopes=frozenset(SCOPES))
 
 
 def hash_key(key: str) -> str:
-    """What a key file holds of a key."""
+    """The hash of a key, as key files hold it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -114,43 +114,43 @@ def new_key() -> str:
 
 
 class ApiKeys:
-    """The keys of some files, re-read when a file changes. A broken new version leaves the last good one in force."""
+    """The keys of the key files, re-read when a file changes. If a new version is invalid, the last good one stays."""
 
     def __init__(self, files: Sequence[Path], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises KeyFileError when a file is unreadable now, at the start."""
+        """Raises KeyFileError if a file is unreadable at the start."""
         self._files = tuple(files)
         self._clock = clock
-        self._seen: _Stamps | None = self._stamps()
-        self._remembered: dict[str | bytes, Caller] = {}
+        self._loaded_stamps: _Stamps | None = self._stamps()
+        self.cached_callers: dict[str | bytes, Caller] = {}
         self._callers = _read_all(self._files)
         self._checked_at = clock()
         self._trouble = ""
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody needs a key, because no file was given."""
+        """Whether no key is needed, because there is no key file."""
         return not self._files
 
     def caller(self, authorization: str | bytes | None) -> Caller:
-        """Who sent this `Authorization` header; raises HttpError 401 `invalid_api_key`.
+        """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`.
 
-        Known keys' headers are remembered in memory, until a file changes.
+        Headers of valid keys are cached until a file changes.
         """
         if not self._files:
-            return OPEN
+            return ANYONE
         self._reload_if_changed()
-        known = self._remembered.get(authorization) if authorization is not None else None
+        known = self.cached_callers.get(authorization) if authorization is not None else None
         if known is not None:
             return known
-        found = self._found(authorization)
+        found = self._look_up(authorization)
         assert authorization is not None
-        if len(authorization) <= _REMEMBERED_BYTES:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
-            self._remembered[authorization] = found
+        if len(authorization) <= _MAX_CACHED_HEADER_BYTES:
+            if len(self.cached_callers) >= _MAX_CACHED_CALLERS:
+                self.cached_callers.clear()
+            self.cached_callers[authorization] = found
         return found
 
-    def _found(self, authorization: str | bytes | None) -> Caller:
+    def _look_up(self, authorization: str | bytes | None) -> Caller:
         if isinstance(authorization, bytes):
             authorization = authorization.decode("latin-1")
         scheme, _, key = (authorization or "").partition(" ")
@@ -170,29 +170,29 @@ class ApiKeys:
             return
         self._checked_at = now
         stamps = self._stamps()
-        if stamps == self._seen:
+        if stamps == self._loaded_stamps:
             return
         try:
             self._callers = _read_all(self._files)
         except KeyFileError as exc:
-            # What could not be read is read again until it can be: a key may be revoked in it, and no stamp tells that
-            # it can be read by now: one that is put back may have the stamp of the last good one.
-            self._seen = None if isinstance(exc, KeyFileUnreadable) else stamps
-            self._say(str(exc))
+            # An unreadable file is read again at every check: a key may be revoked in it, and a restored file may
+            # have the stamp of the last good one.
+            self._loaded_stamps = None if isinstance(exc, KeyFileUnreadable) else stamps
+            self._log_trouble(str(exc))
         else:
-            self._seen, self._trouble = stamps, ""
-            self._remembered.clear()
+            self._loaded_stamps, self._trouble = stamps, ""
+            self.cached_callers.clear()
             log.info("keys reloaded", keys=len(self._callers))
 
-    def _say(self, trouble: str) -> None:
-        """One line for each trouble, no traceback: it names the file and the entry, and nothing of ours is wrong."""
+    def _log_trouble(self, trouble: str) -> None:
+        """Log each new problem once, without a traceback."""
         if trouble != self._trouble:
             log.error("key file not reloaded, the last good one stays in force", error=trouble)
         self._trouble = trouble
 
 
 def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
-    """A FastAPI dependency: the caller, or 401 without a known key, 403 without the scope."""
+    """A FastAPI dependency that returns the caller; 401 without a known key, 403 without the scope."""
 
     async def caller(request: Request) -> Caller:
         found = keys.caller(request.headers.get("authorization"))
@@ -203,28 +203,28 @@ def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]
     return caller
 
 
-def of_metrics(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
-    """The dependencies of a house's `/metrics`: none, or a key with the scope `metrics`."""
+def metrics_dependencies(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
+    """The dependencies of a service's `/metrics`: none, or a key with the scope `metrics`."""
     return [Depends(requires(keys, "metrics"))] if need_key else []
 
 
 class AuthFirstRoute(APIRoute):
-    """A route whose `dependencies` are asked before its body is read; FastAPI reads and parses that first."""
+    """A route that runs its `dependencies` before its body is read; FastAPI reads and parses the body first."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
-        first = [each.dependency for each in self.dependencies if each.dependency is not None]
+        checks = [each.dependency for each in self.dependencies if each.dependency is not None]
 
-        async def ask_and_answer(request: Request) -> Response:
-            for ask in first:
-                await ask(request)
+        async def check_and_answer(request: Request) -> Response:
+            for check in checks:
+                await check(request)
             return await answer(request)
 
-        return ask_and_answer
+        return check_and_answer
 
 
-def may_send(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]:
-    """Raises HttpError for an `Authorization` header without a known key, or whose key has none of these scopes."""
+def body_permission(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]:
+    """A check of an `Authorization` header that raises HttpError unless its key has one of these scopes."""
 
     def check(authorization: str | None) -> None:
         caller = keys.caller(authorization)
@@ -236,14 +236,14 @@ def may_send(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]:
 
 
 def check_scope(caller: Caller, scope: str) -> None:
-    """Raises HttpError 403 `scope_missing` when the caller lacks the scope."""
+    """Raises HttpError 403 `scope_missing` if the caller lacks the scope."""
     if not caller.may(scope):
         held = ", ".join(sorted(caller.scopes)) or "none"
         raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {held}")
 
 
 def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
-    """Raises KeyFileError when a server without keys would listen beyond loopback."""
+    """Raises KeyFileError if a server without keys would listen on an address other than loopback."""
     if keys.is_open and not allow_open and not _is_loopback(host):
         raise KeyFileError(
             f"refusing to listen on {host} without keys: give --key-files FILE,"
@@ -252,28 +252,27 @@ def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
 
 
 def host_check(keys: ApiKeys, *, allow_open: bool) -> Callable[[str | bytes], None] | None:
-    """`check_host` for a server without keys, which relies on being out of everybody's reach; None for any other."""
+    """`check_host` for a server without keys, which is protected by its address alone; None for any other."""
     return check_host if keys.is_open and not allow_open else None
 
 
 @lru_cache(maxsize=1024)
 def check_host(host: str | bytes) -> None:
-    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that somebody may own.
+    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that somebody could register.
 
-    A page in this machine's browser whose own name was pointed at this machine (DNS rebinding) calls what is open here
-    as if it were its own server, and reads the answers. It cannot do so by an address, by a name without a dot, or by
-    one that nobody can register.
+    This prevents DNS rebinding: a web page whose own name points at this machine could call an open server and read its
+    answers. Addresses, names without a dot, and names that nobody can register are safe.
     """
     host = host.decode("latin-1") if isinstance(host, bytes) else host
     name = host.strip().lower().partition(":")[0].rstrip(".")
     top = name.rpartition(".")[2]
-    if host.startswith("[") or "." not in name or top.isdigit() or top in _NOBODYS:
+    if host.startswith("[") or "." not in name or top.isdigit() or top in _RESERVED_NAMES:
         return
     raise HttpError(
         421,
         "unknown_host",
-        f"{name!r} is no name of this machine: without keys only those are answered that call it localhost or by an"
-        " address; give --key-files FILE, or --allow-open if something else guards it",
+        f"{name!r} is not a name of this machine: without keys only requests to localhost or an address are answered;"
+        " give --key-files FILE, or --allow-open if something else guards it",
     )
 
 
@@ -291,7 +290,7 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 def _read(path: Path) -> dict[str, Caller]:
     form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
-        raw = yamls.parsed(path.read_text())
+        raw = yamls.parse_yaml(path.read_text())
     except FileNotFoundError as exc:
         message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
         raise KeyFileUnreadable(message) from exc
@@ -325,11 +324,11 @@ def _limits(given: object, where: str) -> KeyLimits | None:
     if not isinstance(given, dict) or given.keys() - set(LIMITS):
         raise KeyFileError(f"{where}: limits must be some of {', '.join(LIMITS)}, each with a number")
     for name, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MOST_OF_A_LIMIT
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MAX_LIMIT
         if not is_number or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             found = f"found {value!r:.40}; leave it out for none"
             raise KeyFileError(f"{where}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
-    if "concurrent_requests" in given:  # 8.0 is whole, too, and what is counted with it goes to others as integers
+    if "concurrent_requests" in given:  # 8.0 is valid, and shared quotas need integers
         given = given | {"concurrent_requests": int(given["concurrent_requests"])}
     return KeyLimits(**given) if given else None

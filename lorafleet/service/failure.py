@@ -1,15 +1,15 @@
-"""What ends a command: one line for the person who typed it."""
+"""The error that ends a command, and text that is safe to print."""
 
 
 def printable(text: str) -> str:
-    """The text as one line that no terminal obeys: names and errors are others' words, and may hold escape codes."""
+    """The text as one line without control characters, since names and errors of others may hold escape codes."""
     if text.isprintable():
         return text
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class CommandFailed(Exception):
-    """A command cannot go on. The message says what was wrong and what to do; status 2 is a wrong flag, else 1."""
+    """A command fails. The message says what is wrong and what to do; status 2 is a wrong flag, else 1."""
 
     def __init__(self, message: str, *, status: int = 1) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""Prometheus metrics for what is counted on one event loop, thousands of times a second.
+"""Fast Prometheus metrics for one event loop.
 
-prometheus_client takes a lock for each count and builds a tuple of strings for each `labels`: about 12 us for what the
-router counts of one request. Here a count is an addition. Registry and exposition stay prometheus_client's; names and
-constructors are as there. Not for threads: two that count at once may lose one.
+prometheus_client takes a lock for each count and builds a tuple of strings for each `labels`: about 12 us for one
+request of the router. Here a count is one addition. Names and constructors are as in prometheus_client, whose registry
+and exposition are used. Not for threads: two that count at once may lose a count.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 
 class MetricValue:
-    """One number."""
+    """The value of a counter or gauge for one set of labels."""
 
     __slots__ = ("value",)
 
@@ -34,7 +34,7 @@ class MetricValue:
 
 
 class BucketCounts:
-    """How many observations fell into each bucket, and their sum."""
+    """A histogram's counts in each bucket, and the sum of its observations, for one set of labels."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -52,7 +52,7 @@ C = TypeVar("C", MetricValue, BucketCounts)
 
 
 class _MetricFamily(Collector, Generic[C]):
-    """One metric with a child for each combination of its labels' values; `_only` is there without labels."""
+    """One metric with a child for each combination of label values; `_only` is the child of a metric without labels."""
 
     _only: C
 
@@ -78,7 +78,7 @@ class _MetricFamily(Collector, Generic[C]):
         raise NotImplementedError
 
     def labels(self, *values: object) -> C:
-        """The child with these values, in the order of the names."""
+        """The child with these label values, in the order of the label names."""
         child = self._children.get(values)
         if child is None:
             if len(values) != len(self._labelnames):
@@ -87,7 +87,7 @@ class _MetricFamily(Collector, Generic[C]):
         return child
 
     def remove_by_labels(self, labels: Mapping[str, object]) -> None:
-        """Drop every child that has all of these values."""
+        """Drop every child that has all of these label values."""
         at = [(self._labelnames.index(name), value) for name, value in labels.items()]
         for values in [v for v in self._children if all(v[i] == value for i, value in at)]:
             del self._children[values]
@@ -100,7 +100,7 @@ class _MetricFamily(Collector, Generic[C]):
 
 
 class _NumberFamily(_MetricFamily[MetricValue]):
-    """Without labels it is its own one number."""
+    """Base of counters and gauges; without labels, `inc` counts directly."""
 
     def _new(self) -> MetricValue:
         return MetricValue()
@@ -117,11 +117,15 @@ class _NumberFamily(_MetricFamily[MetricValue]):
 
 
 class Counter(_NumberFamily):
+    """A value that only grows."""
+
     def _metric(self) -> Metric:
         return CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
 class Gauge(_NumberFamily):
+    """A value that goes up and down."""
+
     def dec(self, amount: float = 1.0) -> None:
         self._only.value -= amount
 
@@ -133,6 +137,8 @@ class Gauge(_NumberFamily):
 
 
 class Histogram(_MetricFamily[BucketCounts]):
+    """Observations counted in buckets."""
+
     def __init__(
         self,
         name: str,

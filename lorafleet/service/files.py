@@ -1,21 +1,21 @@
-"""Files that appear whole or not at all, whether a file has changed, and what a full disk is called."""
+"""Atomic writes, change stamps of files, and messages for disk errors."""
 
 import errno
 import os
 import tempfile
 from pathlib import Path
 
-# A file's time of change in nanoseconds, its inode, and its size in bytes.
+# A file's modification time in nanoseconds, its inode, and its size in bytes.
 Stamp = tuple[int, int, int]
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NOTHING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
-def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
-    """Put `content` at `path`, in place of what is there, once its bytes are on the disk.
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Replace `path` by a file with this content, after the bytes are on the disk.
 
-    raises  OSError; then nothing of it is left, and what was at `path` is as it was
+    raises  OSError; then `path` is unchanged and no partial file is left
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     partial = Path(name)
@@ -32,16 +32,16 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
 
 
 def make_folder(folder: Path, setting: str) -> None:
-    """Make it where it is not there. Raises OSError that names the setting, and says what to do."""
+    """Create a folder unless it exists; raises OSError that names the setting and says what to do."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        what = what_failed(exc, folder)
-        raise OSError(f"{setting} {folder}: {what}; name a folder that can be made and written") from exc
+        what = write_error_text(exc, folder)
+        raise OSError(f"{setting} {folder}: {what}; name a folder that can be created and written") from exc
 
 
 def stamp_of(file: Path) -> Stamp | None:
-    """A mark of the file's present content, another one after each change; None where its state cannot be asked for.
+    """A stamp that changes with the file's content; None if the file cannot be read.
 
     Links are followed: Kubernetes updates a mounted Secret by moving a link.
     """
@@ -53,29 +53,29 @@ def stamp_of(file: Path) -> Stamp | None:
 
 
 def mode_of(path: Path) -> int:
-    """`st_mode` of the file or folder, links followed; 0 when nothing is there.
+    """`st_mode` of a file or folder, links followed; 0 if it does not exist.
 
-    raises  OSError where that cannot be told, as behind a folder that is not ours to search. So do `Path.exists()` and
-            its like up to Python 3.13; from 3.14 on they say that nothing is there.
+    raises  OSError if that is unknown, as in a folder that may not be searched. (`Path.exists()` raises as well up to
+            Python 3.13; from 3.14 on it returns False.)
     """
     try:
         return path.stat().st_mode
     except OSError as exc:
-        if exc.errno not in _NOTHING:
+        if exc.errno not in _MISSING:
             raise
         return 0
 
 
 def is_full(exc: OSError) -> bool:
-    """Whether the disk, or our share of it, is."""
-    return exc.errno in _FULL
+    """Whether the error is a full disk or an exceeded quota."""
+    return exc.errno in _DISK_FULL
 
 
-def no_space(folder: Path) -> str:
-    """What is said of a full disk, with what to do."""
+def disk_full_text(folder: Path) -> str:
+    """The message for a full disk."""
     return f"no space left in {folder}: make room"
 
 
-def what_failed(exc: OSError, folder: Path) -> str:
-    """A failure to write in `folder`, in words; a full disk's with what to do."""
-    return no_space(folder) if is_full(exc) else exc.strerror or str(exc)
+def write_error_text(exc: OSError, folder: Path) -> str:
+    """The message for a failed write in `folder`."""
+    return disk_full_text(folder) if is_full(exc) else exc.strerror or str(exc)

@@ -1,4 +1,7 @@
-"""One error envelope for every house: `{"error": {"message", "type", "param", "code"}}`, as OpenAI has it."""
+"""Error answers, middleware and route helpers of every service's REST API.
+
+The error envelope is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.service.json_count import VALUES, has_more
-from lorafleet.service.settings import what_is_wrong
+from lorafleet.service.settings import finding_message
 
 log = structlog.get_logger()
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_MOST_SHOWN = 80  # of what a caller sent, in a message
-_MOST_FINDINGS = 10  # of a body, in a message
+_MAX_SHOWN_CHARS = 80  # of a caller's value in a message
+_MAX_FINDINGS = 10  # findings about one body in a message
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 class HttpError(Exception):
-    """An answer that is an error. A house's own error tree has the same attributes and need not derive from this."""
+    """An error answer. A service's own errors have the same attributes and need not derive from this class."""
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -44,31 +47,34 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def said_wrong(errors: Sequence[Any]) -> str:
-    """Pydantic's findings as one line: where, what is allowed there, and what was found."""
-    said = [f"{_where(error['loc'])}: {what_is_wrong(error)}{_found(error)}" for error in errors[:_MOST_FINDINGS]]
-    more = len(errors) - _MOST_FINDINGS
-    return "; ".join([*said, f"and {more} more"] if more > 0 else said)
+def validation_message(errors: Sequence[Any]) -> str:
+    """Pydantic's findings as one line: field, rule, and value found."""
+    findings = [
+        f"{_where(error['loc'])}: {finding_message(error)}{_found_text(error)}" for error in errors[:_MAX_FINDINGS]
+    ]
+    more = len(errors) - _MAX_FINDINGS
+    return "; ".join([*findings, f"and {more} more"] if more > 0 else findings)
 
 
 def _where(loc: Sequence[object]) -> str:
-    return _short(".".join(str(part) for part in loc if part != "body")) or "body"
+    return _shortened(".".join(str(part) for part in loc if part != "body")) or "body"
 
 
-def _found(error: Any) -> str:
+def _found_text(error: Any) -> str:
     found = error.get("input")
     if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
         return ""
-    return f", found {_short(ascii(found))}"
+    return f", found {_shortened(ascii(found))}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
-    """`Retry-After` in whole seconds, rounded up so that nobody comes back early; `WWW-Authenticate` on 401. On 504 the
-    clients of OpenAI and Anthropic are told not to send again: what took too long would take as long.
+    """Headers of an error answer: `Retry-After` in whole seconds, rounded up, and `WWW-Authenticate` on 401.
+
+    On 504 OpenAI's and Anthropic's clients are told not to retry, since the request would take as long again.
     """
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     if status == 504:
@@ -84,7 +90,7 @@ def error_response(exc: Any) -> JSONResponse:
 
 
 class HostCheckMiddleware:
-    """ASGI middleware: `check`, if there is one, looks at each request's `Host` first, and may raise HttpError."""
+    """ASGI middleware that checks each request's `Host` header by `check`, which may raise HttpError."""
 
     def __init__(self, app: ASGIApp, *, check: Callable[[str], None] | None) -> None:
         self._app = app
@@ -101,10 +107,9 @@ class HostCheckMiddleware:
 
 
 class JsonBodyMiddleware:
-    """ASGI middleware: a body of JSON is read whole, and goes on only if all would read it so.
+    """ASGI middleware that reads JSON bodies whole and refuses invalid ones.
 
-    Python's own reader takes NaN, Infinity and halves of surrogate pairs: what cannot be said again in any answer, and
-    poisons the sums and lists that it gets into.
+    Python's own parser accepts NaN, Infinity and half surrogate pairs, which cannot be sent in an answer.
     """
 
     def __init__(
@@ -116,10 +121,10 @@ class JsonBodyMiddleware:
         larger: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
-        may_send     raises HttpError for an `Authorization` of which no body is read: 16 MiB of JSON take a process
-                     seconds, in which it does nothing else
-        most_values  texts, objects, lists and commas that a body may have
-        larger       path -> the same, of bodies that are larger than others
+        may_send     raises HttpError for an `Authorization` header whose body must not be read: parsing 16 MiB of JSON
+                     blocks a process for seconds
+        most_values  limit for strings, objects, lists and commas in a body
+        larger       path -> another such limit
         """
         self._app = app
         self._may_send = may_send
@@ -141,7 +146,7 @@ class JsonBodyMiddleware:
         while is_more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return  # whoever sent it has left, or has been refused
+                return  # the client has left, or has been refused
             parts.append(message.get("body", b""))
             is_more = message.get("more_body", False)
         body = b"".join(parts)
@@ -153,16 +158,16 @@ class JsonBodyMiddleware:
             return
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def again() -> Message:
+        async def receive_body() -> Message:
             return waiting.pop() if waiting else await receive()
 
-        await self._app(scope, again, send)
+        await self._app(scope, receive_body, send)
 
 
 def _check_json(body: bytes, most_values: int) -> None:
     if has_more(body, most_values, VALUES):
         message = (
-            f"the body has more than {most_values} texts, objects, lists and commas; send what it holds in several"
+            f"the body has more than {most_values} strings, objects, lists and commas; split it into several requests"
         )
         raise HttpError(413, "body_too_large", message)
     try:
@@ -171,9 +176,9 @@ def _check_json(body: bytes, most_values: int) -> None:
         raise HttpError(400, "invalid_request", f"the body is not JSON: {exc}") from exc
 
 
-def _no_route(request: Request, exc: HTTPException) -> str:
+def _no_route_message(request: Request, exc: HTTPException) -> str:
     path = request.url.path
-    shown = ascii(_short(path))[1:-1]
+    shown = ascii(_shortened(path))[1:-1]
     if exc.status_code == 405:
         return f"{shown} takes {Headers(exc.headers).get('allow', 'another method')}, found {request.method}"
     begins_well = path.startswith("/v1/") and not path.startswith("/v1/v1/")
@@ -182,45 +187,45 @@ def _no_route(request: Request, exc: HTTPException) -> str:
 
 
 def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:
-    """Serve the routes of `parts`, as they are.
+    """Add the routes of `parts` to an app or router.
 
-    `include_router` makes each route anew, 1.5 ms of processor time each (fastapi 0.136 routing.py; measured), and a
-    router within a router twice. Prefixes and the outer router's dependencies, which that is for, no house has.
+    `include_router` builds each route again, which takes 1.5 ms each (fastapi 0.136 routing.py). It is needed for
+    prefixes and outer dependencies only, which no service has.
     """
     to.routes.extend(route for part in parts for route in part.routes)
 
 
 def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
-    """Answer every error of these trees, and the framework's own, in the envelope; never a bare 500."""
+    """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500."""
 
-    async def ours(_request: Request, exc: Exception) -> JSONResponse:
+    async def on_error(_request: Request, exc: Exception) -> JSONResponse:
         return error_response(exc)
 
-    async def framework(request: Request, exc: Exception) -> JSONResponse:
+    async def on_http_exception(request: Request, exc: Exception) -> JSONResponse:
         assert isinstance(exc, HTTPException)
         code = _CODES.get(exc.status_code, "http_error")
-        message = _no_route(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
+        message = _no_route_message(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
         return JSONResponse(envelope(exc.status_code, code, message), exc.status_code, exc.headers)
 
-    async def invalid(request: Request, exc: Exception) -> JSONResponse:
+    async def on_invalid_request(request: Request, exc: Exception) -> JSONResponse:
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
-        if isinstance(first.get("input"), bytes):  # a body that was left as it came
+        if isinstance(first.get("input"), bytes):  # the body was not parsed
             found = request.headers.get("content-type") or "missing"
             message = f"the header content-type is {found}, expected application/json"
             return JSONResponse(envelope(400, "invalid_request", message, "content-type"), 400)
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = said_wrong(exc.errors())
+        message = validation_message(exc.errors())
         return JSONResponse(envelope(400, "invalid_request", message, where or None), 400)
 
-    async def unexpected(request: Request, exc: Exception) -> JSONResponse:
+    async def on_unexpected_error(request: Request, exc: Exception) -> JSONResponse:
         log.error("unexpected error", path=request.url.path, exc_info=exc)
         message = f"{request.url.path}: internal error ({type(exc).__name__}); the log has the traceback"
         return JSONResponse(envelope(500, "internal_error", message), 500)
 
-    both: tuple[type[Exception], ...] = (HttpError, *trees)
-    for tree in both:
-        app.add_exception_handler(tree, ours)
-    app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unexpected)
+    all_trees: tuple[type[Exception], ...] = (HttpError, *trees)
+    for tree in all_trees:
+        app.add_exception_handler(tree, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_invalid_request)
+    app.add_exception_handler(Exception, on_unexpected_error)

@@ -1,4 +1,4 @@
-"""The bearer key that a service sends to other services: fixed, or in a file that may change while it runs."""
+"""The bearer key that a service sends to other services: fixed, or read from a file that may change."""
 
 import time
 from collections.abc import Callable, Generator
@@ -9,7 +9,7 @@ import structlog
 
 from lorafleet.service.auth import RECHECK_S, KeyFileError
 from lorafleet.service.files import stamp_of
-from lorafleet.service.urls import plain_key
+from lorafleet.service.urls import checked_key
 
 log = structlog.get_logger()
 
@@ -73,7 +73,7 @@ class OwnKey(httpx.Auth):
 
 def _read(file: Path) -> str:
     try:
-        key = plain_key(file.read_text())
+        key = checked_key(file.read_text())
     except (OSError, ValueError) as exc:  # the words of the second do not repeat the key
         why = exc.strerror if isinstance(exc, OSError) else exc
         raise KeyFileError(f"token_file {file}: {why}; expected one key, as `lorafleet keys new` prints it") from exc

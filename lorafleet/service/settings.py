@@ -1,4 +1,4 @@
-"""Settings of a house: flag > environment variable `LORAFLEET_<HOUSE>_<NAME>` > `--config file.yaml` > default."""
+"""Settings of a service: flag > environment `LORAFLEET_<SERVICE>_<NAME>` > `--config file.yaml` > default."""
 
 import argparse
 import difflib
@@ -20,28 +20,28 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet.service import yamls
-from lorafleet.service.urls import is_http, plain_key, shown
+from lorafleet.service.urls import checked_key, is_http, without_secrets
 
 S = TypeVar("S", bound="ServiceSettings")
 
 
 class SettingsError(Exception):
-    """A setting is unknown or out of range; the message names it and says what would do."""
+    """A setting is unknown or invalid. The message names it and says what is valid."""
 
 
-def whole_url(text: str) -> str:
-    """The same; raises ValueError for what is no address. Empty is none."""
+def checked_url(text: str) -> str:
+    """The URL itself; raises ValueError for an invalid one. Empty is valid and means none."""
     if text and not is_http(text):
-        raise ValueError(f"{shown(text)!r} must be an address, as http://host:port or https://host:port")
+        raise ValueError(f"{without_secrets(text)!r} must be an address, such as http://host:port or https://host:port")
     return text
 
 
-Url = Annotated[str, AfterValidator(whole_url)]
-Key = Annotated[str, AfterValidator(plain_key)]
+Url = Annotated[str, AfterValidator(checked_url)]
+Key = Annotated[str, AfterValidator(checked_key)]
 
 
 class ServiceSettings(BaseSettings):
-    """What every house can be told. Subclasses set `env_prefix` and add their own; all are frozen."""
+    """Settings that every service has. Subclasses set `env_prefix` and add their own; all are frozen."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", nested_model_default_partial_update=True)
 
@@ -50,17 +50,19 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     key_files: tuple[Path, ...] = Field(default=(), description="hashed API keys; re-read when they change")
     allow_open: bool = Field(
-        default=False, description="serve without keys on an address that is not loopback, and under any name"
+        default=False, description="serve without keys on addresses other than loopback, and under any host name"
     )
     metrics_need_key: bool = Field(
-        default=False, description="answer `/metrics` to keys with the scope `metrics` alone; else to everybody"
+        default=False, description="require a key with the scope `metrics` for `/metrics`; else it is open to everybody"
     )
-    token: Key = Field(default="", description="bearer key for our own calls to other houses", repr=False)
+    token: Key = Field(default="", description="bearer key for calls to other services", repr=False)
     token_file: Path | None = Field(
-        default=None, description="file with that key, which comes before `token`; re-read when it changes"
+        default=None, description="file with that key, used in place of `token`; re-read when it changes"
     )
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
-    log_level: str = Field(default="info", pattern="^(debug|info|warning|error)$", description="least level logged")
+    log_level: str = Field(
+        default="info", pattern="^(debug|info|warning|error)$", description="lowest level that is logged"
+    )
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")
 
 
@@ -79,7 +81,7 @@ class _MappingSource(PydanticBaseSettingsSource):
 
 
 class _EnvironmentSource(EnvSettingsSource):
-    """Settings from environment variables. Raises SettingsError for a list or a mapping that is no JSON."""
+    """Settings from environment variables; raises SettingsError for a list or mapping that is not JSON."""
 
     def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
         try:
@@ -87,19 +89,21 @@ class _EnvironmentSource(EnvSettingsSource):
         except ValueError as exc:
             is_mapping = get_origin(field.annotation) is dict
             expected = (
-                """a mapping is JSON: '{"NAME": VALUE}'""" if is_mapping else f"a list is JSON: '{_listed(value)}'"
+                """a mapping is JSON: '{"NAME": VALUE}'"""
+                if is_mapping
+                else f"a list is JSON: '{_as_json_list(value)}'"
             )
             raise SettingsError(f"{self.env_prefix}{field_name.upper()}: {expected}, found {value!r}") from exc
 
 
-def _listed(text: str) -> str:
+def _as_json_list(text: str) -> str:
     return json.dumps([item.strip() for item in text.strip("[]").split(",")])
 
 
 def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
-    """The settings that flags, environment and file add up to.
+    """The settings from flags, environment and file; `--help` prints and exits 0.
 
-    raises SettingsError naming every unknown or wrong setting; `--help` prints and exits 0
+    raises  SettingsError naming every unknown or invalid setting
     """
     prefix = cls.model_config["env_prefix"]
     _refuse_unknown_environment(cls, prefix)
@@ -119,7 +123,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
                 cli_implicit_flags=True,
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
-                cli_exit_on_error=False,  # argparse would print a hundred flags above what is wrong
+                cli_exit_on_error=False,  # argparse would print all flags before the error
             )
             return init_settings, flags, _EnvironmentSource(settings_cls), _MappingSource(settings_cls, from_file)
 
@@ -129,13 +133,13 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     except ValidationError as exc:
         problems = "; ".join(_problem(error, cls.model_fields) for error in exc.errors())
         raise SettingsError(f"{problems} (see `{prog} --help`)") from exc
-    except Unparsed as exc:  # a flag that there is not, or without its value; a flag's list or mapping
-        raise SettingsError(f"{_misread(str(exc), cls.model_fields)} (see `{prog} --help`)") from exc
+    except Unparsed as exc:  # an unknown flag, a missing value, or an invalid list or mapping
+        raise SettingsError(f"{_flag_problem(str(exc), cls.model_fields)} (see `{prog} --help`)") from exc
     return cast("S", found)
 
 
 def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
-    """`load` for a process's main: a wrong setting is one line on stderr and exit status 2."""
+    """`load` for a process's main: an invalid setting is one line on stderr and exit status 2."""
     try:
         return load(cls, argv, prog=prog)
     except SettingsError as exc:
@@ -143,54 +147,54 @@ def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
         raise SystemExit(2) from exc
 
 
-# For pydantic's, which speak of Python to people who write JSON or YAML.
-_OUR_WORDS = {"extra_forbidden": "there is no such field", "tuple_type": "Input should be a list"}
+# In place of pydantic's messages, which speak of Python to people who write JSON or YAML.
+_PLAIN_MESSAGES = {"extra_forbidden": "there is no such field", "tuple_type": "Input should be a list"}
 
 
-def what_is_wrong(error: Mapping[str, Any]) -> str:
-    """The message of one of pydantic's findings; of a check of ours, without the words that pydantic puts before it."""
-    if error["type"] in _OUR_WORDS:
-        return _OUR_WORDS[error["type"]]
+def finding_message(error: Mapping[str, Any]) -> str:
+    """The message of one of pydantic's findings; for our own checks without pydantic's prefix."""
+    if error["type"] in _PLAIN_MESSAGES:
+        return _PLAIN_MESSAGES[error["type"]]
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` with the known name that is most like this one; empty where none is."""
+    """`; did you mean ...?` with the most similar known name; empty if none is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
-    where = _flag(error["loc"])
+    where = _flag_name(error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{where}: there is no such setting{did_you_mean(where, map(_kebab, known))}"
-    return ": ".join(filter(None, (where, what_is_wrong(error))))
+    return ": ".join(filter(None, (where, finding_message(error))))
 
 
-def _misread(found: str, known: Iterable[str]) -> str:
-    """What argparse found, with the flag that may have been meant."""
+def _flag_problem(found: str, known: Iterable[str]) -> str:
+    """argparse's error, with the flag that may have been meant."""
     name, no_pair, _ = found.removeprefix("Parsing error encountered for ").partition(": not enough values")
     if no_pair:
         return f"{_kebab(name)}: expected NAME=VALUE, the flag once for each"
-    said = found.removeprefix("error parsing CLI: ")
-    _, _, rest = said.partition("unrecognized arguments: ")
+    message = found.removeprefix("error parsing CLI: ")
+    _, _, rest = message.partition("unrecognized arguments: ")
     name = rest.partition("=")[0].partition(" ")[0]
     meant = did_you_mean(name.removeprefix("--"), map(_kebab, known))  # dashes would make any two names alike
-    return said + meant.replace("mean ", "mean --")
+    return message + meant.replace("mean ", "mean --")
 
 
 def _kebab(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _flag(loc: tuple[int | str, ...]) -> str:
+def _flag_name(loc: tuple[int | str, ...]) -> str:
     return ".".join(_kebab(str(part)) for part in loc)
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a `--config` file, by name with underscores. Raises SettingsError."""
     try:
-        values = yamls.parsed(path.read_text()) or {}
+        values = yamls.parse_yaml(path.read_text()) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise SettingsError(f"--config {path}: {exc}") from exc
     if not isinstance(values, dict):

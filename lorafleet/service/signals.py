@@ -1,9 +1,9 @@
-"""Which signals stop a process in order."""
+"""The signals that stop a process in order."""
 
 import signal
 
 
-def stopping() -> list[signal.Signals]:
-    """SIGTERM, Ctrl-C and a terminal's hang-up; under nohup, which has that ignored, the first two."""
-    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([] if is_deaf else [signal.SIGHUP])]
+def stop_signals() -> list[signal.Signals]:
+    """SIGTERM, SIGINT and SIGHUP; without SIGHUP under nohup, which ignores it."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]

@@ -1,4 +1,4 @@
-"""TCP sockets that have a port before they listen, and where Unix ones lie: in short paths."""
+"""TCP sockets bound before they listen, and folders for Unix sockets with short paths."""
 
 import os
 import socket
@@ -11,8 +11,7 @@ _RANDOM_BYTES = 8
 
 
 def socket_folder(prefix: str, *, name_bytes: int) -> Path:
-    """A new private folder for sockets whose names have up to so many bytes: in TMPDIR, or in /tmp where that is too
-    long for them."""
+    """A new private folder for sockets with names of up to `name_bytes`: in TMPDIR, or in /tmp if that is too long."""
     parent = tempfile.gettempdir()
     longest = len(os.fsencode(parent)) + len(f"/{prefix}/") + _RANDOM_BYTES + name_bytes
     if longest > UNIX_PATH_BYTES:
@@ -20,13 +19,13 @@ def socket_folder(prefix: str, *, name_bytes: int) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
-def bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A TCP socket that has the port and does not listen; port 0 picks a free one. Raises OSError.
+def bind_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A TCP socket that is bound to the port and does not listen; port 0 picks a free one. Raises OSError.
 
-    While it is open the system gives the port to nobody else, neither to who asks for any port nor to a connection that
-    leaves from here; who asks for this very port with SO_REUSEADDR, as servers do, may have it and listen.
+    While it is open the system assigns the port to no other program. A server that binds this very port with
+    SO_REUSEADDR may still have it and listen.
 
-    shared  with all others on the port that ask for the same
+    shared  with SO_REUSEPORT, so that several sockets may have the port
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

@@ -1,4 +1,4 @@
-"""What counts as an address of HTTP, a name as part of one, and a key in its headers."""
+"""Checks of HTTP addresses, names in paths, and keys in headers."""
 
 import re
 from urllib.parse import quote, urlsplit
@@ -6,8 +6,8 @@ from urllib.parse import quote, urlsplit
 from lorafleet.service.failure import CommandFailed
 
 
-def path_of(name: str) -> str:
-    """A name in a path, its '/' left as they are. Raises Failure for one that would lead elsewhere or is no text."""
+def url_path(name: str) -> str:
+    """A name as part of a URL path, `/` unescaped; raises CommandFailed for `.`, `..` or invalid Unicode."""
     if {".", ".."} & set(name.split("/")):
         raise CommandFailed(f"{name}: no name has a '.' or '..' between its slashes", status=2)
     try:
@@ -17,28 +17,27 @@ def path_of(name: str) -> str:
 
 
 def is_http(text: str) -> bool:
-    """Whether it is `http://` or `https://`, a host, perhaps a port that can be one and a path, and no white space.
+    """Whether the text is an `http://` or `https://` URL with a host, and perhaps a port and a path.
 
-    Paths are put behind it: it may have no query and no fragment. Nor has it a user or password: addresses are logged
-    and shown, and calls carry a bearer key.
+    A query, fragment, user or password is not allowed: paths are appended, and addresses are logged and shown.
     """
     try:
         parts = urlsplit(text)
         is_whole = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # a port that is no number, a bracket that does not close
+    except ValueError:  # an invalid port or bracket
         return False
     return is_whole and parts.scheme in {"http", "https"} and not any(c.isspace() or c in "?#" for c in text)
 
 
-def shown(text: str) -> str:
-    """What was meant as an address as a message may have it: without user, password and query."""
+def without_secrets(text: str) -> str:
+    """An address for messages: without user, password and query."""
     return re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", text))
 
 
-def plain_key(text: str) -> str:
-    """A key without the white space that files and secrets have around it.
+def checked_key(text: str) -> str:
+    """A key without surrounding white space.
 
-    raises ValueError for what no header can hold; libraries' own errors would repeat the key
+    raises  ValueError for a key that no header can hold; libraries' own errors would repeat the key
     """
     key = text.strip()
     if not key.isascii() or not key.isprintable() or " " in key:

@@ -1,4 +1,4 @@
-"""YAML from people's files and command lines."""
+"""YAML of settings files and command lines."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import yaml
 
 
 class InvalidYaml(ValueError):
-    """A text that is none."""
+    """The text is not valid YAML."""
 
 
-def parsed(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """The value of a YAML text; raises InvalidYaml.
 
     PyYAML raises errors outside its own tree for impossible dates (ValueError) and endless nesting (RecursionError).

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from lorafleet.service.auth import ApiKeys, of_metrics
+from lorafleet.service.auth import ApiKeys, metrics_dependencies
 from lorafleet.service.http import add_routes
 from orchestrator.api.adapters import adapter_routes
 from orchestrator.api.aliases import alias_routes
@@ -43,7 +43,7 @@ def build_router(
     add_routes(
         api,
         ui_routes(),
-        health_routes(reconciler, metrics, is_stopping, of_metrics(keys, need_key=metrics_need_key)),
+        health_routes(reconciler, metrics, is_stopping, metrics_dependencies(keys, need_key=metrics_need_key)),
         router_routes(keys, registry, reconciler, views, is_stopping, clock),
         worker_routes(keys, reconciler, views),
         adapter_routes(keys, registry, reconciler, views),

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lorafleet.kube.client import Json
-from lorafleet.service.http import said_wrong
+from lorafleet.service.http import validation_message
 from orchestrator.core.errors import OrchestratorRequestError, StoreError
 from orchestrator.core.rollout import Rollout, Targets, rollout_json
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
@@ -201,7 +201,7 @@ def parse_declared(found: Json, kind: str, model: type[M]) -> M:
     try:
         return model.model_validate(body)
     except ValidationError as exc:
-        raise OrchestratorRequestError(said_wrong(exc.errors()), param=key) from exc
+        raise OrchestratorRequestError(validation_message(exc.errors()), param=key) from exc
 
 
 def differing_fields(found: Json, kind: str, text: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lorafleet.service.http import said_wrong
+from lorafleet.service.http import validation_message
 from orchestrator.core.errors import (
     NotFound,
     OrchestratorRequestError,
@@ -360,7 +360,7 @@ def changed_policy(rules: PlacementPolicy, changes: dict[str, Any]) -> Policy:
         return Policy.model_validate(asdict(rules) | changes)
     except ValidationError as exc:
         where = ".".join(str(part) for part in exc.errors()[0]["loc"])
-        raise OrchestratorRequestError(said_wrong(exc.errors()), param=where) from exc
+        raise OrchestratorRequestError(validation_message(exc.errors()), param=where) from exc
 
 
 def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorafleet.service.http import error_response
-from lorafleet.service.loops import watched
+from lorafleet.service.loops import run_watched
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.leadership import Leadership
@@ -138,7 +138,7 @@ class LeaderForwarding:
             if not self._is_still_leading(leader):
                 raise TimeoutError("it leads no longer")
 
-        return await watched(sending, check, every_s=_CHECK_EVERY_S)
+        return await run_watched(sending, check, every_s=_CHECK_EVERY_S)
 
     def _is_still_leading(self, leader: LeaseRecord) -> bool:
         now = self._leadership.other_holder

@@ -223,7 +223,7 @@ def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
     folder = Path(path).absolute().parent
     primary = getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _NO_SPACE_BYTES):
-        return files.no_space(folder)
+        return files.disk_full_text(folder)
     return None
 
 

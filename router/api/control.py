@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
 from lorafleet.http_server.listener import HttpListener
-from lorafleet.service.auth import AuthFirstRoute, Caller, of_metrics, requires
+from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
 from router.api.explain import again, explained, undecided
 from router.api.openapi import openapi_paths
@@ -188,7 +188,7 @@ def health_routes(services: Services, own: Callable[[], bytes], processes: Worke
     own  this process's metrics; with `processes`, those of all processes are shown
     """
     api = APIRouter()
-    guarded = of_metrics(services.keys, need_key=services.config.metrics_need_key)
+    guarded = metrics_dependencies(services.keys, need_key=services.config.metrics_need_key)
 
     @api.get("/health")
     async def health() -> dict[str, str]:

@@ -12,7 +12,7 @@ import structlog
 import zmq
 
 from lorafleet.identity import KV_HASHING, TIERS, BlockHash, Tier
-from lorafleet.kv.ledger import KEPT_TIMES, TRAITS, BlockLedger
+from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
@@ -122,10 +122,10 @@ class _EngineRankFeed:
         if not source.agent_url:
             # Whose name may get other weights: with an agent it carries their digest.
             traits = replace(traits, forgets_on_load=True)
-        most_blocks = KEPT_TIMES * source.total_blocks
+        most_blocks = MAX_KEPT_RATIO * source.total_blocks
         self.ledger = BlockLedger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
 
-    def batch(self, payload: bytes) -> None:
+    def on_batch(self, payload: bytes) -> None:
         if not self.is_open:
             # Only now: until the engine says something, what was known of it before is the best there is.
             self.is_open = True
@@ -135,21 +135,21 @@ class _EngineRankFeed:
             self._doubt()
         self._at = at or self._at
 
-    def drained(self) -> None:
+    def on_drained(self) -> None:
         if self._at:
             self._feed.lag_s = time.time() - self._at
 
-    def opened(self) -> None:
+    def on_opened(self) -> None:
         self._feed.engine_opened()
 
-    def bridged(self) -> None:
+    def on_bridged(self) -> None:
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "replayed").inc()
 
-    def lost(self, first: int, last: int) -> None:  # noqa: ARG002  (the follower logs them)
+    def on_lost(self, first: int, last: int) -> None:  # noqa: ARG002  (the follower logs them)
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "lost").inc()
         self._doubt()
 
-    def malformed(self) -> None:
+    def on_malformed(self) -> None:
         self.ledger.rejected["frames"] += 1
 
     def _doubt(self) -> None:

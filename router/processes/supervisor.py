@@ -265,7 +265,7 @@ class _Supervisor:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for sig in signals.stopping():
+        for sig in signals.stop_signals():
             loop.add_signal_handler(sig, self._on_stop_signal, sig)
         log.info("serving", host=self._host, port=self._port, processes=self._processes)
         await asyncio.gather(*(self._keep_slot_running(slot) for slot in range(self._processes)))

@@ -14,7 +14,7 @@ import structlog
 from pydantic_core import from_json
 
 from lorafleet.identity import rendezvous_order
-from lorafleet.service.loops import watched
+from lorafleet.service.loops import run_watched
 from orchestrator.wire import EnsureAnswer, EnsureRequest
 from router.core.errors import (
     AdapterFailed,
@@ -303,7 +303,7 @@ class ColdStarts:
                 raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
 
         asking = self.post(self.orchestrator_url, path, body=body, timeout_s=_ENSURE_WAIT_S + 5.0)
-        return await watched(asking, check_silence, every_s=_ASK_AGAIN_S)
+        return await run_watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
     def _record_progress(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
         start = self.loading.get(lora_id)
@@ -371,7 +371,7 @@ class ColdStarts:
                 raise EngineLost("no_answer_in_time", f"the agent of worker {home.id!r} has said nothing for a while")
 
         asking = self.post(home.agent_url, "/v1/admin/load_lora", body=body, timeout_s=self.timeout_s)
-        await watched(asking, check_silence, every_s=_ASK_AGAIN_S)
+        await run_watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
     def _is_silent(self, replica: Replica) -> bool:
         age_s = self.discovery.report_age_s(replica.id)

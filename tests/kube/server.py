@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 from aiohttp import web
 
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 from tests.kube import certificates
 from tests.kube.faults import ServerFaults
 from tests.kube.handlers import RecordedRequest, RequestHandlers
@@ -101,7 +101,7 @@ class KubeServer:
 
     async def __aenter__(self) -> Self:
         # Bound and never listening: while the server is down nobody else is given its port.
-        self._placeholder = bound(_HOST, self._port)
+        self._placeholder = bind_socket(_HOST, self._port)
         self._port = self._placeholder.getsockname()[1]
         await self._listen()
         return self
@@ -171,7 +171,7 @@ class KubeServer:
         )
         await self._runner.setup()
         context = self._certificate.context() if self._certificate else None
-        self._site = web.SockSite(self._runner, bound(_HOST, self._port), ssl_context=context)
+        self._site = web.SockSite(self._runner, bind_socket(_HOST, self._port), ssl_context=context)
         await self._site.start()
 
     async def _stop_listening(self) -> None:

@@ -391,10 +391,13 @@ def test_a_server_that_is_away_is_one_line_that_names_the_flag(run: Run, args: l
 def test_what_is_no_address_is_one_line_that_names_the_flag(run: Run, flag: str, words: list[str]) -> None:
     said = run(flag, "localhost:8080", *words)
     assert said.status == 2
-    assert said.err == f"lorafleet: {flag} 'localhost:8080': must be an address, as http://127.0.0.1:8080\n"
+    assert said.err == f"lorafleet: {flag} 'localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
     said = run(flag, "http://me:hidden@localhost:8080", *words)
     assert said.status == 2
-    assert said.err == f"lorafleet: {flag} 'http://***@localhost:8080': must be an address, as http://127.0.0.1:8080\n"
+    assert (
+        said.err
+        == f"lorafleet: {flag} 'http://***@localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
+    )
 
 
 def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from lorafleet.cli.keys import add_key
 from lorafleet.local.fleet import LocalFleet
 from lorafleet.service.failure import CommandFailed
-from lorafleet.service.files import what_failed, write_whole
+from lorafleet.service.files import write_atomically, write_error_text
 from tests.lorafleet.test_up_parts import options
 
 
@@ -28,7 +28,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "f"
     for content, mode in ((b"one", 0o600), (b"two", 0o640)):
-        write_whole(path, content, mode=mode)
+        write_atomically(path, content, mode=mode)
         assert (path.read_bytes(), path.stat().st_mode & 0o777) == (content, mode)
     assert [it.name for it in tmp_path.iterdir()] == ["f"]
 
@@ -38,8 +38,8 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: 
     path = tmp_path / "f"
     path.touch()
     with pytest.raises(OSError, match="No space") as refusal:
-        write_whole(path, b"new")
-    assert what_failed(refusal.value, tmp_path) == f"no space left in {tmp_path}: make room"
+        write_atomically(path, b"new")
+    assert write_error_text(refusal.value, tmp_path) == f"no space left in {tmp_path}: make room"
     assert (path.read_bytes(), [it.name for it in tmp_path.iterdir()]) == (b"", ["f"])
 
 

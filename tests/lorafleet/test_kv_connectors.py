@@ -9,7 +9,15 @@ import pytest
 
 from lorafleet.engine.metrics_page import parse_metrics, transfer_config
 from lorafleet.identity import adapter_salt
-from lorafleet.kv.connectors import CONNECTORS, NO_CONNECTOR, OUTSIDE, KvConnector, decided, judged, learned
+from lorafleet.kv.connectors import (
+    CONNECTORS,
+    NO_CONNECTOR,
+    OTHER_PACKAGES,
+    KvConnector,
+    apply_setting,
+    connector_verdict,
+    verdict_of_running_engine,
+)
 
 SPEC = importlib.util.find_spec("vllm")
 PACKAGE = Path(SPEC.origin).parent if SPEC is not None and SPEC.origin else None
@@ -57,7 +65,7 @@ def multi(*parts: dict) -> dict:
         (of("LMCacheConnectorV1"), "refused", "its key: tokens"),
         (of("ExampleConnector"), "refused", "tokens and images"),
         (of("SharedStorageConnector"), "refused", "tokens and images"),
-        (of("MyConnector"), "refused", "KV connector MyConnector keeps adapters apart is not known"),
+        (of("MyConnector"), "refused", "it is not known how KV connector MyConnector keeps adapters apart"),
         # A module comes before vLLM's own registry, so the name alone says nothing.
         (of("OffloadingConnector", kv_connector_module_path="mine.kv"), "refused", "OffloadingConnector of mine.kv"),
         (
@@ -77,7 +85,7 @@ def multi(*parts: dict) -> dict:
     ],
 )
 def test_configuration_is_judged_by_its_worst_part(config, separation, said):
-    found = judged(config)
+    found = connector_verdict(config)
     assert (found.separation, bool(found.refusal)) == (separation, separation == "refused")
     assert said in found.reason
 
@@ -96,9 +104,9 @@ def test_configuration_is_judged_by_its_worst_part(config, separation, said):
     ],
 )
 def test_setting_decides_but_salts_no_connector_that_ignores_salts(setting, name, separation):
-    assert decided(setting, judged(of(name))).separation == separation
-    assert decided("no_adapters", NO_CONNECTOR).refusal == "engine_salt is no_adapters"
-    assert decided("auto", NO_CONNECTOR) == NO_CONNECTOR
+    assert apply_setting(setting, connector_verdict(of(name))).separation == separation
+    assert apply_setting("no_adapters", NO_CONNECTOR).refusal == "engine_salt is no_adapters"
+    assert apply_setting("auto", NO_CONNECTOR) == NO_CONNECTOR
 
 
 PLAIN = 'vllm:cache_config_info{block_size="16",kv_offloading_backend="native",kv_offloading_size="None"} 1.0\n'
@@ -121,7 +129,7 @@ FETCHES = 'vllm:num_requests_kv_fetch_by_stage{engine="0",model_name="m",stage="
 )
 def test_engine_that_is_asked_tells_its_connector_by_its_metrics(page, separation):
     scrape = parse_metrics(page)
-    found = learned(None, offloading=scrape.offloading, has_connector=scrape.has_connector)
+    found = verdict_of_running_engine(None, offloading=scrape.offloading, has_connector=scrape.has_connector)
     assert found.separation == separation
     if found.refusal:
         assert "engine_salt" in found.refusal or "other" in found.refusal
@@ -129,7 +137,7 @@ def test_engine_that_is_asked_tells_its_connector_by_its_metrics(page, separatio
 
 def test_engines_own_configuration_comes_before_its_metrics():
     def told(body: bytes) -> str:
-        return learned(transfer_config(body), offloading="", has_connector=True).separation
+        return verdict_of_running_engine(transfer_config(body), offloading="", has_connector=True).separation
 
     assert told(b'{"vllm_config": {"kv_transfer_config": {"kv_connector": "NixlConnector"}}}') == "safe"
     assert told(b'{"vllm_config": {"kv_transfer_config": null}}') == "safe"
@@ -158,7 +166,10 @@ def test_salts_are_different_wherever_adapter_or_clients_salt_are():
 
 
 def test_each_row_says_what_is_in_the_key():
-    rows: list[KvConnector] = [*CONNECTORS.values(), *(row for rows in OUTSIDE.values() for row in rows.values())]
+    rows: list[KvConnector] = [
+        *CONNECTORS.values(),
+        *(row for rows in OTHER_PACKAGES.values() for row in rows.values()),
+    ]
     assert all(row.key and row.source for row in rows)
     assert all(
         "adapter" in row.key or row.key.startswith(("none", "the block ids"))

@@ -37,22 +37,22 @@ class DeviceBlocks(set):
         assert tier == "device"
         self.difference_update(hashes)
 
-    def batch(self, payload):
+    def on_batch(self, payload):
         self.ledger.apply(self.decode(payload))
 
-    def opened(self):
+    def on_opened(self):
         self.is_open = True
 
-    def drained(self):
+    def on_drained(self):
         pass
 
-    def bridged(self):
+    def on_bridged(self):
         pass
 
-    def malformed(self):
+    def on_malformed(self):
         raise AssertionError("an engine sent something that is no batch")
 
-    def lost(self, _first, _last):
+    def on_lost(self, _first, _last):
         self.losses += 1
 
 

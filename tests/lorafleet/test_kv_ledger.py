@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.identity import TIERS, block_hashes, root_hash
 from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import TRAITS, BlockLedger, extra_of, media_key
+from lorafleet.kv.ledger import TRAITS, BlockLedger, extra_hash_inputs, media_key
 from tests.properties import examples
 
 ROOT = root_hash("m")
@@ -252,7 +252,7 @@ def test_an_adapters_blocks_a_salts_and_an_images_are_their_own():
     ],
 )
 def test_a_blocks_keys_are_told_apart(keys, adapter, is_start, expected):
-    assert extra_of(keys, adapter, is_start=is_start) == expected
+    assert extra_hash_inputs(keys, adapter, is_start=is_start) == expected
 
 
 def test_two_lists_of_images_are_never_packed_alike():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorafleet.kv.sources import KvEventEndpoints, sources_of
+from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 
 BOUND = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "topic": "kv"}
 
@@ -25,10 +25,14 @@ BOUND = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": "tcp://
     ],
 )
 def test_only_sockets_that_the_engine_has_bound_and_we_reach_are_followed(host, changes, found):
-    assert sources_of(host, [BOUND | changes]) == found
+    assert kv_event_endpoints(host, [BOUND | changes]) == found
 
 
 def test_ranks_are_followed_all_or_none():
     second = BOUND | {"endpoint": "tcp://*:5558"}
-    assert sources_of("h", [BOUND, second]).events == ("tcp://h:5557", "tcp://h:5558")
-    assert sources_of("h", [BOUND, second | {"publisher": "null"}]) == sources_of("h", []) == KvEventEndpoints()
+    assert kv_event_endpoints("h", [BOUND, second]).events == ("tcp://h:5557", "tcp://h:5558")
+    assert (
+        kv_event_endpoints("h", [BOUND, second | {"publisher": "null"}])
+        == kv_event_endpoints("h", [])
+        == KvEventEndpoints()
+    )

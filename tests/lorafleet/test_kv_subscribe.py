@@ -21,24 +21,24 @@ class RecordedBatches:
         self.losses: list[tuple[int, int]] = []
         self.holes_filled = self.bad = self.openings = 0
 
-    def batch(self, payload):
+    def on_batch(self, payload):
         if payload == b"fault":
             raise RuntimeError("a listener's own fault")
         self.numbers.append(msgspec.msgpack.decode(payload)[1][0])
 
-    def drained(self):
+    def on_drained(self):
         pass
 
-    def opened(self):
+    def on_opened(self):
         self.openings += 1
 
-    def bridged(self):
+    def on_bridged(self):
         self.holes_filled += 1
 
-    def lost(self, first, last):
+    def on_lost(self, first, last):
         self.losses.append((first, last))
 
-    def malformed(self):
+    def on_malformed(self):
         self.bad += 1
 
 

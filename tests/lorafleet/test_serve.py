@@ -176,7 +176,7 @@ def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_
 
 @pytest.mark.parametrize(("under", "hears"), [((), True), (("nohup",), False)])
 def test_a_terminal_that_is_gone_stops_whoever_was_not_started_to_outlive_it(under, hears):
-    code = "import signal; from lorafleet.service import signals; print(signal.SIGHUP in signals.stopping())"
+    code = "import signal; from lorafleet.service import signals; print(signal.SIGHUP in signals.stop_signals())"
     done = subprocess.run([*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{hears}\n"
 

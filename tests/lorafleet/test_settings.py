@@ -155,7 +155,7 @@ def test_settings_are_frozen_and_do_not_show_the_token():
 )
 def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
     given = ["--model", "m", flag] if house is WorkerSettings else [flag]
-    refused = rf"{flag.removeprefix('--')}: .* must be an address, as http://host:port"
+    refused = rf"{flag.removeprefix('--')}: .* must be an address, such as http://host:port"
     for text in (
         "foo",
         "foo:8080",

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.core.schedule.request import PrefixMatch
 from router.http.engine_pool import EnginePool
@@ -238,7 +238,7 @@ async def beside(engine, **more):
     """(feeds, trust, agent) of a router that follows the agent beside this engine."""
     async with following(engine, follow=False) as (feeds, trust), contextlib.AsyncExitStack() as stack:
         agent = KvAgent(engine, **more)
-        agent.port = stack.enter_context(bound("127.0.0.1", 0)).getsockname()[1]
+        agent.port = stack.enter_context(bind_socket("127.0.0.1", 0)).getsockname()[1]
         agent.stop = contextlib.AsyncExitStack()
         agent.url = await agent.stop.enter_async_context(agent.running(port=agent.port))
         stack.push_async_callback(agent.stop.aclose)
@@ -252,10 +252,7 @@ async def filled(engine, agent, *events):
     """Have the agent's ledger know these events."""
     before = agent.ledgers.seq
     await engine.publish(*events, lost=True)  # found by asking, so that nothing depends on when a subscription begins
-    agent.ledgers._hub._watching.cancel()
-    for follower in agent.ledgers._followers:
-        follower.heard_at = -1e9
-        follower.poll_tail(0.0)
+    agent.ledgers.hub.poll_tails_now()
     await until(lambda: agent.ledgers.seq > before)
 
 
@@ -400,7 +397,7 @@ async def test_repetitions_that_may_still_come_are_no_copies_when_the_engine_is_
         await engine.publish(*chain(1), *chain(1), removed(1), stored([9], [50, 51]), lost=True)
 
         def is_told():
-            feed._followers[0].heard_at = -1e9
+            feed._followers[0].received_at = -1e9
             feed._followers[0].poll_tail(0.0)  # asks nothing while it looks back
             return depth(feeds, [50, 51]) == 1
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import structlog
 
 from lorafleet.engine.metrics_page import EngineMetrics
-from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, decided
+from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_setting
 from orchestrator.wire import UsageReport
 from workers.agent.adapter_usage import AdapterUsage
 from workers.agent.current_engine import CurrentEngine
@@ -105,7 +105,7 @@ class WorkerAgent:
             metrics=metrics,
             clock=clock,
         )
-        self.inventory.kv_connector = decided(settings.engine_salt, connector or NO_CONNECTOR)
+        self.inventory.kv_connector = apply_setting(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False
         self._is_stopping = False
@@ -140,7 +140,7 @@ class WorkerAgent:
         self.inventory.mark_changed()
         await self._read_base_model_shapes()
         reported = await client.kv_connector() if self._connector is None else self._connector
-        connector = self.inventory.kv_connector = decided(self.settings.engine_salt, reported)
+        connector = self.inventory.kv_connector = apply_setting(self.settings.engine_salt, reported)
         if connector.reason:
             log.info("KV connector", separation=connector.separation, reason=connector.reason)
         if connector.refusal:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from lorafleet.service.files import what_failed
+from lorafleet.service.files import write_error_text
 
 log = structlog.get_logger()
 
@@ -127,7 +127,7 @@ class InstalledAdapters:
             write_json_atomically(path, value, is_flushed=is_flushed)
         except OSError as exc:
             if not self._unwritten:
-                why = what_failed(exc, path.parent)
+                why = write_error_text(exc, path.parent)
                 log.error("the worker's record is not kept", path=str(path), error=why)  # noqa: TRY400
             self._unwritten.add(path)
             return False

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from lorafleet.identity import TIERS, BlockHash, Tier
-from lorafleet.kv.ledger import KEPT_TIMES, TRAITS, BlockLedger
+from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import ChangeSignal
 from workers.core.errors import AgentRequestError, EngineError
@@ -66,11 +66,11 @@ class KvLedgers:
         self._flush_at: asyncio.TimerHandle | None = None
         self._newest_at = clock()
         self._sent_whole = True
-        self._hub = SubscriberHub(tail_poll_s=tail_poll_s)
+        self.hub = SubscriberHub(tail_poll_s=tail_poll_s)
         replays = transport.kv_replay or ("",) * len(transport.kv_events)
         self.ranks = [_RankLedger(self, rank, transport.dialect) for rank in range(len(transport.kv_events))]
         self._followers: list[RankSubscriber] = [
-            self._hub.follow(RankEndpoint(events, replay, transport.kv_topic), rank)
+            self.hub.follow(RankEndpoint(events, replay, transport.kv_topic), rank)
             for rank, events, replay in zip(self.ranks, transport.kv_events, replays, strict=True)
         ]
 
@@ -84,7 +84,7 @@ class KvLedgers:
         self.end_streams()
         if self._flush_at is not None:
             self._flush_at.cancel()
-        await self._hub.close()
+        await self.hub.close()
 
     def end_streams(self) -> None:
         """End the streams to routers."""
@@ -95,7 +95,7 @@ class KvLedgers:
         """Drop the blocks of an adapter that was just loaded; for engines whose loads start with an empty cache."""
         for rank in self.ranks:
             rank.ledger.forget_adapter(engine_name)
-            rank.drained()
+            rank.on_drained()
 
     async def snapshot(self) -> bytes:
         """All blocks as an encoded KvSnapshot; raises EngineError `not_ready` until past KV events have been read."""
@@ -211,7 +211,7 @@ class _RankLedger:
         self._ledgers = ledgers
         traits = TRAITS.get(dialect, TRAITS["vllm"])
         self.ledger = BlockLedger(
-            ledgers.base_model, ledgers.block_size, self, traits, most_blocks=KEPT_TIMES * ledgers.total_blocks
+            ledgers.base_model, ledgers.block_size, self, traits, most_blocks=MAX_KEPT_RATIO * ledgers.total_blocks
         )
         # Blocks added (True) or dropped (False) since the last frame; a block that did both is not in it.
         self._pending: dict[Tier, dict[BlockHash, bool]] = {tier: {} for tier in TIERS}
@@ -219,7 +219,7 @@ class _RankLedger:
 
     # --- Listener: called with the engine's events ----------------------------------------------------------------
 
-    def batch(self, payload: bytes) -> None:
+    def on_batch(self, payload: bytes) -> None:
         """Apply one batch of KV events to the ledger."""
         at, missed = self.ledger.read(payload)
         if missed:
@@ -227,21 +227,21 @@ class _RankLedger:
         if at:
             self._ledgers.note_event_time(at)
 
-    def drained(self) -> None:
+    def on_drained(self) -> None:
         """Schedule a frame once all received batches are applied."""
         if self._is_cleared or any(self._pending.values()):
             self._ledgers.schedule_frame()
 
-    def opened(self) -> None:
+    def on_opened(self) -> None:
         """Record that all past events of this rank have been read."""
         self.is_open = True
         self._ledgers.update_open()
 
-    def bridged(self) -> None:
+    def on_bridged(self) -> None:
         """Record that missed batches have been read by a replay."""
         self._ledgers.note_event_time(time.time())
 
-    def lost(self, first: int, last: int) -> None:
+    def on_lost(self, first: int, last: int) -> None:
         """Record that the batches with these sequence numbers are lost."""
         log.warning("the KV ledger is not whole any more", rank=self.number, first=first, last=last)
         self._ledgers.mark_incomplete()
@@ -253,7 +253,7 @@ class _RankLedger:
             log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
         self._ledgers.mark_incomplete()
 
-    def malformed(self) -> None:
+    def on_malformed(self) -> None:
         """Count a message that is no batch."""
         self.ledger.rejected["frames"] += 1
 

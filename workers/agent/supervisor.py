@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from lorafleet.engine.arguments import value_of
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 from workers.agent.agent import WorkerAgent
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
@@ -122,7 +122,7 @@ class Supervisor:
         topic = f"kv@{boot_id}"
         host = self._settings.engine_host
         if self._port == 0:
-            self._reserved = bound(host, 0)
+            self._reserved = bind_socket(host, 0)
             self._port = self._reserved.getsockname()[1]
         if is_port_taken(host, self._port):
             # The other process would answer in the engine's place and receive its adapters.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorafleet.engine.arguments import last_value
-from lorafleet.kv.connectors import ConnectorVerdict, judged, offloaded
+from lorafleet.kv.connectors import ConnectorVerdict, connector_verdict, offloading_config
 from lorafleet.service import yamls
 from workers.engines.command import CommandError
 
@@ -37,8 +37,8 @@ def connector_from_command(words: Sequence[str]) -> ConnectorVerdict | None:
     config = _transfer_config(words)
     if _last_value(words, _SIZE) not in {None, "", "None"}:
         # In vLLM this connector replaces the other one.
-        config = {**(config or {}), **offloaded(_last_value(words, _BACKEND) or "native")}
-    return None if config is None else judged(config)
+        config = {**(config or {}), **offloading_config(_last_value(words, _BACKEND) or "native")}
+    return None if config is None else connector_verdict(config)
 
 
 def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
@@ -114,7 +114,7 @@ def _config_file_words(words: Sequence[str]) -> list[str]:
     if path is None:
         return []
     try:
-        content = yamls.parsed(Path(path).read_text()) or {}
+        content = yamls.parse_yaml(Path(path).read_text()) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise CommandError(
             f"{_FILE} {path}: {exc}; give a YAML file of vLLM's arguments that the agent can read"

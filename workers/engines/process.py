@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
-from lorafleet.service.sockets import bound
+from lorafleet.service.sockets import bind_socket
 from workers.engines.launch import LaunchCommand
 
 log = structlog.get_logger()
@@ -193,7 +193,7 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 def is_port_taken(host: str, port: int) -> bool:
     """Whether another process listens on the port. vLLM 0.32 would share it silently (SO_REUSEPORT)."""
     try:
-        bound(host, port).close()
+        bind_socket(host, port).close()
     except OSError as exc:
         return exc.errno == errno.EADDRINUSE
     return False

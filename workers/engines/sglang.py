@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
-from lorafleet.kv.sources import KvEventEndpoints, sources_of
+from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import METRICS_TIMEOUT_S, HttpEngineClient
@@ -116,7 +116,7 @@ class SglangClient(HttpEngineClient):
             content = dict(json.loads((await self._server_info()).get("kv_events_config") or "{}"))
         except (ValueError, TypeError):
             return KvEventEndpoints()
-        return sources_of(httpx.URL(self.url).host, [content])
+        return kv_event_endpoints(httpx.URL(self.url).host, [content])
 
     async def kv_connector(self) -> ConnectorVerdict:
         """From the engine's arguments. Its own caches separate adapters; for LMCache and HiCache that is not known."""

@@ -6,8 +6,8 @@ import httpx
 
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
 from lorafleet.engine.vllm_errors import is_ending
-from lorafleet.kv.connectors import ConnectorVerdict, learned
-from lorafleet.kv.sources import KvEventEndpoints, sources_of
+from lorafleet.kv.connectors import ConnectorVerdict, verdict_of_running_engine
+from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import MODELS_TIMEOUT_S, HttpEngineClient
@@ -69,14 +69,14 @@ class VllmClient(HttpEngineClient):
             configs = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
         except (ValueError, KeyError, TypeError):
             return KvEventEndpoints()  # an older vLLM
-        return sources_of(httpx.URL(self.url).host, configs)
+        return kv_event_endpoints(httpx.URL(self.url).host, configs)
 
     async def kv_connector(self) -> ConnectorVerdict:
         """From `/server_info` if the engine has it, else from its metrics."""
         answer = await self._request("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
         config = transfer_config(answer.content) if answer.is_success else None
         scrape = await self.scrape()
-        return learned(config, offloading=scrape.offloading, has_connector=scrape.has_connector)
+        return verdict_of_running_engine(config, offloading=scrape.offloading, has_connector=scrape.has_connector)
 
     async def scrape(self) -> EngineMetrics:
         return parse_metrics(await self._metrics_page())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener
-from lorafleet.service.auth import OPEN
+from lorafleet.service.auth import ANYONE
 from router.http.engine_pool import EngineLost
 from router.http.error_shapes import error_body
 from tests.patience import until, within
@@ -153,7 +153,7 @@ async def length(exchange: HttpExchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fronted(handler=length, *, caller_of=lambda _: OPEN, cors_headers=None, **limits):
+async def fronted(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=None, **limits):
     """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 
