@@ -86,6 +86,11 @@ class _MetricFamily(Collector, Generic[C]):
             child = self._children[values] = self._new()
         return child
 
+    @property
+    def label_values(self) -> list[tuple[object, ...]]:
+        """The label values of all series."""
+        return list(self._children)
+
     def remove_by_labels(self, labels: Mapping[str, object]) -> None:
         """Drop every child that has all of these label values."""
         at = [(self._labelnames.index(name), value) for name, value in labels.items()]

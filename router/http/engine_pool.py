@@ -106,7 +106,6 @@ class EngineConnection(asyncio.Protocol):
 
     __slots__ = (
         "_bare_bytes",
-        "_closed",
         "_complete",
         "_fields",
         "_framed",
@@ -120,18 +119,19 @@ class EngineConnection(asyncio.Protocol):
         "_paused_at",
         "_pieces",
         "_pool",
-        "_read_bytes",
         "_sent_after",
         "_sink",
         "_status",
-        "_transport",
-        "_version",
         "answers",
         "deadline",
         "heard_at",
+        "http_version",
+        "is_closed",
         "longer",
         "loop",
         "origin",
+        "read_bytes",
+        "transport",
     )
 
     def __init__(self, pool: "EnginePool", origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
@@ -142,23 +142,23 @@ class EngineConnection(asyncio.Protocol):
         self._pool = pool
         self.loop = loop
         self._parser = httptools.HttpResponseParser(self)
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
         self._sink: ResponseSink | None = None
-        self._closed = False
+        self.is_closed = False
         self._paused_at: float | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._fields: Headers = {}
         self._pieces: list[bytes] = []
         self._odd = False
         self._sent_after = -1
-        self._version = ""  # of its first answer
+        self.http_version = ""  # of its first answer
         self._reset()
 
     def _reset(self) -> None:
         self._status = 0
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
-        self._read_bytes = self._bare_bytes = 0
+        self.read_bytes = self._bare_bytes = 0
         self.longer: Callable[[float], float] | None = None
 
     # Called by the router.
@@ -166,7 +166,7 @@ class EngineConnection(asyncio.Protocol):
     def send(self, request: bytes, sink: ResponseSink) -> None:
         """Send one request, head and body; `sink` receives the answer. Only on a connection fresh from the pool."""
         assert self._sink is None
-        if self._closed or self._transport.is_closing():
+        if self.is_closed or self.transport.is_closing():
             # Closed since it left the pool. The sink hears of it later, as of every other loss.
             self._sink = sink
             reason = "no_answer" if self.answers else "connection"
@@ -175,21 +175,21 @@ class EngineConnection(asyncio.Protocol):
         self._sink = sink
         outbox = self._pool._outbox
         self._sent_after = outbox.flushed
-        outbox.write(self._transport, request, self.loop)
+        outbox.write(self.transport, request, self.loop)
 
     def pause(self) -> None:
         """Stop reading; at most one read's bytes (256 KiB) still come."""
-        if self._paused_at is None and not self._closed:
+        if self._paused_at is None and not self.is_closed:
             self._paused_at = self.loop.time()
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
         if self._paused_at is not None:
             self.deadline += self.loop.time() - self._paused_at
             self._paused_at = None
-            if not self._closed:
-                self._transport.resume_reading()
+            if not self.is_closed:
+                self.transport.resume_reading()
 
     def dismiss(self, *, within_s: float) -> None:
         """Drop the rest of the answer, so that the connection can serve again; close it if that takes longer."""
@@ -201,11 +201,11 @@ class EngineConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close at once, so that the engine aborts the request. The sink receives nothing more."""
         self._sink = None
-        if not self._closed:
-            self._closed = True
-            self._pool._forget(self)
-            if self._transport is not None:
-                self._transport.abort()
+        if not self.is_closed:
+            self.is_closed = True
+            self._pool.forget(self)
+            if self.transport is not None:
+                self.transport.abort()
 
     def leave(self, sink: ResponseSink) -> None:
         """Close, if this sink still waits for its answer: afterwards the connection may have another request."""
@@ -215,17 +215,22 @@ class EngineConnection(asyncio.Protocol):
     @property
     def said_nothing(self) -> bool:
         """Whether no byte has come since the last answer."""
-        return not self._read_bytes and not self._bare_bytes
+        return not self.read_bytes and not self._bare_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether reading is paused."""
+        return self._paused_at is not None
 
     def is_usable(self, now: float) -> bool:
         """Whether this idle connection may be used."""
-        return not self._closed and now < self.deadline and not self._transport.is_closing()
+        return not self.is_closed and now < self.deadline and not self.transport.is_closing()
 
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        if self._closed:
+        self.transport = transport
+        if self.is_closed:
             transport.abort()  # closed while it was connecting
         else:
             self._pool._add(self)
@@ -253,7 +258,7 @@ class EngineConnection(asyncio.Protocol):
                 self._lose("no_answer", "it answered before the request was sent")
                 return
             self._odd = True  # on a new connection there was no other request
-        self._read_bytes = len(data)
+        self.read_bytes = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
@@ -262,9 +267,9 @@ class EngineConnection(asyncio.Protocol):
                 self._lose("no_answer", f"not HTTP: {exc}")
                 return
             self._odd = True  # bytes behind the end of the answer
-        if not self._complete and self._read_bytes:
+        if not self._complete and self.read_bytes:
             # A read without body bytes: a head, a trailer or a chunk's extension, which httptools does not bound.
-            self._bare_bytes += self._read_bytes
+            self._bare_bytes += self.read_bytes
             if self._bare_bytes > _MAX_HEAD_BYTES:
                 self._lose("no_answer", f"a head of over {_MAX_HEAD_BYTES} bytes")
                 return
@@ -288,7 +293,7 @@ class EngineConnection(asyncio.Protocol):
         """End a complete answer: give the connection back to the pool, or close it where anything was odd."""
         sink = self._sink
         assert sink is not None
-        transport = self._transport
+        transport = self.transport
         self.answers += 1
         # An engine that answers before it has read the request leaves the rest of it in our buffer.
         if self._keep and not self._odd and not transport.is_closing() and not transport.get_write_buffer_size():
@@ -296,7 +301,7 @@ class EngineConnection(asyncio.Protocol):
             if self._paused_at is not None:
                 self.resume()
             self._reset()
-            self._pool._release(self)
+            self._pool.release(self)
         else:
             self.close()
         sink.end()
@@ -341,15 +346,15 @@ class EngineConnection(asyncio.Protocol):
             self._interim = self._odd = True
             return
         headers = self._headers
-        if self._bare_bytes + self._read_bytes > _MAX_HEAD_BYTES:
+        if self._bare_bytes + self.read_bytes > _MAX_HEAD_BYTES:
             _check_head_size(headers)
         if not self.answers:
-            self._version = parser.get_http_version()
-            if self._version not in ("1.1", "1.0"):
-                raise httptools.HttpParserError(f"HTTP/{self._version}")
+            self.http_version = parser.get_http_version()
+            if self.http_version not in ("1.1", "1.0"):
+                raise httptools.HttpParserError(f"HTTP/{self.http_version}")
         self._fields = fields = dict(headers)
         coding = fields.get(b"transfer-encoding")
-        if coding is not None and (coding.lower() != b"chunked" or self._version != "1.1"):
+        if coding is not None and (coding.lower() != b"chunked" or self.http_version != "1.1"):
             raise httptools.HttpParserError("a transfer encoding other than chunked")
         self._framed = coding is not None or b"content-length" in fields
         self._status = status
@@ -359,7 +364,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:
-            self._read_bytes = 0
+            self.read_bytes = 0
             self._bare_bytes = 0
             self._pieces.append(body)
 
@@ -410,11 +415,11 @@ class EnginePool:
         tls: ssl.SSLContext | None = None,
         outbox: Outbox | None = None,
     ) -> None:
-        self._connect_s = connect_s
-        self._keepalive_s = keepalive_s
+        self.connect_s = connect_s
+        self.keepalive_s = keepalive_s
         self._max_idle = max_idle
         self._tls = tls
-        self._all: set[EngineConnection] = set()
+        self.open_connections: set[EngineConnection] = set()
         self._idle: dict[Origin, list[EngineConnection]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -424,12 +429,26 @@ class EnginePool:
     @property
     def connections(self) -> int:
         """Open connections, idle or not."""
-        return len(self._all)
+        return len(self.open_connections)
+
+    @property
+    def idle_connections(self) -> int:
+        """Open connections without a request."""
+        return sum(map(len, self._idle.values()))
+
+    def has_idle(self, origin: Origin) -> bool:
+        """Whether there is an idle connection to this origin."""
+        return bool(self._idle.get(origin))
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether a timer checks the deadlines of open connections."""
+        return self._timer is not None
 
     def heard_at(self) -> dict[str, float]:
         """Engine URL -> loop.time() of the last bytes of a stream; engines that stream to this router only."""
         last: dict[str, float] = {}
-        for connection in self._all:
+        for connection in self.open_connections:
             url = connection.origin.url
             if connection.heard_at > last.get(url, -_NEVER):
                 last[url] = connection.heard_at
@@ -457,10 +476,10 @@ class EnginePool:
         tls = self._tls_context() if origin.tls else None
         connection = EngineConnection(self, origin, loop)
         try:
-            async with asyncio.timeout(self._connect_s):
+            async with asyncio.timeout(self.connect_s):
                 await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
         except TimeoutError as exc:
-            raise EngineLost("connection", f"{origin.url}: not connected in {self._connect_s} s") from exc
+            raise EngineLost("connection", f"{origin.url}: not connected in {self.connect_s} s") from exc
         except (OSError, UnicodeError) as exc:  # ssl.SSLError is an OSError; a host name may be no name at all
             is_ours = isinstance(exc, OSError) and exc.errno in _NO_DESCRIPTORS
             raise EngineLost("no_descriptors" if is_ours else "connection", f"{origin.url}: {exc}") from exc
@@ -473,7 +492,7 @@ class EnginePool:
 
     def give_up(self, url: str, may_go: Callable[[ResponseSink], bool]) -> None:
         """Lose the requests at this engine whose sinks `may_go` to another one: the engine hangs."""
-        for connection in [each for each in self._all if each.origin.url == url]:
+        for connection in [each for each in self.open_connections if each.origin.url == url]:
             if connection._sink is not None and may_go(connection._sink):
                 connection._lose("hung", "the engine hangs")
 
@@ -483,7 +502,7 @@ class EnginePool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for connection in list(self._all):
+        for connection in list(self.open_connections):
             connection._lose("no_answer", "the router is stopping")
         self._idle.clear()
         await asyncio.sleep(0)  # the event loop calls connection_lost in its next tick
@@ -503,29 +522,29 @@ class EnginePool:
         if self._closed:
             connection.close()
             return
-        self._all.add(connection)
+        self.open_connections.add(connection)
         # Until `connect` returns it: if its caller is cancelled at that moment, the sweep closes it.
-        connection.deadline = self._loop.time() + self._connect_s
+        connection.deadline = self._loop.time() + self.connect_s
         if self._timer is None:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
 
-    def _release(self, connection: EngineConnection) -> None:
+    def release(self, connection: EngineConnection) -> None:
         waiting = self._idle.get(connection.origin)
         if waiting is None:
             waiting = self._idle[connection.origin] = []
         if self._closed or len(waiting) >= self._max_idle:
             connection.close()
             return
-        connection.deadline = connection.loop.time() + self._keepalive_s
+        connection.deadline = connection.loop.time() + self.keepalive_s
         waiting.append(connection)
 
-    def _forget(self, connection: EngineConnection) -> None:
-        self._all.discard(connection)
+    def forget(self, connection: EngineConnection) -> None:
+        self.open_connections.discard(connection)
 
     def _sweep(self) -> None:
         assert self._loop is not None
         now = self._loop.time()
-        for connection in [each for each in self._all if each.is_overdue(now)]:
+        for connection in [each for each in self.open_connections if each.is_overdue(now)]:
             connection.expire()
         for origin, waiting in list(self._idle.items()):
             kept = [each for each in waiting if each.is_usable(now)]
@@ -533,4 +552,4 @@ class EnginePool:
                 waiting[:] = kept
             else:
                 del self._idle[origin]
-        self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep) if self._all else None
+        self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep) if self.open_connections else None

@@ -64,11 +64,11 @@ class FetchedStream:
     def __init__(self, connection: EngineConnection, idle_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[int] = self._loop.create_future()
-        self._connection = connection
+        self.connection = connection
         self._idle_s = idle_s
-        self._unread = bytearray()
+        self.unread = bytearray()
         self._news = asyncio.Event()
-        self._ended = False
+        self.has_ended = False
         self._lost: EngineLost | None = None
 
     @property
@@ -80,15 +80,15 @@ class FetchedStream:
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._unread:
-                data = bytes(self._unread)
-                self._unread.clear()
-                if not self._ended:  # then the connection may have another request
-                    self._connection.resume()
+            if self.unread:
+                data = bytes(self.unread)
+                self.unread.clear()
+                if not self.has_ended:  # then the connection may have another request
+                    self.connection.resume()
                 yield data
             if self._lost is not None:
                 raise self._lost
-            if self._ended and not self._unread:
+            if self.has_ended and not self.unread:
                 return
 
     def head(self, status: int, _headers: Headers) -> None:
@@ -96,14 +96,14 @@ class FetchedStream:
             self.begun.set_result(status)
 
     def data(self, data: bytes) -> None:
-        self._connection.deadline = self._loop.time() + self._idle_s
-        self._unread += data
-        if len(self._unread) > _MAX_UNREAD_BYTES:
-            self._connection.pause()
+        self.connection.deadline = self._loop.time() + self._idle_s
+        self.unread += data
+        if len(self.unread) > _MAX_UNREAD_BYTES:
+            self.connection.pause()
         self._news.set()
 
     def end(self) -> None:
-        self._ended = True
+        self.has_ended = True
         self._news.set()
 
     def lost(self, exc: EngineLost) -> None:
@@ -113,7 +113,7 @@ class FetchedStream:
         self._news.set()
 
     def close(self) -> None:
-        self._connection.leave(self)
+        self.connection.leave(self)
 
 
 async def fetch(

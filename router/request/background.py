@@ -81,7 +81,7 @@ class Background:
         self._timeout_s = timeout_s
         self._idle_s = idle_s
         self._running: dict[str, _FollowedResponse] = {}
-        self._tenants: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -90,22 +90,22 @@ class Background:
 
     def enter(self, tenant: str) -> None:
         """Take a place for one more response, until `leave` or the end that `follow` finds. Raises Saturated."""
-        whose, found, most = "", self._tenants.total(), self._most
+        whose, found, most = "", self.places.total(), self._most
         if found < most:
-            whose, found, most = " of yours", self._tenants[tenant], self._most_of_tenant
+            whose, found, most = " of yours", self.places[tenant], self._most_of_tenant
         if found >= most:
             raise Saturated(
                 f"{found} responses{whose} are under way in the background, and at most {most} may be; try again when"
                 " one is over",
                 retry_after_s=_RETRY_S,
             )
-        self._tenants[tenant] += 1
+        self.places[tenant] += 1
 
     def leave(self, tenant: str) -> None:
         """Give back the place of a response that is over, or was never begun."""
-        self._tenants[tenant] -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
+        self.places[tenant] -= 1
+        if not self.places[tenant]:
+            del self.places[tenant]
 
     def follow(
         self, response_id: str, there: Incarnation, tenant: str, on_over: OnOver, *, shown_tokens: int = 0

@@ -83,7 +83,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     _limits: AttemptLimits
     notify: Callable[[], None]
     streamed: bool
-    _connection: EngineConnection | None = None
+    connection: EngineConnection | None = None
     _sent_at: float = 0.0
     _is_decided: bool = False
     _exchange: HttpExchange | None = None
@@ -105,7 +105,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     def begin(self, connection: EngineConnection) -> None:
         """Send it, on a connection fresh from the pool."""
-        self._connection = connection
+        self.connection = connection
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.longer = self._limits.longer
@@ -157,7 +157,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._pause()  # because of a response written in the tick in which this request came
         got, self._got = self._got, []
         self.data(b"".join(got))
-        if self._connection is None:
+        if self.connection is None:
             self._end_relay()
 
     async def relay(
@@ -185,7 +185,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     @property
     def is_whole(self) -> bool:
         """Whether the answer has come to its end."""
-        return self._connection is None and self.failure is None
+        return self.connection is None and self.failure is None
 
     @property
     def has_said_done(self) -> bool:
@@ -201,9 +201,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     def close(self) -> None:
         """Release the connection: where the answer has not come to its end it is closed, and the engine aborts."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
         if self._exchange is not None:
             self._detach_client()
 
@@ -237,7 +237,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
 
     def end(self) -> None:
-        self._connection = None
+        self.connection = None
         if self._exchange is not None:
             self._end_relay()
         elif not self._is_decided:
@@ -249,7 +249,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._decide()
 
     def lost(self, exc: EngineLost) -> None:
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         if self._has_ended:
             self._end_relay()
             return
@@ -294,16 +294,16 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._decide()
 
     def _relay_chunk(self, data: bytes, rewriter: AnswerRewriter) -> None:
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             connection.heard_at = now = connection.loop.time()
             connection.deadline, connection.longer = now + self._limits.idle_s, None
         try:
             ready = rewriter.chunk(data)
         except StreamBroken as exc:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+            if self.connection is not None:
+                self.connection.close()
+                self.connection = None
             self._break(exc)
         else:
             self._send(ready)
@@ -312,12 +312,12 @@ class EngineAttempt(msgspec.Struct, eq=False):
 
     def _end_behind_last_event(self, ready: bytes) -> None:
         """End the relay behind the last event: an engine that does not end its body holds neither client nor quota."""
-        connection = self._connection
+        connection = self.connection
         if connection is None:
             return
         if says_done(ready):
             # No dialect has an event behind this one.
-            self._connection = None
+            self.connection = None
             connection.dismiss(within_s=_LINGER_S)
             self._end_relay()
         else:
@@ -375,12 +375,12 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._exchange = None
 
     def _pause(self) -> None:
-        if self._connection is not None:
-            self._connection.pause()
+        if self.connection is not None:
+            self.connection.pause()
 
     def _resume(self) -> None:
-        if self._connection is not None:
-            self._connection.resume()
+        if self.connection is not None:
+            self.connection.resume()
 
 
 async def open_attempt(pool: EnginePool, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:

@@ -109,19 +109,19 @@ class Services:
     speculations: DelayedCalls = field(default_factory=lambda: DelayedCalls(_SPECULATE_S))
     stopping: bool = False
     has_failed: bool = False
-    _turns: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
-    _suspects: Counter[Incarnation] = field(default_factory=Counter)
+    suspect_locks: dict[Incarnation, asyncio.Lock] = field(default_factory=dict)
+    suspects_at: Counter[Incarnation] = field(default_factory=Counter)
 
     @asynccontextmanager
     async def alone(self, incarnation: Incarnation) -> AsyncIterator[None]:
         """Wait for the turn of a request that may be poison: each engine gets one of those at a time."""
-        lock = self._turns.setdefault(incarnation, asyncio.Lock())
-        self._suspects[incarnation] += 1
+        lock = self.suspect_locks.setdefault(incarnation, asyncio.Lock())
+        self.suspects_at[incarnation] += 1
         try:
             async with lock:
                 yield
         finally:
-            self._suspects[incarnation] -= 1
+            self.suspects_at[incarnation] -= 1
             # Not before the last request has gone: a lock that another one waits for looks free for a moment.
-            if not self._suspects[incarnation]:
-                del self._suspects[incarnation], self._turns[incarnation]
+            if not self.suspects_at[incarnation]:
+                del self.suspects_at[incarnation], self.suspect_locks[incarnation]

@@ -49,7 +49,7 @@ def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, r
             assert len(own) <= 1 or sum(own) <= max(share * size_bytes, *own)
     while inside:
         room.remove(*inside.pop())
-    assert not room._tenants
+    assert not room.tenants
 
 
 def test_a_refusal_says_which_bound_was_reached():

@@ -97,7 +97,7 @@ async def keeping(tmp_path, **settings):
 
 def level(parts):
     """What the key has left of its 1,000 tokens a minute."""
-    (account,) = parts.quotas._accounts.values()
+    (account,) = parts.quotas.accounts.values()
     return account.tokens.level
 
 
@@ -347,7 +347,7 @@ async def test_a_stream_that_its_client_leaves_goes_on_and_costs_what_it_came_to
             pieces = answer.aiter_bytes()
             assert b"response.created" in await anext(pieces)
         await until(lambda: len(parts.background) == 1)
-        await until(lambda: parts.pool.connections == sum(map(len, parts.pool._idle.values())))  # it is read no more
+        await until(lambda: parts.pool.connections == parts.pool.idle_connections)  # it is read no more
         assert in_flight(parts) == [("w0", 1)]
         assert level(parts) > 900
         engine.over()
@@ -421,7 +421,7 @@ async def test_those_that_come_at_once_are_no_more_than_may_be_under_way():
         assert engine.posted == len(parts.background) == 2
         engine.over()
         await over(parts)
-        assert not parts.background._tenants
+        assert not parts.background.places
 
 
 async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
@@ -483,7 +483,7 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     parts.background.enter("")
     parts.background.follow("late", ("w0", "first"), "", lambda usage, tokens: engine.aborted.set())
     assert engine.aborted.is_set(), "what comes when it has stopped is over at once"
-    assert not parts.background._tenants
+    assert not parts.background.places
 
 
 async def test_one_whose_worker_has_an_agent_that_just_started_is_to_be_asked_for_again():

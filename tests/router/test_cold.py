@@ -92,7 +92,7 @@ async def test_hot_requests_flow_while_the_hold_is_full():
         await stop(held)
         await until(lambda: not parts.cold_starts.held.requests)
         assert "lorafleet_router_held_requests 0.0" in (await client.get("/metrics")).text
-        assert parts.cold_starts.loading == parts.cold_starts.wanted == parts.cold_starts.held._tenants == {}
+        assert parts.cold_starts.loading == parts.cold_starts.wanted == parts.cold_starts.held.tenants == {}
 
 
 async def nobody_leads(control, lora_id):
@@ -528,7 +528,7 @@ async def test_one_tenant_that_asks_for_a_thousand_adapters_leaves_room_for_othe
         again = asyncio.create_task(cold.until_resident("cold-4/v1", tenant="greedy"))
         await until(lambda: len(cold.held) == 2)
         await stop([modest, again])
-        assert cold.wanted == cold.held._tenants == {}
+        assert cold.wanted == cold.held.tenants == {}
 
 
 async def test_the_orchestrator_is_told_whose_requests_wait():

@@ -205,9 +205,9 @@ def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
     for number in range(100_000):
         quotas.settle(quotas.take(f"k{number}", limits, number / 100), number / 100)
     assert len(quotas) <= 2048
-    assert "running" in quotas._accounts
+    assert "running" in quotas.accounts
     quotas.forget_idle(1e6)
-    assert list(quotas._accounts) == ["running"]
+    assert list(quotas.accounts) == ["running"]
 
 
 @pytest.mark.parametrize(

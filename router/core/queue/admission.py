@@ -55,7 +55,7 @@ class QueueUsage:
     bounds: QueueLimits = field(default_factory=QueueLimits)
     requests: int = 0
     size_bytes: int = 0
-    _tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -70,7 +70,7 @@ class QueueUsage:
             return f"{self.requests} requests wait already, as many as may"
         if self.size_bytes + size_bytes > bounds.size_bytes:
             return f"waiting requests hold {self.size_bytes} bytes already, of {bounds.size_bytes:g}"
-        own, own_bytes = self._tenants.get(tenant, (0, 0))
+        own, own_bytes = self.tenants.get(tenant, (0, 0))
         if own + 1 > max(1.0, share * bounds.requests):
             return f"{own} requests of yours wait already; one tenant may have {share:.0%} of {bounds.requests:g}"
         if own and own_bytes + size_bytes > share * bounds.size_bytes:
@@ -79,16 +79,16 @@ class QueueUsage:
 
     def add(self, tenant: str, size_bytes: int) -> None:
         """One more waits."""
-        own, own_bytes = self._tenants.get(tenant, (0, 0))
-        self._tenants[tenant] = own + 1, own_bytes + size_bytes
+        own, own_bytes = self.tenants.get(tenant, (0, 0))
+        self.tenants[tenant] = own + 1, own_bytes + size_bytes
         self.requests += 1
         self.size_bytes += size_bytes
 
     def remove(self, tenant: str, size_bytes: int) -> None:
         """One of those that entered, with the same words, waits no more."""
-        own, own_bytes = self._tenants.pop(tenant)
+        own, own_bytes = self.tenants.pop(tenant)
         if own > 1:
-            self._tenants[tenant] = own - 1, own_bytes - size_bytes
+            self.tenants[tenant] = own - 1, own_bytes - size_bytes
         self.requests -= 1
         self.size_bytes -= size_bytes
 

@@ -130,12 +130,12 @@ class Quotas:
     """
 
     others: SharedAccountStates | None = None
-    _accounts: dict[str, _KeyAccount] = field(default_factory=dict)
+    accounts: dict[str, _KeyAccount] = field(default_factory=dict)
     _sweep_at: int = _SWEEP_FROM
 
     def __len__(self) -> int:
         """Keys remembered."""
-        return len(self._accounts)
+        return len(self.accounts)
 
     def take(self, key_id: str, limits: RateLimits, now: float, tokens: int = 0) -> QuotaGrant:
         """Count one request, with the tokens that it is known to need; more may be charged later.
@@ -228,11 +228,11 @@ class Quotas:
 
     def forget_idle(self, now: float) -> None:
         """Drop the keys whose accounts are as good as new."""
-        for key_id in [key_id for key_id, account in self._accounts.items() if _is_idle(account, now)]:
-            del self._accounts[key_id]
+        for key_id in [key_id for key_id, account in self.accounts.items() if _is_idle(account, now)]:
+            del self.accounts[key_id]
 
     def _account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
-        account = self._accounts.get(key_id)
+        account = self.accounts.get(key_id)
         if account is None:
             return self._opened(key_id, limits, now)
         if account.limits is not limits and account.limits != limits:
@@ -241,12 +241,12 @@ class Quotas:
         return account
 
     def _opened(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
-        if len(self._accounts) >= self._sweep_at:
+        if len(self.accounts) >= self._sweep_at:
             self.forget_idle(now)
-            self._sweep_at = max(_SWEEP_FROM, 2 * len(self._accounts))
+            self._sweep_at = max(_SWEEP_FROM, 2 * len(self.accounts))
         account = _KeyAccount(key_id, limits, None, None)
         self._reconcile(account, limits, now)
-        self._accounts[key_id] = account
+        self.accounts[key_id] = account
         self._catch_up(account)
         return account
 

@@ -132,10 +132,10 @@ class FaultyFleet:
         pool = self.parts.pool
         for engine in self.engines:
             origin = Origin.parse(engine.url)
-            if not pool._idle.get(origin):
+            if not pool.has_idle(origin):
                 connection = await pool.connect(origin)
-                connection.answers, connection._version = 1, "1.1"  # as after one
-                pool._release(connection)
+                connection.answers, connection.http_version = 1, "1.1"  # as after one
+                pool.release(connection)
 
     async def raw(self) -> RawClient:
         """A client that sends bytes."""
@@ -148,21 +148,21 @@ class FaultyFleet:
         found = {
             "clients' connections": len(self.listener.connections),
             "bytes of bodies": self.listener.held_bytes,
-            "busy connections to engines": parts.pool.connections - sum(map(len, parts.pool._idle.values())),
+            "busy connections to engines": parts.pool.connections - parts.pool.idle_connections,
             "requests in flight": len(list(parts.scheduler.load.counts_by_name())),
             "in flight, by the metric": parts.scheduler.load.total_in_flight,
-            "requests waiting for room": (len(parts.scheduler.queue), room.requests, room.size_bytes, room._tenants),
+            "requests waiting for room": (len(parts.scheduler.queue), room.requests, room.size_bytes, room.tenants),
             "waiting, by the metric": metrics.waiting.labels().value,
             "requests held for adapters": (
                 parts.cold_starts.held.requests,
                 parts.cold_starts.held_bytes,
-                parts.cold_starts.held._tenants,
+                parts.cold_starts.held.tenants,
             ),
             "loads": (parts.cold_starts.loading, parts.cold_starts.wanted),
             "held, by the metric": metrics.held.labels().value,
-            "slots of keys": sum(account.running for account in parts.quotas._accounts.values()),
-            "places in the background": parts.background._tenants,
-            "turns": (parts._turns, parts._suspects),
+            "slots of keys": sum(account.running for account in parts.quotas.accounts.values()),
+            "places in the background": parts.background.places,
+            "turns": (parts.suspect_locks, parts.suspects_at),
             "in flight, as reported": sum(use.in_flight for use in parts.usage.report(0, parts.clock()).uses),
             "tasks": Counter(_name_of(task) for task in asyncio.all_tasks() - self.tasks if _is_the_routers(task)),
         }
@@ -179,7 +179,7 @@ class FaultyFleet:
         left = self.left()
         assert not left, left
         assert not self.unexpected
-        answered = self.parts.metrics.requests._children
+        answered = self.parts.metrics.requests.label_values
         assert not [labels for labels in answered if "internal_error" in labels]
         assert not self.listener.refusals["internal_error"]
 

@@ -41,13 +41,13 @@ def places(raw: bytes, *edges: int) -> list[int]:
 
 async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_503():
     async with house(2) as router:
-        router.engines[0]._server.close()
-        await router.engines[0]._server.wait_closed()
+        router.engines[0].server.close()
+        await router.engines[0].server.wait_closed()
         answers = await asyncio.gather(*(router.ask(f"p{n}") for n in range(20)))
         assert [answer.status_code for answer in answers] == [200] * 20
         assert {answer.headers["x-lorafleet-worker"] for answer in answers} == {"w1"}
-        router.engines[1]._server.close()
-        await router.engines[1]._server.wait_closed()
+        router.engines[1].server.close()
+        await router.engines[1].server.wait_closed()
         for engine in router.engines:
             for writer in list(engine.open):
                 writer.transport.abort()
@@ -60,14 +60,15 @@ async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_
 async def test_that_the_router_has_no_descriptors_left_is_not_held_against_an_engine():
     async with house(1, breaker_failures=1) as router:
         assert (await router.ask("first")).status_code == 200
-        for waiting in list(router.parts.pool._idle.values()):
-            for connection in list(waiting):
-                connection.close()
+        assert router.parts.pool.connections == router.parts.pool.idle_connections
+        for connection in list(router.parts.pool.open_connections):
+            connection.close()
         with no_more_files():
             refused = await router.ask("x")
         assert error_of(refused) == (503, "no_replica")
-        assert not router.parts.scheduler.breaker._shut
-        assert list(router.parts.metrics.retries._children) == [("no_descriptors",)]
+        breaker, replicas = router.parts.scheduler.breaker, router.parts.discovery.fleet.replicas.values()
+        assert {breaker.state(replica, router.parts.clock()) for replica in replicas} == {"closed"}
+        assert router.parts.metrics.retries.label_values == [("no_descriptors",)]
         assert (await router.ask("x")).status_code == 200
 
 
@@ -156,7 +157,7 @@ async def test_a_stream_that_its_engine_ends_in_the_middle_ends_with_an_error(pa
         error = got.removesuffix(DONE).split(b"\n\n")[-2]
         assert b"error" in error
         assert b"in the middle of its answer" in error
-        labels = [labels for labels in router.parts.metrics.requests._children if "stream_broken" in labels]
+        labels = [labels for labels in router.parts.metrics.requests.label_values if "stream_broken" in labels]
         assert labels == [(path, 200, "stream_broken")]
 
 
@@ -203,7 +204,7 @@ async def test_a_connection_whose_body_ends_right_behind_the_last_event_is_used_
         router.play.usual = in_two_writes
         assert (await router.ask("x", stream=True)).content == CLEAN
         go_on.set()
-        await until(lambda: any(router.parts.pool._idle.values()))
+        await until(lambda: router.parts.pool.idle_connections)
         assert (await router.ask("y", stream=True)).content == CLEAN
         assert router.engines[0].connections == 1
 
@@ -386,7 +387,7 @@ async def test_that_an_engine_does_not_take_the_routers_key_is_not_said_of_the_c
         assert error_of(answer) == (503, "no_replica")
         assert "does not take this router's key (see engine_key" in answer.json()["error"]["message"]
         assert "www-authenticate" not in answer.headers
-        assert list(router.parts.metrics.retries._children) == [("engine_unauthorized",)]
+        assert router.parts.metrics.retries.label_values == [("engine_unauthorized",)]
         router.play.usual = refused
         for n in range(3):
             await router.ask(f"{n}", stream=stream)

@@ -49,8 +49,8 @@ def bearer(key):
 
 def counted(router, name, *labels):
     """A counter's value, by the metric's name here and its labels' values."""
-    child = getattr(router.parts.metrics, name)._children.get(labels)
-    return child.value if child else 0
+    metric = getattr(router.parts.metrics, name)
+    return metric.labels(*labels).value if labels in metric.label_values else 0
 
 
 async def test_a_key_has_its_requests_a_minute_and_is_told_where_it_stands(tmp_path):
@@ -83,7 +83,7 @@ async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_p
             assert answer.status_code == 200
             assert b"usage" not in answer.content or not stream
             assert answer.headers["x-ratelimit-limit-tokens"] == "100"
-        (account,) = router.parts.quotas._accounts.values()
+        (account,) = router.parts.quotas.accounts.values()
         assert -20 <= account.tokens.level < -15
         refused = await router.ask("x", said, stream=stream, headers=bearer("a"))
         assert error_of(refused) == (429, "rate_limited")
@@ -116,7 +116,7 @@ async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_give
         broken = await router.ask("broken", saying(b"", "close"), saying(b"", "close"), headers=key)
         assert error_of(broken) == (503, "no_replica")
         assert error_of(await router.ask("absent", model="absent", headers=key)) == (404, "model_not_found")
-        (account,) = router.parts.quotas._accounts.values()
+        (account,) = router.parts.quotas.accounts.values()
         assert account.tokens.level == 1000
         late = await router.ask("late", saying(b"", "hang"), headers=key | {"x-lorafleet-timeout-s": "0.1"})
         assert error_of(late) == (504, "deadline_exceeded")
@@ -180,7 +180,7 @@ async def test_a_batch_has_its_requests_and_its_room_from_its_start_to_its_end(t
         assert "requests at once" in refused.json()["error"]["message"]
         go_on.set()
         assert [answer.status_code for answer in await asyncio.gather(single, batch)] == [200, 200]
-        (account,) = router.parts.quotas._accounts.values()
+        (account,) = router.parts.quotas.accounts.values()
         assert (account.running, account.requests.level < 1) == (0, True)
         refused = await router.client.post("/generate", json={"text": ["u0", "u1", "u2"]}, headers=key)
         assert error_of(refused) == (429, "rate_limited")
@@ -193,7 +193,7 @@ async def test_of_a_batch_that_fails_or_is_left_what_was_never_begun_is_given_ba
         key, ask = bearer("a"), {"text": [f"t{n}" for n in range(8)]}
 
         def left():
-            (account,) = router.parts.quotas._accounts.values()
+            (account,) = router.parts.quotas.accounts.values()
             return account.running, round(account.requests.level)
 
         router.play.acts["t1"] = [saying(answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request"))]
@@ -398,7 +398,7 @@ async def test_a_wrong_method_at_a_stored_response_is_a_405_and_no_route_of_its_
         for method in {"GET", "PUT", "DELETE", "POST"} - {allowed}:
             answer = await router.client.request(method, f"/v1/responses/resp_{method}{path}")
             assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
-        assert {route for route, *_ in router.parts.metrics.requests._children} == {f"/v1/responses/{{id}}{path}"}
+        assert {route for route, *_ in router.parts.metrics.requests.label_values} == {f"/v1/responses/{{id}}{path}"}
         assert error_of(await router.client.delete("/v1/responses/a/b")) == (404, "not_found")
 
 
@@ -528,7 +528,7 @@ async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_
         for _ in range(4):
             answer = await router.client.post("/v1/responses", json=follow, headers=bearer("a"))
             assert (answer.status_code, answer.headers["x-lorafleet-worker"]) == (200, f"w{home}")
-        router.engines[home]._server.close()
+        router.engines[home].server.close()
         for writer in list(router.engines[home].open):
             writer.transport.abort()
         for ask in (

@@ -138,7 +138,7 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
         if first:
             await engine.request(reader)
             if then == "dies":
-                engine._server.close()
+                engine.server.close()
         await finished(writer)
 
     pool = EnginePool(connect_s=patience(2))
@@ -214,7 +214,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
     async with RawEngine(script) as engine:
         limits = AttemptLimits(first_data_s=60, idle_s=600, answer_bytes=2**20)
         attempt = await open_attempt(pool, call_to(engine.url, streamed=True), limits)
-        (connection,) = pool._all
+        (connection,) = pool.open_connections
         assert 50 < connection.deadline - loop.time() <= 60
         attempt.start_relay(RecordingClient(), ModelRenamer("m", "m"), over.set)
         assert 500 < connection.deadline - loop.time() <= 600
@@ -239,8 +239,8 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
         pool = EnginePool(connect_s=patience(2))
         attempt = await open_attempt(pool, call_to(url, streamed=True), LIMITS)
         attempt.start_relay(exchange, ModelRenamer("m", "m"), over.set)
-        (connection,) = pool._all
-        assert connection._paused_at is not None
+        (connection,) = pool.open_connections
+        assert connection.is_paused
         go_on.set()
         exchange.on_resume()
         await asyncio.wait_for(over.wait(), patience(5))
@@ -260,7 +260,7 @@ async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_even
         await finished(writer)
 
     engine = RawEngine(script)
-    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     pool = EnginePool(connect_s=patience(2), tls=ssl.create_default_context(cafile=cert))
     async with server:
@@ -337,7 +337,7 @@ async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_dec
             attempt.begin(await pool.connect(call.origin))
             await until(lambda: told)
             more.set()
-            await until(lambda: attempt._connection is None)
+            await until(lambda: attempt.connection is None)
             assert told == [200]
             attempt.start_relay(exchange, ModelRenamer("m", "m"), over.set)
             await asyncio.wait_for(over.wait(), patience(5))

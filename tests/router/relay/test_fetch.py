@@ -117,7 +117,7 @@ async def test_one_that_is_cancelled_leaves_no_connection(pool):
 
 
 async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_from_nobody(pool, monkeypatch):
-    release, is_free = pool._release, asyncio.Event()
+    release, is_free = pool.release, asyncio.Event()
 
     def and_tell(connection):
         release(connection)
@@ -128,7 +128,7 @@ async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_fr
         first.cancel()
         return await fetch(pool, agent.url, "/second", timeout_s=patience(5))
 
-    monkeypatch.setattr(pool, "_release", and_tell)
+    monkeypatch.setattr(pool, "release", and_tell)
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
         first = asyncio.create_task(fetch(pool, agent.url, "/first", timeout_s=patience(5)))
         async with within(3):
@@ -151,7 +151,7 @@ async def test_a_head_may_come_as_late_as_that_and_no_later(pool, ask):
     async with answering(b"") as agent:
         asking = asyncio.create_task(ask(pool, agent.url))
         await until(lambda: agent.requests)
-        (connection,) = pool._all
+        (connection,) = pool.open_connections
         assert 0 < connection.deadline - connection.loop.time() <= patience(5)
         connection.deadline = 0.0
         with pytest.raises(EngineLost) as lost:
@@ -165,7 +165,7 @@ async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobody
     async with answering(b"") as agent:
         asking = asyncio.create_task(ask(pool, agent.url))
         await until(lambda: agent.requests)
-        (connection,) = pool._all
+        (connection,) = pool.open_connections
         asking.cancel()
         if comes == "its answer":
             connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody")
@@ -220,12 +220,12 @@ async def test_a_stream_is_given_up_by_the_time_since_its_last_piece_and_read_on
         await reader.read()
 
     async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-        connection = told._connection
+        connection = told.connection
         connection.deadline = inf
         more.set()
-        await until(lambda: told._unread)
+        await until(lambda: told.unread)
         assert 0 < connection.deadline - connection.loop.time() <= patience(5)
-        assert connection._paused_at is None
+        assert not connection.is_paused
 
 
 async def test_a_stream_that_is_left_is_closed_and_one_that_falls_silent_is_lost(pool):
@@ -256,7 +256,7 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
         await reader.read()  # drained is not sent: an end now would take the last of it away
 
     async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(30)) as told:
-        await until(lambda: told._connection._paused_at is not None)
+        await until(lambda: told.connection.is_paused)
         # The kernel keeps some megabytes on the way, and more where it has many.
         assert sent < 64
         assert sum([len(data) async for data in told]) == 64 << 20
@@ -309,17 +309,17 @@ async def test_what_comes_and_ends_while_a_stream_is_looked_at_is_read_too(pool)
         async for data in told:
             got.append(data)
             more.set()
-            await until(lambda: told._ended)
+            await until(lambda: told.has_ended)
     assert got == [b"one", b"two"]
 
 
 async def test_a_stream_that_is_read_after_its_end_leaves_its_connection_as_the_next_one_has_it(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none") as agent:
         async with stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-            await until(lambda: told._ended)
+            await until(lambda: told.has_ended)
             connection = pool.idle(Origin.parse(agent.url))
             connection.pause()
             assert [data async for data in told] == [b"one"]
-            assert connection._paused_at is not None
+            assert connection.is_paused
         assert pool.connections == 1
         connection.close()

@@ -50,7 +50,7 @@ async def pool(monkeypatch):
     yield made
     await made.close()
     assert not made.connections
-    assert all(each._closed for each in connected)
+    assert all(each.is_closed for each in connected)
 
 
 # Answers that end as HTTP/1.1 says
@@ -356,9 +356,9 @@ async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_thei
         writer.write(CHUNKED)
         for _ in range(14):
             writer.write(b"1;x=%b\r\n" % (b"y" * 5000))
-            await until(lambda: connection._read_bytes > 5000)
+            await until(lambda: connection.read_bytes > 5000)
             writer.write(b"a\r\n")
-            await until(lambda: not connection._read_bytes)
+            await until(lambda: not connection.read_bytes)
         writer.write(b"0\r\n\r\n")
         await reader.read()
 
@@ -473,12 +473,12 @@ async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_sa
         await until(lambda: pool.connections == 3)
         await until(lambda: pool.connections == 0)
         assert pool.idle(origin) is None
-        assert not pool._idle
+        assert not pool.idle_connections
     await pool.close()
 
 
 async def test_a_connection_is_refused_to_the_next_request_the_moment_its_time_is_over(pool):
-    pool._keepalive_s = 0.0
+    pool.keepalive_s = 0.0
     async with RawEngine(saying(OK)) as engine:
         for _ in range(3):
             await ask(pool, engine.url)
@@ -547,7 +547,7 @@ async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
 
 
 async def test_a_caller_that_leaves_while_connecting_leaves_no_connection(pool):
-    pool._connect_s = 0.2
+    pool.connect_s = 0.2
     async with RawEngine(saying(OK)) as engine:
         for turns in range(6):
             task = asyncio.create_task(pool.connect(Origin.parse(engine.url)))
@@ -573,7 +573,7 @@ async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
         with pytest.raises(EngineLost):
             await pool.connect(Origin.parse(engine.url))
         await until(lambda: not engine.open and not silent.open)
-        assert pool._timer is None
+        assert not pool.is_sweeping
 
 
 async def test_a_connection_that_is_made_as_the_pool_closes_is_closed(pool):
@@ -604,7 +604,7 @@ async def test_many_requests_given_up_leave_nothing(pool, crowds):
 async def test_requests_are_sent_without_delay(pool):
     async with RawEngine(saying(OK)) as engine:
         connection, _ = await ask(pool, engine.url)
-        sock = connection._transport.get_extra_info("socket")
+        sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -642,7 +642,7 @@ def test_a_url_that_says_no_place_is_refused(url):
 
 async def test_an_engine_may_listen_on_ipv6(pool):
     engine = RawEngine(saying(OK))
-    server = await asyncio.start_server(engine._serve, "::1", 0)
+    server = await asyncio.start_server(engine.serve, "::1", 0)
     async with server:
         _, heard = await ask(pool, f"http://[::1]:{server.sockets[0].getsockname()[1]}")
         assert heard.body == b"abc"
@@ -655,7 +655,7 @@ async def test_an_engine_may_speak_tls_and_is_checked(certificate):
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(cert, key)
     engine = RawEngine(saying(OK))
-    server = await asyncio.start_server(engine._serve, "127.0.0.1", 0, ssl=theirs)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=theirs)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     pool = EnginePool(connect_s=2.0, tls=ssl.create_default_context(cafile=cert))
     async with server:

@@ -196,19 +196,19 @@ class RawEngine:
         self.closed = asyncio.Event()  # a connection was seen to close
 
     async def __aenter__(self):
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1000)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0, backlog=1000)
+        self.port = self.server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *exc):
-        self._server.close()
+        self.server.close()
         for writer in list(self.open):
             writer.transport.abort()
         await until(lambda: not self.open)
-        await self._server.wait_closed()
+        await self.server.wait_closed()
 
-    async def _serve(self, reader, writer):
+    async def serve(self, reader, writer):
         self.connections += 1
         self.open.add(writer)
         try:
