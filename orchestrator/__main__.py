@@ -21,7 +21,7 @@ def run() -> None:
     try:
         serve.run(lambda: main(settings))
     except (StoreError, OrchestratorUnavailable, KeyFileError, KubeConfigError, OSError) as exc:
-        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
+        print(f"{PROG}: {exc}", file=sys.stderr)  # noqa: T201  (the process could not start)
         raise SystemExit(2) from exc
 
 

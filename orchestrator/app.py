@@ -114,7 +114,7 @@ def build(
         leadership.require_leading()
         return store.epoch
 
-    agents = AgentClient(client, own=OwnKey(settings.token, settings.token_file), epoch=epoch)
+    agents = AgentClient(client, own_key=OwnKey(settings.token, settings.token_file), epoch=epoch)
     reconciler = Reconciler(
         settings=settings,
         store=store,

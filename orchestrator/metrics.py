@@ -21,7 +21,7 @@ _LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class OrchestratorMetrics:
-    """The orchestrator's metrics. The `observe_...` methods bind what is read at scrape time."""
+    """The orchestrator's metrics. The `observe_...` methods set functions that are read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -134,7 +134,7 @@ class AgentlessEngineDriver:
         path = self._path(ask.source)
         if ask.digest is None:
             message = (
-                f"worker {self.worker.id} has no agent, so nobody can read {ask.source} there: register {ask.lora_id}"
+                f"worker {self.worker.id} has no agent, so {ask.source} cannot be read there: register {ask.lora_id}"
                 " with its digest, or let a worker that has an agent inspect it"
             )
             raise AgentlessRefusal(422, "source_unsupported", message)
@@ -179,7 +179,7 @@ class AgentlessEngineDriver:
         return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
 
     async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
-        """Report the engine as draining, so that routers send nothing new; the engine itself is not told."""
+        """Report the engine as draining, so that routers send it nothing new. The engine itself does not drain."""
         self._is_draining = True
         load = (await self.metadata()).load
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)

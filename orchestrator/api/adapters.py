@@ -46,7 +46,7 @@ PATCH_EXAMPLE = {"policy": {"min_replicas": 2, "priority": 5}, "tenants": None}
 BATCH_EXAMPLE = {"adapters": [ADAPTER_EXAMPLE, {"lora_id": "legal/v2", "source": "s3://bucket/legal-v2"}]}
 
 
-_MOST_ASKED = 3  # workers asked about a source; a guess: they are configured alike
+_SOURCE_CHECKS = 3  # workers asked about a source; a guess: they are configured alike
 
 
 class AdapterListQuery(BaseModel):
@@ -54,9 +54,11 @@ class AdapterListQuery(BaseModel):
 
     state: AdapterState | None = None
     base_model: str | None = None
-    tenant: str | None = Field(default=None, description="that this tenant may use, those open to everyone too")
-    worker: str | None = Field(default=None, description="that are ready on this worker")
-    prefix: str | None = Field(default=None, description="that the lora_id begins with")
+    tenant: str | None = Field(
+        default=None, description="adapters that this tenant may use, those open to everyone included"
+    )
+    worker: str | None = Field(default=None, description="adapters that are ready on this worker")
+    prefix: str | None = Field(default=None, description="beginning of the lora_id")
     quarantined: bool | None = None
     limit: Limit = 1000
     cursor: Cursor = None
@@ -66,7 +68,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
-    def shown(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
+    def item_with_etag(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
         response.headers["etag"] = registry.adapter_etag(adapter)
         return views.adapter(adapter)
 
@@ -75,7 +77,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         spec: Annotated[AdapterSpec, Body(examples=[ADAPTER_EXAMPLE])],
         response: Response,
         actor: Actor,
-        dry_run: Annotated[bool, Query(description="only fetch and verify it, register nothing")] = False,
+        dry_run: Annotated[bool, Query(description="fetch and verify the adapter without registering it")] = False,
     ) -> AdapterItem:
         """Register an adapter: 201; the same body again: 200; another source, digest or base model: 409 `immutable`."""
         if dry_run:
@@ -85,11 +87,11 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         adapter, is_new = registry.register(spec, actor)
         await reconciler.publish_change(("adapters", spec.lora_id))
         response.status_code = 201 if is_new else 200
-        return shown(adapter, response)
+        return item_with_etag(adapter, response)
 
     @api.post("/v1/adapters:batch")
     async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
-        """Register many; each is taken or refused on its own."""
+        """Register many adapters; each is registered or refused on its own."""
         with store.together():
             results = [_batch_result(registry, spec, actor) for spec in body.adapters]
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
@@ -97,7 +99,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.get("/v1/adapters", response_model=AdapterList)
     async def adapters(wanted: Annotated[AdapterListQuery, Query()]) -> Response:
-        """Registered adapters by lora_id; all that is asked for must hold."""
+        """Registered adapters by lora_id that match all filters."""
         ready = reconciler.queries.ready_workers_by_adapter()
         rows = _matching_ids(wanted, reconciler, ready)
         page, following = page_after(rows, wanted.limit, wanted.cursor)
@@ -107,7 +109,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
     async def retry(lora_id: str, actor: Actor) -> AdapterItem:
-        """Forget a failure and try again."""
+        """Drop the adapter's failures and quarantine, and try again."""
         adapter = registry.unquarantine(lora_id, actor)
         reconciler.operations.failures.forget_adapter(lora_id)
         await reconciler.publish_change(("adapters", lora_id))
@@ -116,7 +118,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     @api.get("/v1/adapters/{lora_id:path}")
     async def adapter(lora_id: str, response: Response) -> AdapterItem:
         """One adapter, with an ETag for a later change."""
-        return shown(registry.adapter(lora_id), response)
+        return item_with_etag(registry.adapter(lora_id), response)
 
     @api.patch("/v1/adapters/{lora_id:path}")
     async def patch(
@@ -126,10 +128,10 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         actor: Actor,
         if_match: IfMatch = None,
     ) -> AdapterItem:
-        """Change what is named of policy and tenants, keep the rest; in force at the next pass."""
+        """Change the named fields of policy, tenants and secret; in force at the next pass."""
         changed = registry.patch_adapter(lora_id, body, actor, if_match=if_match)
         await reconciler.publish_change(("adapters", lora_id))
-        return shown(changed, response)
+        return item_with_etag(changed, response)
 
     @api.delete(
         "/v1/adapters/{lora_id:path}",
@@ -138,7 +140,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         responses={204: {"description": "gone already"}},
     )
     async def delete(lora_id: str, actor: Actor, if_match: IfMatch = None) -> Response:
-        """Drain it everywhere, unload it, forget it: 204 when that is done at once, else 202."""
+        """Drain the adapter everywhere, unload it, delete it: 204 when that is done at once, else 202."""
         registry.delete_adapter(lora_id, actor, if_match=if_match)
         reconciler.audit.note_requester(lora_id, actor)
         await reconciler.publish_change(("adapters", lora_id))
@@ -177,13 +179,13 @@ def _matching_ids(
 
 
 async def _require_readable_source(spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler) -> None:
-    """Raise OrchestratorRequestError when the adapter is new and no worker that is asked may read its source."""
+    """Raise OrchestratorRequestError when the adapter is new and none of the workers asked may read its source."""
     if registry.equal_registration(spec) is not None:
         return
     ready = [worker for worker in reconciler.queries.observe().workers.values() if worker.state == "ready"]
     able = [worker.id for worker in ready if spec.base_model in (None, worker.base_model)]
     able.sort(key=lambda worker_id: rendezvous_score(spec.lora_id, worker_id), reverse=True)
-    why = await reconciler.runner.forbidden_source_reason(spec.source, able[:_MOST_ASKED])
+    why = await reconciler.runner.forbidden_source_reason(spec.source, able[:_SOURCE_CHECKS])
     if why is not None:
         raise OrchestratorRequestError(f"no worker may read the source: {why}", code=why.code, param="source")
 
@@ -203,7 +205,7 @@ async def _dry_run(
     ]
     if not able:
         raise OrchestratorUnavailable(
-            f"no ready worker serves {spec.base_model or 'anything'}, so nobody can look at the adapter"
+            f"no ready worker serves {spec.base_model or 'anything'}, so the adapter cannot be inspected"
         )
     home = max(able, key=lambda worker: (rendezvous_score(spec.lora_id, worker.id), worker.id))
     try:
@@ -211,7 +213,7 @@ async def _dry_run(
     except InvalidAdapter as exc:
         raise OrchestratorRequestError(f"preflight failed: {exc}", code=exc.code, param="source") from exc
     except WorkerFailed as exc:
-        raise OrchestratorUnavailable(f"worker {home.id} could not look at it: {exc}", code=exc.code) from exc
+        raise OrchestratorUnavailable(f"worker {home.id} could not inspect it: {exc}", code=exc.code) from exc
     misfit = placement_misfit(found, limits_by_base_model(workers))
     if misfit is not None:
         raise OrchestratorRequestError(f"preflight failed: {misfit.message}", code=misfit.code, param="source")

@@ -24,7 +24,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
         return alias_item(name, store.aliases[name]).model_copy(update={"pending": pending})
 
-    def shown(name: str, response: Response) -> AliasItem:
+    def item_with_etag(name: str, response: Response) -> AliasItem:
         response.headers["etag"] = registry.alias_etag(name) or ""
         return item(name)
 
@@ -44,18 +44,19 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     ) -> AliasItem:
         """Point a name at adapters: 201 when new, 200 when it does, 202 while the new ones are being placed.
 
-        Until they are as many as the old ones, the name stays where it is; `pending` says what is missing.
+        Until the new targets have replicas like the old ones, the alias keeps its targets; `pending` says which are
+        missing.
         """
         is_new = registry.put_alias(name, spec, actor, if_match=if_match)
         await reconciler.publish_change(("aliases", name))
-        found = shown(name, response)
+        found = item_with_etag(name, response)
         is_pending = found.pending is not None and found.pending.state == "placing"
         response.status_code = 201 if is_new else 202 if is_pending else 200
         return found
 
     @api.get("/v1/aliases/{name:path}/history")
     async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
-        """What the name pointed at, since when, and who said so; newest first. Also of a name that is gone."""
+        """The alias's former targets, with time and actor, newest first. Also of a deleted alias."""
         registry.require_name(name)
         return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name)
 
@@ -63,7 +64,7 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     async def get_alias(name: str, response: Response) -> AliasItem:
         """One alias, with an ETag for a later change."""
         registry.alias(name)
-        return shown(name, response)
+        return item_with_etag(name, response)
 
     @api.delete("/v1/aliases/{name:path}", status_code=204)
     async def drop_alias(name: str, actor: Actor, if_match: IfMatch = None) -> Response:

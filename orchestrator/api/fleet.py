@@ -18,7 +18,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
     @api.get("/v1/workers")
     async def workers(limit: Limit = 1000, cursor: Cursor = None) -> WorkerList:
-        """The fleet."""
+        """All workers by id."""
         ids = sorted(reconciler.reports.workers)
         page, following = page_after(ids, limit, cursor)
         return WorkerList(data=tuple(views.worker(worker_id) for worker_id in page), next=following)
@@ -36,7 +36,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
 
     @api.post("/v1/workers/register")
     async def heartbeat(body: Heartbeat) -> HeartbeatAnswer:
-        """An agent's report; the answer says how soon to send the next. 409 where another agent goes by its name."""
+        """An agent's heartbeat; the answer says when to send the next. 409 while another agent has the worker id."""
         report = body.metadata
         other = reconciler.reports.rival_agent_url(report, reconciler.settings.probe_after_s)
         if other is not None:
@@ -63,12 +63,12 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
 
     @api.post("/v1/workers/{worker_id}/cordon")
     async def cordon(worker_id: str, actor: Actor) -> WorkerItem:
-        """Keep what it has, give it nothing new."""
+        """Cordon: the worker keeps its adapters and gets no new ones."""
         return await _set_worker(worker_id, "cordoned", actor)
 
     @api.post("/v1/workers/{worker_id}/uncordon")
     async def uncordon(worker_id: str, actor: Actor) -> WorkerItem:
-        """Use it again; also takes back a drain, whether or not it has reached the agent."""
+        """Use the worker again; takes back a cordon or a drain, also one that has reached the agent."""
         return await _set_worker(worker_id, None, actor)
 
     @api.post("/v1/workers/{worker_id}/drain")
@@ -77,7 +77,7 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         actor: Actor,
         body: Annotated[WorkerDrain, Body(examples=[{"deadline_s": 60}])] = WorkerDrain(),  # noqa: B008
     ) -> WorkerItem:
-        """Move its adapters elsewhere, make before break, then have it take no more requests."""
+        """Move the worker's adapters elsewhere, make before break, then let it take no more requests."""
         deadline_s = reconciler.store.rules.drain_deadline_s if body.deadline_s is None else body.deadline_s
         return await _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
 

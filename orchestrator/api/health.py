@@ -34,13 +34,15 @@ def health_routes(
 
     @api.get("/ready")
     async def ready() -> Status:
-        """Synced: the store is read and the fleet has had time to speak. 503 before that, and while stopping."""
+        """Ready: the store is read and workers have had time to report. 503 before that, and while stopping."""
         if is_stopping():
             raise OrchestratorUnavailable("stopping", code="stopping")
         if not reconciler.store.is_read:
             raise OrchestratorUnavailable("started, the store has not been read yet", code="starting")
         if not reconciler.is_settled:
-            raise OrchestratorUnavailable("started, listening to the fleet before anything is decided", code="starting")
+            raise OrchestratorUnavailable(
+                "started, waiting for workers to report before anything is decided", code="starting"
+            )
         return status("ready")
 
     @api.get("/metrics", response_class=PlainTextResponse, dependencies=guarded)

@@ -48,9 +48,9 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
         },
     )
     async def backup() -> FileResponse:
-        """The whole store, as it is now: what a new orchestrator can be started on.
+        """A backup of the store, on which a new orchestrator can be started.
 
-        Left out is what would take something from a fleet when it is put back: deletions, drains and rollouts.
+        Without deletions, drains and rollouts, which would remove adapters from a fleet after a restore.
         """
         folder = Path(tempfile.mkdtemp(prefix="lorafleet-backup-"))
         try:
@@ -71,7 +71,7 @@ def history_page(
     store: IntentStore, limit: int, cursor: int | None, *, kinds: tuple[str, ...], subject: str | None
 ) -> HistoryList:
     """One page of the history, newest first, and the cursor of the next."""
-    # One more than asked for, to know whether there is a next page.
+    # One more than the limit, to know whether there is a next page.
     found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
     page = found[:limit]
     return HistoryList(

@@ -58,7 +58,7 @@ def placement_routes(
 
     @api.get("/v1/placements")
     async def placements(wanted: Annotated[PlacementListQuery, Query()]) -> PlacementList:
-        """What is where, and what should be; all that is asked for must hold."""
+        """Present and desired placements that match all filters."""
         asked = wanted.model_dump(include={"lora_id", "worker_id", "state", "desired"}, exclude_none=True)
         rows = {
             f"{row.lora_id} {row.worker_id}": row
@@ -70,9 +70,9 @@ def placement_routes(
 
     @api.post("/v1/placements/plan")
     async def plan(ask: Annotated[PlanRequest | None, Body(examples=[PLAN_EXAMPLE])] = None) -> Plan:
-        """What would be done, why, and at what cost; does nothing.
+        """The actions that passes would take, with reasons and cost; starts nothing.
 
-        Without a body: the next pass. With one: every pass from now on, if that were so, until nothing is left to do.
+        Without a body: of the next pass. With one: of all passes under its assumptions, until nothing is left to do.
         """
         if ask is None:
             desired, actions = reconciler.planned_actions()
@@ -86,13 +86,13 @@ def placement_routes(
 
     @api.post("/v1/rebalance")
     async def rebalance() -> Plan:
-        """One pass now; answers with what it started."""
+        """Run a pass now; returns the actions that it started."""
         actions = reconciler.run_pass()
         return views.plan(actions, reconciler.queries.last_pass.desired)
 
     @api.get("/v1/orphans")
     async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
-        """What workers hold and nobody registered: it serves nobody, and is neither used nor taken away."""
+        """Adapters that workers hold and that are not registered; they serve no requests and are not removed."""
         rows = {f"{item.lora_id} {item.digest}": item for item in orphans(reports, store)}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
@@ -102,7 +102,7 @@ def placement_routes(
         actor: Actor,
         ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008
     ) -> BatchAnswer:
-        """Register orphans as they are, all or those named; nothing moves. Each is taken or refused on its own."""
+        """Register orphans as they are, all or those named, without moving anything; one result each."""
         results = adopt(ask, reports, store, registry, actor)
         await reconciler.publish_change(*(("adapters", result.lora_id) for result in results))
         return BatchAnswer(data=tuple(results))

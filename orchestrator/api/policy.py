@@ -29,7 +29,7 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         actor: Actor,
         if_match: IfMatch = None,
     ) -> Policy:
-        """Replace it: what is left out takes its default. Needs If-Match: the ETag of what was read, or *."""
+        """Replace the policy; missing fields take their defaults. Needs If-Match: the ETag of the last read, or *."""
         before = registry.policy_etag()
         return await _policy_written(registry.put_policy(policy, if_match, actor), before, response)
 
@@ -40,7 +40,7 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         actor: Actor,
         if_match: IfMatch = None,
     ) -> Policy:
-        """Change what is named, keep the rest."""
+        """Change the named fields of the policy."""
         before = registry.policy_etag()
         return await _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
 

@@ -39,7 +39,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     async def start_rollout(
         name: str, spec: Annotated[RolloutSpec, Body(examples=[ROLLOUT_EXAMPLE])], response: Response, actor: Actor
     ) -> RolloutItem:
-        """Move the alias to another version in steps: 201; 200 when this very rollout is under way already."""
+        """Move the alias to another version in steps: 201; 200 when this rollout is in progress already."""
         registry.require_rollout_target(name, spec.to)
         guard = RolloutGuard(
             max_error_rate_increase=spec.max_error_rate_increase,
@@ -54,13 +54,13 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.get("/v1/aliases/{name:path}/rollout")
     async def get_rollout(name: str) -> RolloutItem:
-        """The rollout that is under way, or the last one."""
+        """The rollout in progress, or the last one."""
         registry.alias(name)
         return rollout_item(rollouts.rollout_of(name), rollouts)
 
     @api.patch("/v1/aliases/{name:path}/rollout")
     async def patch_rollout(name: str, patch: RolloutPatch, actor: Actor) -> RolloutItem:
-        """Pause or resume it. Paused it goes no further, but still back when the new version is worse."""
+        """Pause or resume the rollout. A paused one does not advance, but a regression still rolls it back."""
         registry.alias(name)
         rollout = rollouts.set_paused(name, patch.paused, actor)
         await reconciler.publish_change(("aliases", name))
@@ -68,7 +68,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.delete("/v1/aliases/{name:path}/rollout")
     async def abort_rollout(name: str, actor: Actor) -> RolloutItem:
-        """End it: the alias points at once at what it did before."""
+        """End the rollout: the alias gets its former targets at once."""
         registry.alias(name)
         rollout = rollouts.abort_rollout(name, actor)
         await reconciler.publish_change(("aliases", name))

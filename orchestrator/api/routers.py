@@ -61,7 +61,7 @@ def router_routes(
 
     @api.get("/v1/catalog", response_model=Catalog)
     async def get_catalog(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        """Everything a router follows, at one revision; 304 when the ETag still holds."""
+        """The catalog at one revision; 304 when the ETag still matches."""
         reconciler.queries.refresh_catalog()
         revision, body = catalog.catalog_json()
         headers = {"etag": f'"{revision}"', "cache-control": "no-cache"}
@@ -72,10 +72,10 @@ def router_routes(
 
     @api.get("/v1/events", response_class=EventStream)
     async def events(
-        since: Annotated[int | None, Query(description="last revision known")] = None,
+        since: Annotated[int | None, Query(description="last known revision")] = None,
         last_event_id: Annotated[int | None, Header()] = None,
     ) -> StreamingResponse:
-        """Events after a revision, as SSE; 410 when they are no longer kept: fetch the catalog, follow from there."""
+        """Events after a revision, as SSE; 410 when they are no longer kept: read the catalog and follow from there."""
         reconciler.queries.refresh_catalog()
         start = last_event_id if last_event_id is not None else since
         start = catalog.revision if start is None else start
@@ -89,7 +89,7 @@ def router_routes(
 
     @api.post("/v1/usage")
     async def usage(report: Annotated[UsageReport, Body(examples=[USAGE_EXAMPLE])]) -> UsageAnswer:
-        """A router's counts. Repeats and late ones are recognised by `seq` and change nothing."""
+        """A router's usage report. `seq` tells repeated and late reports, which change nothing."""
         accepted = reconciler.demand.record_report(
             report.router_id,
             report.boot_id,
@@ -115,7 +115,7 @@ def router_routes(
         actor: Actor,
         ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
     ) -> EnsureAnswer:
-        """Have the adapter somewhere; answers when it is, or after `wait_s` with what is known by then."""
+        """Ask for replicas of the adapter. Answers when they are ready, or after `wait_s` with the state of then."""
         asking = asyncio.create_task(
             _ensure(
                 lora_id,

@@ -1,4 +1,4 @@
-"""`/ui`: one static page of what is where; all that it shows comes over REST, with its reader's own key."""
+"""`/ui`: one static page that shows the fleet; it reads over REST with the reader's own key."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ PAGE = Path(__file__).with_name("ui.html").read_text(encoding="utf-8")
 def ui_routes() -> APIRouter:
     api = APIRouter(tags=["health"])
     headers = {
-        "content-security-policy": policy(PAGE),
+        "content-security-policy": content_security_policy(PAGE),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
@@ -28,7 +28,7 @@ def ui_routes() -> APIRouter:
     return api
 
 
-def policy(page: str) -> str:
+def content_security_policy(page: str) -> str:
     """Content-Security-Policy: this page's own script and style and no others, and calls to this server only."""
     sources = {
         kind: f"'sha256-{base64.b64encode(hashlib.sha256(_inside(page, tag).encode()).digest()).decode()}'"

@@ -168,7 +168,7 @@ class ConfigMapBackend:
         return self._journal.find_entries(kinds=kinds, subject=subject, before=before, limit=limit)
 
     def backup(self, path: Path) -> None:
-        """A List for `kubectl apply -f`: adapters with what was found of them, aliases, policy and cordons."""
+        """Write a List for `kubectl apply -f`: adapters with inspection results, aliases, policy and cordons."""
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as exc:

@@ -288,10 +288,10 @@ class ObjectRendering:
         elif before is None or before.of != mark:
             if is_asked:
                 message = (
-                    f"ConfigMap {name} says something else by now; look at it, and ask again if it still has to be"
+                    f"ConfigMap {name} has been changed meanwhile; read it, and repeat the change if it is still needed"
                 )
                 raise StateConflict(message, code="conflict")
-            assert before is not None, "what is not asked for is in a record"
+            assert before is not None, "a row without a change has a record"
             mark = before.of
         elif is_asked and not self._is_owned(name, found):
             new = text()

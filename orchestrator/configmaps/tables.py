@@ -105,7 +105,7 @@ def tables_from_objects(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
     for name in sorted(mirror.people_object_names(), key=lambda name: age_order(mirror.objects[name])):
         found, record = mirror.objects[name], mirror.accepted_record(name)
         row = row_in_record(record)
-        if row is None or row[:2] in tables.object_names:  # nothing is accepted, or an older object says it
+        if row is None or row[:2] in tables.object_names:  # nothing is accepted, or an older object holds the row
             continue
         table, key, value = row
         tables.object_names[table, key] = name

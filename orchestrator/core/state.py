@@ -101,10 +101,10 @@ class ObservedWorker:
     running         requests in the engine, its queue included
     refusal         why the worker takes no adapters at all; empty: it takes them
     adapters        lora_id -> adapter on the worker, in any state
-    drain_deadline  when the worker is told to drain even if adapters are still to be moved
+    drain_deadline  when the worker has to drain even if adapters are still to be moved
     is_agent_draining  the agent has been told to drain
     is_terminating  Kubernetes is ending its pod: nothing is done there, and its adapters are needed elsewhere
-    reported_at     when the report was made, so that "nothing runs" can be told from "nothing ran a while ago"
+    reported_at     when the report was made, so that "nothing runs" differs from "nothing ran a while ago"
     """
 
     id: str

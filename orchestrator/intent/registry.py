@@ -319,10 +319,10 @@ def _require_same(known: RegisteredAdapter, spec: AdapterSpec) -> None:
         message = f"adapter {spec.lora_id!r} is being deleted; register it again when that is done"
         raise StateConflict(message, code="adapter_deleting", param="lora_id")
     for name in _IMMUTABLE:
-        said, is_ = getattr(spec, name), getattr(known, name)
-        if said is not None and is_ is not None and said != is_:
+        asked, present = getattr(spec, name), getattr(known, name)
+        if asked is not None and present is not None and asked != present:
             raise StateConflict(
-                f"{spec.lora_id!r} is registered with {name} {is_!r}, which cannot change to {said!r}: register"
+                f"{spec.lora_id!r} is registered with {name} {present!r}, which cannot change to {asked!r}: register"
                 f" a new version (such as {_next_version(spec.lora_id)!r}) and point an alias at it",
                 code="immutable",
                 param=name,

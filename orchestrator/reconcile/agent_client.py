@@ -1,7 +1,4 @@
-"""The client of the workers' agents: one method a call, foreign failures translated once.
-
-What kind of failure it was is decided by the agent's error code.
-"""
+"""The client of the workers' agents: one method per call. Failures become our errors by the agent's error code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -40,7 +37,7 @@ SOURCE_CODES = frozenset(
         "source_unsupported",
     }
 )
-"""Agent error codes (workers/core/errors.py) for what a worker finds at a source: another one may find more there."""
+"""Agent error codes (workers/core/errors.py) about a source; another worker may have better access to it."""
 
 CONTENT_CODES = frozenset(
     {
@@ -70,56 +67,55 @@ CONTENT_CODES = frozenset(
         "weights_empty",
     }
 )
-"""Those for what is wrong with the bytes that it did find.
+"""Agent error codes about an adapter's bytes.
 
-Everything else is the worker's trouble of the moment; so are `disk_full` and `rank_too_big`, which another worker
-may have room for.
+All other codes are about the worker at that moment, `disk_full` and `rank_too_big` included.
 """
 
 
 class AgentClient:
-    """Calls agents; every action carries our epoch and an idempotency key that says which action it is."""
+    """Calls agents. Every action carries our epoch and an idempotency key."""
 
-    def __init__(self, client: httpx.AsyncClient, *, own: OwnKey, epoch: Callable[[], int]) -> None:
-        """`epoch`: ours, asked for right before each action; raises LeaseLost when we may not act."""
+    def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], int]) -> None:
+        """`epoch`: returns our epoch, called before each action; raises LeaseLost when we may not act."""
         self._client = client
         self._epoch = epoch
-        self.own = own
+        self.own_key = own_key
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
-        """Raises WorkerFailed when the agent does not answer with its metadata."""
+        """The agent's report. Raises WorkerFailed."""
         return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
     async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
-        """Have the agent refuse every older epoch from now on; its state after that. Raises WorkerFailed, LeaseLost."""
+        """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
         return _parsed(Metadata, await self._act(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s))
 
     async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
-        """Raises InvalidAdapter for what is wrong with source or bytes, WorkerFailed for everything else, LeaseLost."""
+        """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
-        """Raises InvalidAdapter where the worker's settings forbid it, WorkerFailed where the agent does not say."""
+        """Check whether the worker's settings allow the source. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
         await self._call("GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s)
 
     async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
-        """Raises InvalidAdapter for what is wrong with source or bytes, WorkerFailed for everything else, LeaseLost."""
+        """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
         return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
-        """Done, also when the agent does not hold it (404). Raises WorkerFailed."""
-        await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, also=frozenset({404}))
+        """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, accepted=frozenset({404}))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
-        """The whole worker. Raises WorkerFailed."""
+        """Drain the whole worker. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
 
     async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
-        """The whole worker, used again. Raises WorkerFailed, also for an agent that knows no such call."""
+        """Let a drained worker take requests again. Raises WorkerFailed, also from an older agent without this call."""
         await self._act(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
-        """Names that the engine serves; None when it is up but will not say. Raises WorkerFailed when it is not up."""
+        """Model names that the engine lists; None if it is up without a list. Raises WorkerFailed if it is not up."""
         await self._call("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
         try:
             answer = await self._call("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
@@ -135,12 +131,14 @@ class AgentClient:
         *,
         key: str,
         timeout_s: float,
-        also: frozenset[int] = frozenset(),
+        accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own.headers
+        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own_key.headers
         body = ask.model_dump(mode="json", exclude_none=True)
         path = f"/v1/admin/{verb}"
-        return await self._call("POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, also=also)
+        return await self._call(
+            "POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, accepted=accepted
+        )
 
     async def _call(
         self,
@@ -151,15 +149,15 @@ class AgentClient:
         timeout_s: float,
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        also: frozenset[int] = frozenset(),
+        accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
         url = base_url.rstrip("/") + path
-        headers = self.own.headers if headers is None else headers
+        headers = self.own_key.headers if headers is None else headers
         try:
             answer = await self._client.request(method, url, json=body, headers=headers, timeout=timeout_s)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise WorkerFailed(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
-        if answer.is_success or answer.status_code in also:
+        if answer.is_success or answer.status_code in accepted:
             return answer
         raise _refusal(method, url, answer)
 
@@ -167,7 +165,7 @@ class AgentClient:
 def _refusal(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:
-        error = from_json(answer.content)["error"]  # stricter than Python's own: what it takes can be said again
+        error = from_json(answer.content)["error"]  # stricter than `json`: what it accepts can be encoded again
         code, message = str(error["code"] or code), str(error["message"])
     except (ValueError, KeyError, TypeError):
         message = f"{message}: {answer.text[:200]!r}"

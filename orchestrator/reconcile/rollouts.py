@@ -1,4 +1,7 @@
-"""Aliases on their way: the hands of `core.rollout`. Called once a pass, and when somebody changes an alias."""
+"""Rollouts in progress: observes the fleet for `core.rollout` and stores its decisions.
+
+Runs once a pass, and when an alias changes.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

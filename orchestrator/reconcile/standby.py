@@ -41,7 +41,10 @@ class StandbyFollower:
         leader = self._leadership.other_holder
         if leader is None or not leader.url:
             return
-        url, headers = f"{leader.url.rstrip('/')}/v1/catalog", self._agents.own.headers | {"if-none-match": self._etag}
+        url, headers = (
+            f"{leader.url.rstrip('/')}/v1/catalog",
+            self._agents.own_key.headers | {"if-none-match": self._etag},
+        )
         answer = await self._client.get(url, headers=headers, timeout=self._timeout_s)
         if answer.status_code == httpx.codes.NOT_MODIFIED:
             return

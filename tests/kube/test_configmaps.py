@@ -291,7 +291,7 @@ async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looke
     instance.is_leading = False  # so that the edit is not looked at
     await manifests.apply("my-sql", SQL | {"tenants": ["edited"]})
     instance.registry.patch_adapter("sql/v1", AdapterPatch(tenants=("rest",)), "me")
-    with pytest.raises(StateConflict, match="ConfigMap my-sql says something else by now"):
+    with pytest.raises(StateConflict, match="ConfigMap my-sql has been changed meanwhile"):
         await instance.store.wait_durable()
     assert instance.store.adapters["sql/v1"].tenants is None
     # What agents find is written, and the edit still stands to be looked at.
@@ -307,7 +307,7 @@ async def test_an_object_of_somebody_elses_is_never_taken_for_ours(instance, man
     name = adapter_object_name("legal/v2")
     await manifests.apply(name, None, text="precious", labels={})
     instance.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
-    with pytest.raises(StateConflict, match=f"ConfigMap {name} says something else"):
+    with pytest.raises(StateConflict, match=f"ConfigMap {name} has been changed meanwhile"):
         await instance.store.wait_durable()
     assert "legal/v2" not in instance.store.adapters
     assert (await manifests.get(name))["data"] == {"adapter.yaml": "precious"}

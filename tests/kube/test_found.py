@@ -39,7 +39,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
         )
         self.pokes = asyncio.Event()
         self.client = httpx.AsyncClient()
-        self.agent_client = AgentClient(self.client, own=OwnKey(), epoch=lambda: 1)
+        self.agent_client = AgentClient(self.client, own_key=OwnKey(), epoch=lambda: 1)
         self.finder = KubeWorkerFinder(
             self.slices,
             reports=self.reconciler.reports,

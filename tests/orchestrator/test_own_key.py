@@ -22,7 +22,7 @@ async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
                 await asked
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        agents = AgentClient(client, own=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
+        agents = AgentClient(client, own_key=OwnKey("", file, clock=lambda: now[0]), epoch=lambda: 1)
         await ask()
         file.write_text("another")
         now[0] += 1

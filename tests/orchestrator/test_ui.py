@@ -2,7 +2,7 @@
 
 import re
 
-from orchestrator.api.ui import PAGE, policy
+from orchestrator.api.ui import PAGE, content_security_policy
 
 
 async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(service):
@@ -12,7 +12,7 @@ async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(se
     rule = answer.headers["content-security-policy"]
     assert rule.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in rule
-    assert policy(PAGE.replace("look()", "evil()")) != rule
+    assert content_security_policy(PAGE.replace("look()", "evil()")) != rule
 
 
 def test_the_page_names_no_other_place_and_never_writes_markup():

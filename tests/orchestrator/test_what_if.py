@@ -238,4 +238,4 @@ async def test_more_workers_than_can_be_thought_through_are_refused(service):
     await service.worker()
     answer = await service.http.post("/v1/placements/plan", json={"workers_more": [{"count": 1000}] * 3})
     assert answer.status_code == 400
-    assert "3000 more workers are supposed, at most 2000" in answer.json()["error"]["message"]
+    assert "3000 more workers are assumed, at most 2000" in answer.json()["error"]["message"]
