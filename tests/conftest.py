@@ -111,11 +111,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """pytest-xdist's groups, but tests without a group are grouped by file, because a file shares its fixtures."""
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
-    class Scheduler(LoadGroupScheduling):
+    class VllmGroupScheduling(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "vllm" if nodeid.endswith("@vllm") else nodeid.partition("::")[0]
 
-    return Scheduler(config, log)
+    return VllmGroupScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from lorafleet.http_server.batches import Stepper
 from lorafleet.http_server.exchange import CLOSE, JSON, HttpExchange
 from lorafleet.http_server.framing import RefusedMessage
-from lorafleet.http_server.request_reader import BODY, HEAD, NEVER, RequestReader
+from lorafleet.http_server.request_reader import BODY, HEAD, NEVER, ReadingProtocol
 from lorafleet.service.http import error_headers
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NOT_BEGUN = "this server stopped before this request was begun; send it again"
 _NOT_DONE = "this server stopped before this request was done; send it again"
 
 
-class ClientConnection(RequestReader):
+class ClientConnection(ReadingProtocol):
     """One client's connection.
 
     is_write_paused  the client reads too slowly: unsent bytes are above the transport's high-water mark

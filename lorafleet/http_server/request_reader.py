@@ -42,7 +42,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _METHODS = {name.encode(): name for name in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")}
 
 
-class RequestReader(HttpToolsProtocol):
+class ReadingProtocol(HttpToolsProtocol):
     """The reading half of a client's connection. A message for a hot route becomes an HttpExchange.
 
     Any other message is the ASGI app's: uvicorn reads and answers it, as its `cycle`.

@@ -12,7 +12,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, WorkerFailed
 from orchestrator.core.state import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.in_flight import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports
@@ -36,7 +36,7 @@ class HeartbeatMonitor:
         reports: WorkerReports,
         demand: DemandBook,
         agents: AgentClient,
-        operations: OperationsInProgress,
+        operations: FleetOperations,
         queries: FleetQueries,
         tasks: BackgroundTasks,
         request_pass: Callable[[], None],

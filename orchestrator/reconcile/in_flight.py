@@ -12,7 +12,7 @@ from orchestrator.core.state import Pair
 
 
 @dataclass(slots=True)
-class OperationsInProgress:
+class FleetOperations:
     """One writer: the event loop.
 
     busy              worker_id -> number of loads and unloads in progress there

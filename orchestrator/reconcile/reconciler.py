@@ -34,7 +34,7 @@ from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
-from orchestrator.reconcile.in_flight import OperationsInProgress
+from orchestrator.reconcile.in_flight import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.tasks import BackgroundTasks
@@ -89,7 +89,7 @@ class Reconciler:
         self._due = asyncio.Event()
         self._tasks = BackgroundTasks()
         self.audit = AuditLog(store)
-        self.operations = operations = OperationsInProgress()
+        self.operations = operations = FleetOperations()
         self.queries = queries = FleetQueries(
             store=store, reports=reports, catalog=catalog, operations=operations, clock=clock
         )

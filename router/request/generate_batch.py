@@ -10,7 +10,7 @@ from router.protocols.bodies import check_items
 from router.protocols.routes import ROUTES, Route
 from router.request.accounting import record, record_usage
 from router.request.engine_attempt import AttemptLimits
-from router.request.reader import RequestReader
+from router.request.reader import InferenceRequestReader
 from router.request.response import ClientResponse, within_deadline
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -25,7 +25,7 @@ _JSON = "content-type: application/json\r\n"
 
 
 async def serve_generate_batch(
-    services: Services, limits: AttemptLimits, reader: RequestReader, caller: Caller, response: ClientResponse
+    services: Services, limits: AttemptLimits, reader: InferenceRequestReader, caller: Caller, response: ClientResponse
 ) -> None:
     """Answer one `/generate` call: one stream, or all items in one body. Raises RouterError."""
     body = response.exchange.body

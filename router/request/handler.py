@@ -16,7 +16,7 @@ from router.protocols.routes import ROUTES, Route, find_route
 from router.request.engine_attempt import AttemptLimits
 from router.request.generate_batch import GENERATE, serve_generate_batch
 from router.request.parsed_request import request_id
-from router.request.reader import RequestReader, text_header
+from router.request.reader import InferenceRequestReader, text_header
 from router.request.response import ClientResponse
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -38,7 +38,7 @@ class InferenceHandler:
         config = services.config
         self._limits = AttemptLimits(config.first_data_timeout_s, config.idle_timeout_s, config.max_answer_bytes)
         self._keep_alive_s = config.stream_keep_alive_s
-        self._reader = RequestReader(services)
+        self._reader = InferenceRequestReader(services)
         self._check_host = host_check(services.keys, allow_open=config.allow_open)
         self._check_site = site_check(config.allowed_origins, trusts_preflight=True)
         self._handlers: dict[tuple[str, str], Handler] = {

@@ -15,7 +15,7 @@ from router.telemetry.trace import Trace
 TIMEOUT_NAME = TIMEOUT_HEADER.encode()
 
 
-class RequestReader:
+class InferenceRequestReader:
     """Reads requests by the router's settings."""
 
     def __init__(self, services: Services) -> None:

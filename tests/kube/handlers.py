@@ -13,7 +13,7 @@ from tests.kube.registry import ObjectRegistry
 from tests.kube.rules import AccessRules
 
 
-class RecordedRequest(NamedTuple):
+class ApiServerRequest(NamedTuple):
     """One request, as it came: also those that a fault or a rule refused."""
 
     time: float
@@ -30,7 +30,7 @@ class RequestHandlers:
     registry: ObjectRegistry
     rules: AccessRules
     faults: ServerFaults
-    requests: list[RecordedRequest]
+    requests: list[ApiServerRequest]
     forbidden: list[str]
     bookmark_s: float = 60.0
     lists: PagedLists = field(default_factory=PagedLists)
@@ -70,13 +70,13 @@ class RequestHandlers:
 
     # --- before the verb -----------------------------------------------------------------------------------------
 
-    def _note(self, request: web.Request, target: wire.PathTarget | None) -> RecordedRequest:
+    def _note(self, request: web.Request, target: wire.PathTarget | None) -> ApiServerRequest:
         verb = wire.verb_of(request, target)
         try:
             user = self.rules.user(request.headers.get("Authorization", ""))
         except status.ApiError:
             user = ""
-        asked = RecordedRequest(asyncio.get_running_loop().time(), verb, request.path, dict(request.query), user)
+        asked = ApiServerRequest(asyncio.get_running_loop().time(), verb, request.path, dict(request.query), user)
         self.requests.append(asked)
         return asked
 
@@ -88,7 +88,7 @@ class RequestHandlers:
         found = documents.document(request.path.rstrip("/"), dict(request.query))
         return web.Response(status=404, text="404 page not found\n") if found is None else wire.answered(200, found)
 
-    def _permit(self, user: str, asked: RecordedRequest, target: wire.PathTarget, request: web.Request) -> None:
+    def _permit(self, user: str, asked: ApiServerRequest, target: wire.PathTarget, request: web.Request) -> None:
         name = target.name or selectors.named_by(request.query.get("fieldSelector", ""))
         self.rules.require(user, asked.verb, target.resource, target.part, target.namespace, name)
 

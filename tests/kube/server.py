@@ -25,7 +25,7 @@ from aiohttp import web
 from lorafleet.service.sockets import bind_socket
 from tests.kube import certificates
 from tests.kube.faults import ServerFaults
-from tests.kube.handlers import RecordedRequest, RequestHandlers
+from tests.kube.handlers import ApiServerRequest, RequestHandlers
 from tests.kube.kinds import BY_KIND, BY_PLURAL
 from tests.kube.registry import ObjectRegistry
 from tests.kube.rules import AccessRules
@@ -81,7 +81,7 @@ class KubeServer:
     def __init__(
         self, *, port: int = 0, tls: bool = False, allow_loopback: bool = True, bookmark_s: float = 60.0
     ) -> None:
-        self.requests: list[RecordedRequest] = []
+        self.requests: list[ApiServerRequest] = []
         self.forbidden: list[str] = []
         self.registry = ObjectRegistry(VersionedObjects(), allow_loopback=allow_loopback)
         self.objects = DirectObjects(self.registry)

@@ -24,7 +24,7 @@ import zmq
 
 from lorafleet.local.tiny_model import make_adapters, make_model
 from tests.engines import start_engine
-from tests.recordings.recording import VLLM, RecordedEvent, RecordedRequest, Recording
+from tests.recordings.recording import VLLM, RecordedEngineRequest, RecordedEvent, Recording
 
 BLOCK_SIZE = 32
 TOTAL_BLOCKS = 40
@@ -43,7 +43,7 @@ class RecordingSession:
     client: httpx.Client
     sub: "zmq.Socket[bytes]"
     model: str
-    entries: list[RecordedEvent | RecordedRequest] = field(default_factory=list)
+    entries: list[RecordedEvent | RecordedEngineRequest] = field(default_factory=list)
     prompts: list[tuple[str, str, list[int]]] = field(default_factory=list)
     report_full: bool = False
 
@@ -77,7 +77,7 @@ class RecordingSession:
         usage = answer["usage"]
         assert usage["prompt_tokens"] == len(ids)
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-        self.entries.append(RecordedRequest(engine_name, salt, ids, cached_tokens, self.report_full))
+        self.entries.append(RecordedEngineRequest(engine_name, salt, ids, cached_tokens, self.report_full))
         self.listen()
 
     def twins(self, prompt: list[int]) -> None:
@@ -163,7 +163,7 @@ def main(into: Path) -> None:
         finally:
             engine.stop()
     recording.save(into)
-    asked = sum(isinstance(entry, RecordedRequest) for entry in recording.entries)
+    asked = sum(isinstance(entry, RecordedEngineRequest) for entry in recording.entries)
     print(f"{into}: {asked} requests, {len(recording.entries) - asked} messages, {into.stat().st_size} bytes")  # noqa: T201
 
 

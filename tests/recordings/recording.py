@@ -15,7 +15,7 @@ class RecordedEvent(msgspec.Struct, array_like=True, tag="heard", frozen=True):
     payload: bytes
 
 
-class RecordedRequest(msgspec.Struct, array_like=True, tag="asked", frozen=True):
+class RecordedEngineRequest(msgspec.Struct, array_like=True, tag="asked", frozen=True):
     """One request, alone in the engine: all events before it were heard, none of its own was.
 
     engine_name    the adapter's, or empty for the base model
@@ -37,9 +37,9 @@ class Recording(msgspec.Struct, frozen=True):
     block_size: int
     total_blocks: int
     parts: dict[str, int]
-    entries: list[RecordedEvent | RecordedRequest]
+    entries: list[RecordedEvent | RecordedEngineRequest]
 
-    def part(self, name: str) -> list[RecordedEvent | RecordedRequest]:
+    def part(self, name: str) -> list[RecordedEvent | RecordedEngineRequest]:
         """The entries of one part."""
         starts = [*sorted(self.parts.values()), len(self.entries)]
         start = self.parts[name]

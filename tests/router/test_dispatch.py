@@ -379,14 +379,16 @@ def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_mo
 
 
 def test_a_shadow_policy_that_fails_fails_nothing():
-    class Broken:
+    class FailingPolicy:
         name = "broken"
 
         def choose(self, ask, scene):
             raise ZeroDivisionError
 
     failed = []
-    fleet = SchedulerUnderTest(shadows=[Broken()], on_shadow_failure=lambda name, exc: failed.append((name, type(exc))))
+    fleet = SchedulerUnderTest(
+        shadows=[FailingPolicy()], on_shadow_failure=lambda name, exc: failed.append((name, type(exc)))
+    )
     fleet.ask()
     assert len(fleet.sent) == 1
     assert failed == [("broken", ZeroDivisionError)]

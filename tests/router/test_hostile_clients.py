@@ -94,14 +94,14 @@ async def test_a_prompt_that_the_engine_refused_is_not_taken_for_cached_there():
 
 
 async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_counted():
-    class Broken:
+    class BrokenPolicy:
         name = "broken"
 
         def choose(self, ask, scene):
             raise RuntimeError("broken")
 
     async with fleet(EngineDouble("w0")) as (client, _, parts):
-        parts.scheduler.shadows = [Broken()]
+        parts.scheduler.shadows = [BrokenPolicy()]
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": list(range(160))})
         assert answer.status_code == 200
         assert not list(parts.scheduler.load.counts_by_name())

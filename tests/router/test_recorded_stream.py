@@ -14,7 +14,7 @@ from lorafleet.kv.events import KvEventDecoder
 from lorafleet.kv.ledger import BlockLedger
 from router.core.kv.index import KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy, hit_tokens
-from tests.recordings.recording import RecordedEvent, RecordedRequest, load
+from tests.recordings.recording import RecordedEngineRequest, RecordedEvent, load
 
 RECORDING = load()
 BLOCK_SIZE = RECORDING.block_size
@@ -72,7 +72,7 @@ def hashes_of(asked):
 def predictions(scheduler, entries, *, without=(), encode=bytes):
     """(request, tokens predicted) in order, having heard all messages but those with these sequence numbers."""
     for entry in entries:
-        if isinstance(entry, RecordedRequest):
+        if isinstance(entry, RecordedEngineRequest):
             yield entry, scheduler.predicted_tokens(entry)
         elif entry.seq not in without:
             scheduler.hear(encode(entry.payload))
@@ -121,7 +121,7 @@ def test_the_recording_has_what_is_hard():
     assert sum(stored.values()) <= RECORDING.total_blocks
     assert kinds["BlockRemoved"] > 5 * RECORDING.total_blocks
     assert copies > 10
-    asked = [entry for entry in RECORDING.part("incremental") if isinstance(entry, RecordedRequest)]
+    asked = [entry for entry in RECORDING.part("incremental") if isinstance(entry, RecordedEngineRequest)]
     assert len({(entry.engine_name, entry.cache_salt) for entry in asked}) == 5
     hits = [entry for entry in asked if entry.cached_tokens]
     assert 0.3 * len(asked) < len(hits) < 0.9 * len(asked)
@@ -212,7 +212,7 @@ def after_gap(missing, payload_of):
     for part in RECORDING.parts:
         for entry in RECORDING.part(part):
             scheduler.ledger.expect_repeats(part == "full" or trust.state(W) == "degraded")
-            if isinstance(entry, RecordedRequest):
+            if isinstance(entry, RecordedEngineRequest):
                 predicted = scheduler.predicted_tokens(entry)
                 wrong[part] += predicted != entry.cached_tokens
                 now += 1
@@ -244,7 +244,7 @@ def payloads_without_repetitions():
     held, payloads = Counter(), {}
     reporting = {entry.seq for entry in RECORDING.part("full") if isinstance(entry, RecordedEvent)}
     for entry in RECORDING.entries:
-        if isinstance(entry, RecordedRequest):
+        if isinstance(entry, RecordedEngineRequest):
             continue
         ts, batch, rank = msgspec.msgpack.decode(entry.payload)
         kept = []

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.wire import UsageReport
 from tests.patience import until, within
 from tests.workers.running import RunningWorker, post
-from workers.agent.adapter_usage import AdapterUsage
+from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.wire import AvailableLoras, Metadata
 
@@ -40,9 +40,9 @@ def report(seq: int, requests: int, *, router: str = "r") -> UsageReport:
 
 
 def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
-    def start() -> tuple[InstalledAdapters, AdapterUsage]:
+    def start() -> tuple[InstalledAdapters, ReportedAdapterUsage]:
         records = InstalledAdapters(tmp_path)
-        return records, AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+        return records, ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
 
     records, usage = start()
     records.store(record(1))
@@ -61,7 +61,7 @@ def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
 def test_restarting_router_does_not_double_another_routers_counts(tmp_path):
     records = InstalledAdapters(tmp_path)
     records.store(record(1))
-    usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     for start in range(300):
         usage.count_uses(report(start, 1000 + start, router="lives on"))
         usage.count_uses(report(1, 0, router=f"start {start}"))
@@ -72,7 +72,7 @@ def test_damaged_counts_lose_only_the_counts(tmp_path):
     (tmp_path / "usage.json").write_text("[1")
     records = InstalledAdapters(tmp_path)
     records.store(record(1))
-    usage = AdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
+    usage = ReportedAdapterUsage(tmp_path / "usage.json", records, worker_id="w", now=lambda: "now")
     assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
 
 

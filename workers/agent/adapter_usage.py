@@ -15,7 +15,7 @@ log = structlog.get_logger()
 _ROUTERS_KEPT = 256
 
 
-class AdapterUsage:
+class ReportedAdapterUsage:
     """The last cumulative counts of each router; the totals are in `InstalledAdapters`.
 
     Both are saved in one file: if one were newer than the other, requests would count twice or never.

@@ -16,7 +16,7 @@ import structlog
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_setting
 from orchestrator.wire import UsageReport
-from workers.agent.adapter_usage import AdapterUsage
+from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
 from workers.agent.installed_adapters import InstalledAdapters
@@ -84,7 +84,7 @@ class WorkerAgent:
         self.report = InventoryReport(
             self.inventory, settings=settings, cache=cache, local_adapters=local_adapters, clock=clock
         )
-        self.usage = AdapterUsage(
+        self.usage = ReportedAdapterUsage(
             settings.state / "usage.json", installed, worker_id=settings.instance_id, now=timestamp
         )
         self._installer = Installer(

@@ -14,7 +14,7 @@ from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
-from workers.agent.operations import OperationsInProgress
+from workers.agent.operations import AgentOperations
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError
 from workers.engines.base import EngineClient
@@ -45,7 +45,7 @@ class Loader:
         self._report = report
         self._metrics = metrics
         self._clock = clock
-        self._operations = OperationsInProgress()
+        self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 

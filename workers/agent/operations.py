@@ -30,7 +30,7 @@ class _AdapterOperation:
         return not self.is_committed
 
 
-class OperationsInProgress:
+class AgentOperations:
     """The operations in progress of one agent, by lora_id. The event loop is the only writer."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server.batches import MAX_BATCH, MAX_BATCH_BYTES, Batches, Signal, Stepper, leave_batch, next_stage
 from lorafleet.http_server.outbox import Outbox
-from tests.router.relay.test_outbox import ManualLoop, Transport
+from tests.router.relay.test_outbox import ManualLoop, RecordingTransport
 
 
 class BatchLoop(ManualLoop):
@@ -54,7 +54,7 @@ def test_a_stage_of_all_comes_before_the_next_stage_of_any(bench):
 
 
 def test_a_request_whose_signal_is_set_goes_on_before_others_begin_and_its_answer_is_sent(bench):
-    answered, client = Signal(), Transport()
+    answered, client = Signal(), RecordingTransport()
 
     async def answers():
         await answered
@@ -121,7 +121,7 @@ def test_a_request_that_fails_is_logged_and_the_others_go_on(bench):
 
 
 def test_answers_of_a_batch_are_sent_though_one_of_it_failed(bench):
-    client = Transport()
+    client = RecordingTransport()
 
     async def answers():
         bench.box.write(client, b"answer", bench.loop)

@@ -21,7 +21,7 @@ class ManualLoop:
             callback()
 
 
-class Transport:
+class RecordingTransport:
     def __init__(self, *, raises=False):
         self.written = []
         self.raises = raises
@@ -40,7 +40,7 @@ class Transport:
 
 
 def test_what_a_turn_writes_goes_out_at_its_end_in_order():
-    loop, box, one, other = ManualLoop(), Outbox(), Transport(), Transport()
+    loop, box, one, other = ManualLoop(), Outbox(), RecordingTransport(), RecordingTransport()
     box.write(one, b"1", loop)
     box.write(other, b"a", loop)
     box.write(one, b"2", loop)
@@ -53,7 +53,7 @@ def test_what_a_turn_writes_goes_out_at_its_end_in_order():
 
 
 def test_a_long_turn_does_not_hold_back_what_came_first():
-    loop, box, transport = ManualLoop(), Outbox(), Transport()
+    loop, box, transport = ManualLoop(), Outbox(), RecordingTransport()
     for _ in range(outbox.MAX_WRITES):
         box.write(transport, b"x", loop)
     assert len(transport.written) == outbox.MAX_WRITES
@@ -63,9 +63,9 @@ def test_a_long_turn_does_not_hold_back_what_came_first():
 
 
 def test_one_that_cannot_be_written_takes_no_other_with_it():
-    loop, box, transport = ManualLoop(), Outbox(), Transport()
-    closed = Transport()
-    box.write(Transport(raises=True), b"lost", loop)
+    loop, box, transport = ManualLoop(), Outbox(), RecordingTransport()
+    closed = RecordingTransport()
+    box.write(RecordingTransport(raises=True), b"lost", loop)
     box.write(closed, b"lost", loop)
     box.write(transport, b"x", loop)
     closed.closed = True
@@ -74,7 +74,7 @@ def test_one_that_cannot_be_written_takes_no_other_with_it():
 
 
 def test_behind_what_cannot_be_written_nothing_is_written_to_the_same():
-    loop, box, transport = ManualLoop(), Outbox(), Transport(raises=True)
+    loop, box, transport = ManualLoop(), Outbox(), RecordingTransport(raises=True)
     box.write(transport, b"lost", loop)
     loop.turn()
     transport.raises = False
@@ -92,7 +92,7 @@ async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sen
 
 
 def test_who_will_flush_it_is_not_called_for_that_besides():
-    loop, box, transport = ManualLoop(), Outbox(), Transport()
+    loop, box, transport = ManualLoop(), Outbox(), RecordingTransport()
     box.is_due = True
     box.write(transport, b"1", loop)
     assert not loop.soon

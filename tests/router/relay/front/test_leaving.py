@@ -222,7 +222,7 @@ async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
 async def test_a_request_whose_client_left_is_freed_without_the_garbage_collector():
     kept = []
 
-    class KeptHandler:
+    class KeptCoroutineHandler:
         async def answer(self, exchange):
             kept.append(weakref.ref(self))
             self.exchange = exchange
@@ -231,7 +231,7 @@ async def test_a_request_whose_client_left_is_freed_without_the_garbage_collecto
 
     gc.disable()
     try:
-        async with fronted(lambda exchange: KeptHandler().answer(exchange)) as served:
+        async with fronted(lambda exchange: KeptCoroutineHandler().answer(exchange)) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc"))
                 await until(lambda: kept)
