@@ -11,7 +11,7 @@ from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener, listener_for_app
 from tests.lorafleet.test_serve import length
 from tests.patience import within
-from tests.router.relay.wires import RawClient, error_of
+from tests.wires import RawClient, error_of
 
 SOON = ClientLimits(head_s=0.05, body_s=0.05, idle_s=0.05)
 

@@ -18,8 +18,8 @@ from router.http.engine_pool import Origin
 from router.request.services import Services
 from tests.patience import patience, until
 from tests.router.doubles import BASE, AgentDouble, chunk
-from tests.router.relay.wires import RawClient, RawEngine, reset
 from tests.serving import client_of, serving
+from tests.wires import RawClient, RawEngine, reset
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"

@@ -24,7 +24,7 @@ from tests.router.faults.house import (
     pieces,
     saying,
 )
-from tests.router.relay.wires import error_of as error_said
+from tests.wires import error_of as error_said
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 50, "total_tokens": 60}
 COUNTED = json.dumps({"id": "1", "model": BASE, "choices": [{"index": 0, "text": "hi"}], "usage": USAGE}).encode()

@@ -6,9 +6,9 @@ import pytest
 
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.http_server.limits import ClientLimits
+from tests.lorafleet.http_server.handlers import LARGE, Calls, Work, large_of, look_later, say_last
 from tests.patience import patience, until
-from tests.router.relay.front.handlers import LARGE, Calls, Work, large_of, look_later, say_last
-from tests.router.relay.wires import COLD, HOT, fronted, post
+from tests.wires import COLD, HOT, fronted, post
 
 
 async def test_a_slow_reader_pauses_the_work_and_little_is_held_for_it():

@@ -6,14 +6,14 @@ import contextlib
 import pytest
 
 from lorafleet.http_server.batches import leave_batch
-from tests.patience import until
-from tests.router.relay.front.handlers import (
+from tests.lorafleet.http_server.handlers import (
     LARGE,
     Work,
     assert_both_are_answered,
     queued_behind_a_large_answer,
 )
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, post
+from tests.patience import until
+from tests.wires import COLD, HOT, error_of, fronted, post
 
 
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time():

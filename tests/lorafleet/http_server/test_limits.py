@@ -7,9 +7,9 @@ import json
 import pytest
 
 from lorafleet.service.auth import Caller
+from tests.lorafleet.http_server.handlers import CHUNKED, Calls, Work
 from tests.patience import patience, until
-from tests.router.relay.front.handlers import CHUNKED, Calls, Work
-from tests.router.relay.wires import COLD, HOT, MESSAGES, error_of, fronted, post
+from tests.wires import COLD, HOT, MESSAGES, error_of, fronted, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -14,8 +14,8 @@ from router.protocols.usage import EngineUsage
 from router.request import engine_attempt
 from router.request.engine_attempt import AttemptLimits, EngineAttempt, EngineRequest, open_attempt
 from tests.patience import patience, until
-from tests.router.relay.wires import RawEngine, finished
 from tests.serving import serving
+from tests.wires import RawEngine, finished
 
 CHAT = ROUTES["POST", "/v1/chat/completions"]
 LIMITS = AttemptLimits(first_data_s=patience(5), idle_s=patience(5), answer_bytes=2**20)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.patience import until
-from tests.router.relay.wires import COLD, HOT, fronted, post
+from tests.wires import COLD, HOT, fronted, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -6,7 +6,7 @@ import contextlib
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.limits import ClientLimits
 from tests.patience import until
-from tests.router.relay.wires import HOT, fronted, length, post
+from tests.wires import HOT, fronted, length, post
 
 # More than the sockets between a client that does not read and the listener hold.
 LARGE = 4_000_000

@@ -1,4 +1,4 @@
-"""Both loops: uvloop is what serves, and asyncio's transports differ in when they write, pause and close."""
+"""Both event loops, for a conftest.py: their transports write, pause and close at other times."""
 
 import asyncio
 import subprocess

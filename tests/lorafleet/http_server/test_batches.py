@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.http_server.batches import MAX_BATCH, MAX_BATCH_BYTES, Batches, Signal, Stepper, leave_batch, next_stage
 from lorafleet.http_server.outbox import Outbox
-from tests.router.relay.test_outbox import ManualLoop, RecordingTransport
+from tests.lorafleet.http_server.test_outbox import ManualLoop, RecordingTransport
 
 
 class BatchLoop(ManualLoop):

@@ -5,7 +5,7 @@ import asyncio
 from lorafleet.http_server import outbox
 from lorafleet.http_server.outbox import Outbox
 from tests.patience import patience
-from tests.router.relay.wires import HOT, fronted, post
+from tests.wires import HOT, fronted, post
 
 
 class ManualLoop:

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from lorafleet.http_server.limits import ClientLimits
+from tests.lorafleet.http_server.handlers import Work
 from tests.patience import until
-from tests.router.relay.front.handlers import Work
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, post
+from tests.wires import COLD, HOT, error_of, fronted, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.http_server.batches import Batches, leave_batch, next_stage
+from tests.lorafleet.http_server.handlers import LARGE, Calls, Work, failing
 from tests.patience import patience, until
-from tests.router.relay.front.handlers import LARGE, Calls, Work, failing
-from tests.router.relay.wires import HOT, fronted, post, reset
+from tests.wires import HOT, fronted, post, reset
 
 
 async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from lorafleet.http_server.batches import leave_batch
 from tests.patience import until
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
+from tests.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"

@@ -7,9 +7,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from lorafleet.http_server.batches import leave_batch
+from tests.lorafleet.http_server.handlers import Calls, Work
 from tests.patience import until
-from tests.router.relay.front.handlers import Calls, Work
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, parsed_head, post
+from tests.wires import COLD, HOT, error_of, fronted, parsed_head, post
 
 
 async def test_a_handler_sees_the_request_as_it_was_sent():

@@ -8,7 +8,7 @@ import pytest
 from router.http.engine_pool import EngineLost, EnginePool, Origin
 from router.http.fetch import FetchRefused, fetch, stream
 from tests.patience import patience, until, within
-from tests.router.relay.wires import RawEngine, finished
+from tests.wires import RawEngine, finished
 
 
 @pytest.fixture

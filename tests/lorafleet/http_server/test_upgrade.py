@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.router.relay.test_framing import H2C, SMUGGLED, TE
-from tests.router.relay.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
+from tests.lorafleet.http_server.test_framing import H2C, SMUGGLED, TE
+from tests.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
 
 BODY = b"b" * 300_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Origin
 from tests.patience import patience, until
-from tests.router.relay.wires import RawEngine, RecordingSink, finished, saying
+from tests.wires import RawEngine, RecordingSink, finished, saying
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 3\r\n\r\nabc"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -11,8 +11,7 @@ from lorafleet.http_server import serve
 from lorafleet.http_server.batches import leave_batch
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener
-from tests.patience import patience, until
-from tests.router.relay.front.handlers import (
+from tests.lorafleet.http_server.handlers import (
     LARGE,
     Calls,
     Work,
@@ -22,7 +21,8 @@ from tests.router.relay.front.handlers import (
     queued_behind_a_large_answer,
     say_last,
 )
-from tests.router.relay.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, error_of, fronted, length, post
+from tests.patience import patience, until
+from tests.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, error_of, fronted, length, post
 
 
 async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
