@@ -155,7 +155,7 @@ class StubAdapterRegistry:
         async with self.lock:
             if name in self.registry:
                 raise StubRefusal(f"Failed to load LoRA adapter {name} because it is already loaded")
-            ref = StubAdapter(name, path, _read_adapter(name, Path(path), self.max_rank), _is_deadly(Path(path)))
+            ref = StubAdapter(name, path, _read_adapter(name, Path(path), self.max_rank), _kills_sglang(Path(path)))
             self.registry[name] = self.ever[name] = ref
             while self.max_loaded is not None and len(self.registry) > self.max_loaded:
                 await self._unload(next(iter(self.registry)))
@@ -172,7 +172,7 @@ class StubAdapterRegistry:
             await self.ended.wait_for(lambda: not self.running[ref.id])
 
     @contextlib.asynccontextmanager
-    async def used(self, name: str | None):
+    async def in_use(self, name: str | None):
         """The adapter while a request runs on it, loaded again where it was unloaded."""
         if name is None:
             yield None
@@ -211,7 +211,7 @@ def _read_adapter(name: str, path: Path, max_rank: int) -> bytes:
     return hashlib.sha256((path / "adapter_model.safetensors").read_bytes()).digest()
 
 
-def _is_deadly(path: Path) -> bool:
+def _kills_sglang(path: Path) -> bool:
     """What SGLang loads and dies of at the first request: other ranks than r, half of a module that it fuses."""
     rank = json.loads((path / "adapter_config.json").read_text())["r"]
     with (path / "adapter_model.safetensors").open("rb") as file:
@@ -255,7 +255,7 @@ class SglangStub:
         salt = body.get("cache_salt")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         began = time.perf_counter()
-        async with self.adapters.used(self.adapter_of(body)) as ref:
+        async with self.adapters.in_use(self.adapter_of(body)) as ref:
             await asyncio.sleep(self.prefill_s)
             self.totals["running"] += 1
             try:
@@ -368,13 +368,13 @@ class SglangStub:
 
     async def load(self, request: Request) -> Response:
         body = await request.json()
-        return await self.updated(lambda: self.adapters.load(body["lora_name"], body["lora_path"]))
+        return await self.answer_change(lambda: self.adapters.load(body["lora_name"], body["lora_path"]))
 
     async def unload(self, request: Request) -> Response:
         body = await request.json()
-        return await self.updated(lambda: self.adapters.unload(body["lora_name"]))
+        return await self.answer_change(lambda: self.adapters.unload(body["lora_name"]))
 
-    async def updated(self, change) -> Response:
+    async def answer_change(self, change) -> Response:
         try:
             await change()
         except (StubRefusal, OSError, ValueError, KeyError) as exc:

@@ -67,14 +67,14 @@ class SimulatedEngine:
         if self._step is None or done_at > until:
             return readings, ()
         step, self._step = self._step[0], None
-        return readings, self._ended(step, done_at)
+        return readings, self._end_step(step, done_at)
 
     def _readings(self, until: float) -> Iterator[EngineCounters]:
         while self.read_at <= until:
             yield EngineCounters(at_s=self.read_at, running=len(self.batch.running), **self.totals)
             self.read_at += 1.0
 
-    def _ended(self, step: EngineStep, now: float) -> Sequence[EngineJob]:
+    def _end_step(self, step: EngineStep, now: float) -> Sequence[EngineJob]:
         told, totals = self.batch.end_step(step, now), self.totals
         totals["steps"] += bool(told)
         for job in told:

@@ -94,7 +94,7 @@ class KVEventSubscriber:
     heard: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     next_seq: int | None = None
 
-    def batch(self) -> list[dict[str, Any]]:
+    def next_batch(self) -> list[dict[str, Any]]:
         """The events of the next batch; fails when none comes, or when the frames are not vLLM's."""
         assert self.sub.poll(EVENT_WITHIN_MS), "no KV events came"
         topic, seq_bytes, payload = self.sub.recv_multipart()
@@ -114,14 +114,14 @@ class KVEventSubscriber:
         Tests before this one may have filled the engine's blocks, so that others are removed first.
         """
         while True:
-            if stores := [event for event in self.batch() if event["type"] == "BlockStored"]:
+            if stores := [event for event in self.next_batch() if event["type"] == "BlockStored"]:
                 return stores
 
     def until(self, last_tokens: list[int]) -> list[dict[str, Any]]:
         """All events up to the store that ends with `last_tokens`."""
         events: list[dict[str, Any]] = []
         while not any(event.get("token_ids", [])[-len(last_tokens) :] == last_tokens for event in events):
-            events += self.batch()
+            events += self.next_batch()
         return events
 
 
@@ -178,7 +178,7 @@ def bench(
         with httpx.Client(base_url=engine.url, timeout=120) as client:
             bench = EngineUnderTest(engine, client, KVEventSubscriber(sub), adapters)
             unload_all(client)
-            _hear(bench)
+            _wait_for_subscription(bench)
             yield bench
             if engine.process.poll() is None:
                 unload_all(client)
@@ -187,7 +187,7 @@ def bench(
         context.term()
 
 
-def _hear(bench: EngineUnderTest) -> None:
+def _wait_for_subscription(bench: EngineUnderTest) -> None:
     """A subscription takes effect some time after it was made."""
     for _ in range(200):
         bench.complete(bench.tokens(1))

@@ -57,7 +57,7 @@ class DirectEngine:
 
 
 @contextmanager
-def holding(engine: RunningEngine, adapter: Path) -> Iterator[DirectEngine]:
+def engine_with_adapter(engine: RunningEngine, adapter: Path) -> Iterator[DirectEngine]:
     """The engine while it holds the adapter, under the name that the router has for it."""
     with httpx.Client(base_url=engine.url, timeout=120) as client:
         body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
@@ -74,7 +74,7 @@ def example(path: str) -> dict[str, Any]:
     return {name: value for name, value in sent.items() if name != "model"} | {"temperature": 0}
 
 
-def assert_takes_its_example(direct: DirectEngine, route: Route) -> None:
+def assert_answers_its_example(direct: DirectEngine, route: Route) -> None:
     """For the base model and for an adapter, as the row says."""
     _sent, answered = EXAMPLES[route.path]
     texts = []
@@ -85,7 +85,7 @@ def assert_takes_its_example(direct: DirectEngine, route: Route) -> None:
         assert answered.keys() <= body.keys()
         assert body.get("model") == (model if route.echoes_model else None)
         assert (usage_of(route.usage, answer.content) is None) == (route.usage == "none")
-        texts.append(json.dumps(told(answer.text)).replace(json.dumps(model), ""))
+        texts.append(json.dumps(comparable_answer(answer.text)).replace(json.dumps(model), ""))
     assert (texts[0] == texts[1]) == (route.adapter == "names"), "an adapter that runs gives another answer"
 
 
@@ -97,14 +97,14 @@ def assert_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
     assert ("type" in answer.json()) == (route.errors == "anthropic")
 
 
-def assert_takes_a_salt(direct: DirectEngine, route: Route) -> None:
+def assert_accepts_a_salt(direct: DirectEngine, route: Route) -> None:
     """As the row says: vLLM refuses a salt with a slash, where its body has one, and ignores one that it has not."""
     answer = direct.post(route.path, example(route.path) | {"cache_salt": "a/b"}, model=ENGINE_NAME)
     if route.takes_salt and route.computes:
         assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
 
 
-def assert_no_route_is_forgotten(direct: DirectEngine) -> None:
+def assert_table_has_every_route(direct: DirectEngine) -> None:
     """A route that is new in vLLM fails this: it is to be offered, or named among those that are not."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
     left_out = re.compile(
@@ -115,11 +115,11 @@ def assert_no_route_is_forgotten(direct: DirectEngine) -> None:
     assert {path for path in served if path not in known and not left_out.fullmatch(path)} == set()
 
 
-def told(text: str) -> Any:
+def comparable_answer(text: str) -> Any:
     """An answer without what differs each time: ids and times, and where an engine cuts a stream into events."""
     if text.startswith(("data:", "event:")):
-        return _stream([_event(part) for part in text.split("\n\n") if part])
-    return _timeless(json.loads(text)) if text else ""
+        return _comparable_stream([_parsed_event(part) for part in text.split("\n\n") if part])
+    return _without_volatile(json.loads(text)) if text else ""
 
 
 _VOLATILE = re.compile(r"^(id|call_id|item_id|request_id|created|created_at|completed_at|signature)$")
@@ -127,19 +127,19 @@ _SIGNED = re.compile(r',"system_fingerprint":"[^"]*"')
 _TEXTS = frozenset({"content", "text", "delta"})
 
 
-def _timeless(value: Any) -> Any:
+def _without_volatile(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: None if _VOLATILE.match(name) else _timeless(inner) for name, inner in value.items()}
-    return [_timeless(inner) for inner in value] if isinstance(value, list) else value
+        return {name: None if _VOLATILE.match(name) else _without_volatile(inner) for name, inner in value.items()}
+    return [_without_volatile(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _event(part: str) -> dict[str, Any]:
+def _parsed_event(part: str) -> dict[str, Any]:
     lines = dict(line.split(": ", 1) for line in part.split("\n"))
     data = lines.pop("data")
-    return lines | {"data": data if data == "[DONE]" else _timeless(json.loads(data))}
+    return lines | {"data": data if data == "[DONE]" else _without_volatile(json.loads(data))}
 
 
-def _stream(events: list[dict[str, Any]]) -> dict[str, Any]:
+def _comparable_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
     """By choice, the shapes of its events in order, and all text and log-probabilities of each shape's field together.
 
     Several tokens come in one event for a slow reader, and those of several choices in any order. The event that ends
@@ -150,15 +150,15 @@ def _stream(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         choices = event["data"].get("choices") if isinstance(event["data"], dict) else None
         place = str(choices[0]["index"]) if choices else "all"
-        shape = json.dumps(_blank(event, texts.setdefault(place, {}), in_choice=bool(choices)))
+        shape = json.dumps(_without_texts(event, texts.setdefault(place, {}), in_choice=bool(choices)))
         if shape not in shapes.setdefault(place, []):
             shapes[place].append(shape)
     return {place: (shapes[place], {name: "".join(parts) for name, parts in texts[place].items()}) for place in shapes}
 
 
-def _blank(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
+def _without_texts(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
     if isinstance(value, list):
-        return [_blank(inner, texts, in_choice=in_choice) for inner in value]
+        return [_without_texts(inner, texts, in_choice=in_choice) for inner in value]
     if not isinstance(value, dict):
         return value
     blanked: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def _blank(value: Any, texts: dict[str, list[str]], *, in_choice: bool) -> Any:
         elif name == "usage" and in_choice:
             blanked[name] = sorted(inner or ())
         elif name != "sequence_number":
-            blanked[name] = _blank(inner, texts, in_choice=in_choice)
+            blanked[name] = _without_texts(inner, texts, in_choice=in_choice)
     return blanked
 
 
@@ -229,9 +229,11 @@ async def assert_same_through_a_router(
         expected = alone.text.replace(json.dumps(engine_name), json.dumps(asked)) if echoes else alone.text
         if body.get("stream"):
             # Another test's: whether a stream whose usage nobody asked for is signed.
-            assert told(_SIGNED.sub("", behind.text)) == told(_SIGNED.sub("", expected)), where
+            assert comparable_answer(_SIGNED.sub("", behind.text)) == comparable_answer(_SIGNED.sub("", expected)), (
+                where
+            )
         else:
-            assert _are_alike(told(behind.text), told(expected), within), where
+            assert _are_alike(comparable_answer(behind.text), comparable_answer(expected), within), where
 
 
 def _are_alike(one: Any, other: Any, within: float) -> bool:

@@ -12,7 +12,7 @@ from lorafleet.identity import block_hashes, root_hash
 from lorafleet.local.tiny_model import make_adapter
 from tests.contract.conftest import EngineUnderTest
 from tests.patience import within
-from tests.workers.kills import SLOTS, trial
+from tests.workers.kills import SLOTS, new_kill_trial
 from tests.workers.running import RunningWorker, post
 from workers.wire import KvSnapshot, unpack_hashes
 
@@ -94,7 +94,7 @@ def ledger_hashes(name: str) -> set[int]:
 async def test_engine_state_folder_and_disk_agree_after_ten_operations_with_agent_kills(
     empty: EngineUnderTest, tmp_path: Path
 ) -> None:
-    async with trial(empty.engine.kind, tmp_path, seed=3, engine=empty.engine, may_kill_engine=False) as it:
+    async with new_kill_trial(empty.engine.kind, tmp_path, seed=3, engine=empty.engine, may_kill_engine=False) as it:
         found = await it.run(10, per_round=5)
     assert found.violations == []
     assert (found.operations, found.kills) == (10, {"agent": 2})

@@ -106,7 +106,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
     try:
         async with httpx.AsyncClient(base_url=running.url, timeout=60) as http:
             bench = ClientUnderTest(running.kind, engine, http, sub, adapters)
-            await _until_heard(bench)
+            await _wait_for_subscription(bench)
             yield bench
             for name in await engine.list_adapters():
                 await engine.unload(name, timeout_s=30)
@@ -116,7 +116,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
         context.term()
 
 
-async def _until_heard(bench: ClientUnderTest) -> None:
+async def _wait_for_subscription(bench: ClientUnderTest) -> None:
     """A subscription takes effect some time after it was made."""
     while True:
         await bench.text(bench.tokens(1))
@@ -235,7 +235,7 @@ async def test_hanging_core_stays_healthy_but_its_counters_stop(bench: ClientUnd
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
         assert (await anext(answer.aiter_lines())).startswith("data: {")
-        cores = _cores(running.process.pid)
+        cores = _engine_core_pids(running.process.pid)
         assert cores
         try:
             for core in cores:
@@ -252,7 +252,7 @@ async def test_hanging_core_stays_healthy_but_its_counters_stop(bench: ClientUnd
     assert await bench.engine.scrape() != scrape
 
 
-def _cores(server: int) -> list[int]:
+def _engine_core_pids(server: int) -> list[int]:
     """Where a vLLM computes: the descendants of its API server that it names after itself."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -344,7 +344,7 @@ ATTENTION = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "se
 GATED = {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
 
 
-def of(*leaves: str) -> dict[str, Any]:
+def adapter_on_modules(*leaves: str) -> dict[str, Any]:
     """An adapter on these modules alone."""
     modules = {name: shape for name, shape in (ATTENTION | GATED).items() if name.split(".")[1] in leaves}
     return {"config": {"target_modules": list(leaves)}, "tensors": lambda _: pairs(modules=modules)}
@@ -354,8 +354,11 @@ def of(*leaves: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flaw", "said"),
     [
-        ({"config": {"use_rslora": True}, "tensors": of("q_proj", "v_proj")["tensors"]}, "use_rslora"),
-        ({"config": {"alpha_pattern": {"q_proj": 4}}, "tensors": of("q_proj", "v_proj")["tensors"]}, "alpha_pattern"),
+        ({"config": {"use_rslora": True}, "tensors": adapter_on_modules("q_proj", "v_proj")["tensors"]}, "use_rslora"),
+        (
+            {"config": {"alpha_pattern": {"q_proj": 4}}, "tensors": adapter_on_modules("q_proj", "v_proj")["tensors"]},
+            "alpha_pattern",
+        ),
         (
             {
                 "config": {"rank_pattern": {"down_proj": 4}},
@@ -363,11 +366,11 @@ def of(*leaves: str) -> dict[str, Any]:
             },
             "rank 4, r is 8",
         ),
-        (of("q_proj"), "q_proj alone"),
-        (of("q_proj", "k_proj"), "k_proj, q_proj alone"),
-        (of("v_proj"), "v_proj alone"),
-        (of("k_proj", "v_proj"), "k_proj, v_proj alone"),
-        (of("up_proj"), "up_proj alone"),
+        (adapter_on_modules("q_proj"), "q_proj alone"),
+        (adapter_on_modules("q_proj", "k_proj"), "k_proj, q_proj alone"),
+        (adapter_on_modules("v_proj"), "v_proj alone"),
+        (adapter_on_modules("k_proj", "v_proj"), "k_proj, v_proj alone"),
+        (adapter_on_modules("up_proj"), "up_proj alone"),
     ],
 )
 async def test_adapter_that_sglang_serves_wrongly_is_refused(
@@ -384,7 +387,9 @@ async def test_adapter_that_sglang_serves_wrongly_is_refused(
 async def test_adapter_on_some_modules_loads_and_answers(
     bench: ClientUnderTest, tmp_path: Path, leaves: tuple[str, ...]
 ) -> None:
-    await bench.engine.load("part@1", BrokenAdapter("part", None, **of(*leaves)).write(tmp_path), timeout_s=30)
+    await bench.engine.load(
+        "part@1", BrokenAdapter("part", None, **adapter_on_modules(*leaves)).write(tmp_path), timeout_s=30
+    )
     assert await bench.text(bench.tokens(1), "part@1")
 
 

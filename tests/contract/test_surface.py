@@ -36,17 +36,17 @@ from tests.contract.surface import (
     NOT_SERVED,
     POOLING,
     DirectEngine,
+    assert_accepts_a_salt,
+    assert_answers_its_example,
     assert_names_an_unknown_model,
-    assert_no_route_is_forgotten,
     assert_same_through_a_router,
-    assert_takes_a_salt,
-    assert_takes_its_example,
+    assert_table_has_every_route,
+    comparable_answer,
+    engine_with_adapter,
     example,
     has_only_closed_circuits,
-    holding,
     output_tokens,
     routed,
-    told,
 )
 from tests.engines import Kind, RunningEngine
 from tests.patience import until, within
@@ -63,7 +63,7 @@ by_row = pytest.mark.parametrize("route", ROWS, ids=lambda route: route.path)
 
 @pytest.fixture(scope="module")
 def direct(engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]) -> Iterator[DirectEngine]:
-    with holding(engine_of("vllm"), adapters["sql"]) as direct:
+    with engine_with_adapter(engine_of("vllm"), adapters["sql"]) as direct:
         yield direct
 
 
@@ -77,7 +77,7 @@ def tokenizer(model_dir: Path) -> ChatTokenizer:
 
 @by_row
 def test_every_route_answers_its_example_for_base_model_and_adapter(direct: DirectEngine, route: Route) -> None:
-    assert_takes_its_example(direct, route)
+    assert_answers_its_example(direct, route)
 
 
 @by_row
@@ -87,7 +87,7 @@ def test_every_route_names_an_unknown_model(direct: DirectEngine, route: Route) 
 
 @by_row
 def test_body_of_every_route_has_a_salt_if_its_row_requires_one(direct: DirectEngine, route: Route) -> None:
-    assert_takes_a_salt(direct, route)
+    assert_accepts_a_salt(direct, route)
 
 
 def test_salt_separates_prompts_on_every_route_with_a_prompt(direct: DirectEngine) -> None:
@@ -135,7 +135,7 @@ def test_last_events_of_a_stream_have_its_usage(direct: DirectEngine, route: Rou
 
 
 def test_every_inference_route_of_the_engine_is_in_the_table(direct: DirectEngine) -> None:
-    assert_no_route_is_forgotten(direct)
+    assert_table_has_every_route(direct)
 
 
 # --- prompts
@@ -175,10 +175,14 @@ def assert_ids_change_nothing(direct: DirectEngine, path: str, body: dict[str, A
         direct.post(path, body | more, model=ENGINE_NAME)  # from here on both find the same in the cache
         text = direct.post(path, body | more, model=ENGINE_NAME)
         given = direct.post(path, body | more, model=ENGINE_NAME, prompt=kind, prompt_ids=array("I", ids))
-        assert (given.status_code, told(given.text)) == (text.status_code, told(text.text)), f"{path} {name}"
+        assert (given.status_code, comparable_answer(given.text)) == (text.status_code, comparable_answer(text.text)), (
+            f"{path} {name}"
+        )
     if path != "/v1/completions":
         short = direct.post(path, body, model=ENGINE_NAME, prompt=kind, prompt_ids=array("I", ids[: len(ids) // 2]))
-        assert told(short.text) != told(direct.post(path, body, model=ENGINE_NAME).text), f"{name}: ids were not read"
+        assert comparable_answer(short.text) != comparable_answer(direct.post(path, body, model=ENGINE_NAME).text), (
+            f"{name}: ids were not read"
+        )
 
 
 MORE_CHATS: list[tuple[str, dict[str, Any]]] = [
@@ -284,7 +288,7 @@ def test_background_response_is_found_and_cancelled_by_id(direct: DirectEngine) 
 # --- /generate
 
 
-def generated(direct: DirectEngine, **body: Any) -> Any:
+def generate_batch_answer(direct: DirectEngine, **body: Any) -> Any:
     batch = split_batch(json.dumps(body).encode())
     answers = []
     for item in batch.items:
@@ -299,7 +303,9 @@ def generated(direct: DirectEngine, **body: Any) -> Any:
 
 def test_generate_batch_answers_each_text_like_a_completion(direct: DirectEngine) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
-    first, second = generated(direct, text=["hello", "hello"], lora_path=["sql/v1", None], sampling_params=params)
+    first, second = generate_batch_answer(
+        direct, text=["hello", "hello"], lora_path=["sql/v1", None], sampling_params=params
+    )
     for output, model in ((first, ENGINE_NAME), (second, BASE)):
         body = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
         (choice,) = direct.post("/v1/completions", body, model=model).json()["choices"]
@@ -318,15 +324,17 @@ def test_generate_batch_answers_each_text_like_a_completion(direct: DirectEngine
     ],
 )
 def test_constraint_of_generate_holds(direct: DirectEngine, params: dict[str, str], pattern: str) -> None:
-    output = generated(direct, text="hello", sampling_params={"max_new_tokens": 8, "temperature": 1, **params})
+    output = generate_batch_answer(
+        direct, text="hello", sampling_params={"max_new_tokens": 8, "temperature": 1, **params}
+    )
     assert re.fullmatch(pattern, output["text"])
     assert output["meta_info"]["finish_reason"]["type"] == "stop"
 
 
 def test_last_event_of_a_generate_stream_equals_the_whole_answer(direct: DirectEngine) -> None:
     ask = {"text": "hello there", "rid": "me", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-    whole = generated(direct, **ask)
-    *events, done = generated(direct, **ask, stream=True).split(b"\n\n")[:-1]
+    whole = generate_batch_answer(direct, **ask)
+    *events, done = generate_batch_answer(direct, **ask, stream=True).split(b"\n\n")[:-1]
     assert done == b"data: [DONE]"
     texts = [json.loads(event.removeprefix(b"data: "))["text"] for event in events]
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
@@ -643,11 +651,11 @@ async def test_batch_of_generate_mixes_adapters_and_the_base_model(direct: Direc
     ask = {"text": ["hello", "hello"], "lora_path": ["sql/v1", None], "sampling_params": params, "rid": "me"}
     async with routed(direct, model_dir) as (client, _parts):
         answer = await client.post("/generate", json=ask)
-        assert answer.json() == generated(direct, **ask)
+        assert answer.json() == generate_batch_answer(direct, **ask)
         one = {"text": "hello", "lora_path": "sql/v1", "sampling_params": params, "rid": "me"}
-        assert (await client.post("/generate", json=one)).json() == generated(direct, **one)
+        assert (await client.post("/generate", json=one)).json() == generate_batch_answer(direct, **one)
         streamed = await client.post("/generate", json={**one, "stream": True})
-        assert streamed.content == generated(direct, **one, stream=True)
+        assert streamed.content == generate_batch_answer(direct, **one, stream=True)
         assert streamed.headers["content-type"].startswith("text/event-stream")
         failed = await client.post("/generate", json=ask | {"lora_path": ["sql/v1", "nobody/v1"]})
         assert (failed.status_code, failed.json()["error"]["code"]) == (404, "model_not_found")
@@ -670,7 +678,7 @@ LONG_ASKS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def at_work(direct: DirectEngine) -> int:
+def requests_at_work(direct: DirectEngine) -> int:
     """Requests that run or wait in the engine, by its own count."""
     metrics = direct.client.get("/metrics").text
     shown = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", metrics, re.MULTILINE)
@@ -678,10 +686,10 @@ def at_work(direct: DirectEngine) -> int:
     return sum(int(float(count)) for count in shown)
 
 
-async def comes_to(direct: DirectEngine, count: int, *, within_s: float = 20.0) -> None:
+async def wait_for_requests_at_work(direct: DirectEngine, count: int, *, within_s: float = 20.0) -> None:
     """Wait until so many are at work; asked in a thread, so that the router goes on meanwhile."""
     async with within(within_s):
-        while await asyncio.to_thread(at_work, direct) != count:
+        while await asyncio.to_thread(requests_at_work, direct) != count:
             await asyncio.sleep(0.02)
 
 
@@ -690,7 +698,7 @@ async def is_at_work(direct: DirectEngine, count: int) -> bool:
     neither this nor an answer's first event, until the whole answer was made; asked without a router, too.
     """
     try:
-        await comes_to(direct, count, within_s=5)
+        await wait_for_requests_at_work(direct, count, within_s=5)
     except TimeoutError:
         return False
     return True
@@ -709,10 +717,10 @@ async def test_disconnecting_client_ends_the_engines_work(
         else:
             pytest.fail(f"never {count} at work")
         whole.cancel()
-        await comes_to(direct, 0)
+        await wait_for_requests_at_work(direct, 0)
         late = await client.post(path, json=body, headers={"x-lorafleet-timeout-s": "0.5"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-        await comes_to(direct, 0)
+        await wait_for_requests_at_work(direct, 0)
         if path != "/generate":
             for _ in range(TRIES):
                 async with client.stream("POST", path, json=body | {"stream": True}) as answer:
@@ -723,5 +731,5 @@ async def test_disconnecting_client_ends_the_engines_work(
                         break
             else:
                 pytest.fail(f"never {count} at work")
-            await comes_to(direct, 0)
+            await wait_for_requests_at_work(direct, 0)
         assert not list(parts.scheduler.load.counts_by_name())

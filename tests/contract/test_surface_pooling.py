@@ -11,13 +11,13 @@ from tests.contract.surface import (
     POOLING,
     POOLING_FLAGS,
     DirectEngine,
+    assert_accepts_a_salt,
+    assert_answers_its_example,
     assert_names_an_unknown_model,
-    assert_no_route_is_forgotten,
     assert_same_through_a_router,
-    assert_takes_a_salt,
-    assert_takes_its_example,
+    assert_table_has_every_route,
+    engine_with_adapter,
     example,
-    holding,
     routed,
 )
 from tests.engines import start_engine
@@ -33,7 +33,7 @@ by_row = pytest.mark.parametrize("route", [ROUTES["POST", path] for path in POOL
 def direct(model_dir: Path, adapters: dict[str, Path]) -> Iterator[DirectEngine]:
     engine = start_engine("vllm", model_dir, flags=POOLING_FLAGS)
     try:
-        with holding(engine, adapters["sql"]) as direct:
+        with engine_with_adapter(engine, adapters["sql"]) as direct:
             yield direct
     finally:
         engine.stop()
@@ -41,7 +41,7 @@ def direct(model_dir: Path, adapters: dict[str, Path]) -> Iterator[DirectEngine]
 
 @by_row
 def test_every_route_answers_its_example_for_base_model_and_adapter(direct: DirectEngine, route: Route) -> None:
-    assert_takes_its_example(direct, route)
+    assert_answers_its_example(direct, route)
 
 
 @by_row
@@ -51,11 +51,11 @@ def test_every_route_names_an_unknown_model(direct: DirectEngine, route: Route) 
 
 @by_row
 def test_body_of_every_route_has_a_salt_if_its_row_requires_one(direct: DirectEngine, route: Route) -> None:
-    assert_takes_a_salt(direct, route)
+    assert_accepts_a_salt(direct, route)
 
 
 def test_every_inference_route_of_the_engine_is_in_the_table(direct: DirectEngine) -> None:
-    assert_no_route_is_forgotten(direct)
+    assert_table_has_every_route(direct)
 
 
 async def test_router_answers_every_route_like_the_engine(direct: DirectEngine, model_dir: Path) -> None:

@@ -54,14 +54,14 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def recorded() -> dict[str, dict[str, Any]]:
+def recorded_answers() -> dict[str, dict[str, Any]]:
     """By the same names: status, content type and body; of the adapter that `tests.contract.surface` names."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return found
 
 
 def _record() -> None:
-    from tests.contract.surface import ENGINE_NAME, GENERATE_FLAGS, POOLING_FLAGS, STORE, holding
+    from tests.contract.surface import ENGINE_NAME, GENERATE_FLAGS, POOLING_FLAGS, STORE, engine_with_adapter
     from tests.engines import start_engine
 
     answers = {}
@@ -71,17 +71,17 @@ def _record() -> None:
         for flags, pooling in ((GENERATE_FLAGS, False), (POOLING_FLAGS, True)):
             engine = start_engine("vllm", model, flags=flags, environment=STORE)
             try:
-                with holding(engine, adapter) as direct:
+                with engine_with_adapter(engine, adapter) as direct:
                     for name, (path, body) in ASKED.items():
                         if (path == EMBEDDINGS) is pooling:
                             answer = direct.client.post(path, json=body | {"model": ENGINE_NAME})
-                            answers[name] = _kept(answer)
+                            answers[name] = _recorded_answer(answer)
             finally:
                 engine.stop()
     FILE.write_text(json.dumps(answers, indent=1) + "\n")
 
 
-def _kept(answer: httpx.Response) -> dict[str, Any]:
+def _recorded_answer(answer: httpx.Response) -> dict[str, Any]:
     return {"status": answer.status_code, "type": answer.headers["content-type"], "body": answer.text}
 
 

@@ -65,22 +65,22 @@ class RecordingSession:
     def ask(self, engine_name: str, salt: str, prompt: list[int], max_tokens: int) -> None:
         """One completion, and what it was: the prompt with its answer can be continued."""
         answer = self.post("/v1/completions", engine_name, salt, prompt=prompt, max_tokens=max_tokens)
-        self.note(engine_name, salt, prompt, answer)
+        self.add_request(engine_name, salt, prompt, answer)
         self.prompts += [(engine_name, salt, prompt), (engine_name, salt, prompt + answer["choices"][0]["token_ids"])]
 
     def chat(self, engine_name: str, salt: str, messages: list[dict[str, str]], max_tokens: int) -> None:
         """One chat completion."""
         answer = self.post("/v1/chat/completions", engine_name, salt, messages=messages, max_tokens=max_tokens)
-        self.note(engine_name, salt, answer["prompt_token_ids"], answer)
+        self.add_request(engine_name, salt, answer["prompt_token_ids"], answer)
 
-    def note(self, engine_name: str, salt: str, ids: list[int], answer: dict[str, Any]) -> None:
+    def add_request(self, engine_name: str, salt: str, ids: list[int], answer: dict[str, Any]) -> None:
         usage = answer["usage"]
         assert usage["prompt_tokens"] == len(ids)
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         self.entries.append(RecordedEngineRequest(engine_name, salt, ids, cached_tokens, self.report_full))
         self.listen()
 
-    def twins(self, prompt: list[int]) -> None:
+    def send_twice_at_once(self, prompt: list[int]) -> None:
         """The same prompt twice at once: nothing is noted but the events, since who came first is not known."""
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(self.post, "/v1/completions", "", "", prompt=prompt, max_tokens=70) for _ in range(2)]
@@ -88,7 +88,7 @@ class RecordingSession:
         self.listen()
 
 
-def play(session: RecordingSession, rng: Random, requests: int, roots: list[tuple[str, str]]) -> None:
+def send_random_requests(session: RecordingSession, rng: Random, requests: int, roots: list[tuple[str, str]]) -> None:
     """Requests of all kinds, drawn at random."""
     prefixes = [[rng.randrange(300, 4000) for _ in range(size)] for size in (40, 96, 150)]
     for number in range(requests):
@@ -98,7 +98,7 @@ def play(session: RecordingSession, rng: Random, requests: int, roots: list[tupl
         max_tokens = rng.choice([1, 1, 8, 40, 70])
         new = [rng.randrange(300, 4000) for _ in range(rng.choice([5, 32, 60, 120]))]
         if number % 20 == 19:
-            session.twins([*prefixes[0], *new])
+            session.send_twice_at_once([*prefixes[0], *new])
         elif kind == "chat":
             system = {"role": "system", "content": "You answer in one short line. " * rng.choice([4, 8])}
             user = {"role": "user", "content": f"How many customers ordered {number} times in May?"}
@@ -128,24 +128,24 @@ def record(client: httpx.Client, sub: "zmq.Socket[bytes]", model: str, adapters:
     roots = [("", ""), ("", "acme"), (first, ""), (first, "acme"), (second, "")]
     session.listen()
     parts = {"incremental": 0}
-    play(session, rng, REQUESTS["incremental"] // 2, roots)
+    send_random_requests(session, rng, REQUESTS["incremental"] // 2, roots)
     kept = [rng.randrange(300, 4000) for _ in range(100)]
     session.ask(first, "", kept, 1)
     client.post("/v1/unload_lora_adapter", json={"lora_name": first}).raise_for_status()
     session.ask(second, "", kept, 1)
     load_adapter(client, first, names[first])
     session.ask(first, "", kept, 1)
-    play(session, rng, REQUESTS["incremental"] // 2, roots)
+    send_random_requests(session, rng, REQUESTS["incremental"] // 2, roots)
     parts["full"] = len(session.entries)
     session.report_full = True
-    play(session, rng, REQUESTS["full"], roots)
+    send_random_requests(session, rng, REQUESTS["full"], roots)
     parts["after"] = len(session.entries)
     session.report_full = False
-    play(session, rng, REQUESTS["after"] // 2, roots)
+    send_random_requests(session, rng, REQUESTS["after"] // 2, roots)
     client.post("/reset_prefix_cache").raise_for_status()
     # The engine tells of it with its next step only; this one has nothing to hit.
     session.ask("", "", [rng.randrange(300, 4000) for _ in range(20)], 1)
-    play(session, rng, REQUESTS["after"] // 2, roots)
+    send_random_requests(session, rng, REQUESTS["after"] // 2, roots)
     return Recording("vLLM 0.32.0, CPU", BLOCK_SIZE, TOTAL_BLOCKS, parts, session.entries)
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from lorafleet.service.auth import hash_key
 from tests.patience import until
-from tests.recordings.openai_answers import ASKED, recorded
+from tests.recordings.openai_answers import ASKED, recorded_answers
 from tests.router.doubles import BASE, AgentDouble
 from tests.router.faults.house import answering, house, pieces
 from tests.serving import client_of
 
 MODEL = "sql/v1"
-ANSWERS = recorded()
+ANSWERS = recorded_answers()
 
 
 def as_said(name: str) -> bytes:

@@ -101,7 +101,7 @@ class KillTrial:
     async def run(self, operations: int, *, per_round: int) -> KillFindings:
         await self._start()
         try:
-            await self._agree()
+            await self._wait_for_agreement()
             while self.findings.operations < operations:
                 await self._round(min(per_round, operations - self.findings.operations))
         finally:
@@ -114,16 +114,16 @@ class KillTrial:
 
     async def _round(self, operations: int) -> None:
         span_s = 1.0 + operations * 0.02
-        plan = [(self.rng.uniform(0, span_s), *self._drawn()) for _ in range(operations)]
+        plan = [(self.rng.uniform(0, span_s), *self._draw_operation()) for _ in range(operations)]
         target, after_s = self.rng.choice(self._targets), self.rng.uniform(0.05, span_s)
-        calls = asyncio.gather(*(self._operate(*each) for each in plan))
-        observing = asyncio.create_task(self._observe())
+        calls = asyncio.gather(*(self._run_operation(*each) for each in plan))
+        observing = asyncio.create_task(self._check_served_adapters())
         try:
             await asyncio.sleep(after_s)
             began = time.monotonic()
             await self._kill(target)
             await calls
-            waited_for = await self._agree()
+            waited_for = await self._wait_for_agreement()
         finally:
             observing.cancel()
             await asyncio.gather(observing, return_exceptions=True)
@@ -133,12 +133,12 @@ class KillTrial:
         self.findings.operations += operations
         self.findings.kills[target] += 1
 
-    def _drawn(self) -> tuple[str, str, str]:
+    def _draw_operation(self) -> tuple[str, str, str]:
         call = self.rng.choice(("load", "load", "evict", "evict", "unload", "inspect"))
         lora_id, victim = self.rng.sample(sorted(self.sources), 2)
         return call, lora_id, victim
 
-    async def _operate(self, after_s: float, call: str, lora_id: str, victim: str) -> None:
+    async def _run_operation(self, after_s: float, call: str, lora_id: str, victim: str) -> None:
         await asyncio.sleep(after_s)
         source = {"source": self.sources[lora_id]}
         await self._is_alive.wait()
@@ -175,17 +175,17 @@ class KillTrial:
 
     # --- what is looked at ---------------------------------------------------------------------------------------
 
-    async def _observe(self) -> None:
+    async def _check_served_adapters(self) -> None:
         """Ask the engine for what it lists, over and over."""
         while True:
             with contextlib.suppress(httpx.HTTPError, RuntimeError, KeyError, ValueError):
                 url = await self._engine_url()
                 async with httpx.AsyncClient(timeout=30) as direct:
-                    for name, folder in (await listed(direct, url)).items():
-                        await self._look_at(direct, url, name, folder)
+                    for name, folder in (await listed_adapters(direct, url)).items():
+                        await self._check_served_adapter(direct, url, name, folder)
             await asyncio.sleep(0.02)
 
-    async def _look_at(self, direct: httpx.AsyncClient, url: str, name: str, folder: Path) -> None:
+    async def _check_served_adapter(self, direct: httpx.AsyncClient, url: str, name: str, folder: Path) -> None:
         lora_id, _, digest12 = name.partition("@")
         if not folder.name.startswith(digest12) or not is_intact(folder, folder.name):
             self.findings.violations.append(f"{name} is served from {folder}, whose bytes are others")
@@ -202,7 +202,7 @@ class KillTrial:
             return self.engine.url
         return str((await self.client.get("/metadata")).json()["transport"]["engine_url"])
 
-    async def _agree(self) -> str:
+    async def _wait_for_agreement(self) -> str:
         """The last difference, once all say the same; raises AssertionError with it when they do not in time."""
         differing, last = ["nobody answered"], ""
         try:
@@ -211,18 +211,18 @@ class KillTrial:
                     last = str(differing)[:500]
                     await asyncio.sleep(0.05)
                     with contextlib.suppress(httpx.HTTPError, OSError, ValueError):
-                        differing = await self._differing()
+                        differing = await self._differences()
         except TimeoutError:
             log = (self.worker.folder / "agent.log").read_text()[-3000:]
             raise AssertionError(f"no agreement within {self._agree_within_s} s: {differing}\n{log}") from None
         return last
 
-    async def _differing(self) -> list[str]:
+    async def _differences(self) -> list[str]:
         if not (await self.client.get("/ready")).is_success:
             return ["not ready"]
         told = (await self.client.get("/metadata")).json()
         async with httpx.AsyncClient(timeout=10) as direct:
-            names = set(await listed(direct, await self._engine_url()))
+            names = set(await listed_adapters(direct, await self._engine_url()))
         records = [json.loads(path.read_text()) for path in (self.worker.state_dir / "adapters").glob("*.json")]
         items = told["lora"]["loaded_loras"]
         views = {
@@ -243,13 +243,13 @@ class KillTrial:
         return found
 
 
-async def listed(client: httpx.AsyncClient, engine_url: str) -> dict[str, Path]:
+async def listed_adapters(client: httpx.AsyncClient, engine_url: str) -> dict[str, Path]:
     """engine name -> folder of every adapter that the engine serves."""
     models = (await client.get(f"{engine_url}/v1/models")).json()["data"]
     return {item["id"]: Path(item["root"]) for item in models if item.get("parent")}
 
 
-def truth_of(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
+def expected_answers(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
     """What an engine that holds nothing else answers to ASK with each adapter."""
     said = {}
     with httpx.Client(base_url=url, timeout=120) as client:
@@ -264,7 +264,9 @@ def truth_of(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def remote(folders: Mapping[str, Path], where: Path, cable: FaultyConnection) -> AsyncIterator[dict[str, str]]:
+async def https_sources(
+    folders: Mapping[str, Path], where: Path, cable: FaultyConnection
+) -> AsyncIterator[dict[str, str]]:
     """https:// sources of these adapters behind the cable; agents started meanwhile trust their certificate."""
     files = {
         f"{lora_id}/{path.name}": path.read_bytes() for lora_id, folder in folders.items() for path in folder.iterdir()
@@ -282,7 +284,7 @@ async def remote(folders: Mapping[str, Path], where: Path, cable: FaultyConnecti
 
 
 @contextlib.asynccontextmanager
-async def trial(
+async def new_kill_trial(
     kind: Kind, folder: Path, *, seed: int, engine: RunningEngine | None = None, may_kill_engine: bool = True
 ) -> AsyncIterator[KillTrial]:
     """A trial in an empty folder. `engine`, one that the agent is attached to, holds no adapter; it is not stopped."""
@@ -290,18 +292,18 @@ async def trial(
     adapters = {lora_id: make_adapter(folder / "adapters", lora_id) for lora_id in LOCAL}
     elsewhere = {lora_id: make_adapter(folder / "elsewhere", lora_id) for lora_id in REMOTE}
     if engine is not None:
-        truth = truth_of(engine.url, adapters | elsewhere)
+        truth = expected_answers(engine.url, adapters | elsewhere)
         flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", str(SLOTS))
     else:
         clean = await asyncio.to_thread(start_engine, kind, model)
-        truth = truth_of(clean.url, adapters | elsewhere)
+        truth = expected_answers(clean.url, adapters | elsewhere)
         clean.stop()
         own = ("--engine-args=--sim-load-s=0.03",) if kind == "sim" else ("--device-profile", "cpu")
         flags = (*SIM, "--engine", kind, *own, "--num-gpu-blocks-override", "256")
     # It is killed again and again: no reason to restart it slowly.
     restarts = ("--crash-loop-after", "1", "--crash-loop-retry-s", "0.3")
     flags = (*flags, *restarts, "--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")
-    async with remote(elsewhere, folder, SlowConnection()) as sources:
+    async with https_sources(elsewhere, folder, SlowConnection()) as sources:
         sources |= {lora_id: str(path) for lora_id, path in adapters.items()}
         worker = RunningWorker(model, folder / "adapters", folder, *flags)
         within_s = 20.0 if kind == "sim" else 300.0
@@ -324,7 +326,7 @@ async def main() -> int:
         if args.attached:
             model = make_model(Path(folder) / "model")
             engine = await asyncio.to_thread(start_engine, args.engine, model, flags=ENGINE_FLAGS)
-        async with trial(args.engine, Path(folder), seed=args.seed, engine=engine) as it:
+        async with new_kill_trial(args.engine, Path(folder), seed=args.seed, engine=engine) as it:
             try:
                 found = await it.run(args.operations, per_round=args.per_round)
             finally:

@@ -139,7 +139,7 @@ SHORT = ("--health-timeout-s", "0.3")
 
 
 @contextlib.asynccontextmanager
-async def stalled(client, adapters):
+async def stalled_engine(client, adapters):
     """Its engine computes nothing for `--sim-load-s`, says that it is well, and has a request: that one's task.
 
     The sim stalls for a load, as vLLM does, and its agent knows nothing of this one.
@@ -175,7 +175,7 @@ async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, 
     flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
     async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
         before = await metadata(client)
-        async with stalled(client, agent_adapters) as asking:
+        async with stalled_engine(client, agent_adapters) as asking:
             told = await until_suspect(client)
             assert (told.state, told.engine_boot_id) == ("ready", before.engine_boot_id)
             assert "has requests, and has computed nothing" in told.state_reason
@@ -195,7 +195,7 @@ async def test_engine_that_never_computes_again_is_restarted(worker, agent_adapt
     flags = ("--engine-args=--sim-load-s=600", *STALLS, *SHORT, "--stuck-after-s", "0.5")
     async with worker.running(*flags) as client:
         before = await metadata(client)
-        async with stalled(client, agent_adapters), within(20):
+        async with stalled_engine(client, agent_adapters), within(20):
             while (await metadata(client)).engine_boot_id in {before.engine_boot_id, ""}:
                 await asyncio.sleep(0.05)
         assert (await metadata(client)).is_suspect is False
@@ -290,7 +290,7 @@ async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *stalls)
     timers = AgentTimers(watch_s=0.1, attached_s=silent_s)
     try:
-        async with worker.inside(timers=timers) as client, stalled(client, agent_adapters) as asking:
+        async with worker.inside(timers=timers) as client, stalled_engine(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
             async with within(20):
                 while told.load.still_s < 2 * silent_s:  # longer than one that does not answer may be silent
@@ -307,17 +307,17 @@ async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters
 async def test_repeated_waits_for_an_engines_exit_leak_nothing(tmp_path):
     process = await EngineProcess.start(LaunchCommand(("sleep", "60"), {}), state_dir=tmp_path)
     try:
-        before = kept()
+        before = living_futures()
         for _ in range(100):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0):
                     await process.wait()
-        assert kept() < before + 10
+        assert living_futures() < before + 10
     finally:
         await process.stop(within_s=5)
 
 
-def kept() -> int:
+def living_futures() -> int:
     gc.collect()
     # By its type: a proxy of something that is gone raises when it is asked for its class.
     return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
@@ -342,13 +342,13 @@ async def test_stopping_agent_kills_a_starting_engine_that_ignores_sigterm(worke
     deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
     long = ("--engine-shutdown-s", "50")
     async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # its end waits for 30 s
-        await until(lambda: "starting" in _text(worker.state_dir / "engine.log"))
+        await until(lambda: "starting" in _text_or_empty(worker.state_dir / "engine.log"))
         group = group_of(worker.engine_pid)
     assert not any(map(is_running, group))
     assert worker.process.returncode == 0
 
 
-def _text(path: Path) -> str:
+def _text_or_empty(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
@@ -372,28 +372,28 @@ async def test_picked_port_stays_reserved_for_the_engine_over_restarts(worker):
     go = worker.folder / "go"
     slow = f'echo "with $@"; until [ -e {go} ]; do sleep 0.02; done; exec {sys.executable} -m workers.engines.sim "$@"'
     async with worker.inside("--", "sh", "-c", slow, "sim", until_ready=False) as client:
-        await until(lambda: _ports(_text(worker.state_dir / "engine.log")))
-        port = _ports(_text(worker.state_dir / "engine.log"))[0]
+        await until(lambda: _started_ports(_text_or_empty(worker.state_dir / "engine.log")))
+        port = _started_ports(_text_or_empty(worker.state_dir / "engine.log"))[0]
         with pytest.raises(OSError, match="in use"):
-            _bind(port)
+            _bind_exclusively(port)
         go.touch()
         await worker.ready(client)
         assert (await metadata(client)).transport.engine_url.endswith(f":{port}")
         go.unlink()
         os.kill(worker.engine_pid, signal.SIGKILL)
-        await until(lambda: len(_ports(_text(worker.state_dir / "engine.log"))) == 2)
+        await until(lambda: len(_started_ports(_text_or_empty(worker.state_dir / "engine.log"))) == 2)
         with pytest.raises(OSError, match="in use"):
-            _bind(port)
-        assert _ports(_text(worker.state_dir / "engine.log")) == [port, port]
+            _bind_exclusively(port)
+        assert _started_ports(_text_or_empty(worker.state_dir / "engine.log")) == [port, port]
         go.touch()
         await worker.ready(client)
 
 
-def _ports(text: str) -> list[int]:
+def _started_ports(text: str) -> list[int]:
     return [int(port) for port in re.findall(r"^with .*--port (\d+)", text, re.MULTILINE)]
 
 
-def _bind(port: int) -> None:
+def _bind_exclusively(port: int) -> None:
     """As one that shares with nobody. Raises OSError when it is another's."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", port))
@@ -406,16 +406,16 @@ async def test_unread_stderr_blocks_neither_agent_nor_engine(worker):
     try:
         async with worker.running("--", "sh", "-c", talkative, "sim", stderr=writer) as client:
             os.close(writer)
-            kept = (worker.state_dir / "engine.log").read_text().count("a line of the engine\n")
+            living_futures = (worker.state_dir / "engine.log").read_text().count("a line of the engine\n")
             said = asyncio.create_task(asyncio.to_thread(_read_whole, reader))
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         lines = (await said).splitlines()
     finally:
         os.close(reader)
     told = [json.loads(line) for line in lines if b"of the engine's output were dropped" in line]
-    assert kept == 40_000
+    assert living_futures == 40_000
     assert told
-    assert lines.count(b"a line of the engine") + sum(line["lines"] for line in told) >= kept
+    assert lines.count(b"a line of the engine") + sum(line["lines"] for line in told) >= living_futures
     assert any(b'"event": "ready"' in line for line in lines)  # the agent's own are not among what was dropped
 
 
@@ -458,7 +458,7 @@ async def test_unwritable_engine_log_stops_neither_engine_nor_agent(worker):
 async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
     async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
         digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
-        full(worker.process.pid)
+        simulate_full_disk(worker.process.pid)
         assert (await post(client, "unload_lora", lora_id=THREE[0], epoch=7)).status_code == 200
         again = await post(client, "load_lora", lora_id=THREE[0], digest=digests[THREE[0]], epoch=7)
         assert again.status_code == 200
@@ -466,7 +466,7 @@ async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
         assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
 
         before = await metadata(client)
-        await client.post("/v1/usage", json=counted(before.lora.loaded_loras[0].engine_name))
+        await client.post("/v1/usage", json=usage_report_of(before.lora.loaded_loras[0].engine_name))
         [lease] = (worker.cache_dir / digests[THREE[2]] / ".users").iterdir()
         renewed_at = lease.stat().st_mtime
         await until(lambda: lease.stat().st_mtime > renewed_at)
@@ -495,9 +495,9 @@ async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
     async with worker.running("--cache-grace-s", "1") as client:
         for lora_id in THREE:
             await post(client, "load_lora", lora_id=lora_id)
-        full(worker.process.pid)
+        simulate_full_disk(worker.process.pid)
         await post(client, "unload_lora", lora_id=THREE[0], epoch=7)
-        full(worker.process.pid, False)
+        simulate_full_disk(worker.process.pid, False)
         epoch = worker.state_dir / "epoch.json"
         await until(lambda: epoch.exists() and json.loads(epoch.read_text()) == {"epoch": 7})
         assert await loaded(client) == {THREE[1], THREE[2]}  # it answers when what is written after the epoch is, too
@@ -508,12 +508,12 @@ async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
         assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
 
 
-def full(pid: int, is_full: bool = True) -> None:
+def simulate_full_disk(pid: int, is_full: bool = True) -> None:
     """Let a process, and what it starts, write to no file any more, as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def counted(engine_name: str) -> dict:
+def usage_report_of(engine_name: str) -> dict:
     """A router's report of one request."""
     use = {"worker_id": "worker-0", "engine_name": engine_name, "requests": 1}
     return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}

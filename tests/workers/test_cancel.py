@@ -8,7 +8,7 @@ import pytest
 
 from lorafleet.local.tiny_model import make_adapter
 from tests.patience import patience, until, within
-from tests.workers.kills import remote
+from tests.workers.kills import https_sources
 from tests.workers.running import code, loaded, post
 from tests.workers.source_servers import FaultyConnection
 
@@ -16,11 +16,11 @@ LOOPBACK = ("--source-networks", "127.0.0.0/8")
 
 
 @pytest.fixture
-async def far(tmp_path):
+async def silent_source(tmp_path):
     """An https:// source that falls silent half-way, and the cable to it."""
     cable = FaultyConnection()
     cable.stall_at = 100_000
-    async with remote({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, cable) as sources:
+    async with https_sources({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, cable) as sources:
         yield sources["far/v1"], cable
 
 
@@ -34,8 +34,8 @@ def leftovers(worker) -> list[str]:
     return [path.name for path in worker.cache_dir.iterdir() if path.name.startswith((".partial", ".gone"))]
 
 
-async def test_unload_cancels_a_download_and_deletes_its_files(worker, far):
-    source, cable = far
+async def test_unload_cancels_a_download_and_deletes_its_files(worker, silent_source):
+    source, cable = silent_source
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
         waiting = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
@@ -49,8 +49,8 @@ async def test_unload_cancels_a_download_and_deletes_its_files(worker, far):
         assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
 
 
-async def test_unload_of_another_version_cancels_nothing(worker, far):
-    source, cable = far
+async def test_unload_of_another_version_cancels_nothing(worker, silent_source):
+    source, cable = silent_source
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
         await cable.stalled.wait()
@@ -76,8 +76,8 @@ async def test_unload_cancels_waiting_loads_and_undoes_a_running_one(worker):
 
 
 @pytest.mark.fleet
-async def test_disconnecting_caller_does_not_end_a_download(worker, far):
-    source, cable = far
+async def test_disconnecting_caller_does_not_end_a_download(worker, silent_source):
+    source, cable = silent_source
     async with worker.running(*LOOPBACK) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/admin/load_lora", json={"lora_id": "far/v1", "source": source}, timeout=1.0)

@@ -42,20 +42,20 @@ def disk(folder, agent_id="a", **more) -> CacheFolder:
     return CacheFolder(folder, agent_id=agent_id, **{"grace_s": 10.0, "lease_s": 100.0, **more})
 
 
-def put(on: CacheFolder, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
+def install(on: CacheFolder, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
     """An installed adapter that was last used so long ago."""
     path = on.path(digest)
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(bytes(size))
-    age(path, idle_s)
+    set_age(path, idle_s)
 
 
-def age(path, seconds: float) -> None:
+def set_age(path, seconds: float) -> None:
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
 
 
-def here(on: CacheFolder) -> set[str]:
+def installed_digests(on: CacheFolder) -> set[str]:
     return {folder.digest for folder in on.adapters(NOBODY)}
 
 
@@ -80,43 +80,43 @@ def test_least_recently_used_idle_adapters_are_deleted_first():
 def test_unwanted_adapters_are_deleted_to_make_room(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
     for digest, idle_s in (("wanted", 3000), ("old", 2000), ("newer", 1000)):
-        put(mine, digest, idle_s=idle_s)
+        install(mine, digest, idle_s=idle_s)
     gone, missing = mine.make_room(100, frozenset({"wanted"}))
     assert (gone, missing) == (["old", "newer"], 0)
-    assert here(mine) == {"wanted"}
+    assert installed_digests(mine) == {"wanted"}
     assert not list(tmp_path.glob(".gone-*"))
 
 
 def test_no_adapter_is_deleted_if_it_would_not_be_enough(tmp_path):
     mine = disk(tmp_path, max_bytes=250)
-    put(mine, "wanted")
-    put(mine, "old")
+    install(mine, "wanted")
+    install(mine, "old")
     assert mine.make_room(200, frozenset({"wanted"})) == ([], 50)
-    assert here(mine) == {"wanted", "old"}
+    assert installed_digests(mine) == {"wanted", "old"}
 
 
 def test_leased_adapter_is_kept_until_its_lease_expires(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
-    put(mine, "shared")
+    install(mine, "shared")
     assert other.claim("shared")
     assert mine.make_room(0, NOBODY)[0] == []
     lease = mine.path("shared") / ".users" / "b"
     for path in (lease, lease.parent):
-        age(path, 99)
+        set_age(path, 99)
     assert mine.make_room(0, NOBODY)[0] == []
     for path in (lease, lease.parent):
-        age(path, 2)
+        set_age(path, 2)
     assert mine.make_room(0, NOBODY)[0] == ["shared"]
 
 
 def test_leases_are_renewed_while_wanted_and_removed_after_the_grace(tmp_path):
     mine = disk(tmp_path)
-    put(mine, "kept")
-    put(mine, "dropped")
+    install(mine, "kept")
+    install(mine, "dropped")
     assert mine.renew_leases({"kept", "dropped", "lost"}) == ["lost"]
     leases = {digest: mine.path(digest) / ".users" / "a" for digest in ("kept", "dropped")}
     for lease in leases.values():
-        age(lease, 50)
+        set_age(lease, 50)
     before = leases["kept"].stat().st_mtime
     assert mine.renew_leases({"kept"}) == []
     assert leases["kept"].stat().st_mtime > before
@@ -125,10 +125,10 @@ def test_leases_are_renewed_while_wanted_and_removed_after_the_grace(tmp_path):
 
 def test_lease_of_an_attached_engine_outlives_its_agent(tmp_path):
     mine, attached = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b", engine_outlives_s=10_000)
-    put(mine, "shared")
+    install(mine, "shared")
     attached.claim("shared")
     for path in (mine.path("shared") / ".users" / "b", mine.path("shared") / ".users"):
-        age(path, 5000)
+        set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == []
     assert attached.renew_leases(NOBODY) == []
     assert mine.adapters(NOBODY)[0].is_in_use is False
@@ -144,10 +144,10 @@ def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1, served_digests=served_digests), disk(tmp_path, "b")
     other.engine_url = "http://10.0.0.7:8100"
     for digest in ("kept", "gone"):
-        put(mine, digest)
+        install(mine, digest)
         other.claim(digest)
         for path in (mine.path(digest) / ".users" / "b", mine.path(digest) / ".users"):
-            age(path, 5000)
+            set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == ["gone"]
     assert asked == ["http://10.0.0.7:8100"] * 2
     assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed for an engine that has nobody to do it
@@ -156,11 +156,11 @@ def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
 @pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
 def test_adapter_of_an_unreachable_engine_is_deleted(tmp_path, lease):
     mine = disk(tmp_path, max_bytes=1, served_digests=lambda _: {"old"})
-    put(mine, "old")
+    install(mine, "old")
     (mine.path("old") / ".users").mkdir()
     (mine.path("old") / ".users" / "b").write_text(lease)
     for path in (mine.path("old") / ".users" / "b", mine.path("old") / ".users"):
-        age(path, 5000)
+        set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == ["old"]
 
 
@@ -168,7 +168,7 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_is_unreachable(tm
     mine = disk(tmp_path, max_bytes=100)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     for digest in ("listed", "idle"):
-        put(mine, digest)
+        install(mine, digest)
 
     async def silent() -> frozenset[str]:
         raise EngineError("engine_timeout", "no answer")
@@ -177,9 +177,9 @@ async def test_nothing_is_deleted_while_the_engine_lists_it_or_is_unreachable(tm
         return frozenset({"listed"})
 
     await cache.sweep(NOBODY, NOBODY, silent)
-    assert here(mine) == {"listed", "idle"}
+    assert installed_digests(mine) == {"listed", "idle"}
     await cache.sweep(NOBODY, NOBODY, lists)
-    assert here(mine) == {"listed"}
+    assert installed_digests(mine) == {"listed"}
 
 
 async def test_only_adapters_in_use_count_as_held_bytes(tmp_path):
@@ -187,7 +187,7 @@ async def test_only_adapters_in_use_count_as_held_bytes(tmp_path):
         disk(tmp_path, max_bytes=200), sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10
     )
     for digest in ("wanted", "idle"):
-        put(cache.folder, digest)
+        install(cache.folder, digest)
 
     async def lists() -> frozenset[str]:
         return NOBODY
@@ -214,10 +214,10 @@ def test_agent_gets_a_unique_id_after_a_first_start_with_full_disk(tmp_path):
 def test_usage_of_thousands_of_adapters_is_computed_without_reading_each(tmp_path):
     crowded = disk(tmp_path, max_bytes=1 << 30)
     for number in range(2000):
-        put(crowded, str(number))
+        install(crowded, str(number))
     first, again = cpu_s(crowded.usage), cpu_s(crowded.usage)
     assert again < first / 3
-    put(crowded, "another")
+    install(crowded, "another")
     shutil.rmtree(crowded.path("0"))
     assert crowded.usage() == (200_000, 2000)
 
@@ -230,8 +230,8 @@ def cpu_s(step) -> float:
 
 def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
     holds = inventory(tmp_path)
-    digests = [f"{number:064x}" for number in range(5000)]
-    for digest in digests:
+    cached_digests = [f"{number:064x}" for number in range(5000)]
+    for digest in cached_digests:
         holds.installed.update_in_memory(
             InstalledAdapter(
                 lora_id=digest,
@@ -244,7 +244,7 @@ def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
                 size_bytes=1,
             )
         )
-    assert cpu_s(lambda: holds.forget_deleted(digests)) < 1
+    assert cpu_s(lambda: holds.forget_deleted(cached_digests)) < 1
     assert holds.installed.all() == ()
 
 
@@ -262,7 +262,7 @@ def test_claim_during_a_deletion_either_prevents_it_or_fails(tmp_path):
     mine, other = disk(tmp_path, "a", max_bytes=1), disk(tmp_path, "b")
     for turn in range(30):
         digest = f"d{turn}"
-        put(mine, digest)
+        install(mine, digest)
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(2))
             claimed, freed = pool.submit(other.claim, digest), pool.submit(mine.make_room, 0, NOBODY)
@@ -271,11 +271,11 @@ def test_claim_during_a_deletion_either_prevents_it_or_fails(tmp_path):
 
 def test_adapter_leased_after_the_scan_is_not_deleted(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
-    put(mine, "old")
+    install(mine, "old")
     seen = mine.adapters(NOBODY)
     other.claim("old")
     assert mine.delete_until_freed(seen, 1, NOBODY) == ([], 100)
-    assert here(mine) == {"old"}
+    assert installed_digests(mine) == {"old"}
     assert not list(tmp_path.glob(".gone-*"))
 
 
@@ -285,7 +285,7 @@ def test_leftovers_are_removed_but_other_agents_growing_downloads_stay(tmp_path)
         with each.download_folder() as path:
             (path / "adapter_model.safetensors").write_bytes(b"half")
     with other.download_folder() as stuck:
-        age(stuck, 4000)
+        set_age(stuck, 4000)
     (tmp_path / ".gone-a-1" / "digest").mkdir(parents=True)
     mine.remove_leftovers()
     assert [path.name.split("-")[1] for path in tmp_path.glob(".partial-*")] == ["b"]
@@ -307,7 +307,7 @@ def test_resumable_download_is_kept_for_an_hour_or_until_disk_full(tmp_path):
     assert not second.exists()
     with disk(tmp_path).download_folder("https://one") as found:  # another start of the same agent
         assert found == one
-    age(two, 4000)
+    set_age(two, 4000)
     mine.remove_leftovers()
     assert (one.exists(), two.exists()) == (True, False)
     mine.remove_leftovers(is_full=True)
@@ -316,7 +316,7 @@ def test_resumable_download_is_kept_for_an_hour_or_until_disk_full(tmp_path):
 
 def test_replaced_damaged_folder_keeps_its_leases(tmp_path):
     mine, other = disk(tmp_path, "a"), disk(tmp_path, "b")
-    put(mine, "digest", size=1)
+    install(mine, "digest", size=1)
     other.claim("digest")
     with mine.download_folder() as whole:
         (whole / "adapter_model.safetensors").write_bytes(b"whole")
@@ -327,7 +327,7 @@ def test_replaced_damaged_folder_keeps_its_leases(tmp_path):
 
 def test_adapter_is_usable_where_no_lease_can_be_written(tmp_path):
     mine = disk(tmp_path)
-    put(mine, "here")
+    install(mine, "here")
     (mine.path("here") / ".users").write_text("")  # no folder: as full a disk as a lease can meet
     assert mine.claim("here")
     assert not mine.claim("elsewhere")
@@ -337,11 +337,11 @@ async def test_adapter_installed_meanwhile_by_another_agent_needs_no_room(tmp_pa
     mine = disk(tmp_path, max_bytes=150)
     cache = AdapterCache(mine, sources={}, rules=AdapterRules(64, frozenset(), "off"), fetch_deadline_s=10)
     manifest = Manifest(digest="new", rank=8, base_model="", size_bytes=100, modules=1)
-    put(mine, "held")
+    install(mine, "held")
 
     async def in_use(*arriving: str) -> frozenset[str]:
         for digest in arriving:
-            put(mine, digest)
+            install(mine, digest)
         return frozenset({"held"})
 
     with pytest.raises(SourceError, match="50 bytes too few"):
@@ -366,7 +366,7 @@ class FullDiskSource:
 @pytest.mark.parametrize("idle_s", [1000, 0])
 async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_path, idle_s):
     mine = disk(tmp_path / "cache")
-    put(mine, "idle", idle_s=idle_s)
+    install(mine, "idle", idle_s=idle_s)
     source = FullDiskSource(LocalSource([tmp_path], max_bytes=1 << 30), mine.path("idle"))
     rules = AdapterRules(64, frozenset(), "off")
     cache = AdapterCache(mine, sources={"file": source}, rules=rules, fetch_deadline_s=10)
@@ -445,7 +445,7 @@ async def test_fetches_at_a_time_are_limited(tmp_path):
 # --- real agents ----------------------------------------------------------------------------------------------------
 
 
-def digests(cache) -> set[str]:
+def cached_digests(cache) -> set[str]:
     return {path.name for path in cache.iterdir() if not path.name.startswith(".")}
 
 
@@ -465,13 +465,13 @@ async def test_full_cache_deletes_the_oldest_and_refuses_what_cannot_fit(worker,
         refused = await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])
         assert (refused.status_code, code(refused)) == (507, "disk_full")
         assert str(int(size * 2.5)) in refused.json()["error"]["message"]
-        assert digests(worker.cache_dir) == {first["digest"], second["digest"]}
+        assert cached_digests(worker.cache_dir) == {first["digest"], second["digest"]}
         await post(client, "unload_lora", lora_id="b/v1")
         async with within(10):  # the grace
             while not (third := await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])).is_success:
                 assert code(third) == "disk_full"
                 await asyncio.sleep(0.1)
-        assert digests(worker.cache_dir) == {first["digest"], third.json()["digest"]}
+        assert cached_digests(worker.cache_dir) == {first["digest"], third.json()["digest"]}
         assert code(await client.get("/v1/metadata/loras/b/v1")) == "adapter_unknown"
         assert await loaded(client) == {"a/v1", "a-twin/v1"}
 
@@ -507,8 +507,8 @@ async def test_three_agents_share_one_cache_folder_without_conflicts(agent_model
         await until(lambda: len(list(users.iterdir())) == 1)
         assert code(await post(tight, "load_lora", lora_id="sql-expert/v1")) == "disk_full"
         [killed] = users.iterdir()
-        age(killed, 1000)  # as long as a silent agent's lease lasts
-        age(users, 1000)
+        set_age(killed, 1000)  # as long as a silent agent's lease lasts
+        set_age(users, 1000)
         assert (await post(tight, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert not legal.exists()  # noqa: ASYNC240
 

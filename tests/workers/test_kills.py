@@ -8,14 +8,14 @@ Ten of them on vLLM are in `tests/contract/test_agent_on_engine.py`, beside the 
 
 import pytest
 
-from tests.workers.kills import trial
+from tests.workers.kills import new_kill_trial
 
 pytestmark = pytest.mark.fleet
 
 
 @pytest.mark.parametrize(("operations", "seed"), [(40, 3), pytest.param(200, 5, marks=pytest.mark.thorough)])
 async def test_state_folder_disk_and_engine_agree_after_every_kill(tmp_path, operations, seed):
-    async with trial("sim", tmp_path, seed=seed) as it:
+    async with new_kill_trial("sim", tmp_path, seed=seed) as it:
         found = await it.run(operations, per_round=20)
     assert found.violations == []
     assert found.operations == operations

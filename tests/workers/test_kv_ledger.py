@@ -38,7 +38,7 @@ async def snapshot(client) -> KvSnapshot:
     return SNAPSHOT.decode(answer.content)
 
 
-def device(taken, rank=0):
+def device_blocks(taken, rank=0):
     return set(unpack_hashes(taken.ranks[rank].device))
 
 
@@ -63,8 +63,8 @@ async def test_snapshot_and_stream_give_all_blocks_of_the_engine():
         taken = await snapshot(client)
         assert (taken.base_model, taken.block_size, taken.hashing, taken.is_whole) == ("m", 2, 1, True)
         assert taken.epoch.startswith("boot.")
-        assert device(taken) == set(ours(range(6)))
-        known = device(taken)
+        assert device_blocks(taken) == set(ours(range(6)))
+        known = device_blocks(taken)
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
             first = await anext(told)
             assert (first.seq, first.changes) == (taken.seq, ())  # a sign of life at once
@@ -79,7 +79,7 @@ async def test_snapshot_and_stream_give_all_blocks_of_the_engine():
             frame = await anext(told)
             assert frame.cleared == (0,)
             assert [unpack_hashes(change.added) for change in frame.changes] == [ours([50, 51])]
-        assert device(await snapshot(client)) == set(ours([50, 51]))
+        assert device_blocks(await snapshot(client)) == set(ours([50, 51]))
 
 
 async def test_block_added_and_dropped_within_a_frame_is_not_sent():
@@ -132,7 +132,7 @@ async def test_reader_that_does_not_read_is_cut_off():
                 size += len(data)
             assert agent.metrics.registry.get_sample_value("lorafleet_workers_kv_readers_dropped_total") == 1
         assert size < 20 * 160_000
-        assert device(await snapshot(client)) == set(agent.ledgers.ranks[0].ledger.blocks("device"))
+        assert device_blocks(await snapshot(client)) == set(agent.ledgers.ranks[0].ledger.blocks("device"))
 
 
 async def test_lost_events_make_the_ledger_incomplete_for_good():
@@ -153,7 +153,7 @@ async def test_lost_events_make_the_ledger_incomplete_for_good():
                 frame = await anext(told)
         later = await snapshot(client)
         assert not later.is_whole
-        assert device(later) == {*ours([1, 2]), *ours([5, 6])}
+        assert device_blocks(later) == {*ours([1, 2]), *ours([5, 6])}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_unreadable_event_makes_the_ledger_incomplete(payload):
     async with serving_ledger(engine) as (client, _):
         taken = await snapshot(client)
         assert not taken.is_whole
-        assert device(taken) == set(ours([1, 2]))
+        assert device_blocks(taken) == set(ours([1, 2]))
 
 
 async def test_forgotten_blocks_of_an_adapter_are_sent_at_once():
@@ -175,7 +175,7 @@ async def test_forgotten_blocks_of_an_adapter_are_sent_at_once():
     engine.batches.append(msgspec.msgpack.encode([0.0, [stored([1], [1, 2], lora_name="sql@1")], None]))
     async with serving_ledger(engine, dialect="sglang") as (client, agent):
         taken = await snapshot(client)
-        assert device(taken) == set(ours([1, 2], name="sql@1"))
+        assert device_blocks(taken) == set(ours([1, 2], name="sql@1"))
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
             await anext(told)
             agent.ledgers.forget_adapter("sql@1")
@@ -202,7 +202,7 @@ async def test_snapshot_of_16000_blocks_takes_less_than_a_second():
     async with serving_ledger(engine) as (client, _agent):
         began = time.perf_counter()
         taken = await snapshot(client)
-        assert len(device(taken)) == 16_000
+        assert len(device_blocks(taken)) == 16_000
         assert time.perf_counter() - began < patience(1)
 
 
@@ -216,20 +216,20 @@ async def complete(told: Metadata, prompt: list[int], model="tiny-qwen"):
         assert answer.status_code == 200, answer.text
 
 
-async def told_by(client) -> Metadata:
+async def metadata_of(client) -> Metadata:
     return Metadata.model_validate((await client.get("/metadata")).json())
 
 
-async def has(client, expected, *, within_s=10.0):
+async def wait_for_blocks(client, expected, *, within_s=10.0):
     async with within(within_s):
-        while not expected <= device(await snapshot(client)):
+        while not expected <= device_blocks(await snapshot(client)):
             await asyncio.sleep(0.02)
 
 
 @pytest.mark.fleet
 async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(worker):
     async with worker.inside() as client:
-        told = await told_by(client)
+        told = await metadata_of(client)
         assert told.transport.kv_ledger == 1
         block_size = told.model.runtime_config.block_size
         prompt = list(range(100, 100 + 4 * block_size))
@@ -239,7 +239,7 @@ async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(work
             await complete(told, prompt, name or "tiny-qwen")
             root = root_hash(told.model.base_model, name)
             expected |= set(block_hashes(prompt, block_size=block_size, root=root))
-        await has(client, expected)
+        await wait_for_blocks(client, expected)
         before = await snapshot(client)
         assert before.epoch.startswith(told.engine_boot_id)
         page = (await client.get("/metrics")).text
@@ -250,7 +250,7 @@ async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(work
         await worker.ready(client)
         after = await snapshot(client)
         assert after.epoch.split(".")[0] not in {before.epoch.split(".")[0], ""}
-        assert device(after).isdisjoint(expected)
+        assert device_blocks(after).isdisjoint(expected)
         gone = await client.get("/v1/kv/stream", params={"epoch": before.epoch, "since": before.seq})
         assert (gone.status_code, code(gone)) == (410, "events_gone")
 

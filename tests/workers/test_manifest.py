@@ -47,17 +47,17 @@ def tensors(rank=8, out=32, into=64, module=MODULE, dtype="BF16"):
     }
 
 
-def look(config=(), shapes=None, rules=RULES):
+def describe(config=(), shapes=None, rules=RULES):
     return check_adapter(json.dumps(CONFIG | dict(config)).encode(), tensors() if shapes is None else shapes, rules)
 
 
 def refusal(*args, **named):
     with pytest.raises(SourceError) as refused:
-        look(*args, **named)
+        describe(*args, **named)
     return refused.value.code, str(refused.value)
 
 
-def entry(path: str, content: bytes) -> FileEntry:
+def file_entry(path: str, content: bytes) -> FileEntry:
     return FileEntry(path, len(content), hashlib.sha256(content).hexdigest())
 
 
@@ -65,7 +65,7 @@ def entry(path: str, content: bytes) -> FileEntry:
 
 
 def test_documented_example_has_the_documented_digest():
-    files = [entry("adapter_model.safetensors", b""), entry("adapter_config.json", b"{}")]
+    files = [file_entry("adapter_model.safetensors", b""), file_entry("adapter_config.json", b"{}")]
     assert digest(files) == "2ee415dc86b41cb4ebf3b6f39ba9ea4c853fb11a59eb8eb6dc5dc2832de9815e"
     hashed = json.dumps([[e.path, e.size_bytes, e.sha256] for e in reversed(files)], separators=(",", ":"))
     assert digest(files) == hashlib.sha256(hashed.encode()).hexdigest()
@@ -93,19 +93,19 @@ def test_digest_does_not_depend_on_file_order(pair):
 
 
 def test_plain_adapter_is_accepted_and_described():
-    found = look()
+    found = describe()
     assert (found.rank, found.base_model, found.modules) == (8, "org/Base-7B", 1)
 
 
 def test_rank_is_the_largest_of_all_modules():
     wide = {**tensors(), **tensors(rank=16, module="model.layers.1.self_attn.q_proj")}
-    assert look({"rank_pattern": {"layers.1.self_attn.q_proj": 16}}, wide).rank == 16
-    assert look({"rank_pattern": {r"layers\.[1-9].*": 16}}, wide).rank == 16
+    assert describe({"rank_pattern": {"layers.1.self_attn.q_proj": 16}}, wide).rank == 16
+    assert describe({"rank_pattern": {r"layers\.[1-9].*": 16}}, wide).rank == 16
     assert refusal({}, wide)[0] == "rank_mismatch"
 
 
 def test_first_matching_rank_pattern_wins():
-    assert look({"rank_pattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 4}}).rank == 8
+    assert describe({"rank_pattern": {"q_proj": 8, "layers.0.self_attn.q_proj": 4}}).rank == 8
     assert refusal({"rank_pattern": {"self_attn.q_proj": 4, "q_proj": 8}})[0] == "rank_mismatch"
 
 
@@ -115,11 +115,11 @@ def test_unused_rank_in_the_config_counts():
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(q_proj|k_proj)", r"(?:.*?(?:a|b).*?)+?(?:q|k).*", ["q_proj"]])
 def test_targets_may_be_a_list_an_expression_or_all_linear(targets):
-    assert look({"target_modules": targets}).modules == 1
+    assert describe({"target_modules": targets}).modules == 1
 
 
 def test_slow_target_regex_is_not_run():
-    assert look({"target_modules": r"(\w+)+z"}).modules == 1
+    assert describe({"target_modules": r"(\w+)+z"}).modules == 1
 
 
 @pytest.mark.parametrize("targets", [r".*\.k_proj", ["k_proj"], ["proj"], ["layers.1.self_attn.q_proj"]])
@@ -209,7 +209,7 @@ def test_missing_config_field_is_named(missing):
     ],
 )
 def test_variant_that_engines_serve_correctly_is_accepted(config):
-    assert look(config).modules == 1
+    assert describe(config).modules == 1
 
 
 JSON = st.recursive(
@@ -284,7 +284,7 @@ def test_embeddings_are_accepted_if_engine_and_vocabulary_allow_them():
         f"{embed}B": TensorHeader("F32", (64, 8)),
         "base_model.model.model.embed_tokens.base_layer.weight": TensorHeader("F32", (100, 64)),
     }
-    assert look({}, both).modules == 2
+    assert describe({}, both).modules == 2
     assert refusal({}, both | {f"{embed}A": TensorHeader("F32", (8, 101))})[0] == "shape_mismatch"
     elsewhere = AdapterRules(16, frozenset(), "off", BaseModel(BASE.shapes, takes_embeddings=False))
     assert refusal({}, both, elsewhere)[0] == "module_unsupported"
@@ -294,12 +294,14 @@ def test_experts_of_a_mixture_are_not_checked():
     experts = tensors() | tensors(module="model.layers.0.mlp.experts.3.up_proj")
     assert refusal({"target_modules": "all-linear"}, experts)[0] == "module_unknown"
     mixture = base_model({"num_experts": 8}, {MODULE: (32, 64)})
-    assert look({"target_modules": "all-linear"}, experts, AdapterRules(16, frozenset(), "off", mixture)).modules == 2
+    assert (
+        describe({"target_modules": "all-linear"}, experts, AdapterRules(16, frozenset(), "off", mixture)).modules == 2
+    )
 
 
 def test_unknown_base_model_limits_the_checks_to_the_adapter():
     rules = AdapterRules(16, frozenset(), "off")
-    assert look({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
+    assert describe({"base_model_name_or_path": "any"}, tensors(into=65), rules).modules == 1
     assert refusal({}, {A: TensorHeader("F32", (8, 64)), B: TensorHeader("F32", (32, 4))}, rules)[0] == "rank_mismatch"
 
 

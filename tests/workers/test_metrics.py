@@ -12,7 +12,7 @@ from tests.workers.running import post
 from workers.metrics import MOST_NAMED, WorkerMetrics
 
 
-def lines(metrics: WorkerMetrics, name: str) -> list[str]:
+def series_lines(metrics: WorkerMetrics, name: str) -> list[str]:
     return [line for line in metrics.page().decode().splitlines() if line.startswith(f"{name}{{")]
 
 
@@ -22,7 +22,7 @@ def test_only_recently_loaded_adapters_have_a_series():
         metrics.load_seconds(f"a{number}").observe(1.0)
     metrics.unload_seconds("a30").observe(1.0)
     metrics.load_seconds("new").observe(1.0)
-    counts = lines(metrics, "lora_load_duration_seconds_count")
+    counts = series_lines(metrics, "lora_load_duration_seconds_count")
     assert len(counts) == MOST_NAMED
     assert not any('lora_id="a20"' in line for line in counts)
     assert 'lora_load_duration_seconds_count{lora_id="a30",worker_id="w0"} 1.0' in counts
@@ -32,10 +32,14 @@ def test_only_recently_loaded_adapters_have_a_series():
 def test_unloaded_adapter_has_no_size_or_request_series():
     metrics = WorkerMetrics("w0")
     metrics.set_loaded_adapters([("a", 10, 1), ("b", 20, 2), ("b", 5, 1)])
-    assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in lines(metrics, "lora_memory_usage_bytes")
+    assert 'lora_memory_usage_bytes{lora_id="b",worker_id="w0"} 25.0' in series_lines(
+        metrics, "lora_memory_usage_bytes"
+    )
     metrics.set_loaded_adapters([("a", 10, 4)])
-    assert lines(metrics, "lora_memory_usage_bytes") == ['lora_memory_usage_bytes{lora_id="a",worker_id="w0"} 10.0']
-    assert lines(metrics, "lora_request_count") == ['lora_request_count{lora_id="a",worker_id="w0"} 4.0']
+    assert series_lines(metrics, "lora_memory_usage_bytes") == [
+        'lora_memory_usage_bytes{lora_id="a",worker_id="w0"} 10.0'
+    ]
+    assert series_lines(metrics, "lora_request_count") == ['lora_request_count{lora_id="a",worker_id="w0"} 4.0']
 
 
 async def test_loads_fetches_and_hits_are_counted(worker):
@@ -75,16 +79,18 @@ async def test_metrics_of_a_gone_engine_are_cleared(worker):
             assert (await engine.post(f"{url}/v1/completions", json=ask)).is_success
         names = ("kv_blocks", "kv_ledger_bytes", "kv_ledger_whole", "decode_tokens_per_s", "engine_up")
         async with within(20):
-            while 0.0 in (await told(client, names)).values():
+            while 0.0 in (await worker_metrics(client, names)).values():
                 await asyncio.sleep(0.05)
         os.kill(worker.engine_pid, signal.SIGKILL)
         async with within(20):
-            while (await told(client, ["engine_up"]))["engine_up"]:
+            while (await worker_metrics(client, ["engine_up"]))["engine_up"]:
                 await asyncio.sleep(0.05)
-        assert await told(client, names) == dict.fromkeys(names, 0.0)
+        assert await worker_metrics(client, names) == dict.fromkeys(names, 0.0)
 
 
-async def told(client, names) -> dict[str, float]:
-    lines = [line.split() for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")]
-    values = {line[0]: float(line[-1]) for line in lines}
+async def worker_metrics(client, names) -> dict[str, float]:
+    series_lines = [
+        line.split() for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")
+    ]
+    values = {line[0]: float(line[-1]) for line in series_lines}
     return {name: values[f"lorafleet_workers_{name}"] for name in names}

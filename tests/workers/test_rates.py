@@ -27,19 +27,19 @@ from workers.metrics import WorkerMetrics
 Lengths = Callable[[Random], float]
 
 
-def short(rng: Random) -> float:
+def short_length(rng: Random) -> float:
     return min(2_000, rng.lognormvariate(5.3, 0.6))
 
 
-def long(rng: Random) -> float:
+def long_length(rng: Random) -> float:
     return min(30_000, rng.lognormvariate(8.7, 0.7))
 
 
-def mixed(rng: Random) -> float:
-    return short(rng) if rng.random() < 0.7 else long(rng)
+def mixed_length(rng: Random) -> float:
+    return short_length(rng) if rng.random() < 0.7 else long_length(rng)
 
 
-def answer(rng: Random) -> float:
+def answer_length(rng: Random) -> float:
     return min(1_000, rng.lognormvariate(4.8, 0.7))
 
 
@@ -58,11 +58,11 @@ class SteadyLoad:
             readings, _ = engine.advance(arrival)
             yield from readings
             while arrival <= engine.now:
-                engine.ask(max(1, int(prompts(self.rng))), max(1, int(answer(self.rng))))
+                engine.ask(max(1, int(prompts(self.rng))), max(1, int(answer_length(self.rng))))
                 arrival += self.rng.expovariate(per_s)
 
 
-def off(rates: EngineRates, load: SteadyLoad) -> tuple[float, float]:
+def relative_errors(rates: EngineRates, load: SteadyLoad) -> tuple[float, float]:
     """By which share the prefill rate and one token's time are wrong."""
     pace = load.engine.batch.pace
     return (
@@ -73,14 +73,14 @@ def off(rates: EngineRates, load: SteadyLoad) -> tuple[float, float]:
 
 SPEEDS = [(20_000, 0.02), (16_000, 0.024)]
 LEVELS = {
-    "short, light": (short, 0.3),
-    "short, medium": (short, 8.0),
-    "short, saturated": (short, 60.0),
-    "long, light": (long, 0.15),
-    "long, medium": (long, 1.0),
-    "mixed, light": (mixed, 0.3),
-    "mixed, medium": (mixed, 3.0),
-    "mixed, saturated": (mixed, 5.0),
+    "short, light": (short_length, 0.3),
+    "short, medium": (short_length, 8.0),
+    "short, saturated": (short_length, 60.0),
+    "long, light": (long_length, 0.15),
+    "long, medium": (long_length, 1.0),
+    "mixed, light": (mixed_length, 0.3),
+    "mixed, medium": (mixed_length, 3.0),
+    "mixed, saturated": (mixed_length, 5.0),
 }
 
 
@@ -92,7 +92,7 @@ def test_two_minutes_of_load_give_both_rates_within_ten_percent(level, prefill, 
     load, rates = SteadyLoad(prefill=prefill, token_s=token_s, seed=3), EngineRates()
     for reading in load.readings(prompts, per_s, 150):
         rates.add(reading)
-    prefill_off, token_off = off(rates, load)
+    prefill_off, token_off = relative_errors(rates, load)
     assert abs(prefill_off) < 0.10
     assert abs(token_off) < 0.10
 
@@ -100,9 +100,9 @@ def test_two_minutes_of_load_give_both_rates_within_ten_percent(level, prefill, 
 def test_rates_stay_right_under_long_prompts_after_a_calm_moment():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
     for per_s, seconds in ((0.15, 60), (2.6, 120)):
-        for reading in load.readings(long, per_s, seconds):
+        for reading in load.readings(long_length, per_s, seconds):
             rates.add(reading)
-    prefill_off, token_off = off(rates, load)
+    prefill_off, token_off = relative_errors(rates, load)
     assert abs(prefill_off) < 0.10
     assert abs(token_off) < 0.10
     assert rates.inter_token_s > 0.08
@@ -110,15 +110,15 @@ def test_rates_stay_right_under_long_prompts_after_a_calm_moment():
 
 def test_rate_without_a_calm_moment_is_low_by_the_decode_share():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=1), EngineRates()
-    for reading in load.readings(long, 2.6, 120):
+    for reading in load.readings(long_length, 2.6, 120):
         rates.add(reading)
-    prefill_off, _ = off(rates, load)
+    prefill_off, _ = relative_errors(rates, load)
     assert -0.20 < prefill_off < 0.05
 
 
 def test_inter_token_time_and_request_size_follow_recent_requests():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=2), EngineRates()
-    for reading in load.readings(short, 8.0, 90):
+    for reading in load.readings(short_length, 8.0, 90):
         rates.add(reading)
     totals = load.engine.totals
     assert rates.inter_token_s == pytest.approx(totals["gap_seconds"] / totals["token_gaps"], rel=0.15)
@@ -143,16 +143,16 @@ def test_first_request_alone_gives_a_rate():
     assert rates.prefill_tokens_per_s == pytest.approx(10_000, rel=0.1)
 
 
-def after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> EngineRates:
+def rates_after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> EngineRates:
     """What these requests, of (prompt, answer) tokens, teach when each user waits for an answer before asking on."""
     engine, rates, left = SimulatedEngine(prefill=prefill, token_s=token_s), EngineRates(), list(lengths)
     for _ in range(min(users, len(left))):
         engine.ask(*left.pop(0))
     while engine.batch.has_work:
-        readings, told = engine.advance(math.inf)
+        readings, jobs = engine.advance(math.inf)
         for reading in readings:
             rates.add(reading)
-        for job in told:
+        for job in jobs:
             if job.finish_reason is not None and left:
                 engine.ask(*left.pop(0))
     for reading in engine.advance(engine.now + 2.0)[0]:
@@ -172,7 +172,7 @@ PREFILL = st.floats(1_000, 40_000)
 TOKEN_S = st.floats(0.004, 0.05)
 
 
-def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
+def has_telling_prefill(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
     """Whether the seconds of this prefill are of its tokens, whatever else a step of an engine may cost."""
     return answer_ > 1 and prompt >= 64 and prompt / prefill >= max(0.01, 2 * token_s)
 
@@ -181,8 +181,8 @@ def tells(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S)
 def test_twenty_requests_give_a_right_rate_or_none(lengths, prefill, token_s):
-    rate = after(lengths, prefill=prefill, token_s=token_s).prefill_tokens_per_s
-    if sum(prompt for prompt, answer_ in lengths if tells(prompt, answer_, prefill, token_s)) >= 512:
+    rate = rates_after(lengths, prefill=prefill, token_s=token_s).prefill_tokens_per_s
+    if sum(prompt for prompt, answer_ in lengths if has_telling_prefill(prompt, answer_, prefill, token_s)) >= 512:
         assert rate > 0
     assert rate == 0.0 or prefill / 1.5 <= rate <= 1.5 * prefill
 
@@ -191,7 +191,7 @@ def test_twenty_requests_give_a_right_rate_or_none(lengths, prefill, token_s):
 @settings(max_examples=examples(80))
 @given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
 def test_concurrent_requests_never_give_a_wrong_rate(lengths, prefill, token_s, users):
-    rate = after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
+    rate = rates_after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
     # Above the usual rate the fastest prefill that was seen is nearer to the true rate than the usual one.
     assert rate == 0.0 or min(prefill / 2, USUAL_PREFILL_TOKENS_PER_S) <= rate <= 1.5 * prefill
 
@@ -199,13 +199,13 @@ def test_concurrent_requests_never_give_a_wrong_rate(lengths, prefill, token_s, 
 @pytest.mark.parametrize("users", [1, 4])
 @pytest.mark.parametrize("prompt", [1, 30])
 def test_short_chats_give_no_prefill_rate(prompt, users):
-    rates = after([(prompt, 400)] * 20, prefill=7_837, token_s=0.02, users=users)
+    rates = rates_after([(prompt, 400)] * 20, prefill=7_837, token_s=0.02, users=users)
     assert rates.prefill_tokens_per_s == 0.0
     assert rates.decode_tokens_per_s == pytest.approx(50, rel=0.1)
 
 
 def test_short_chats_keep_the_rate_of_a_long_prompt():
-    rates = after([*[(30, 40)] * 5, (4_000, 10), *[(30, 40)] * 50], prefill=8_000, token_s=0.02)
+    rates = rates_after([*[(30, 40)] * 5, (4_000, 10), *[(30, 40)] * 50], prefill=8_000, token_s=0.02)
     assert rates.prefill_tokens_per_s == pytest.approx(8_000, rel=0.1)
 
 
@@ -227,16 +227,16 @@ def test_prefill_seconds_counted_by_the_engine_are_used():
 
 def test_engine_restart_does_not_spoil_the_rates():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=4), EngineRates()
-    for reading in load.readings(mixed, 3.0, 100):
+    for reading in load.readings(mixed_length, 3.0, 100):
         rates.add(reading)
-    learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
+    has_measured_decodes, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
     again = SteadyLoad(prefill=20_000, token_s=0.02, seed=5)
-    for number, reading in enumerate(again.readings(mixed, 3.0, 30)):
+    for number, reading in enumerate(again.readings(mixed_length, 3.0, 30)):
         rates.add(replace(reading, at_s=at_s + reading.at_s))
         if number == 0:
-            assert (rates.prefill_tokens_per_s, rates.decode_tokens_per_s) == learned
+            assert (rates.prefill_tokens_per_s, rates.decode_tokens_per_s) == has_measured_decodes
         assert math.isfinite(rates.prefill_tokens_per_s)
-        assert 0.9 * learned[0] < rates.prefill_tokens_per_s < 1.1 * learned[0]
+        assert 0.9 * has_measured_decodes[0] < rates.prefill_tokens_per_s < 1.1 * has_measured_decodes[0]
 
 
 def test_any_counters_give_finite_figures():
@@ -254,12 +254,12 @@ def test_any_counters_give_finite_figures():
 # --- a real agent around the sim engine ----------------------------------------------------------------------------
 
 
-async def told(client) -> wire.Load:
+async def reported_load(client) -> wire.Load:
     return wire.Metadata.model_validate((await client.get("/metadata")).json()).load
 
 
-async def learned(client) -> bool:
-    load = await told(client)
+async def has_measured_decodes(client) -> bool:
+    load = await reported_load(client)
     return bool(load.mean_output_tokens and load.decode_tokens_per_s)
 
 
@@ -267,12 +267,12 @@ async def learned(client) -> bool:
 async def test_load_time_is_reported_even_after_an_agents_restart(worker):
     slow = "--engine-args=--sim-load-s=0.3"
     async with worker.inside(slow) as client:
-        assert (await told(client)).load_seconds == 0.0
+        assert (await reported_load(client)).load_seconds == 0.0
         for lora_id in ("sql-expert/v1", "python-expert/v1"):
             assert (await post(client, "load_lora", lora_id=lora_id)).status_code == 200
-        assert 0.3 <= (await told(client)).load_seconds < patience(2)
+        assert 0.3 <= (await reported_load(client)).load_seconds < patience(2)
     async with worker.inside(slow) as client:
-        assert 0.3 <= (await told(client)).load_seconds < patience(2)
+        assert 0.3 <= (await reported_load(client)).load_seconds < patience(2)
 
 
 def test_usual_rate_equals_the_routers_prior():
@@ -285,17 +285,17 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
         url = wire.Metadata.model_validate((await client.get("/metadata")).json()).transport.engine_url
         body = {"model": "tiny-qwen", "max_tokens": 30, "ignore_eos": True}
         fresh = itertools.count(7)
-        assert (await told(client)).prefill_tokens_per_s == 0.0
+        assert (await reported_load(client)).prefill_tokens_per_s == 0.0
 
         async def is_asked_and_learned() -> bool:
             """One more request: on a busy machine a reading may miss that a prefill was alone."""
             prompt = [next(fresh)] * 600  # not cached
             assert (await direct.post(f"{url}/v1/completions", json=body | {"prompt": prompt})).status_code == 200
-            await until(lambda: learned(client))
-            return (await told(client)).prefill_tokens_per_s > 0
+            await until(lambda: has_measured_decodes(client))
+            return (await reported_load(client)).prefill_tokens_per_s > 0
 
         await until(is_asked_and_learned)
-        load = await told(client)
+        load = await reported_load(client)
         assert load.mean_output_tokens == 30
         # The sim is as fast as it is told to be, and slower on a busy machine.
         assert 0.3 < load.mean_request_s < patience(2)

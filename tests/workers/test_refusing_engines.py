@@ -18,12 +18,12 @@ from workers.wire import Metadata
 MODEL = "tiny-qwen"
 
 
-def asking_for(name: str) -> tuple[str, ...]:
+def command_with_connector(name: str) -> tuple[str, ...]:
     config = f'{{"kv_connector": "{name}", "kv_role": "kv_both"}}'
     return ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--kv-transfer-config", config)
 
 
-async def told(client: httpx.AsyncClient) -> Metadata:
+async def metadata_of(client: httpx.AsyncClient) -> Metadata:
     return Metadata.model_validate((await client.get("/metadata")).json())
 
 
@@ -34,7 +34,7 @@ async def completion(url: str, model: str) -> int:
 
 
 async def assert_refuses(client: httpx.AsyncClient, reason: str) -> None:
-    found = await told(client)
+    found = await metadata_of(client)
     assert (found.state, found.lora.enabled, found.lora.loaded_loras) == ("ready", False, ())
     assert found.lora.capacity.available_slots == 0
     assert reason in found.lora.refusal
@@ -58,7 +58,7 @@ async def test_adapters_are_restored_once_the_engine_accepts_adapters(worker):
     async with worker.together(engine=("--kv-transfer-config", "{}")) as client:
         await assert_refuses(client, "engine_salt")
     async with worker.together() as client:
-        assert [lora.lora_id for lora in (await told(client)).lora.loaded_loras] == ["legal/v2"]
+        assert [lora.lora_id for lora in (await metadata_of(client)).lora.loaded_loras] == ["legal/v2"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ async def test_adapters_are_restored_once_the_engine_accepts_adapters(worker):
 async def test_setting_decides_for_an_attached_engine(worker, setting, refusal, is_salted):
     connector = ("--kv-transfer-config", "{}")
     async with worker.together("--engine-salt", setting, engine=connector) as client:
-        found = (await told(client)).lora
+        found = (await metadata_of(client)).lora
         assert (found.refusal, found.is_salted) == (refusal, is_salted)
         assert (await post(client, "load_lora", lora_id="legal/v2")).status_code == (409 if refusal else 200)
 
@@ -77,13 +77,13 @@ async def test_setting_decides_for_an_attached_engine(worker, setting, refusal, 
 @pytest.mark.parametrize("name", ["ExampleConnector", "LMCacheMPConnector", "OffloadingConnector"])
 async def test_engine_that_the_agent_starts_is_judged_by_its_command(agent_model, agent_adapters, tmp_path, name):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM)
-    async with worker.inside(*asking_for(name)) as client:
+    async with worker.inside(*command_with_connector(name)) as client:
         separation = CONNECTORS[name].separation
         if separation == "refused":
             await assert_refuses(client, name)
             return
         assert (await post(client, "load_lora", lora_id="legal/v2")).status_code == 200
-        found = (await told(client)).lora
+        found = (await metadata_of(client)).lora
         assert (found.refusal, found.is_salted) == ("", separation == "salted")
 
 
@@ -108,5 +108,5 @@ async def test_sglangs_external_caches_count_as_unknown_connectors(arguments, se
 @pytest.mark.fleet
 async def test_salts_do_not_help_with_a_connector_that_ignores_them(agent_model, agent_adapters, tmp_path):
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *SIM, "--engine-salt", "always")
-    async with worker.inside(*asking_for("ExampleConnector")) as client:
+    async with worker.inside(*command_with_connector("ExampleConnector")) as client:
         await assert_refuses(client, "ExampleConnector")

@@ -14,7 +14,7 @@ from aiohttp import web
 from lorafleet.local.tiny_model import make_adapter
 from tests.engines import start_engine
 from tests.patience import until
-from tests.workers.kills import SlowConnection, remote
+from tests.workers.kills import SlowConnection, https_sources
 from tests.workers.running import SIM, RunningWorker, loaded, post
 from workers.core.manifest import AdapterRules
 from workers.storage.local_adapters import LocalAdapters
@@ -26,7 +26,7 @@ async def test_lost_files_are_fetched_once_during_a_sweep(worker, tmp_path):
     folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowConnection()
     size = sum(path.stat().st_size for path in folder.iterdir())
     flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # swept every half second
-    async with remote({"far/v1": folder}, tmp_path, cable) as sources:
+    async with https_sources({"far/v1": folder}, tmp_path, cable) as sources:
         async with worker.inside(*flags) as client:
             item = (await post(client, "load_lora", lora_id="far/v1", source=sources["far/v1"])).json()
         shutil.rmtree(item["path"])
@@ -119,7 +119,7 @@ class CountingProxy:
     @contextlib.asynccontextmanager
     async def serving(self):
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._passed_on)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -129,7 +129,7 @@ class CountingProxy:
             await runner.cleanup()
             await self._engine.aclose()
 
-    async def _passed_on(self, request: web.Request) -> web.Response:
+    async def _pass_on(self, request: web.Request) -> web.Response:
         is_load = request.path == "/v1/load_lora_adapter"
         self.under_way += is_load
         self.most = max(self.most, self.under_way)

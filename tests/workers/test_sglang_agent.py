@@ -34,7 +34,7 @@ def worker(agent_model, agent_adapters, tmp_path) -> RunningWorker:
     return RunningWorker(agent_model, agent_adapters, tmp_path, *FLAGS)
 
 
-async def told_by(client) -> Metadata:
+async def metadata_of(client) -> Metadata:
     return Metadata.model_validate((await client.get("/metadata")).json())
 
 
@@ -42,7 +42,7 @@ async def until_another(client, before: Metadata) -> None:
     """The agent is ready with another engine than it had."""
 
     async def is_another() -> bool:
-        now = await told_by(client)
+        now = await metadata_of(client)
         return now.engine_boot_id != before.engine_boot_id and now.state == "ready"
 
     await until(is_another)
@@ -50,7 +50,7 @@ async def until_another(client, before: Metadata) -> None:
 
 async def test_killed_sglang_restarts_with_its_adapters_and_another_boot_id(worker):
     async with worker.inside(*SHAPE, "--", *STUB, "--page-size", "64") as client:
-        before = await told_by(client)
+        before = await metadata_of(client)
         assert (before.transport.dialect, before.transport.kv_ledger) == ("sglang", 1)
         shape = before.model.runtime_config
         assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 128, 2048)
@@ -66,7 +66,7 @@ async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase
     monkeypatch.setenv(phase, str(patience(0.7)))
     timers = AgentTimers(quiet_s=0.1)
     async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:
-        engine = (await told_by(client)).transport.engine_url
+        engine = (await metadata_of(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
         asked = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=patience(30)))
 
@@ -84,7 +84,7 @@ async def test_attached_sglang_works_and_its_restart_is_noticed(worker, agent_mo
     first = start_engine("sglang", agent_model)
     try:
         async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
-            before = await told_by(client)
+            before = await metadata_of(client)
             assert (before.transport.dialect, before.transport.engine_url) == ("sglang", first.url)
             assert (before.transport.kv_events, before.transport.kv_ledger) == ((first.kv_endpoint,), 1)
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
