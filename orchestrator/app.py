@@ -226,6 +226,7 @@ def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder 
 
 
 def _configmap_backend(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
+    """The ConfigMap backend; None with backend sqlite."""
     if settings.backend == "sqlite":
         return None
     assert kube is not None, "backend configmaps needs an API server"
@@ -279,6 +280,7 @@ def _finder(
     reconciler: Reconciler,
     metrics: OrchestratorMetrics,
 ) -> KubeWorkerFinder | None:
+    """The finder of workers in EndpointSlices; None without a kube_selector."""
     if not settings.kube_selector:
         return None
     assert kube is not None, "kube_selector needs an API server"
@@ -304,6 +306,7 @@ def _leadership(
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Leadership:
+    """The leader election with the configured lease."""
     holder = secrets.token_hex(8)
     if settings.lease == "kubernetes":
         holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease
@@ -319,6 +322,7 @@ def _leadership(
 
 
 def _lease(settings: OrchestratorSettings, kube: KubeClient | None, holder: str, wall: Callable[[], float]) -> Lease:
+    """The configured lease: a file, or a Kubernetes Lease."""
     if settings.lease == "file":
         return FileLease(settings.store.with_name(f"{settings.store.name}.lease"), holder=holder)
     assert kube is not None, "lease kubernetes needs an API server"

@@ -127,10 +127,12 @@ class AgentlessEngineDriver:
         return report.model_copy(update={"lora": lora} | state | address)
 
     async def claim(self, _ask: ClaimRequest, epoch: int) -> Metadata:
+        """Take the leader's epoch; the engine itself knows no epochs."""
         self._epoch = max(self._epoch, epoch)
         return await self.metadata()
 
     async def inspect_lora(self, ask: InspectRequest, _epoch: int) -> AvailableLora:
+        """The adapter as registered: its bytes cannot be read. Raises AgentlessRefusal without a registered digest."""
         path = self._path(ask.source)
         if ask.digest is None:
             message = (
@@ -142,6 +144,7 @@ class AgentlessEngineDriver:
         return AvailableLora(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
 
     async def load_lora(self, ask: LoadRequest, _epoch: int) -> LoadedLora:
+        """Load the adapter from the engine's disk, and evict `ask.evict` first if the engine is full."""
         path = self._path(ask.source or "")
         if ask.digest is None:
             raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
@@ -166,6 +169,7 @@ class AgentlessEngineDriver:
         return held[name]
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> LoadedLoras:
+        """Unload the adapter in all versions that match the request. Raises AgentlessRefusal if there is none."""
         async with self._lock:
             found = [
                 lora.engine_name
@@ -185,6 +189,7 @@ class AgentlessEngineDriver:
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
 
     async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
+        """Report the engine as ready again."""
         self._is_draining = False
         return await self.metadata()
 
@@ -220,11 +225,13 @@ class AgentlessEngineDriver:
         return self._takes[1]
 
     async def _unload(self, name: str) -> None:
+        """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal."""
         refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
     async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> AgentlessRefusal | None:
+        """POST to the engine; returns its error as the agent would report it, None on success."""
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
         if answer.is_success:
             return None
@@ -235,6 +242,7 @@ class AgentlessEngineDriver:
         return AgentlessRefusal(422, code, message)
 
     async def _get(self, path: str) -> bytes:
+        """GET from the engine; returns the body. Raises ConnectionError."""
         try:
             answer = await self._client.get(self.worker.engine_url + path)
         except (httpx.HTTPError, httpx.InvalidURL) as exc:

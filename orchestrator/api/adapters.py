@@ -65,6 +65,7 @@ class AdapterListQuery(BaseModel):
 
 
 def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The routes for adapters."""
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
@@ -221,6 +222,7 @@ async def _dry_run(
 
 
 def _batch_result(registry: AdapterRegistry, spec: AdapterSpec, actor: str) -> BatchResult:
+    """Register one adapter of a batch; errors become its result."""
     try:
         _, is_new = registry.register(spec, actor)
     except OrchestratorError as exc:

@@ -17,6 +17,7 @@ ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_i
 
 
 def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
+    """The routes for aliases."""
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 

@@ -14,6 +14,7 @@ from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerIte
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The read routes for workers."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/workers")
@@ -32,6 +33,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
 
 def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
+    """The route for heartbeats."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
 
     @api.post("/v1/workers/register")
@@ -59,6 +61,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
 
 
 def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
+    """The routes that cordon, uncordon and drain a worker."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.post("/v1/workers/{worker_id}/cordon")
@@ -82,6 +85,7 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return await _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
 
     async def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
+        """Store the operator's order and act on it; returns the worker."""
         registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
         if state == "draining":
             reconciler.runner.forget_drain(worker_id)

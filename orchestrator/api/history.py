@@ -23,6 +23,7 @@ HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the ans
 
 
 def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
+    """The routes for history and backup."""
     api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/history")

@@ -51,6 +51,7 @@ class PlacementListQuery(BaseModel):
 def placement_routes(
     keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
 ) -> APIRouter:
+    """The routes for placements, plans and orphans."""
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     reports, store = reconciler.reports, reconciler.store
     # One plan at a time: plans share one core, and the lease needs a free thread of the pool.
@@ -111,6 +112,7 @@ def placement_routes(
 
 
 def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
+    """The inputs of a pass now, copied so that a thread may use them."""
     store = reconciler.store
     return PlacementInputs(
         intent=reconciler.rollouts.with_replica_floors(
@@ -124,6 +126,7 @@ def _placement_inputs(reconciler: Reconciler, now: float) -> PlacementInputs:
 
 
 def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
+    """The hypothesis of a plan request. Raises NotFound, OrchestratorRequestError."""
     workers, known = inputs.observed.workers, inputs.intent.adapters
     for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):
         if worker_id not in workers:
@@ -152,10 +155,12 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
 
 
 def _supposed(spec: SupposedAdapter) -> RegisteredAdapter:
+    """The adapter of a plan request."""
     return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
 
 
 def _rules(rules: PlacementPolicy, ask: PlanRequest) -> PlacementPolicy:
+    """The changed global policy of a plan request. Raises OrchestratorRequestError."""
     try:
         policy = changed_policy(rules, ask.policy)
     except OrchestratorRequestError as exc:

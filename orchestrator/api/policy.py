@@ -14,6 +14,7 @@ POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
 def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
+    """The routes for the global policy."""
     api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/policy")

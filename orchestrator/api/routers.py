@@ -56,6 +56,7 @@ def router_routes(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> APIRouter:
+    """The routes for routers."""
     api = APIRouter(tags=["routers"], dependencies=[Depends(requires(keys, "load"))])
     catalog, settings = reconciler.catalog, reconciler.settings
 
@@ -167,6 +168,7 @@ async def _ensure(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
+    """Ask for replicas until they are ready, the wait is over, or the adapter fits nowhere."""
     replicas, deadline = reconciler.allowed_replicas(lora_id, ask.replicas or 1), clock() + ask.wait_s
     while True:
         adapter = registry.adapter(lora_id)

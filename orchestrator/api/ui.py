@@ -12,6 +12,7 @@ PAGE = Path(__file__).with_name("ui.html").read_text(encoding="utf-8")
 
 
 def ui_routes() -> APIRouter:
+    """The route of the status page."""
     api = APIRouter(tags=["health"])
     headers = {
         "content-security-policy": content_security_policy(PAGE),
@@ -39,6 +40,7 @@ def content_security_policy(page: str) -> str:
 
 
 def _inside(page: str, tag: str) -> str:
+    """The content of the page's only element with this tag."""
     found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     assert len(found) == 1, f"the page has {len(found)} <{tag}>"
     return str(found[0])

@@ -66,6 +66,7 @@ class WireViews:
         return max(desired.targets.get(lora_id, 0), len(desired.replicas.get(lora_id, ())))
 
     def worker(self, worker_id: str) -> WorkerItem:
+        """The worker as wire model. Raises NotFound."""
         entry = self._reconciler.reports.workers.get(worker_id)
         if entry is None:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
@@ -219,6 +220,7 @@ class WireViews:
 
 
 def _plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: float) -> Plan:
+    """A wire plan of these steps, with their cost."""
     items = tuple(
         ActionItem(
             operation=step.action.operation,

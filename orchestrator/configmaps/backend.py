@@ -358,6 +358,7 @@ class ConfigMapBackend:
             self.writer.mark_dirty([key], is_promised=False)
 
     def _restore_row(self, table: Any, key: str, again_s: float) -> None:
+        """Set the row to what its object holds, and check the object again after `again_s` seconds."""
         name = self.tables.object_name(table, key)
         stands = row_in_record(self.mirror.accepted_record(name))
         is_there = stands is not None and stands[:2] == (table, key)
@@ -394,6 +395,7 @@ class ConfigMapBackend:
 
 
 def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
+    """The write keys of a change, its tombstone shard included."""
     match change.table:
         case "adapters":
             yield WriteKey(1, "adapters", change.key)

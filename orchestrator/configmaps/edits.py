@@ -140,6 +140,7 @@ class ObjectEdits:
     # -- present objects --------------------------------------------------------------------------------------------
 
     def _apply_object(self, name: str) -> None:
+        """Check one object and accept or refuse its text, unless it is accepted already."""
         found = self._mirror.objects[name]
         kind = kind_of(found)
         table = _TABLES.get(kind)
@@ -186,6 +187,7 @@ class ObjectEdits:
             backend.remember_adapter(key)
 
     def _accept_edit(self, name: str, found: Json, kind: str, table: str) -> None:
+        """Apply the object's text to the intent, or refuse it with a status and an Event."""
         key, had = "", None
         try:
             key, write = self._edit_of(name, found, kind)
@@ -296,6 +298,7 @@ class ObjectEdits:
         return found is not None and (found["metadata"].get("labels") or {}).get(FLEET) == self._backend.fleet
 
     def _end_row(self, table: str, key: str, name: str, *, is_explicit: bool) -> None:
+        """Handle a row whose object is gone: delete it after an explicit deletion, else create the object again."""
         if table == "policy" or not is_explicit:
             log.warning("object gone without a deletion, created again", object=name)
             self._backend.recreate_object(table, key)

@@ -70,6 +70,7 @@ class KubeEvents:
             await self._kube.patch(f"{self._folder}/{name_of(event)}", again, timeout_s=self._call_s)
 
     def _event(self, about: Json, what: str, reason: str, message: str) -> Json:
+        """The Event object to send. `what`: hash in its name, by which repeats are found."""
         now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         cut = message if len(message) <= _MOST_CHARACTERS else message[: _MOST_CHARACTERS - 1] + "…"
         return {

@@ -178,6 +178,7 @@ class ConfigMapMirror:
         return [name for name, found in self.objects.items() if kind_of(found) in KINDS]
 
     def _record_seen(self, found: Json) -> None:
+        """Take an object from a list or watch event, unless it is older than the known one."""
         name, known = name_of(found), self.objects.get(name_of(found))
         if self._deleted.get(name) == uid_of(found):
             return  # a state before its deletion

@@ -118,6 +118,7 @@ class ObjectRendering:
             self.accepting[row] = taken._replace(asked=self._asked_values(row))
 
     def _asked_values(self, row: Row) -> object:
+        """The row's values as a caller asked for them."""
         table, key = row
         match table:
             case "adapters":
@@ -193,6 +194,7 @@ class ObjectRendering:
         return DesiredObject(name, {**found, "data": data(known)})
 
     def _render_counters(self) -> DesiredObject | None:
+        """The object of the counters. Raises StateConflict if another process has taken our epoch."""
         wish = self._render_state("counters", lambda _: counters_data(self.tables) | {"writer": self.term_mark})
         known = self.mirror.objects.get(wish.name)
         epoch, writer = counters_in_object(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
@@ -201,6 +203,7 @@ class ObjectRendering:
         return wish
 
     def _render_adapter(self, lora_id: str) -> DesiredObject | None:
+        """The object of an adapter, or its deletion; None: nothing to write."""
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
             return self.pending_deletion("adapters", lora_id)
@@ -222,6 +225,7 @@ class ObjectRendering:
         )
 
     def _render_alias(self, alias: str) -> DesiredObject | None:
+        """The object of an alias with its rollout, or its deletion; None: nothing to write."""
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
             return self.pending_deletion("aliases", alias)
@@ -242,6 +246,7 @@ class ObjectRendering:
         )
 
     def _render_policy(self) -> DesiredObject | None:
+        """The object of the global policy; None: nothing to write."""
         rules = self.tables.policy.get("", PlacementPolicy())
         name = self.tables.object_name("policy", "")
         record = self.mirror.accepted_record(name)

@@ -72,6 +72,7 @@ class StoreTables:
         return f"{self.fleet}-{what}"
 
     def apply_changes(self, changes: Iterable[StoreChange]) -> None:
+        """Apply changes to the rows."""
         for change in changes:
             rows: dict[str, Any] = getattr(self, change.table)
             if change.value is None:
@@ -151,14 +152,17 @@ def remembered_in_object(found: Json | None) -> dict[str, RememberedAdapter]:
 
 
 def counters_data(tables: StoreTables) -> dict[str, str]:
+    """The data of the counters' object."""
     return {name: str(value) for name, value in {**tables.counters, "schema": SCHEMA}.items()}
 
 
 def workers_data(tables: StoreTables) -> dict[str, str]:
+    """The data of the object of operators' orders for workers."""
     return {"workers.json": msgspec.json.encode(tables.workers).decode()}
 
 
 def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
+    """The data of a shard's object. `known`: the present object, whose uid it carries."""
     adapters = {lora_id: it for lora_id, it in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
     stones = {lora_id: tuple(it) for lora_id, it in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard}
     return {
@@ -169,6 +173,7 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
+    """Fill in counters, operators' orders, remembered adapters and tombstones. Raises StoreError."""
     tables.counters = counters_in_object(mirror.objects.get(tables.state_name("counters")))
     workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
     tables.workers = _json(workers.get("workers.json"), dict[str, WorkerIntent])

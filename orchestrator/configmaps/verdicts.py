@@ -64,6 +64,7 @@ class FailureStatuses:
                 self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), said)
 
     def _show_failure(self, adapter: RegisteredAdapter, why: str) -> None:
+        """Show the failure in the object's status and as an Event."""
         name = self._backend.tables.object_name("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
         if found is None or self._backend.is_deleting(name):

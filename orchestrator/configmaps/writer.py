@@ -83,6 +83,7 @@ class _PendingWrite:
         return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
 
     def settle(self, key: WriteKey, error: OrchestratorError | None = None) -> None:
+        """Note the result of one key; wakes waiting callers after the last."""
         if error is not None:
             self.errors[key] = error
         self.left.discard(key)
@@ -172,6 +173,7 @@ class ObjectWriter:
         self._open.clear()
 
     async def _run(self) -> None:
+        """Write dirty keys in their order until none is left."""
         try:
             while self._dirty:
                 batch, self._dirty = self._dirty, {}
@@ -184,6 +186,7 @@ class ObjectWriter:
                 self._work = None
 
     async def _write_and_settle(self, key: WriteKey, pending: list[_PendingWrite]) -> None:
+        """Write one key, report the result, and wake callers that wait for it."""
         error: OrchestratorError | None = None
         try:
             async with self._gate, asyncio.timeout(self._give_up_s):
@@ -245,6 +248,7 @@ class ObjectWriter:
                 return
 
     async def _send(self, desired: DesiredObject) -> None:
+        """Delete, create or replace the object."""
         known = self._mirror.objects.get(desired.name)
         path = f"{self._folder}/{desired.name}"
         if desired.body is None:

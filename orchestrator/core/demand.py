@@ -169,6 +169,7 @@ class DemandBook:
         now: float,
         over_s: float,
     ) -> None:
+        """Add the growth of one count since the last report to the adapter's sums."""
         names = _USAGE_FIELDS if isinstance(count, AdapterUsage) else _QUEUEING_FIELDS
         grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
         if not any(amount for _, amount in grown):
@@ -257,9 +258,11 @@ class DemandBook:
         return TrafficFigures() if entry is None else TrafficFigures(*entry.total)
 
     def live_routers(self, now: float) -> list[RouterCounts]:
+        """Routers that have reported of late."""
         return [router for router in self._routers.values() if now - router.reported_at < ROUTER_LIVE_S]
 
     def snapshot(self, now: float) -> DemandSnapshot:
+        """The demand now."""
         self._drop_old(now)
         in_use: set[Pair] = {
             (use.lora_id, use.worker_id)
@@ -317,6 +320,7 @@ class DemandBook:
         return 1 / -math.expm1(-max(0.25, (now - self._counts_since) / self.window_s))
 
     def _drop_old(self, now: float) -> None:
+        """Drop expired wants, faded sums and routers gone for an hour."""
         self._open_wants = {lora_id: asked for lora_id, asked in self._open_wants.items() if asked.until > now}
         self._last_load_at = {tenant: at for tenant, at in self._last_load_at.items() if now - at < _FORGET_ROUTER_S}
         # After ten windows less than 1/20,000 of a rate is left. Totals are kept for an hour.

@@ -69,6 +69,7 @@ class LeaseCandidate:
         return replace(self.own_record, beat=self._beat)
 
     def _may_write(self, now: float, is_holder_gone: bool) -> bool:
+        """Whether this process may write the record: it holds the lease, or the lease is free."""
         seen = self.last_seen
         if seen is not None and seen.holder == self.own_record.holder and not seen.is_released:
             return True

@@ -262,10 +262,12 @@ def aborted_rollout(rollout: Rollout, now: float) -> tuple[Rollout, Targets | No
 
 
 def rollout_json(rollout: Rollout) -> dict[str, Any]:
+    """The rollout as JSON values."""
     return asdict(rollout)
 
 
 def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
+    """Shift the alias once its replicas are ready; fail the rollout when they take too long."""
     lacks = missing_by_adapter(rollout, seen)
     if rollout.paused_at is not None:
         return rollout, None
@@ -286,6 +288,7 @@ def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> 
 
 
 def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) -> Rollout:
+    """Go on to the next step, or finish, once this one has lasted long enough with enough requests."""
     step = rollout.steps[rollout.step]
     if rollout.paused_at is not None or now - rollout.since < step.for_s:
         return rollout

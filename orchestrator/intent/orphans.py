@@ -43,11 +43,12 @@ def adopt(
     there = orphans(reports, store)
     wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
     with store.together():
-        results = [_adopted(item, ask.tenants, registry, actor) for item in wanted]
+        results = [_adopt_one(item, ask.tenants, registry, actor) for item in wanted]
     return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in there})]
 
 
-def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
+def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
+    """Register one orphan; errors become its result."""
     try:
         if item.problem is not None:
             raise StateConflict(item.problem, code="not_adoptable")
@@ -69,6 +70,7 @@ def _adopted(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adapte
 
 
 def _missing(asked: Iterable[str], there: set[str]) -> Iterator[BatchResult]:
+    """Error results for requested ids that are no orphans."""
     for lora_id in asked:
         if lora_id not in there:
             error = NotFound(f"no worker holds an orphan {lora_id!r}; GET /v1/orphans lists them", code="not_adoptable")
@@ -76,6 +78,7 @@ def _missing(asked: Iterable[str], there: set[str]) -> Iterator[BatchResult]:
 
 
 def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStore) -> OrphanItem:
+    """One orphan as wire model. `versions`: number of digests under its lora_id."""
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
         lora_id=lora.lora_id,

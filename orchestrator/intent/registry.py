@@ -205,6 +205,7 @@ class AdapterRegistry:
         self._require_target(to, "to")
 
     def _require_target(self, lora_id: str, param: str) -> None:
+        """Raise NotFound or StateConflict when the adapter cannot be an alias's target."""
         if self.adapter(lora_id).is_deleting:
             message = f"{lora_id!r} is being deleted and cannot be a target"
             raise StateConflict(message, code="adapter_deleting", param=param)
@@ -239,6 +240,7 @@ class AdapterRegistry:
             raise OrchestratorRequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
 
     def _require_free(self, name: str, param: str) -> None:
+        """Raise StateConflict when the name is an alias, an adapter or a base model."""
         taken = None
         if name in self._store.aliases:
             taken = "an alias"
@@ -274,6 +276,7 @@ class AdapterRegistry:
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
+        """Store the policy. Raises PreconditionFailed, OrchestratorRequestError."""
         _require_match(if_match, self.policy_etag(), "the policy")
         if policy.min_replicas > policy.max_replicas:
             raise OrchestratorRequestError(
@@ -303,6 +306,7 @@ class AdapterRegistry:
 
 
 def _require_no_secret(source: str) -> None:
+    """Raise OrchestratorRequestError when the source URL holds a secret."""
     part = secret_part(source)
     if part is not None:
         raise OrchestratorRequestError(
@@ -377,6 +381,7 @@ def _etag(value: object) -> str:
 
 
 def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
+    """Raise PreconditionFailed when `if_match` is given and does not match the ETag."""
     if if_match is None:
         return
     asked = {tag.strip().removeprefix("W/") for tag in if_match.split(",")}
@@ -399,6 +404,7 @@ def _with_policy(adapter: RegisteredAdapter, policy: AdapterPolicy) -> Registere
 
 
 def _check_bounds(adapter: RegisteredAdapter, rules: PlacementPolicy | None) -> None:
+    """Raise OrchestratorRequestError when the adapter's minimum of replicas is above its maximum."""
     least = adapter.min_replicas if adapter.min_replicas is not None or rules is None else rules.min_replicas
     most = adapter.max_replicas if adapter.max_replicas is not None or rules is None else rules.max_replicas
     is_own = adapter.min_replicas is not None or adapter.max_replicas is not None

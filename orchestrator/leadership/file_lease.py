@@ -102,6 +102,7 @@ class FileLease:
             return _read_record(db)
 
     def _write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
+        """Compare and set the record."""
         with self._open() as db:
             db.execute("BEGIN IMMEDIATE")
             if _read_record(db) != seen:
@@ -124,6 +125,7 @@ class FileLease:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        """Open the file with its table. Raises LeaseUnreachable."""
         try:
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:

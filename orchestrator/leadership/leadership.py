@@ -155,6 +155,7 @@ class Leadership:
                     await self._due.wait()
 
     async def _can_check_late(self) -> bool:
+        """Whether the lease may be read after it expired and before the term ends."""
         try:
             async with asyncio.timeout(self._renew_s):
                 return await self._lease.is_late_check_safe()
@@ -225,6 +226,7 @@ class Leadership:
             self._end("the lease was not renewed in time, or another process has it")
 
     def _end(self, reason: str) -> None:
+        """End the term."""
         self._is_term = False
         log.warning("not leading any more", holder=self.holder, reason=reason)
         self.on_end()

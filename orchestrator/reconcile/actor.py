@@ -162,6 +162,7 @@ class ActionRunner:
         self._request_pass()
 
     def _record_end(self, action: WorkerAction, end: _ActionResult, requester: str, duration_s: float) -> None:
+        """Remove the action from the operations in progress; record it in metrics and audit log."""
         operations = self._operations
         if action.operation == "inspect":
             operations.inspecting.pop(action.lora_id, None)
@@ -182,6 +183,7 @@ class ActionRunner:
                 )
 
     def _record_success(self, action: WorkerAction) -> None:
+        """Drop the failures that the success disproves."""
         failures = self._operations.failures
         failures.record_success((action.lora_id, action.worker_id))
         if action.operation != "unload":
@@ -247,6 +249,7 @@ class ActionRunner:
         return any(observed.current_failure(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: WorkerAction) -> None:
+        """Let the worker inspect the adapter, and store the results if the adapter has not changed."""
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
@@ -273,6 +276,7 @@ class ActionRunner:
         return answers[0] if answers and all(answers) else None
 
     async def _forbidden_by(self, source: str, worker_id: str) -> InvalidAdapter | None:
+        """Why this worker may not fetch the source; None if it may, or does not answer."""
         try:
             await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
         except InvalidAdapter as exc:
@@ -290,6 +294,7 @@ class ActionRunner:
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
+        """Load the adapter on the worker and record its victim as evicted."""
         began = self._clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
@@ -318,6 +323,7 @@ class ActionRunner:
         self._catalog.emit_event("loaded", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def _unload(self, action: WorkerAction) -> None:
+        """Unload the adapter from the worker."""
         held, timeout_s = self._reported_adapter(action.lora_id, action.worker_id), self._settings.unload_timeout_s
         ask = UnloadRequest(lora_id=action.lora_id, digest=held.digest or None)
         await self._agents.unload(
@@ -352,6 +358,7 @@ class ActionRunner:
         self.forget_drain(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
+        """Tell the agent to take requests again."""
         try:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)
@@ -367,6 +374,7 @@ class ActionRunner:
             self._request_pass()
 
     async def _drain_worker(self, action: WorkerAction) -> None:
+        """Tell the agent to drain; returns when it has drained."""
         try:
             ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)
             # The agent answers when its engine is empty, or at that deadline.
@@ -383,6 +391,7 @@ class ActionRunner:
             self._catalog.emit_event("worker_draining", worker_id=action.worker_id)
 
     def _mark_draining(self, action: WorkerAction) -> None:
+        """Begin a drain: the catalog forbids new requests for the adapter on the worker."""
         now, pair = self._clock(), (action.lora_id, action.worker_id)
         mark = AdapterDrain(
             lora_id=action.lora_id,
@@ -413,6 +422,7 @@ class ActionRunner:
         return held
 
     def _agent_url(self, worker_id: str) -> str:
+        """URL of the worker's agent. Raises WorkerFailed."""
         entry = self._reports.workers.get(worker_id)
         if entry is None or not entry.report.agent_url:
             raise WorkerFailed(f"worker {worker_id} has no agent_url in its report", code="worker_unreachable")
@@ -429,6 +439,7 @@ def _log_store_errors() -> Iterator[None]:
 
 
 def _inspect_request_for(adapter: RegisteredAdapter) -> InspectRequest:
+    """The inspect request of the adapter."""
     return InspectRequest(
         lora_id=adapter.lora_id,
         source=adapter.source,
@@ -465,6 +476,7 @@ def _is_pin(found: str, source: str) -> bool:
 
 
 def _check_loaded(lora: LoadedLora, adapter: RegisteredAdapter) -> None:
+    """Raise InvalidAdapter or WorkerFailed when the loaded adapter is not the registered one, or not ready."""
     if lora.digest != adapter.digest:
         message = f"the worker loaded digest {lora.digest}, expected {adapter.digest}"
         raise InvalidAdapter(message, code="digest_mismatch")

@@ -133,6 +133,7 @@ class AgentClient:
         timeout_s: float,
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
+        """POST an action with our epoch and the idempotency key."""
         headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own_key.headers
         body = ask.model_dump(mode="json", exclude_none=True)
         path = f"/v1/admin/{verb}"
@@ -151,6 +152,7 @@ class AgentClient:
         headers: Mapping[str, str] | None = None,
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
+        """Send one request. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         url = base_url.rstrip("/") + path
         headers = self.own_key.headers if headers is None else headers
         try:
@@ -163,6 +165,7 @@ class AgentClient:
 
 
 def _refusal(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:
+    """The error for an agent's response, by its error code."""
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:
         error = from_json(answer.content)["error"]  # stricter than `json`: what it accepts can be encoded again
@@ -177,6 +180,7 @@ def _refusal(method: str, url: str, answer: httpx.Response) -> WorkerFailed | In
 
 
 def _parsed(cls: type[M], answer: httpx.Response) -> M:
+    """The response as this model. Raises WorkerFailed."""
     try:
         return cls.model_validate_json(answer.content)
     except ValidationError as exc:

@@ -78,6 +78,7 @@ class CatalogBook:
                 self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
+        """Update the adapters, with one event for each difference."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
             del self._adapters[lora_id], self._sources[lora_id]
             self.emit_event("adapter_deleted", lora_id=lora_id)
@@ -107,6 +108,7 @@ class CatalogBook:
                 self.emit_event(kind, lora_id=lora_id, message=error or state)
 
     def _refresh_aliases(self) -> None:
+        """Update the aliases, with one event for each difference."""
         for name in [name for name in self._aliases if name not in self._store.aliases]:
             del self._aliases[name]
             self.emit_event("alias_deleted", message=name)

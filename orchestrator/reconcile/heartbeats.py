@@ -119,6 +119,7 @@ class HeartbeatMonitor:
             self._tasks.spawn(self._try_to_claim(worker_id))
 
     async def _try_to_claim(self, worker_id: str) -> None:
+        """Claim the worker; a failure is logged, or ends the term."""
         try:
             await self.claim_worker(worker_id)
         except WorkerFailed as exc:
@@ -156,6 +157,7 @@ class HeartbeatMonitor:
             self._request_pass()
 
     async def _probe(self, worker_id: str) -> None:
+        """Ask the agent and, if it is slow or silent, the engine; record the result."""
         entry = self._reports.workers.get(worker_id)
         if entry is None:
             return  # dropped in the pass that started this probe
@@ -219,6 +221,7 @@ class HeartbeatMonitor:
 
 
 async def _or_none(agent: "asyncio.Task[Metadata]") -> Metadata | None:
+    """The agent's report; None when it does not answer."""
     try:
         return await agent
     except WorkerFailed:

@@ -62,6 +62,7 @@ class KubeWorkerFinder:
         return [worker for worker in self._slices.workers.values() if worker.agent_url is None]
 
     def _on_slices(self) -> None:
+        """Take changed EndpointSlices."""
         there = {(worker.id, worker.agent_url or "") for worker in self._slices.workers.values()}
         self._own_names = {key: name for key, name in self._own_names.items() if key in there}
         if self._reports.set_kube_workers(self._by_name()):
@@ -69,6 +70,7 @@ class KubeWorkerFinder:
         self._due.set()
 
     def _by_name(self) -> dict[str, DiscoveredWorker]:
+        """The listed workers by the names their agents report."""
         entries = self._reports.workers
         owners = {entry.report.agent_url.rstrip("/"): name for name, entry in entries.items()}
         return workers_by_agent_name(self._slices.workers, self._own_names, ids=entries, owners=owners)
@@ -82,12 +84,14 @@ class KubeWorkerFinder:
             self._reports.set_kube_workers(self._by_name())
 
     def _is_new(self, name: str, worker: DiscoveredWorker) -> bool:
+        """Whether the worker's agent has not reported from this address."""
         entry = self._reports.workers.get(name)
         if worker.agent_url is None:
             return False
         return entry is None or (entry.reach != "heard" and entry.report.agent_url.rstrip("/") != worker.agent_url)
 
     async def _ask_agent(self, worker: DiscoveredWorker) -> None:
+        """Ask the agent for its report and record it."""
         assert worker.agent_url is not None
         async with self._free:
             try:

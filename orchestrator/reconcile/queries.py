@@ -81,6 +81,7 @@ class FleetQueries:
         return table
 
     def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
+        """Whether the adapter on the worker serves requests now."""
         if lora.state != "ready" or (lora.lora_id, worker_id) in self._operations.drains:
             return False
         adapter = self._store.adapters.get(lora.lora_id)
@@ -206,6 +207,7 @@ class FleetQueries:
         return state if state != "draining" or is_going else "cordoned"
 
     def _digest_on(self, lora_id: str, worker_id: str) -> str:
+        """The digest of the adapter on the worker; "" without it."""
         entry = self._reports.workers.get(worker_id)
         loras = entry.report.lora.loaded_loras if entry is not None else ()
         return next((lora.digest for lora in loras if lora.lora_id == lora_id), "")

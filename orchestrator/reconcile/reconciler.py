@@ -301,6 +301,7 @@ class Reconciler:
     def _decide(
         self,
     ) -> tuple[DesiredPlacement, ObservedFleet, list[WorkerAction], Mapping[str, tuple[PlannedLoad, ...]]]:
+        """The placement, observed fleet, actions and warm-up loads of a pass now."""
         now = self._clock()
         observed = self.queries.observe()
         if not self._can_decide:
@@ -322,6 +323,7 @@ class Reconciler:
         return desired, observed, actions, warming
 
     def _drained(self, observed: ObservedFleet) -> dict[Pair, bool]:
+        """(lora_id, worker_id) of each drain -> whether it has finished."""
         now, routers = self._clock(), self.demand.live_routers(self._clock())
         return {
             pair: pair not in self.operations.unloading and (worker is None or is_drained(drain, routers, worker, now))
@@ -350,6 +352,7 @@ class Reconciler:
             self.request_pass()
 
     def _finish_deletions(self) -> None:
+        """Drop deleted adapters that no worker holds."""
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:
             return

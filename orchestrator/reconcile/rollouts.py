@@ -185,6 +185,7 @@ class RolloutController:
         )
 
     def _active_rollout(self, alias: str) -> Rollout:
+        """The alias's rollout in progress. Raises NotFound, StateConflict when it is over."""
         found = self.rollout_of(alias)
         if not found.is_active:
             raise StateConflict(
@@ -195,6 +196,7 @@ class RolloutController:
         return found
 
     def _store_new(self, rollout: Rollout, actor: str) -> None:
+        """Store a new rollout and its history entry."""
         self._store.put_rollout(rollout.alias, rollout)
         self._store.record(
             "alias_rollout",
@@ -212,6 +214,7 @@ class RolloutController:
             self._advance(rollout, seen)
 
     def _advance(self, rollout: Rollout, seen: RolloutObservation) -> None:
+        """Advance the rollout as far as this observation allows, and store each step."""
         observation = seen
         while True:
             after, targets = advance(rollout, observation, self._wall())
@@ -226,6 +229,7 @@ class RolloutController:
             rollout, observation = after, replace(seen, old=RequestTally(), new=RequestTally())
 
     def _store_progress(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
+        """Store the rollout's new state and the alias's new targets, with history, log and event."""
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
         with self._store.together():
             was = self._store.aliases[alias]

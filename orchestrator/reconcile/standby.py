@@ -57,6 +57,7 @@ class StandbyFollower:
         self._etag = "" if missed else answer.headers.get("etag", "")
 
     async def _ask_agent(self, agent_url: str) -> bool:
+        """Ask the agent for its report and record it; returns whether it answered."""
         try:
             self._reconciler.monitor.record_heartbeat(await self._agents.metadata(agent_url, timeout_s=self._timeout_s))
         except (WorkerFailed, ValidationError) as exc:

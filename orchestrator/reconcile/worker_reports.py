@@ -220,6 +220,7 @@ class WorkerReports:
     def _worker(
         self, entry: KnownWorker, intent: WorkerIntent | None, digests: Callable[[str], str | None]
     ) -> ObservedWorker:
+        """The worker as placement sees it."""
         report = entry.report
         held = {} if entry.reach == "lost" else self._adapters_on(entry, digests)
         capacity = report.lora.capacity
@@ -259,6 +260,7 @@ class WorkerReports:
         return found
 
     def _reported_adapter(self, entry: KnownWorker, lora: LoadedLora) -> ReportedAdapter:
+        """One adapter on the worker as placement sees it."""
         since = entry.ready_since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
         return ReportedAdapter(
             lora_id=lora.lora_id,
@@ -270,6 +272,7 @@ class WorkerReports:
         )
 
     def _note_ready(self, entry: KnownWorker, now: float) -> None:
+        """Note since when each ready adapter is ready."""
         boot = entry.report.engine_boot_id
         entry.ready_since = {
             (lora.lora_id, boot): entry.ready_since.get((lora.lora_id, boot), now - self._age(lora))
@@ -325,12 +328,14 @@ def serving_adapters(entry: KnownWorker) -> tuple[LoadedLora, ...]:
 
 
 def _ready_ids(report: Metadata) -> frozenset[str]:
+    """lora_ids that the worker serves, by its report."""
     if report.state in ("starting", "engine_down"):
         return frozenset()
     return frozenset(lora.lora_id for lora in report.lora.loaded_loras if lora.state == "ready")
 
 
 def _occupying_ids(report: Metadata) -> frozenset[str]:
+    """lora_ids that take a slot on the worker, by its report."""
     if report.state in ("starting", "engine_down"):
         return frozenset()
     return frozenset(lora.lora_id for lora in report.lora.loaded_loras if lora.state in OCCUPYING)

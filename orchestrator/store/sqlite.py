@@ -152,6 +152,7 @@ class SqliteBackend:
             raise
 
     def _write(self, change: StoreChange) -> None:
+        """Write or delete one row."""
         if change.value is None:
             key = _KEYS[change.table]
             self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
@@ -161,6 +162,7 @@ class SqliteBackend:
             self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
 
     def _add_history(self, entry: HistoryEntry) -> None:
+        """Insert one entry; now and then drop the oldest of its kind."""
         row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
         self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
@@ -235,6 +237,7 @@ def _free_bytes(folder: Path) -> float:
 
 
 def _open(path: str) -> sqlite3.Connection:
+    """Open the file, check it and bring its schema up to date. Raises StoreError."""
     try:
         db = sqlite3.connect(path, timeout=_BUSY_S)
     except sqlite3.Error as exc:
@@ -259,6 +262,7 @@ def _open(path: str) -> sqlite3.Connection:
 
 
 def _check(db: sqlite3.Connection, path: str) -> None:
+    """Raise StoreError for a damaged file, another program's database, or a newer schema."""
     found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
     if found != ["ok"]:
         raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
@@ -340,6 +344,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _row(change: StoreChange) -> tuple[Any, ...]:
+    """The table row of a change."""
     match change.value:
         case RegisteredAdapter() as adapter:
             return _adapter_row(adapter)
@@ -358,6 +363,7 @@ def _row(change: StoreChange) -> tuple[Any, ...]:
 
 
 def _entry(row: Mapping[str, Any]) -> HistoryEntry:
+    """The history entry of a row. Raises ValueError."""
     return HistoryEntry(
         id=row["id"],
         at=row["at"],
@@ -369,6 +375,7 @@ def _entry(row: Mapping[str, Any]) -> HistoryEntry:
 
 
 def _adapter(row: Mapping[str, Any]) -> RegisteredAdapter:
+    """The adapter of a row. Raises ValueError."""
     what, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
     policy = typed(parsed(row["policy"], f"{what}: policy"), dict[str, Any], f"{what}: policy")
     body = {name: row[name] for name in _ADAPTER_COLUMNS} | {

@@ -274,6 +274,7 @@ class IntentStore:
         self._changes.append(StoreChange(*change))
 
     def _load(self, stored: StoredIntent) -> None:
+        """Replace the intent in memory."""
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
@@ -283,6 +284,7 @@ class IntentStore:
         self.rules = stored.rules
 
     def _raise_counters(self, stored: StoredIntent) -> None:
+        """Raise revision and epoch to at least the stored ones."""
         # The clock lifts the revision above all that routers saw, even after an old backup was restored.
         self.revision = max(self.revision, stored.counters.get("revision", 0) + 1, int(self._wall() * 1000))
         self._reserved = self.revision  # the first new revision reserves the next ones

@@ -132,6 +132,7 @@ def _planned_load(
     homes: list[str],
     evict: str | None = None,
 ) -> PlannedLoad:
+    """The load, with its reason in words."""
     there, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
     want = context.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"

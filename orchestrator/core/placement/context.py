@@ -121,9 +121,11 @@ class PlacementContext:
             loads[worker_id] += weight / len(holders)
 
     def demand_weight(self, lora_id: str) -> float:
+        """The adapter's demand, in the unit of `weights`."""
         return self.weights.get(lora_id, 0.0)
 
     def copy_count(self, lora_id: str) -> int:
+        """Number of the adapter's copies that count."""
         return len(self.holders.get(lora_id, ()))
 
     def staying_copies(self, lora_id: str, besides: str) -> int:
@@ -133,6 +135,7 @@ class PlacementContext:
         )
 
     def _is_to_stay(self, lora_id: str, worker_id: str) -> bool:
+        """Whether the copy is ready and no step is about to remove it."""
         held = self.observed.workers[worker_id].adapters.get(lora_id)
         if held is None or held.state != "ready":
             return False

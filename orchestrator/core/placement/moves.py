@@ -67,6 +67,7 @@ def new_moves(context: PlacementContext, moves: Mapping[Pair, str]) -> Iterable[
 def _best_move_to(
     context: PlacementContext, idle: ObservedWorker, group: list[ObservedWorker], mean: float, moving: set[str]
 ) -> tuple[PlannedLoad, str] | None:
+    """The load that moves an adapter from a busy worker to `idle`, and the worker it leaves; None without one."""
     bar = max(mean, FULL_WORKER * context.policy.target_utilisation)
     for donor in nsmallest(DONOR_CANDIDATES, group, key=lambda w: (-context.loads[w.id], w.id)):
         if context.loads[donor.id] < bar:
@@ -101,6 +102,7 @@ def _home_preference(adapter: RegisteredAdapter, worker: ObservedWorker, group: 
 
 
 def _can_move(context: PlacementContext, adapter: RegisteredAdapter, donor: ObservedWorker, to: ObservedWorker) -> bool:
+    """Whether the adapter may be moved from `donor` to `to` now."""
     held = donor.adapters[adapter.lora_id]
     if adapter.pinned or held.state != "ready" or donor.id not in context.holders.get(adapter.lora_id, ()):
         return False
@@ -145,6 +147,7 @@ def _has_ready_beyond(context: PlacementContext, lora_id: str, target: int) -> b
 
 
 def _removable_holders(context: PlacementContext, lora_id: str) -> list[ObservedWorker]:
+    """Workers whose copy may be removed, the first to go first."""
     holders = [context.observed.workers[worker_id] for worker_id in sorted(context.holders[lora_id])]
 
     def may_go(worker: ObservedWorker) -> bool:

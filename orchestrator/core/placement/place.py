@@ -80,6 +80,7 @@ class _PlacementPass:
         self.steps: set[churn.PlacementStep] = set()
 
     def run(self) -> DesiredPlacement:
+        """Decide the placement."""
         context = self.context
         self.targets, scales = replica_targets(context)
         context.targets = {lora_id: target.replicas for lora_id, target in self.targets.items()}
@@ -119,6 +120,7 @@ class _PlacementPass:
         )
 
     def _loads(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
+        """Loads of missing replicas. Fills `unplaced`: lora_id -> why a replica cannot be placed."""
         context = self.context
         loads: list[PlannedLoad] = []
         for adapter in self._missing_replicas():
@@ -188,6 +190,7 @@ class _PlacementPass:
             yield from alike if is_idle else in_tenant_order(context, alike, had)
 
     def _due_removals(self) -> Iterable[PlannedRemoval]:
+        """Removals that no limiter holds back: deleted, misplaced and moved adapters, and victims in the reserve."""
         for worker in self.context.workers:
             if worker.state in ("lost", "unmanaged", "starting"):
                 continue
@@ -198,6 +201,7 @@ class _PlacementPass:
                     yield PlannedRemoval(lora_id=lora_id, worker_id=worker.id, reason=reason)
 
     def _removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
+        """Why the adapter must leave the worker; None when it stays."""
         context = self.context
         adapter = context.intent.adapters.get(held.lora_id)
         owed_to = context.observed.reserve_victims.get((held.lora_id, worker.id))
@@ -221,6 +225,7 @@ class _PlacementPass:
         return None
 
     def _ready_elsewhere(self, adapter: RegisteredAdapter, worker_id: str) -> int:
+        """Number of other workers that serve the adapter."""
         lora_id = adapter.lora_id
         return sum(
             w.id != worker_id and w.state in SERVING and w.adapters[lora_id].state == "ready"
@@ -229,6 +234,7 @@ class _PlacementPass:
         )
 
     def _workers_to_drain(self) -> Iterable[str]:
+        """Draining workers without adapters to move, or past their deadline."""
         for worker in self.context.workers:
             if worker.state == "draining" and not worker.is_agent_draining and not worker.is_terminating:
                 is_empty = not any(held.lora_id in self.context.draining_ids for held in worker.adapters.values())
@@ -260,6 +266,7 @@ class _PlacementPass:
         return found
 
     def _inspections(self) -> Iterable[PlannedInspection]:
+        """Inspections of adapters without a known digest or rank, on their home among the able workers."""
         context = self.context
         ready = [w for w in context.workers if w.state == "ready" and w.max_lora_rank > 0]
         unknown = [

@@ -179,6 +179,7 @@ def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
 
 
 def _slots_left_for(context: PlacementContext, mine: set[str], worker: ObservedWorker) -> int:
+    """The worker's usable slots that hold none but these adapters."""
     others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.adapters.values())
     return max(0, usable_slots(worker.slots, context.policy.reserve_slots) - others)
 
@@ -216,6 +217,7 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
 
 
 def _largest_remainder(weights: Mapping[str, float], slots: int) -> dict[str, int]:
+    """Slots divided in proportion to weights, by largest remainder."""
     total = sum(weights.values())
     quotas = {name: slots * weight / total for name, weight in weights.items()}
     given = {name: int(quota) for name, quota in quotas.items()}

@@ -117,6 +117,7 @@ def _is_evictable(
     *,
     from_use: bool,
 ) -> bool:
+    """Whether this copy may be evicted for the adapter."""
     known = context.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
         return False

@@ -165,6 +165,7 @@ def _with_loads_done(worker: ObservedWorker) -> ObservedWorker:
 def _cloned_worker(
     like: ObservedWorker, number: int, taken: Mapping[str, ObservedWorker], now: float
 ) -> ObservedWorker:
+    """An empty, ready worker like this one, with a new id."""
     name = f"{like.id}+{number}"
     while name in taken:
         name += "+"
@@ -247,6 +248,7 @@ def _placement(inputs: PlacementInputs) -> DesiredPlacement:
 
 
 def _actions(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
+    """The actions of a pass with this placement."""
     # Every drain is taken to end at once, because the duration of requests in flight is not known.
     drained = dict.fromkeys(required_drains(desired), True)
     leaving = replace(
