@@ -32,7 +32,7 @@ from router.protocols.stored_responses import (
     worker_of_response,
 )
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
-from router.request.engine_body import Body, dress_vllm, refuse_steering
+from router.request.engine_body import Body, refuse_steering, vllm_body
 from tests.contract.prompt_bodies import MESSAGES_BODIES, RESPONSES_BODIES, UNKNOWN_MESSAGES, UNKNOWN_RESPONSES
 
 USER = {"role": "user", "content": "Hi"}
@@ -499,5 +499,5 @@ def test_an_example_is_one_that_the_router_takes():
         if route.has_body:
             fields = msgspec.json.decode(msgspec.json.encode(sent), type=Body)
             refuse_steering(fields, None)
-            assert json.loads(dress_vllm(fields, "m")) == sent | {"model": "m"}
+            assert json.loads(vllm_body(fields, "m")) == sent | {"model": "m"}
     assert len(split_batch(msgspec.json.encode(EXAMPLES["/generate"][0])).items) == 2
