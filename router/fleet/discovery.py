@@ -132,7 +132,7 @@ class Discovery:
         self._clock = clock
         self._on_failure = on_failure
         self._catalog = Catalog(revision=0)
-        self._catalog_ids: frozenset[str] = frozenset()
+        self.catalog_ids: frozenset[str] = frozenset()
         # Adapters and aliases of the catalog; an engine's own list cannot redefine them.
         self._catalog_names: frozenset[str] = frozenset()
         # Built once a catalog, not at every report: there may be thousands of adapters.
@@ -309,7 +309,7 @@ class Discovery:
     def _adopt_catalog(self, catalog: Catalog) -> None:
         # Without the parts converted below: with 10,000 adapters they would take 10 MB.
         self._catalog = catalog.model_copy(update={"adapters": (), "aliases": (), "draining": ()})
-        self._catalog_ids = frozenset(worker.id for worker in catalog.workers)
+        self.catalog_ids = frozenset(worker.id for worker in catalog.workers)
         self._adapters, self._aliases = adapters_and_aliases(catalog)
         self._catalog_names = frozenset([adapter.lora_id for adapter in catalog.adapters]) | self._aliases.keys()
         self._update_known_adapters()
@@ -454,7 +454,7 @@ class Discovery:
             return await followed.agentless.report()
         metadata = Metadata.model_validate_json(await self._get(followed.url, "/metadata"))
         id_ = followed.source.id
-        if metadata.instance_id != id_ and id_ in self._catalog_ids:  # another worker has its address now
+        if metadata.instance_id != id_ and id_ in self.catalog_ids:  # another worker has its address now
             raise FetchRefused(f"{followed.url} is worker {metadata.instance_id!r} by now, not {id_!r}")
         return metadata
 

@@ -360,7 +360,7 @@ async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_cat
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         fleet.control.named = None
         fleet.control.tell()
-        await fleet.until(lambda: fleet.discovery._catalog_ids == {"w0"})
+        await fleet.until(lambda: fleet.discovery.catalog_ids == {"w0"})
         assert fleet.states() == {"w0": "ready"}
         await fleet.name("w0", pod="some-pod", terminating=True)
         await fleet.until(lambda: fleet.ending() == {"w0"})

@@ -103,7 +103,7 @@ def clock():
 
 
 @pytest.fixture
-async def open_house(tmp_path, clock):
+async def open_service(tmp_path, clock):
     """Makes houses on one store file; all are closed at the end."""
     houses = []
 
@@ -117,5 +117,5 @@ async def open_house(tmp_path, clock):
 
 
 @pytest.fixture
-async def service(open_house):
-    return open_house()
+async def service(open_service):
+    return open_service()

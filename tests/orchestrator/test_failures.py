@@ -44,7 +44,7 @@ def test_a_row_goes_on_through_the_wait_and_as_long_again_and_is_one_adapters_ow
     lasts_s = fail(book, 0.0).until
     fail(book, 0.0, ("b", "w0"))
     book.drop_expired(lasts_s + 59.0)
-    assert book.by_pair == {} == book._of
+    assert (book.by_pair, book.failed_ids) == ({}, set())
     book.forget_adapter("b")
     assert fail(book, lasts_s + 59.0).until == lasts_s + 59.0 + 2 * lasts_s
     assert fail(book, 1000.0, ("b", "w0")).until == 1000.0 + lasts_s

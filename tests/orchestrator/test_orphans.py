@@ -36,16 +36,16 @@ def state(agents):
 
 @pytest.mark.parametrize("kind", ["empty", "another one's", "old backup"])
 async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_with_one_call(
-    open_house, tmp_path, kind
+    open_service, tmp_path, kind
 ):
-    service = open_house()
+    service = open_service()
     agents = await filled(service)
     before = state(agents)
     path = tmp_path / "other.db"
     if kind == "another one's":
         store = IntentStore(path)
         store.close()
-        other = open_house(path)
+        other = open_service(path)
         await other.register("elsewhere/v1")
     elif kind == "old backup":
         service.store.backup(path)
@@ -53,9 +53,9 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
         await service.ensure("later/v1")
         await service.settle()
         before = state(agents)
-        fresh = open_house(path)
+        fresh = open_service(path)
     if kind != "old backup":
-        fresh = other if kind == "another one's" else open_house(path)
+        fresh = other if kind == "another one's" else open_service(path)
     await move(agents, fresh)
     await pass_by(fresh)
     assert state(agents) == before
@@ -75,8 +75,8 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
     assert state(agents) == before
 
 
-async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_it_is_put_back(open_house, tmp_path):
-    service = open_house()
+async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_it_is_put_back(open_service, tmp_path):
+    service = open_service()
     agents = await filled(service, 2)
     await service.http.delete("/v1/adapters/a0/v1")
     service.store.backup(tmp_path / "middle.db")
@@ -89,7 +89,7 @@ async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_i
     await service.settle()
     before = state(agents)
     for name in ("middle.db", "after.db"):
-        restored = open_house(tmp_path / name)
+        restored = open_service(tmp_path / name)
         await move(agents, restored)
         await pass_by(restored)
         assert state(agents) == before, name

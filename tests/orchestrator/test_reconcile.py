@@ -48,9 +48,9 @@ async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_n
     assert await service.turn() == []
 
 
-async def test_agents_are_called_directly_whatever_proxy_the_environment_names(open_house, monkeypatch):
+async def test_agents_are_called_directly_whatever_proxy_the_environment_names(open_service, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    service = open_house()
+    service = open_service()
     agent = await service.worker()
     await service.register()
     await service.turn()
@@ -180,11 +180,11 @@ async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_
     assert (await service.http.get("/v1/catalog")).status_code == 200
 
 
-async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_steps_down(open_house):
-    old = open_house()
+async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_steps_down(open_service):
+    old = open_service()
     agent = await old.worker()
     await ready(old, "a/v1", source="a")
-    new = open_house()
+    new = open_service()
     agent_of_new = agent.metadata()
     await new.http.post("/v1/workers/register", json={"metadata": agent_of_new})
     new.agents[agent.worker_id] = agent
@@ -246,8 +246,8 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(service, clo
     assert "sql/v1" in other.loaded
 
 
-async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_and_no_task_breaks(open_house, clock):
-    service = open_house(forget_after_s=60)
+async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_and_no_task_breaks(open_service, clock):
+    service = open_service(forget_after_s=60)
     agent = await service.worker()
     report = agent.metadata() | {"agent_url": "http://127.0.0.1:9", "transport": {"engine_url": "http://127.0.0.1:9"}}
     await service.http.post("/v1/workers/register", json={"metadata": report})
@@ -488,8 +488,8 @@ async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_w
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
 
-async def test_of_many_that_are_not_inspected_yet_the_one_that_is_asked_for_is_looked_at_first(open_house):
-    service = open_house(inspects_in_flight=1)
+async def test_of_many_that_are_not_inspected_yet_the_one_that_is_asked_for_is_looked_at_first(open_service):
+    service = open_service(inspects_in_flight=1)
     agent = await service.worker()
     for lora_id in ("a/v1", "b/v1", "z/v1"):
         await service.register(lora_id)
@@ -553,15 +553,15 @@ async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_be
     assert (await service.adapter())["state"] == "ready"
 
 
-async def test_what_failed_in_a_term_of_ours_is_not_held_against_what_another_leader_registered_since(open_house):
-    service = open_house()
+async def test_what_failed_in_a_term_of_ours_is_not_held_against_what_another_leader_registered_since(open_service):
+    service = open_service()
     agent = await service.worker()
     agent.refuse["sql/v1"] = "source_not_found"
     await service.register(source="file:///wrong")
     await service.settle()
     assert (await service.adapter())["state"] == "failed"
     await service.built.leadership.release()
-    other = open_house()
+    other = open_service()
     await other.join(agent)
     await other.http.delete("/v1/adapters/sql/v1")
     await other.settle()
@@ -716,10 +716,10 @@ async def test_bytes_that_differ_from_the_registered_digest_are_a_failure(servic
     assert item["digest"] == "0" * 64
 
 
-async def test_whichever_call_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
+async def test_whichever_call_fails_the_next_passes_mend_it(open_service, clock, tmp_path):
     calls = ("inspect a", "load a", "inspect b", "load b into the reserve", "unload a", "unload b")
     for nth in range(1, len(calls) + 1):
-        service = open_house(tmp_path / f"{nth}.db")
+        service = open_service(tmp_path / f"{nth}.db")
         agent = await service.worker(slots=2)
         agent.fail_calls = {nth}
         await service.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 1})
@@ -788,11 +788,11 @@ async def _story(service, clock):
 
 
 @pytest.mark.slow
-async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_house, clock, tmp_path):
+async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_service, clock, tmp_path):
     counts, nth = [], 0
     agents = [FakeAgent(name, slots=2) for name in ("w0", "w1")]
     while nth == 0 or nth <= counts[0]:
-        service, made = open_house(tmp_path / f"{nth}.db"), []
+        service, made = open_service(tmp_path / f"{nth}.db"), []
         for agent in agents:
             agent.start_anew()
             agent.made, agent.fail_made = made, nth
@@ -967,8 +967,8 @@ async def test_without_a_live_router_the_engines_own_count_decides(service, cloc
     assert agent.loaded == {}
 
 
-async def test_a_deletion_survives_a_restart(open_house):
-    service = open_house()
+async def test_a_deletion_survives_a_restart(open_service):
+    service = open_service()
     agent = await service.worker()
     await ready(service)
     agent.running = 1
@@ -977,7 +977,7 @@ async def test_a_deletion_survives_a_restart(open_house):
     await service.settle()
     service.store.close()
 
-    again = open_house()
+    again = open_service()
     await again.join(agent)
     await again.settle()
     assert (await again.adapter())["state"] == "deleting"
@@ -1003,8 +1003,8 @@ async def test_a_worker_that_was_away_gives_up_what_was_deleted_meanwhile(servic
     assert agent.loaded == {}
 
 
-async def test_a_restart_keeps_everything_and_moves_nothing(open_house):
-    service = open_house()
+async def test_a_restart_keeps_everything_and_moves_nothing(open_service):
+    service = open_service()
     agent = await service.worker()
     await ready(service, policy={"pinned": True, "priority": 3}, tenants=["acme"])
     await service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
@@ -1013,7 +1013,7 @@ async def test_a_restart_keeps_everything_and_moves_nothing(open_house):
     calls = len(agent.calls)
     service.store.close()
 
-    again = open_house()
+    again = open_service()
     await again.join(agent)
     assert await again.settle() == []
     assert await again.adapter() == before
@@ -1023,8 +1023,8 @@ async def test_a_restart_keeps_everything_and_moves_nothing(open_house):
     assert len(agent.calls) == calls
 
 
-async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path, open_house, clock):
-    service = open_house()
+async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path, open_service, clock):
+    service = open_service()
     service.reconciler.settings = service.settings.model_copy(update={"settle_s": 5.0})
     agent = await service.worker()
     await service.register(policy={"loading": "eager"})
@@ -1036,11 +1036,19 @@ async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path
     assert list(agent.loaded) == ["sql/v1"]
 
 
+@pytest.fixture
+def no_lock_wait(monkeypatch):
+    """SQLite connections that do not wait for the locks of others."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **named: connect(path, **{**named, "timeout": 0}))
+
+
+@pytest.mark.usefixtures("no_lock_wait")
 @pytest.mark.parametrize("refusal", [None, "adapter_refused"])
 async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_action_breaks(
-    open_house, tmp_path, refusal
+    open_service, tmp_path, refusal
 ):
-    service = open_house()
+    service = open_service()
     agents = [await service.worker(name) for name in (("w0", "w1") if refusal else ("w0",))]
     await service.register()
     await service.settle()
@@ -1055,7 +1063,6 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
     await service.ensure()
     unhandled = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context))
-    service.store._backend._db.execute("PRAGMA busy_timeout = 0")
     with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
         service.reconciler.run_pass()
         other.execute("BEGIN IMMEDIATE")
@@ -1220,8 +1227,8 @@ async def test_a_cordoned_worker_keeps_what_it_has_and_gets_nothing_new(service)
     assert set(agent.loaded) == {"sql/v1", "b/v1"}
 
 
-async def test_ensure_waits_until_the_adapter_is_there(open_house):
-    service = open_house(pass_interval_s=30)
+async def test_ensure_waits_until_the_adapter_is_there(open_service):
+    service = open_service(pass_interval_s=30)
     await service.worker()
     loop = asyncio.create_task(service.reconciler.run())
     await service.register()

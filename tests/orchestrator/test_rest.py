@@ -327,12 +327,12 @@ async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(
     assert (await service.catalog())["adapters"] == []
 
 
-async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_house):
-    before = open_house()
+async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_service):
+    before = open_service()
     await before.worker("w0")
     await before.http.post("/v1/workers/w0/cordon")
     await before.close()
-    service = open_house()
+    service = open_service()
     answer = await service.http.post("/v1/workers/w0/uncordon")
     assert (answer.status_code, answer.json()["id"], answer.json()["state"]) == (200, "w0", "lost")
     assert service.store.workers == {}
@@ -387,10 +387,10 @@ async def test_metrics_count_operations_and_replicas_and_bound_their_labels(serv
     assert 'lorafleet_orchestrator_workers{state="ready"} 1.0' in text
 
 
-async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
+async def test_scopes_keep_everyone_to_their_own_calls(open_service, tmp_path):
     keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    service = open_house(key_files=(tmp_path / "keys.yaml",))
+    service = open_service(key_files=(tmp_path / "keys.yaml",))
 
     async def status(key, method, path):
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -434,7 +434,7 @@ async def test_scopes_keep_everyone_to_their_own_calls(open_house, tmp_path):
     assert not {await status(key, *heartbeat) for key in ("register", "admin")} & {401, 403}
     for path in ("/health", "/ready", "/metrics"):
         assert await status(None, "GET", path) == 200
-    service = open_house(key_files=(tmp_path / "keys.yaml",), metrics_need_key=True)
+    service = open_service(key_files=(tmp_path / "keys.yaml",), metrics_need_key=True)
     refused |= {"register": 403, "admin": 200}
     assert {key: await status(key, "GET", "/metrics") for key in refused} == refused
     assert await status(None, "GET", "/health") == 200
@@ -469,8 +469,8 @@ async def test_events_follow_from_a_revision_live_and_after_a_reconnect(service)
         service.built.stop()
 
 
-async def test_events_older_than_the_buffer_are_410(open_house):
-    service = open_house(event_buffer=3)
+async def test_events_older_than_the_buffer_are_410(open_service):
+    service = open_service(event_buffer=3)
     start = (await service.catalog())["revision"]
     for number in range(3):
         await service.register(f"a{number}")
@@ -481,8 +481,8 @@ async def test_events_older_than_the_buffer_are_410(open_house):
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
-async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_house):
-    service = open_house()
+async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_service):
+    service = open_service()
     async with (
         serving(service.built.app) as url,
         httpx.AsyncClient() as client,
@@ -495,11 +495,11 @@ async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_
             assert [line async for line in lines if line] == []
 
 
-async def test_events_of_another_leaders_term_are_410(open_house):
-    service = open_house()
+async def test_events_of_another_leaders_term_are_410(open_service):
+    service = open_service()
     before = (await service.catalog())["revision"]
     await service.built.leadership.release()
-    other = open_house()
+    other = open_service()
     await other.register("told-by-the-other")
     between = (await other.catalog())["revision"]
     await other.built.leadership.release()
@@ -510,8 +510,8 @@ async def test_events_of_another_leaders_term_are_410(open_house):
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
-async def test_an_idle_event_stream_says_that_it_is_alive(open_house):
-    service = open_house(keep_alive_s=0.01)
+async def test_an_idle_event_stream_says_that_it_is_alive(open_service):
+    service = open_service(keep_alive_s=0.01)
     stream = service.reconciler.catalog.event_stream(
         service.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
     )

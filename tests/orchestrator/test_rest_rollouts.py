@@ -209,8 +209,8 @@ async def test_while_a_rollout_runs_the_alias_cannot_be_set_and_its_adapters_can
     assert (await point(service, V2)).status_code == 202
 
 
-async def test_a_paused_rollout_stays_until_it_is_resumed_over_a_restart_too(open_house, clock):
-    service = open_house()
+async def test_a_paused_rollout_stays_until_it_is_resumed_over_a_restart_too(open_service, clock):
+    service = open_service()
     await service.worker("w0")
     await service.register(V1)
     await service.settle()
@@ -225,7 +225,7 @@ async def test_a_paused_rollout_stays_until_it_is_resumed_over_a_restart_too(ope
     assert (item["state"], item["paused"], item["weight"]) == ("watching", True, 0.1)
     agent = service.agents["w0"]
     await service.close()
-    again = open_house()
+    again = open_service()
     agent.url = ""
     await again.join(agent)
     clock.now += 100

@@ -110,13 +110,13 @@ async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(se
     assert agent.loaded == {}
 
 
-async def test_the_history_says_what_was_changed_and_by_whom(open_house, tmp_path):
+async def test_the_history_says_what_was_changed_and_by_whom(open_service, tmp_path):
     keys = [
         {"sha256": hash_key("mine"), "scopes": ["admin"], "tenant": "acme"},
         {"sha256": hash_key("root"), "scopes": ["admin"]},
     ]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
-    service = open_house(key_files=(tmp_path / "keys.yaml",))
+    service = open_service(key_files=(tmp_path / "keys.yaml",))
     mine, root = ({"authorization": f"Bearer {key}"} for key in ("mine", "root"))
     spec = {"lora_id": "sql/v1", "source": "file:///sql"}
     await service.http.post("/v1/adapters", json=spec, headers=mine)

@@ -285,10 +285,12 @@ async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_a
     lease.close()
 
 
-def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_path):
-    file = SqliteBackend(tmp_path / "s.db")
-    store = IntentStore(file)
-    file._db.execute("PRAGMA max_page_count = 1")  # no more than there are
+def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_path, monkeypatch):
+    connect, opened = sqlite3.connect, []
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", lambda *args, **named: opened.append(connect(*args, **named)) or opened[-1])
+        store = IntentStore(SqliteBackend(tmp_path / "s.db"))
+    opened[0].execute("PRAGMA max_page_count = 1")  # no more than there are
     with pytest.raises(StoreError, match=f"nothing was written: no space left in {tmp_path}: make room"):
         store.put_adapter(RegisteredAdapter(lora_id="a", source="x" * 100_000))
     store.close()
