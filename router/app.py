@@ -20,15 +20,15 @@ import structlog
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from lorafleet.engine.agentless import engines_by_id, tells_start
+from lorafleet.engine.agentless import engines_by_id, has_start_time
 from lorafleet.http_server import serve
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.guard import guard
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.http_server.outbox import Outbox
-from lorafleet.kube.access import ACCOUNT, source
-from lorafleet.kube.client import opened
+from lorafleet.kube.access import ACCOUNT, find_access_source
+from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.errors import KubeConfigError, KubeError
 from lorafleet.service import logs
@@ -142,7 +142,7 @@ class _WorkerListener:
 
 def _as_told(replica: Replica) -> Incarnation | None:
     """Its incarnation; None where another start of its engine would look the same."""
-    return replica.incarnation if tells_start(replica.engine_boot_id) else None
+    return replica.incarnation if has_start_time(replica.engine_boot_id) else None
 
 
 def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
@@ -411,7 +411,7 @@ def _discovery(
     slices = None
     if config.kube_selector:
         slices = SliceWatch(
-            partial(opened, source(config.kubeconfig, os.environ, ACCOUNT)),
+            partial(open_client, find_access_source(config.kubeconfig, os.environ, ACCOUNT)),
             selector=config.kube_selector,
             namespaces=config.kube_namespaces,
             on_failure=partial(_count_slices_failure, metrics),

@@ -1,8 +1,8 @@
-"""A stock vLLM that has no agent, asked over its own HTTP: what it says becomes the report that an agent would give.
+"""Reads a stock vLLM without an agent over its own HTTP API, and builds the report that an agent would send.
 
-Nobody reads the files behind such an engine's adapters. So their digest is not known, and what tells one from another
-is the engine's own name for it: reports carry `digest` empty, and the engine counts as another boot when a name gets
-another path, because its cached blocks are then no longer those of that name. Its start stays the same: see `start_of`.
+Nothing reads the adapter files of such an engine, so the reports have no digest, and an adapter is identified by the
+engine's name for it. If a name gets another path, the engine counts as a new boot, because its cached blocks no longer
+belong to that name. Its process start stays the same, see `process_boot_id`.
 """
 
 import json
@@ -21,18 +21,17 @@ from lorafleet.service.urls import is_http, without_secrets
 from workers.wire import Load, LoadedLora, LoraCapacity, LoraInfo, Metadata, ModelCard, RuntimeConfig, Transport
 
 Get = Callable[[str], Awaitable[bytes]]
-"""The body that a GET of a path answers; raises OSError when there is none, or its status is not 200."""
+"""GETs a path and returns the body; raises OSError if there is no answer, or its status is not 200."""
 
-# vLLM tells it nowhere; its default is 256, on large GPUs 1,024. Too few would have requests wait for nothing.
+# vLLM does not report it; its default is 256, on large GPUs 1,024. Too low a number makes requests wait for nothing.
 _MAX_NUM_SEQS = 256
-# What the fleet itself calls an adapter, see workers/wire.py engine_name.
-# What JSON and figures of another kind than expected run into.
-_ODD = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+# Errors of parsing answers in an unexpected form.
+_PARSE_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
 
 
 class AgentlessEngine:
-    """One engine, asked again and again. Adapters are believed only of a vLLM: others answer for names they lack."""
+    """Polls one engine. Adapters are read only from vLLM: other engines answer for names they do not have."""
 
     def __init__(
         self,
@@ -47,15 +46,15 @@ class AgentlessEngine:
         salt: EngineSalt = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """kv_events, kv_replay: where its events are; empty: where the engine itself says that they are.
-
-        salt  what its operator says of its KV connector
+        """
+        kv_events, kv_replay  its event sockets; empty asks the engine
+        salt                  the operator's setting for its KV connector
         """
         self.worker_id = worker_id
         self.url = url.rstrip("/")
         self._get = get
-        self._place = {"zone": zone, "node": node}
-        self._given = (kv_events, kv_replay)
+        self._location = {"zone": zone, "node": node}
+        self._given_sockets = (kv_events, kv_replay)
         self._salt: EngineSalt = salt
         self._connector: Mapping[str, Any] | None = None
         self._clock = clock
@@ -63,14 +62,14 @@ class AgentlessEngine:
         self._started_at: float | None = None
         self._kv = Transport(engine_url=self.url)
         self._paths: Mapping[str, str] = {}
-        self._repaths = 0
+        self._path_changes = 0
 
     async def report(self) -> Metadata:
-        """What it is, holds and does now. Raises OSError when it cannot be asked, ValueError for what is no vLLM's."""
+        """The engine's report; raises OSError if it cannot be reached, ValueError for answers unlike vLLM's."""
         try:
             return await self._report()
-        except _ODD as exc:
-            raise ValueError(f"{self.url} answers what no vLLM does: {exc!r}") from exc
+        except _PARSE_ERRORS as exc:
+            raise ValueError(f"{self.url} does not answer as vLLM does: {exc!r}") from exc
 
     async def _report(self) -> Metadata:
         await self._get("/health")
@@ -81,68 +80,67 @@ class AgentlessEngine:
             raise ValueError(f"{self.url}/v1/models lists no base model")
         dialect = str(base.get("owned_by") or "unknown")
         paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
-        await self._note(scrape, paths)
+        await self._update(scrape, paths)
         now = self._clock()
         self._load.add(scrape, now)
         name = str(base["id"])
         return Metadata(
             instance_id=self.worker_id,
-            **self._place,
+            **self._location,
             model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
             transport=self._kv.model_copy(update={"dialect": dialect}),
-            lora=_loras(name, paths, scrape, self._judgement(scrape)),
-            load=self._load.figures(now),
+            lora=_loras(name, paths, scrape, self._connector_verdict(scrape)),
+            load=self._load.current(now),
             agent_boot_id="none",
-            engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._repaths}" if self._repaths else ""),
+            engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._path_changes}" if self._path_changes else ""),
         )
 
-    async def _note(self, scrape: EngineMetrics, paths: Mapping[str, str]) -> None:
+    async def _update(self, scrape: EngineMetrics, paths: Mapping[str, str]) -> None:
         if scrape.started_at != self._started_at:
-            self._load, self._paths, self._repaths = EngineLoad(), {}, 0
-            self._kv = await self._sources()
+            self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
+            self._kv = await self._event_transport()
             self._connector = await self._transfer_config()
             self._started_at = scrape.started_at
-        self._repaths += any(self._paths.get(name, path) != path for name, path in paths.items())
-        # Names that went are remembered: the blocks outlive the unload (vLLM 0.32, seen running).
+        self._path_changes += any(self._paths.get(name, path) != path for name, path in paths.items())
+        # Unloaded names are kept, since their blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
 
-    def _judgement(self, scrape: EngineMetrics) -> ConnectorVerdict:
+    def _connector_verdict(self, scrape: EngineMetrics) -> ConnectorVerdict:
         found = verdict_of_running_engine(
             self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector
         )
         return apply_setting(self._salt, found)
 
     async def _transfer_config(self) -> Mapping[str, Any] | None:
-        """Asked for once a start: the engine looks at its whole machine for the answer."""
+        """The engine's KV transfer config, read once a start, since the answer is expensive; None if unknown."""
         try:
             return transfer_config(await self._get(SERVER_INFO))
         except (OSError, ValueError):
-            return None  # it tells that in its development mode alone
+            return None  # only the development mode has it
 
-    async def _sources(self) -> Transport:
-        """Where its KV events are; without any what it has cached is estimated.
+    async def _event_transport(self) -> Transport:
+        """The engine's KV event sockets; without any its cache is estimated.
 
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """
-        events, replay = self._given
+        events, replay = self._given_sockets
         found = KvEventEndpoints(events, replay if len(replay) == len(events) else ())
         if not events:
             try:
                 ranks = json.loads(await self._get("/kv_event_sources"))
-                told = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
-                found = kv_event_endpoints(urlsplit(self.url).hostname or "", told)
-            except (OSError, ValueError, *_ODD):
+                configs = [dict(ranks[rank]) for rank in sorted(ranks, key=int)]
+                found = kv_event_endpoints(urlsplit(self.url).hostname or "", configs)
+            except (OSError, ValueError, *_PARSE_ERRORS):
                 pass  # an older vLLM, or another engine
         return Transport(engine_url=self.url, kv_events=found.events, kv_replay=found.replay, kv_topic=found.topic)
 
 
 class EngineLoad:
-    """The last reading of one engine's metrics, and what all of them taught; an agent tells the same of its own.
+    """The last metrics of one engine, and the rates learned from all of them; agents use it for their own engine.
 
-    rates     may be begun anew
-    read_at   of the last reading
-    moved_at  when one last differed from the one before: then something was computed. None where none ever did: an
-              engine may be told to count nothing
+    rates     may be replaced to start again
+    read_at   time of the last metrics
+    moved_at  when the metrics last changed, as they do when the engine computes; None if they never did
     """
 
     def __init__(self) -> None:
@@ -153,11 +151,11 @@ class EngineLoad:
 
     @property
     def has_work(self) -> bool:
-        """Whether something ran or waited there at the last reading."""
+        """Whether requests ran or waited there by the last metrics."""
         return self._scrape.running + self._scrape.waiting > 0
 
     def add(self, scrape: EngineMetrics, at_s: float) -> None:
-        """Learn from the next reading, made at `at_s`."""
+        """Add the metrics read at `at_s`."""
         if self.read_at is not None and scrape != self._scrape:
             self.moved_at = at_s
         self._scrape, self.read_at = scrape, at_s
@@ -165,11 +163,11 @@ class EngineLoad:
         self.rates.add(EngineCounters(at_s=at_s, running=scrape.running, **counted))
 
     def forget_reading(self) -> None:
-        """The engine is gone, and what ran there; what was learned of it stays."""
+        """Forget the last metrics of an engine that is gone; learned rates stay."""
         self._scrape, self.read_at, self.moved_at = EngineMetrics(), None, None
 
-    def figures(self, now: float, *, load_seconds: float = 0.0) -> Load:
-        """As a report has them. `load_seconds`: of an adapter, measured by whoever loads them."""
+    def current(self, now: float, *, load_seconds: float = 0.0) -> Load:
+        """The load for a report. `load_seconds` is the measured time of an adapter load."""
         scrape, rates = self._scrape, self.rates
         return Load(
             running=scrape.running,
@@ -188,9 +186,9 @@ class EngineLoad:
 
 
 def engines_by_id(named: Iterable[str]) -> dict[str, str]:
-    """worker id -> URL of `url` or `id=url`; without a name the worker is called by its host and port.
+    """Worker id -> URL, from `url` or `id=url`; without an id it is host and port.
 
-    raises  ValueError, naming the one that is wrong
+    raises  ValueError naming the invalid entry
     """
     found: dict[str, str] = {}
     for name in named:
@@ -214,13 +212,13 @@ def engines_by_id(named: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def start_of(engine_boot_id: str) -> str:
-    """What such an engine's boot ids have in common, from one start of its process to the next."""
+def process_boot_id(engine_boot_id: str) -> str:
+    """The part of an engine boot id that changes only with the engine's process."""
     return engine_boot_id.partition("+")[0]
 
 
-def tells_start(engine_boot_id: str) -> bool:
-    """Whether this boot id changes with every start of the engine: some /metrics do not say when that was."""
+def has_start_time(engine_boot_id: str) -> bool:
+    """Whether the boot id changes with every start; some engines' /metrics have no start time."""
     return not engine_boot_id.startswith("0.00")
 
 

@@ -19,7 +19,7 @@ _TOTALS = (
     "vllm:time_to_first_token_seconds_count",
     "vllm:inter_token_latency_seconds_count",
     "vllm:inter_token_latency_seconds_sum",
-    # Observed when a request ends, so that their quotients fit together.
+    # Observed when a request ends, so that their quotients are consistent.
     "vllm:request_prefill_kv_computed_tokens_sum",
     "vllm:request_prefill_time_seconds_sum",
     "vllm:request_inference_time_seconds_sum",
@@ -30,9 +30,9 @@ _LABELS = ("vllm:num_requests_waiting_by_reason", "vllm:cache_config_info")
 _WANTED = re.compile(
     r"^(?:" + "|".join((*_GAUGES, *_TOTALS, *_LABELS)) + r"|process_start_time_seconds)[ {].*$", re.MULTILINE
 )
-# Not among them: it has a series for every set of adapters that ever ran together.
+# Searched alone: it has a series for every set of adapters that ever ran together.
 _MAX_LORAS = re.compile(r'^vllm:lora_requests_info\{(?:[^}\n]*,)?max_lora="(\d+)"', re.MULTILINE)
-# The first is there from the start where a connector loads; the second counts there alone, in older versions, too.
+# The first exists from the start if a connector loads; the second counts only then, also in older versions.
 _CONNECTOR = re.compile(
     r"^vllm:num_requests_kv_fetch_by_stage\{|^vllm:external_prefix_cache_queries_total\{[^}\n]*\} (?!0\.0$)",
     re.MULTILINE,
@@ -40,22 +40,22 @@ _CONNECTOR = re.compile(
 
 
 SERVER_INFO = "/server_info?config_format=json"
-"""Its whole configuration; vLLM 0.32 has it with VLLM_SERVER_DEV_MODE=1 (entrypoints/serve/dev/server_info)."""
+"""The engine's configuration; vLLM 0.32 serves it with VLLM_SERVER_DEV_MODE=1 (entrypoints/serve/dev/server_info)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One reading of an engine's metrics. Totals grow from the engine's start; 0 where it has no such counter.
+    """An engine's metrics at one time. Totals count from the engine's start; 0 if it has no such counter.
 
     computed_tokens  prompt tokens computed (not cached), counted when their prefill ends
-    steps            engine steps that gave tokens
-    ended_*          of requests that ended; `ended_seconds` from scheduled to the last token
-    token_gaps       between two tokens of a request; `gap_seconds` is their sum
-    first_tokens     of requests
-    prefill_seconds  in which the device prefilled; vLLM does not count them
-    max_loras        device slots for adapters, which vLLM tells once an adapter has run
-    offloading       backend of its --kv-offloading-size; empty: it has none
-    has_connector    it has a KV connector that loads, of whichever kind
+    steps            engine steps that produced tokens
+    ended_*          of ended requests; `ended_seconds` from scheduled to the last token
+    token_gaps       gaps between two tokens of a request; `gap_seconds` is their sum
+    first_tokens     number of requests with a first token
+    prefill_seconds  of prefill on the device; vLLM does not count them
+    max_loras        device slots for adapters, which vLLM reports once an adapter has run
+    offloading       backend of its --kv-offloading-size; empty if it has none
+    has_connector    whether it has a KV connector that loads
     """
 
     running: int = 0
@@ -82,7 +82,7 @@ class EngineMetrics:
 
 
 def parse_metrics(page: str) -> EngineMetrics:
-    """What one page of vLLM's /metrics says, summed over data-parallel ranks (usage: the mean)."""
+    """The metrics on a page of vLLM's /metrics, summed over data-parallel ranks (usage: the mean)."""
     values: dict[str, list[float]] = {}
     cache: Mapping[str, str] = {}
     deferred = 0.0
@@ -112,8 +112,8 @@ def parse_metrics(page: str) -> EngineMetrics:
         gap_seconds=total.get("vllm:inter_token_latency_seconds_sum", 0.0),
         first_tokens=total.get("vllm:time_to_first_token_seconds_count", 0.0),
         started_at=total.get("process_start_time_seconds", 0.0),
-        block_size=_number(cache.get("block_size")),
-        total_kv_blocks=_number(cache.get("num_gpu_blocks")),
+        block_size=_whole_number_of(cache.get("block_size")),
+        total_kv_blocks=_whole_number_of(cache.get("num_gpu_blocks")),
         max_loras=int(slots[1]) if slots else 0,
         offloading=cache["kv_offloading_backend"] if cache.get("kv_offloading_size", "None") != "None" else "",
         has_connector=_CONNECTOR.search(page) is not None,
@@ -121,14 +121,14 @@ def parse_metrics(page: str) -> EngineMetrics:
 
 
 def transfer_config(server_info: bytes) -> Mapping[str, Any] | None:
-    """The `kv_transfer_config` in a body of `SERVER_INFO`, empty where there is none; None: it is another body."""
+    """The `kv_transfer_config` in a body of `SERVER_INFO`, empty if there is none; None for any other body."""
     try:
         config = json.loads(server_info)["vllm_config"]
-        told = config["kv_transfer_config"] or {}
+        transfer = config["kv_transfer_config"] or {}
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return told if isinstance(told, dict) else None
+    return transfer if isinstance(transfer, dict) else None
 
 
-def _number(text: str | None) -> int:
+def _whole_number_of(text: str | None) -> int:
     return int(text) if text and text.isdigit() else 0

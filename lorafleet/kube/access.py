@@ -1,4 +1,4 @@
-"""Where the API server is and who we are there: a pod's service account, or a kubeconfig."""
+"""Address of and credentials for the API server: a pod's service account, or a kubeconfig."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class ApiServerAccess:
-    """One reading. `tls` is None for plain http."""
+    """Address and credentials as read once. `tls` is None for plain http."""
 
     url: str
     namespace: str
@@ -25,19 +25,19 @@ class ApiServerAccess:
 
 
 class AccessSource(Protocol):
-    """What access is read from, and read from again once it is refused."""
+    """Reads the access, and reads it again after a refusal."""
 
     async def read(self) -> ApiServerAccess:
         """Raises KubeConfigError."""
         ...
 
     def token(self) -> str | None:
-        """The token as it is now, where looking costs nothing; None: as it was read."""
+        """The current token, if that is cheap to read; None means the token of the last `read`."""
         ...
 
 
 class ServiceAccount:
-    """A pod's own. The kubelet replaces the token's file well before it expires, so that is read for each request."""
+    """The pod's service account. The kubelet replaces the token's file before it expires, so each request reads it."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self._folder = folder
@@ -45,9 +45,10 @@ class ServiceAccount:
         self._port = environ.get("KUBERNETES_SERVICE_PORT", "443")
 
     async def read(self) -> ApiServerAccess:
+        """Read the account's files; raises KubeConfigError."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            tls = _trusting(str(self._folder / "ca.crt"))
+            tls = _ssl_context_of(str(self._folder / "ca.crt"))
             namespace = (self._folder / "namespace").read_text().strip()
             token = self._token()
         except OSError as exc:  # ssl.SSLError is one
@@ -59,7 +60,7 @@ class ServiceAccount:
     def token(self) -> str | None:
         try:
             return self._token()
-        except OSError:  # in the moment of its replacement: the one we have is still good
+        except OSError:  # while the file is replaced; the last token is still valid
             return None
 
     def _token(self) -> str:
@@ -67,15 +68,16 @@ class ServiceAccount:
 
 
 class KubeConfig:
-    """A kubeconfig's current context, understood by the `kubernetes` library: contexts, certificates, exec plugins.
+    """The current context of a kubeconfig, read by the `kubernetes` library: certificates, exec plugins.
 
-    The library takes 58 MB and 0.4 s to import (kubernetes 37, measured), which pods are spared.
+    The library takes 58 MB and 0.4 s to import, so pods do not use it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def read(self) -> ApiServerAccess:
+        """Read the kubeconfig in a thread; raises KubeConfigError."""
         return await asyncio.to_thread(self._read)
 
     def token(self) -> str | None:
@@ -104,8 +106,8 @@ class KubeConfig:
         )
 
 
-def source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:
-    """A kubeconfig that is named, by setting or KUBECONFIG, before the pod's own account. Raises KubeConfigError."""
+def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:
+    """The kubeconfig of the setting or KUBECONFIG, else the pod's service account. Raises KubeConfigError."""
     named = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
     path = kubeconfig or next((path for path in named if path.exists()), None)
     if path is not None:
@@ -114,27 +116,27 @@ def source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -
         raise KubeConfigError(f"KUBECONFIG names {named[0]}, which does not exist")
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         raise KubeConfigError(
-            "no API server: neither in a pod (KUBERNETES_SERVICE_HOST is not set) nor is a kubeconfig named "
+            "no API server: this is not a pod (KUBERNETES_SERVICE_HOST is not set), and no kubeconfig is given "
             "(setting kubeconfig, or KUBECONFIG)"
         )
     return ServiceAccount(account, environ)
 
 
 def _tls(ca_file: str | None, cert_file: str | None, key_file: str | None, *, verify: bool) -> ssl.SSLContext:
-    context = _trusting(ca_file)
-    if not verify:  # the kubeconfig says insecure-skip-tls-verify
+    context = _ssl_context_of(ca_file)
+    if not verify:  # the kubeconfig has insecure-skip-tls-verify
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if cert_file:
         context.load_cert_chain(cert_file, key_file)
     return context
 
 
-def _trusting(ca_file: str | None) -> ssl.SSLContext:
-    """Trusts what kubectl trusts.
+def _ssl_context_of(ca_file: str | None) -> ssl.SSLContext:
+    """A TLS context that trusts the same authorities as kubectl.
 
-    source  Python 3.13 ssl.create_default_context: refuses, beyond what 3.11 does, certificates without all the fields
-            of RFC 5280. Authorities of clusters lack some: kubernetes.io/docs/tasks/administer-cluster/certificates
-            has one made by `openssl req -x509`, which says no key usage
+    source  Python 3.13 ssl.create_default_context also refuses certificates that lack fields of RFC 5280. Authorities
+            of clusters lack some, such as the key usage of one made by `openssl req -x509`
+            (kubernetes.io/docs/tasks/administer-cluster/certificates)
     """
     context = ssl.create_default_context(cafile=ca_file)
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT

@@ -1,4 +1,4 @@
-"""The API server over httpx, in raw JSON: dicts in, dicts out, and a deadline for each call."""
+"""A client of the Kubernetes API server in raw JSON, with a deadline for each call."""
 
 import asyncio
 import os
@@ -12,34 +12,34 @@ import httpx
 import msgspec
 import structlog
 
-from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, source
-from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, refusal
+from lorafleet.kube.access import ACCOUNT, AccessSource, ApiServerAccess, find_access_source
+from lorafleet.kube.errors import KubeConfigError, KubeError, KubeUnreachable, error_of_answer
 
 log = structlog.get_logger()
 
 Json = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
 FIELD_MANAGER = "lorafleet"
-"""As what we own the fields that we write: what conflicts of server-side apply name."""
+"""Our field manager, which conflicts of server-side apply name."""
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
 
 
 async def connect(
     kubeconfig: Path | None = None, *, environ: Mapping[str, str] = os.environ, account: Path = ACCOUNT
 ) -> "KubeClient":
-    """A client for the cluster that is configured; asks the API server nothing yet.
+    """A client for the configured cluster; makes no call yet.
 
-    kubeconfig  this one; None: KUBECONFIG's, else the service account of the pod we are in
+    kubeconfig  None takes KUBECONFIG, else the pod's service account
     raises      KubeConfigError
     """
-    found = source(kubeconfig, environ, account)
-    return KubeClient(found, await found.read())
+    source = find_access_source(kubeconfig, environ, account)
+    return KubeClient(source, await source.read())
 
 
 @asynccontextmanager
-async def opened(found: AccessSource) -> AsyncIterator["KubeClient"]:
-    """A client for a cluster that was found (`access.source`), closed at the end. Raises KubeConfigError."""
-    kube = KubeClient(found, await found.read())
+async def open_client(source: AccessSource) -> AsyncIterator["KubeClient"]:
+    """A client for an access source, closed at the end; raises KubeConfigError."""
+    kube = KubeClient(source, await source.read())
     try:
         yield kube
     finally:
@@ -47,17 +47,17 @@ async def opened(found: AccessSource) -> AsyncIterator["KubeClient"]:
 
 
 class KubeClient:
-    """One API server. Every call may raise KubeError: by status Conflict, NotFound, Gone, Forbidden, or Unreachable."""
+    """A client of one API server. Every call may raise KubeError or its subclass for the status."""
 
-    def __init__(self, found: AccessSource, access: ApiServerAccess) -> None:
-        self._source = found
+    def __init__(self, source: AccessSource, access: ApiServerAccess) -> None:
+        self._source = source
         self._access = access
         self._client = _client(access)
         self._renewing = asyncio.Lock()
 
     @property
     def namespace(self) -> str:
-        """Our own."""
+        """The namespace of this pod, or of the kubeconfig's context."""
         return self._access.namespace
 
     @property
@@ -77,28 +77,28 @@ class KubeClient:
         return await self._call("PATCH", path, timeout_s=timeout_s, body=body, content_type=content_type)
 
     async def delete(self, path: str, body: Json | None = None, *, timeout_s: float = 10.0) -> Json:
-        """`body`: DeleteOptions, such as preconditions."""
+        """DELETE; `body` has DeleteOptions, such as preconditions."""
         return await self._call("DELETE", path, timeout_s=timeout_s, body=body)
 
     @asynccontextmanager
     async def stream(
         self, path: str, *, head_timeout_s: float = 10.0, read_timeout_s: float, **params: str | int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of an answer without end. Raises Unreachable when nothing came for `read_timeout_s`."""
-        what = f"GET {self.url}{path}"
+        """The lines of an endless answer; raises KubeUnreachable if none comes for `read_timeout_s`."""
+        call = f"GET {self.url}{path}"
         try:
             async with asyncio.timeout(head_timeout_s):
-                answer = await self._sent("GET", path, params=params, read_s=read_timeout_s)
+                answer = await self._send("GET", path, params=params, read_s=read_timeout_s)
         except TimeoutError as exc:
-            raise KubeUnreachable(f"{what}: no answer within {head_timeout_s:g} s") from exc
+            raise KubeUnreachable(f"{call}: no answer within {head_timeout_s:g} s") from exc
         try:
             if not answer.is_success:
                 async with asyncio.timeout(head_timeout_s):
                     await answer.aread()
-                raise _refusal(what, answer)
+                raise _error_of(call, answer)
             yield _lines(answer)
         except httpx.HTTPError as exc:
-            raise KubeUnreachable(f"{what}: {exc!r}") from exc
+            raise KubeUnreachable(f"{call}: {exc!r}") from exc
         finally:
             await answer.aclose()
 
@@ -115,29 +115,29 @@ class KubeClient:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Json:
-        what = f"{method} {self.url}{path}"
+        call = f"{method} {self.url}{path}"
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._sent(method, path, params=params, body=body, content_type=content_type)
+                answer = await self._send(method, path, params=params, body=body, content_type=content_type)
                 try:
                     content = await answer.aread()
                 finally:
                     await answer.aclose()
         except TimeoutError as exc:
-            raise KubeUnreachable(f"{what}: no answer within {timeout_s:g} s") from exc
+            raise KubeUnreachable(f"{call}: no answer within {timeout_s:g} s") from exc
         except httpx.HTTPError as exc:
-            raise KubeUnreachable(f"{what}: {exc!r}") from exc
+            raise KubeUnreachable(f"{call}: {exc!r}") from exc
         if not answer.is_success:
-            raise _refusal(what, answer)
+            raise _error_of(call, answer)
         try:
-            found = msgspec.json.decode(content)
+            source = msgspec.json.decode(content)
         except msgspec.DecodeError as exc:
-            raise KubeUnreachable(f"{what}: answered with something other than JSON: {content[:200]!r}") from exc
-        if not isinstance(found, dict):
-            raise KubeUnreachable(f"{what}: answered with something other than an object: {content[:200]!r}")
-        return found
+            raise KubeUnreachable(f"{call}: answered with something other than JSON: {content[:200]!r}") from exc
+        if not isinstance(source, dict):
+            raise KubeUnreachable(f"{call}: answered with something other than an object: {content[:200]!r}")
+        return source
 
-    async def _sent(
+    async def _send(
         self,
         method: str,
         path: str,
@@ -147,27 +147,27 @@ class KubeClient:
         content_type: str = "application/json",
         read_s: float | None = None,
     ) -> httpx.Response:
-        """An answer whose body is not read. A refused token is read anew, and if it is another one tried at once."""
+        """Send a request; the answer's body is not read. After a 401 a changed token is tried at once."""
         content = None if body is None else msgspec.json.encode(body)
-        named = {"fieldManager": FIELD_MANAGER} if method in _WRITES else {}
+        own_params = {"fieldManager": FIELD_MANAGER} if method in _WRITES else {}
         for is_last in (False, True):
             client, token = self._client, self._token()
             request = client.build_request(
                 method,
                 self.url + path,
-                params={**named, **(params or {})},
+                params={**own_params, **(params or {})},
                 content=content,
                 headers=_headers(token, content_type if content is not None else None),
-                # Without a read deadline of its own the caller's deadline for the whole call stands.
+                # Without `read_s` only the caller's deadline for the whole call applies.
                 timeout=httpx.Timeout(None, read=read_s),
             )
             try:
                 answer = await client.send(request, stream=True)
             except httpx.HTTPError as exc:
-                if _is_distrust(exc):
-                    await self._trust_anew()
+                if _is_certificate_error(exc):
+                    await self._reload_trust()
                 raise KubeUnreachable(f"{method} {self.url}{path}: {exc!r}") from exc
-            if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renewed(token):
+            if answer.status_code != httpx.codes.UNAUTHORIZED or is_last or not await self._renew_token(token):
                 return answer
             await answer.aclose()
         raise AssertionError("the second answer is returned")
@@ -175,8 +175,8 @@ class KubeClient:
     def _token(self) -> str:
         return self._source.token() or self._access.token
 
-    async def _renewed(self, refused: str) -> bool:
-        """Whether there is another token by now than the one that was refused."""
+    async def _renew_token(self, refused: str) -> bool:
+        """Read the token again; whether it differs from the refused one."""
         async with self._renewing:
             if self._token() != refused:
                 return True
@@ -191,8 +191,8 @@ class KubeClient:
             self._access = replace(self._access, token=access.token)
             return True
 
-    async def _trust_anew(self) -> None:
-        """A cluster may get another authority, and its pods' files tell; the next call sees whether it did."""
+    async def _reload_trust(self) -> None:
+        """Read the certificate authority again, as a cluster may replace it; the next call uses it."""
         async with self._renewing:
             try:
                 access = await self._source.read()
@@ -203,13 +203,13 @@ class KubeClient:
             await old.aclose()
 
 
-def _is_distrust(exc: httpx.HTTPError) -> bool:
-    # httpcore keeps of the ssl module's error only the words (1.0).
+def _is_certificate_error(exc: httpx.HTTPError) -> bool:
+    # httpcore 1.0 keeps only the message of the ssl module's error.
     return "CERTIFICATE_VERIFY_FAILED" in str(exc)
 
 
 def _client(access: ApiServerAccess) -> httpx.AsyncClient:
-    # Not the environment's proxies: those are for the way out of the cluster.
+    # Without the environment's proxies, which are for traffic out of the cluster.
     verify = access.tls if access.tls is not None else False  # False: plain http
     return httpx.AsyncClient(verify=verify, proxy=access.proxy, trust_env=False)
 
@@ -223,7 +223,7 @@ def _headers(token: str, content_type: str | None) -> dict[str, str]:
     return headers
 
 
-def _refusal(what: str, answer: httpx.Response) -> KubeError:
+def _error_of(call: str, answer: httpx.Response) -> KubeError:
     try:
         body: Any = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
@@ -232,11 +232,11 @@ def _refusal(what: str, answer: httpx.Response) -> KubeError:
         retry_after_s = float(answer.headers["retry-after"])
     except (KeyError, ValueError):
         retry_after_s = None
-    return refusal(what, answer.status_code, body, retry_after_s=retry_after_s)
+    return error_of_answer(call, answer.status_code, body, retry_after_s=retry_after_s)
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Whole lines, however they were cut. One may be a megabyte, and is joined once."""
+    """Whole lines of a stream. A line may have a megabyte, so its pieces are joined once."""
     rest: list[bytes] = []
     async for piece in answer.aiter_bytes():
         first, *others = piece.split(b"\n")

@@ -1,4 +1,4 @@
-"""The workers that EndpointSlices name, followed in one or several namespaces."""
+"""Follows the workers in EndpointSlices of one or several namespaces."""
 
 import asyncio
 import random
@@ -12,17 +12,17 @@ import structlog
 from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConfigError
 from lorafleet.kube.slices import DiscoveredWorker, SliceTable
-from lorafleet.kube.watch import TIMES, WatchTimes, follow
+from lorafleet.kube.watch import TIMES, WatchTimes, list_and_watch
 
 log = structlog.get_logger()
 
-# Changes that come within this are told as one: a fleet of 1,000 that flaps costs 30 rounds a second, not thousands.
-_GATHER_S = 0.03
-_CONNECT_AGAIN_S = 5.0
+# Changes within this time are reported as one: a flapping fleet of 1,000 causes 30 rounds a second, not thousands.
+_BATCH_S = 0.03
+_RECONNECT_S = 5.0
 
 
 class SliceWatch:
-    """Owns `workers`: swapped whole, and kept as last known while the API server is away."""
+    """Owns `workers`: replaced whole, and kept while the API server is unreachable."""
 
     def __init__(
         self,
@@ -35,9 +35,10 @@ class SliceWatch:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """connect     gives a client to use; may raise KubeConfigError, and is tried again
-        selector    labels of the Services, which their slices have too
-        namespaces  empty for our own
+        """
+        connect     opens a client; may raise KubeConfigError, and is then tried again
+        selector    labels of the Services, which their slices have, too
+        namespaces  empty for our own namespace
         """
         self.workers: Mapping[str, DiscoveredWorker] = MappingProxyType({})
         self.confirmed_at: float | None = None
@@ -49,10 +50,10 @@ class SliceWatch:
         self.times = times
         self._clock = clock
         self._rng = rng
-        self._book = SliceTable()
+        self._table = SliceTable()
         self._unlisted: set[str] | None = None
         self._confirmed: dict[str, float] = {}
-        self._due: asyncio.TimerHandle | None = None
+        self._publish_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_synced(self) -> bool:
@@ -60,14 +61,14 @@ class SliceWatch:
         return self._unlisted is not None and not self._unlisted
 
     def age_s(self) -> float | None:
-        """Seconds since the API server last confirmed the namespace it has been silent about for longest."""
+        """Seconds since the API server last confirmed the least recently confirmed namespace."""
         return self._clock() - min(self._confirmed.values()) if self.is_synced else None
 
     async def run(self, on_change: Callable[[], object]) -> None:
-        """Follow until cancelled; `on_change` after every swap of `workers`."""
+        """Follow until cancelled; calls `on_change` after every replacement of `workers`."""
         self._on_change = on_change
         async with AsyncExitStack() as stack:
-            kube = await self._connected(stack)
+            kube = await self._connect_until_done(stack)
             namespaces = self._namespaces or (kube.namespace,)
             self._unlisted = set(namespaces)
             try:
@@ -75,39 +76,39 @@ class SliceWatch:
                     for namespace in namespaces:
                         tasks.create_task(self._follow(kube, namespace))
             finally:
-                if self._due is not None:
-                    self._due.cancel()
+                if self._publish_timer is not None:
+                    self._publish_timer.cancel()
 
-    async def _connected(self, stack: AsyncExitStack) -> KubeClient:
-        said = ""
+    async def _connect_until_done(self, stack: AsyncExitStack) -> KubeClient:
+        last_error = ""
         while True:
             try:
                 return await stack.enter_async_context(self._connect())
             except KubeConfigError as exc:
                 self._on_failure(exc)
-                if str(exc) != said:
-                    said = str(exc)
-                    log.warning("API server not configured", error=said, again_in_s=_CONNECT_AGAIN_S)
-                await asyncio.sleep(_CONNECT_AGAIN_S)
+                if str(exc) != last_error:
+                    last_error = str(exc)
+                    log.warning("API server not configured", error=last_error, again_in_s=_RECONNECT_S)
+                await asyncio.sleep(_RECONNECT_S)
 
     async def _follow(self, kube: KubeClient, namespace: str) -> None:
-        def listed(slices: list[Json]) -> None:
-            self._book.replace(namespace, slices)
+        def on_list(slices: list[Json]) -> None:
+            self._table.replace(namespace, slices)
             assert self._unlisted is not None
             self._unlisted.discard(namespace)
-            self._tell()  # at once: whoever starts waits for it
+            self._publish()  # at once: a starting service waits for it
 
-        def changed(kind: str, slice_: Json) -> None:
-            (self._book.remove if kind == "DELETED" else self._book.put)(slice_)
-            if self._due is None:
-                self._due = asyncio.get_running_loop().call_later(_GATHER_S, self._tell)
+        def on_event(kind: str, slice_: Json) -> None:
+            (self._table.remove if kind == "DELETED" else self._table.put)(slice_)
+            if self._publish_timer is None:
+                self._publish_timer = asyncio.get_running_loop().call_later(_BATCH_S, self._publish)
 
-        await follow(
+        await list_and_watch(
             kube,
             f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices",
             label_selector=self._selector,
-            on_list=listed,
-            on_event=changed,
+            on_list=on_list,
+            on_event=on_event,
             on_failure=self._on_failure,
             on_answer=lambda: self._confirmed.update({namespace: self._clock()}),
             times=self.times,
@@ -115,12 +116,12 @@ class SliceWatch:
             rng=self._rng,
         )
 
-    def _tell(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        workers = self._book.workers()
+    def _publish(self) -> None:
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+            self._publish_timer = None
+        workers = self._table.workers()
         before, self.workers = self.workers, MappingProxyType(workers)
-        if gone := sorted(before.keys() - workers.keys()):
-            log.info("workers no longer named by slices", count=len(gone), workers=gone[:10], left=len(workers))
+        if missing := sorted(before.keys() - workers.keys()):
+            log.info("workers no longer named by slices", count=len(missing), workers=missing[:10], left=len(workers))
         self._on_change()

@@ -1,11 +1,11 @@
-"""What an API server refuses, or does not answer, as one tree.
+"""Errors of calls to the API server.
 
 KubeError
-    KubeConflict    409: somebody else was there first
+    KubeConflict    409: another client changed the object first
     KubeNotFound    404
-    KubeGone        410: that version is no longer kept, list again
-    KubeForbidden   401 and 403: no valid token, or a Role is missing
-    KubeUnreachable no answer in time, or none that can be understood; status 0
+    KubeGone        410: the version is no longer kept; list again
+    KubeForbidden   401 and 403: no valid token, or a missing Role
+    KubeUnreachable no answer in time, or an invalid one; status 0
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class KubeError(Exception):
-    """`status` is HTTP's, `reason` the API's own word (AlreadyExists, Expired, ...), "" where it gave none."""
+    """`status` is the HTTP status, `reason` the API's reason (AlreadyExists, Expired, ...), "" if it gave none."""
 
     def __init__(self, status: int, reason: str, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class KubeUnreachable(KubeError):
 
 
 class KubeConfigError(Exception):
-    """No API server is configured, or what is configured cannot be read; the message says what was looked for."""
+    """No API server is configured, or its configuration cannot be read. The message says what was searched."""
 
 
 _BY_STATUS: Mapping[int, type[KubeError]] = {
@@ -57,11 +57,11 @@ _BY_STATUS: Mapping[int, type[KubeError]] = {
 }
 
 
-def refusal(what: str, status: int, body: Any, *, retry_after_s: float | None = None) -> KubeError:
-    """The error for an answer. `what` was asked; `body` is a Status object, or whatever else came in its place."""
-    told = body if isinstance(body, Mapping) else {}
-    reason, message = str(told.get("reason") or ""), str(told.get("message") or "")
-    said = message or (body[:200] if isinstance(body, str) else "") or "no message"
+def error_of_answer(call: str, status: int, body: Any, *, retry_after_s: float | None = None) -> KubeError:
+    """The error for an answer to `call`; `body` is a Status object, or any other body."""
+    fields = body if isinstance(body, Mapping) else {}
+    reason, message = str(fields.get("reason") or ""), str(fields.get("message") or "")
+    text = message or (body[:200] if isinstance(body, str) else "") or "no message"
     return _BY_STATUS.get(status, KubeError)(
-        status, reason, f"{what}: HTTP {status} {reason}: {said}", retry_after_s=retry_after_s
+        status, reason, f"{call}: HTTP {status} {reason}: {text}", retry_after_s=retry_after_s
     )

@@ -1,7 +1,7 @@
-"""EndpointSlices, raw, to the workers they name. Pure.
+"""Converts raw EndpointSlices to workers. Pure.
 
-One Service may have several slices: for size, for each address family of a dual stack, and for a moment the same
-endpoint in two of them while the controller moves it.
+One Service may have several slices: because of their size, for each address family of a dual stack, and for a moment
+one endpoint in two slices, while the controller moves it.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -15,12 +15,12 @@ POOL_LABEL = "lorafleet.io/pool"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscoveredWorker:
-    """A worker as the slices name it.
+    """A worker as the slices describe it.
 
-    id             its pod's name, else its address
-    agent_url      None where the Service has no port `agent`: a stock engine with nobody beside it
-    is_ready       may be sent new requests, as far as Kubernetes knows; never while terminating
-    is_serving     its readiness probe passes, also while terminating
+    id          its pod's name, else its address
+    agent_url   None if the Service has no port `agent`, as for a stock engine
+    is_ready    whether it may get new requests; never while terminating
+    is_serving  whether its readiness probe passes, also while terminating
     """
 
     id: str
@@ -39,56 +39,57 @@ class DiscoveredWorker:
 
 @dataclass(slots=True)
 class SliceTable:
-    """The slices of one or more namespaces, by name, as they were last seen; `workers` are what they add up to."""
+    """The last state of the slices of one or more namespaces, and the workers in all of them."""
 
     _slices: dict[tuple[str, str], tuple[DiscoveredWorker, ...]] = field(default_factory=dict)
     _families: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def put(self, slice_: Mapping[str, Any]) -> None:
-        """One slice, new or changed."""
-        key = _key(slice_)
-        self._slices[key] = found_in(slice_)
+        """Add or replace a slice."""
+        key = _slice_key(slice_)
+        self._slices[key] = workers_in_slice(slice_)
         self._families[key] = str(slice_.get("addressType") or "")
 
     def remove(self, slice_: Mapping[str, Any]) -> None:
-        self._slices.pop(_key(slice_), None)
-        self._families.pop(_key(slice_), None)
+        """Remove a slice, if it is there."""
+        self._slices.pop(_slice_key(slice_), None)
+        self._families.pop(_slice_key(slice_), None)
 
     def replace(self, namespace: str, slices: Iterable[Mapping[str, Any]]) -> None:
-        """Everything that there is in this namespace; what was there before and is not among it is gone."""
+        """Replace all slices of a namespace."""
         for key in [key for key in self._slices if key[0] == namespace]:
             del self._slices[key], self._families[key]
         for slice_ in slices:
             self.put(slice_)
 
     def workers(self) -> dict[str, DiscoveredWorker]:
-        """id -> worker. The same pod in several slices is one: IPv4 speaks for it, and any word of its end counts.
+        """Workers by id. A pod in several slices is one worker: IPv4 comes first, and it ends if any slice says so.
 
-        Of two pods with one name, in two namespaces, the first namespace has it: an agent goes by its pod's name, and
-        whatever is done to "worker-0" can be done to one only.
+        Of two pods with one name in two namespaces, the first namespace's counts, since an id names one worker.
         """
         found: dict[str, DiscoveredWorker] = {}
-        for key in sorted(self._slices, key=lambda key: (key[0], _rank(self._families[key]), key[1])):
+        for key in sorted(self._slices, key=lambda key: (key[0], _family_rank(self._families[key]), key[1])):
             for worker in self._slices[key]:
                 known = found.get(worker.id)
                 if known is None:
                     found[worker.id] = worker
                 elif known.namespace == worker.namespace:
-                    found[worker.id] = _joined(known, worker)
+                    found[worker.id] = _merge_worker(known, worker)
         return found
 
 
 AgentNames = Mapping[tuple[str, str], str]
-"""(id in the slices, agent's URL) -> what the agent there calls itself, where that is something else"""
+"""(id in the slices, agent's URL) -> the agent's own name, if it differs"""
 
 
 def workers_by_agent_name(
     found: Mapping[str, DiscoveredWorker], called: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
 ) -> dict[str, DiscoveredWorker]:
-    """Found workers by the names that they go by elsewhere: usually their pods', which is what an agent is told.
+    """Workers of the slices by their agents' own names, which are usually their pods' names.
 
-    ids     the names of all workers that somebody else knows
-    owners  their agents' URLs -> their names, for a worker that the slices call otherwise, or not at all
+    called  see `AgentNames`
+    ids     names of all workers known from other sources
+    owners  agent URL -> name of those workers, for workers with another name in the slices
     """
     places: dict[str, DiscoveredWorker] = {}
     strangers: list[tuple[str, DiscoveredWorker]] = []
@@ -103,33 +104,33 @@ def workers_by_agent_name(
         else:
             strangers.append((name, worker))
     for name, worker in strangers:
-        # Of two entries with one address, one is of a pod that is gone: the one with the agent's own name counts.
+        # Of two entries with one address, one is of a deleted pod: the entry with the agent's own name counts.
         places.setdefault(name, worker)
     return places
 
 
-def found_in(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
-    """The workers that one slice names. What is not as the API has it is passed over; nothing raises.
+def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
+    """The workers in one slice. Malformed parts are skipped; nothing raises.
 
     source  discovery.k8s.io/v1: `endpoints` and `ports` may be null (a Service without pods); a condition that is
             absent means ready, serving and not terminating; with publishNotReadyAddresses what terminates is ready, too
     """
-    metadata = _mapping(slice_.get("metadata"))
+    metadata = _as_mapping(slice_.get("metadata"))
     namespace = str(metadata.get("namespace") or "")
-    pool = str(_mapping(metadata.get("labels")).get(POOL_LABEL) or "")
+    pool = str(_as_mapping(metadata.get("labels")).get(POOL_LABEL) or "")
     ports = _ports(slice_)
     workers = []
-    for endpoint in _mappings(slice_.get("endpoints")):
+    for endpoint in _as_mappings(slice_.get("endpoints")):
         addresses = endpoint.get("addresses")
         address = addresses[0] if isinstance(addresses, list) and addresses else None
         if not isinstance(address, str) or not address:
             continue
         host = f"[{address}]" if ":" in address else address
-        conditions = _mapping(endpoint.get("conditions"))
+        conditions = _as_mapping(endpoint.get("conditions"))
         is_terminating = conditions.get("terminating") is True
         says_ready = conditions.get("ready") is not False
         serving = conditions.get("serving")
-        target = _mapping(endpoint.get("targetRef"))
+        target = _as_mapping(endpoint.get("targetRef"))
         workers.append(
             DiscoveredWorker(
                 id=str(target.get("name") or address) if target.get("kind", "Pod") == "Pod" else address,
@@ -149,7 +150,7 @@ def found_in(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
     return tuple(workers)
 
 
-def _joined(first: DiscoveredWorker, other: DiscoveredWorker) -> DiscoveredWorker:
+def _merge_worker(first: DiscoveredWorker, other: DiscoveredWorker) -> DiscoveredWorker:
     is_terminating = first.is_terminating or other.is_terminating
     return replace(
         first,
@@ -168,7 +169,7 @@ def _joined(first: DiscoveredWorker, other: DiscoveredWorker) -> DiscoveredWorke
 
 def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
     found = {}
-    for port in _mappings(slice_.get("ports")):
+    for port in _as_mappings(slice_.get("ports")):
         number = port.get("port")
         if port.get("protocol") in (None, "TCP") and isinstance(number, int) and 0 < number < 65536:
             found[str(port.get("name") or "")] = number
@@ -179,18 +180,18 @@ def _url(scheme: str, host: str, port: int | None) -> str | None:
     return None if port is None else f"{scheme}://{host}:{port}"
 
 
-def _key(slice_: Mapping[str, Any]) -> tuple[str, str]:
-    metadata = _mapping(slice_.get("metadata"))
+def _slice_key(slice_: Mapping[str, Any]) -> tuple[str, str]:
+    metadata = _as_mapping(slice_.get("metadata"))
     return str(metadata.get("namespace") or ""), str(metadata.get("name") or "")
 
 
-def _rank(family: str) -> int:
+def _family_rank(family: str) -> int:
     return {"IPv4": 0, "IPv6": 1}.get(family, 2)
 
 
-def _mapping(found: Any) -> Mapping[str, Any]:
+def _as_mapping(found: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _mappings(found: Any) -> list[Mapping[str, Any]]:
+def _as_mappings(found: Any) -> list[Mapping[str, Any]]:
     return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []

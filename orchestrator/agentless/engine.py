@@ -10,7 +10,7 @@ import httpx
 import structlog
 
 from lorafleet.engine.agentless import AgentlessEngine
-from lorafleet.engine.vllm_errors import is_ending
+from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
 from workers.wire import (
@@ -238,7 +238,9 @@ class AgentlessEngineDriver:
         message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
         # Only these statuses are about the adapter (vLLM 0.32, as observed); all others may pass.
         codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
-        code = "engine_failed" if is_ending(answer.text) else codes.get(answer.status_code, "engine_unreachable")
+        code = (
+            "engine_failed" if is_engine_stopping(answer.text) else codes.get(answer.status_code, "engine_unreachable")
+        )
         return AgentlessRefusal(422, code, message)
 
     async def _get(self, path: str) -> bytes:

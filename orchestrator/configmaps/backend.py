@@ -12,7 +12,7 @@ import msgspec
 
 from lorafleet.kube.client import KubeClient
 from lorafleet.kube.errors import KubeError
-from lorafleet.kube.watch import follow
+from lorafleet.kube.watch import list_and_watch
 from orchestrator.configmaps.journal import HistoryJournal
 from orchestrator.configmaps.mirror import ConfigMapMirror
 from orchestrator.configmaps.objects import FLEET, kind_of, rollout_of, text_mark, text_of, uid_of, version_of
@@ -185,7 +185,7 @@ class ConfigMapBackend:
 
     async def follow(self) -> None:
         """Follow the ConfigMaps and update the mirror, until cancelled."""
-        await follow(
+        await list_and_watch(
             self._kube,
             self._folder,
             label_selector=f"{FLEET}={self.fleet}",

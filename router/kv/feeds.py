@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lorafleet.engine.agentless import start_of
+from lorafleet.engine.agentless import process_boot_id
 from lorafleet.identity import BlockHash
 from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import SubscriberHub
@@ -118,7 +118,7 @@ class KvFeeds:
             return
         # A name with another path under it is no other source: the same events would be read from the start again.
         is_plain = not metadata.agent_url
-        boot_id = start_of(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
+        boot_id = process_boot_id(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
         self.follow(
             KvSource(
                 worker=worker,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
+from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
@@ -26,7 +26,7 @@ from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
 from router.request.engine_request import EngineRequest
 
-_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, DEAD))
+_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, ENGINE_DEAD))
 # SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
 _NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
 # Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.

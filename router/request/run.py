@@ -11,7 +11,7 @@ from types import MappingProxyType
 import msgspec
 import structlog
 
-from lorafleet.engine.agentless import tells_start
+from lorafleet.engine.agentless import has_start_time
 from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.service.auth import Caller
 from router.core.errors import (
@@ -301,7 +301,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if record_failure(self, exc, dispatched):
             self.deaths = MAX_DEATHS
         self.dispatched = self.engine_request = self.attempt = self.hashed = None
-        failure = FailedAttempt(exc.reason, services.clock(), tells_start(replica.engine_boot_id))
+        failure = FailedAttempt(exc.reason, services.clock(), has_start_time(replica.engine_boot_id))
         self.excluded |= {replica.incarnation}
         self.failures = {**self.failures, replica.incarnation: failure}
         self._last_failure = str(exc)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from lorafleet.kube.client import KubeClient
-from lorafleet.kube.watch import follow
+from lorafleet.kube.watch import list_and_watch
 from tests.patience import within
 
 
@@ -55,7 +55,9 @@ class FollowedState:
 async def seeing(kube: KubeClient, path: str, *, selector: str = "", **more) -> AsyncIterator[FollowedState]:
     seen = FollowedState()
     told = {"on_list": seen.listed, "on_event": seen.event, "on_failure": seen.failed, "on_answer": seen.answered}
-    loop = asyncio.create_task(follow(kube, path, label_selector=selector, rng=random.Random(1), **(told | more)))
+    loop = asyncio.create_task(
+        list_and_watch(kube, path, label_selector=selector, rng=random.Random(1), **(told | more))
+    )
     try:
         yield seen
         assert not loop.done(), loop

@@ -200,7 +200,7 @@ async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unr
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, "neither in a pod .* nor is a kubeconfig named"),
+        ({}, "this is not a pod .* no kubeconfig is given"),
         ({"KUBECONFIG": "/nowhere/config"}, "KUBECONFIG names /nowhere/config, which does not exist"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "automountServiceAccountToken"),
     ],

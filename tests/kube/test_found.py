@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from lorafleet.kube.access import KubeConfig
-from lorafleet.kube.client import opened
+from lorafleet.kube.client import open_client
 from lorafleet.kube.discovery import SliceWatch
 from lorafleet.kube.watch import WatchTimes
 from lorafleet.local.tiny_model import make_model
@@ -35,7 +35,7 @@ class SliceOrchestrator(OrchestratorUnderTest):
         super().__init__(path, ManualClock(), **settings)
         self.kube = kube
         self.slices = SliceWatch(
-            partial(opened, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
+            partial(open_client, KubeConfig(kube.kubeconfig)), selector=SELECTOR, namespaces=(), times=QUICK
         )
         self.pokes = asyncio.Event()
         self.client = httpx.AsyncClient()
@@ -264,7 +264,7 @@ async def listed(browser):
 
 
 async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_old_they_are(kube, tmp_path):
-    async with opened(KubeConfig(kube.kubeconfig)) as client:
+    async with open_client(KubeConfig(kube.kubeconfig)) as client:
         settings = OrchestratorSettings(
             store=tmp_path / "store.db", kube_selector=SELECTOR, kubeconfig=kube.kubeconfig, settle_s=0
         )
@@ -283,7 +283,7 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
 async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(kube, tmp_path):
     engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:
-        async with opened(KubeConfig(kube.kubeconfig)) as client:
+        async with open_client(KubeConfig(kube.kubeconfig)) as client:
             settings = OrchestratorSettings(
                 store=tmp_path / "store.db", kube_selector=SELECTOR, heartbeat_interval_s=0.1
             )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorafleet.kube.slices import DiscoveredWorker, SliceTable, found_in
+from lorafleet.kube.slices import DiscoveredWorker, SliceTable, workers_in_slice
 
 PORTS = [
     {"name": "agent", "port": 8090, "protocol": "TCP"},
@@ -27,7 +27,7 @@ def slice_of(name, *endpoints, namespace="fleet", family="IPv4", ports=PORTS, la
 
 
 def test_a_worker_has_its_urls_by_port_name_and_its_place():
-    found = found_in(
+    found = workers_in_slice(
         slice_of(
             "s",
             endpoint("w0", "10.0.0.7", zone="eu-1a", nodeName="n3", conditions={"ready": True, "serving": True}),
@@ -50,18 +50,18 @@ def test_a_worker_has_its_urls_by_port_name_and_its_place():
 
 
 def test_a_service_without_pods_names_nobody():
-    assert found_in({"metadata": {"name": "s"}, "endpoints": None, "ports": None}) == ()
+    assert workers_in_slice({"metadata": {"name": "s"}, "endpoints": None, "ports": None}) == ()
 
 
 def test_a_stock_engine_has_no_agent_url():
-    (found,) = found_in(slice_of("s", endpoint("w0", "10.0.0.7"), ports=[{"name": "engine", "port": 8000}]))
+    (found,) = workers_in_slice(slice_of("s", endpoint("w0", "10.0.0.7"), ports=[{"name": "engine", "port": 8000}]))
     assert (found.agent_url, found.engine_url, found.kv_events) == (None, "http://10.0.0.7:8000", None)
 
 
 def test_without_a_pod_its_address_is_its_name():
     by_hand = {"addresses": ["10.0.0.9"]}
     of_another_kind = {"addresses": ["10.0.0.8"], "targetRef": {"kind": "VirtualMachine", "name": "w0"}}
-    assert [found.id for found in found_in(slice_of("s", by_hand, of_another_kind))] == ["10.0.0.9", "10.0.0.8"]
+    assert [found.id for found in workers_in_slice(slice_of("s", by_hand, of_another_kind))] == ["10.0.0.9", "10.0.0.8"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_without_a_pod_its_address_is_its_name():
     ],
 )
 def test_conditions_mean_what_the_api_says_also_when_they_are_absent(conditions, expected):
-    (found,) = found_in(slice_of("s", endpoint("w0", "10.0.0.7", conditions=conditions)))
+    (found,) = workers_in_slice(slice_of("s", endpoint("w0", "10.0.0.7", conditions=conditions)))
     assert (found.is_ready, found.is_serving, found.is_terminating) == expected
 
 

@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from lorafleet.kube.client import connect
-from lorafleet.kube.errors import KubeError, refusal
-from lorafleet.kube.watch import WatchTimes, _ListWatchLoop, follow
+from lorafleet.kube.errors import KubeError, error_of_answer
+from lorafleet.kube.watch import WatchTimes, _ListWatchLoop, list_and_watch
 from tests.kube.seen import FollowedState, seeing
 from tests.kube.server import KubeServer
 from tests.patience import within
@@ -121,7 +121,7 @@ async def test_a_token_that_rotates_is_read_again(server, tmp_path):
     server.kubeconfig(tmp_path / "kubeconfig", token="t0")
     kube = await connect(tmp_path / "kubeconfig")
     seen = FollowedState()
-    loop = asyncio.create_task(follow(kube, PATH, on_list=seen.listed, on_event=seen.event, times=QUICK))
+    loop = asyncio.create_task(list_and_watch(kube, PATH, on_list=seen.listed, on_event=seen.event, times=QUICK))
     await watched(server)
     server.tokens.clear()
     server.tokens["t1"] = "admin"
@@ -142,7 +142,7 @@ async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(ser
     times = WatchTimes(pause_s=(0.01, 0.08))
     with structlog.testing.capture_logs() as logs:
         loop = asyncio.create_task(
-            follow(kube, PATH, on_list=seen.listed, on_event=seen.event, on_failure=seen.failed, times=times)
+            list_and_watch(kube, PATH, on_list=seen.listed, on_event=seen.event, on_failure=seen.failed, times=times)
         )
         await seen.until(lambda: seen.failures == 12)
         loop.cancel()
@@ -175,7 +175,7 @@ async def test_whoever_cannot_take_something_in_is_told_everything_again(server,
             put(server, "a", "1")
             await seen.until(lambda: seen.lists == 2)
     assert seen.state == {"a": "1"}
-    assert [entry["exc_info"] for entry in logs if entry["event"] == "objects not taken in"] == [True]
+    assert [entry["exc_info"] for entry in logs if entry["event"] == "objects not processed"] == [True]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -226,7 +226,7 @@ class BrokenWatchClient:
     async def get(self, path, **params):
         self.asked.append(self.clock.now)
         if self.how == "refuses":
-            raise refusal("list", 500, {})
+            raise error_of_answer("list", 500, {})
         return {"metadata": {"resourceVersion": "1"}, "items": []}
 
     @contextlib.asynccontextmanager
@@ -263,7 +263,7 @@ async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times
     told = [lambda *_: None] * 4
     loop = _ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:
-        await loop.round()
+        await loop.run_once()
     per_minute = Counter(int(at // 60) for at in server.asked)
     # With pauses of 2.5 to 5 s at the end; each may be followed by a list and a watch.
     assert max(per_minute[minute] for minute in range(1, 60)) <= 40

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from structlog.testing import capture_logs
 
-from lorafleet.engine.agentless import AgentlessEngine, engines_by_id, start_of, tells_start
+from lorafleet.engine.agentless import AgentlessEngine, engines_by_id, has_start_time, process_boot_id
 from lorafleet.local.tiny_model import make_adapters, make_model
 from lorafleet.service.settings import load as load_settings
 from orchestrator.wire import CatalogWorker
@@ -333,7 +333,7 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
     said.paths = {"sql": "/adapters/b"}
     moved = (await engine.report()).engine_boot_id
     assert moved != first
-    assert start_of(moved) == start_of(first) == first
+    assert process_boot_id(moved) == process_boot_id(first) == first
     said.started_at = 200.0
     assert (await engine.report()).engine_boot_id not in {first, moved}
 
@@ -341,11 +341,11 @@ async def test_a_name_with_another_path_is_another_boot_so_that_its_blocks_are_f
 async def test_an_engine_that_does_not_say_when_it_started_may_have_started_again() -> None:
     said = EngineAnswers()
     engine = boots(said)
-    assert tells_start((await engine.report()).engine_boot_id)
+    assert has_start_time((await engine.report()).engine_boot_id)
     said.started_at = 0.0
-    assert not tells_start((await engine.report()).engine_boot_id)
+    assert not has_start_time((await engine.report()).engine_boot_id)
     said.paths = {"sql": "/adapters/b"}
-    assert not tells_start((await engine.report()).engine_boot_id)
+    assert not has_start_time((await engine.report()).engine_boot_id)
 
 
 async def test_a_digest_that_nobody_has_read_is_left_empty_and_slots_are_as_the_engine_tells() -> None:

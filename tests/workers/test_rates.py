@@ -312,7 +312,7 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
 
 def test_reading_reports_how_long_no_counter_has_moved():
     load = EngineLoad()
-    assert load.figures(0.0).still_s is None
+    assert load.current(0.0).still_s is None
     for at_s, scrape, still_s in [
         (1.0, EngineMetrics(running=1), None),
         (2.0, EngineMetrics(running=1), None),  # perhaps it counts nothing
@@ -322,9 +322,9 @@ def test_reading_reports_how_long_no_counter_has_moved():
         (9.0, EngineMetrics(), 0.0),
     ]:
         load.add(scrape, at_s)
-        assert load.figures(at_s + 9.0).still_s == still_s
+        assert load.current(at_s + 9.0).still_s == still_s
     load.forget_reading()
-    assert load.figures(9.0).still_s is None
+    assert load.current(9.0).still_s is None
 
 
 class StillEngine:

@@ -243,4 +243,4 @@ class CurrentEngine:
 
     def load_figures(self, *, load_seconds: float) -> Load:
         """The engine's load at the last reading and its measured rates, as /metadata has them."""
-        return self._load.figures(self._clock(), load_seconds=load_seconds)
+        return self._load.current(self._clock(), load_seconds=load_seconds)

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 
 from lorafleet.engine.metrics_page import SERVER_INFO, EngineMetrics, parse_metrics, transfer_config
-from lorafleet.engine.vllm_errors import is_ending
+from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.kv.connectors import ConnectorVerdict, verdict_of_running_engine
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
 from workers.core.errors import EngineError
@@ -39,7 +39,7 @@ class VllmClient(HttpEngineClient):
         if answer.is_success or await self._has_loaded(name, path):
             return
         error_text = _error_text(f"load {name}", answer)
-        raise EngineError("engine_failed" if is_ending(error_text) else "adapter_refused", error_text)
+        raise EngineError("engine_failed" if is_engine_stopping(error_text) else "adapter_refused", error_text)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
         answer = await self._request("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)

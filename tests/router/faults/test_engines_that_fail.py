@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lorafleet.engine.vllm_errors import DEAD, SHUTTING_DOWN
+from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, AgentDouble, with_sql
@@ -354,7 +354,7 @@ async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(fi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("words", [*DEAD, SHUTTING_DOWN])
+@pytest.mark.parametrize("words", [*ENGINE_DEAD, SHUTTING_DOWN])
 async def test_what_an_engine_says_as_it_ends_is_no_answer_and_another_gives_one(words, stream):
     said = json.dumps({"error": {"message": f"{words} (and so on)", "code": 500}}).encode()
     async with house(2) as router:
