@@ -109,7 +109,7 @@ def over(parts):
     return until(lambda: not in_flight(parts))
 
 
-async def test_it_is_in_flight_and_takes_its_keys_room_until_its_engine_says_that_it_is_over(tmp_path):
+async def test_background_response_holds_its_quota_until_its_engine_ends_it(tmp_path):
     async with keeping(tmp_path) as (client, engine, parts, _):
         queued = await client.post(RESPONSES, json=ASK)
         assert (queued.status_code, queued.json()["status"]) == (200, "queued")
@@ -186,7 +186,7 @@ async def test_a_worker_that_is_nowhere_for_a_moment_works_on(how):
     assert usage.completion_tokens == USAGE["output_tokens"]
 
 
-async def test_an_engine_that_is_away_or_talks_nonsense_for_a_moment_is_asked_again():
+async def test_engine_briefly_away_or_nonsensical_is_polled_again():
     refused, lost = FetchRefused("503", 503, b"busy"), EngineLost("no_answer", "closed")
     troubles = [refused, lost, b"no JSON", b'{"status": 3}', b'{"status": ""}', b"\xff", b"[" * 100_000]
     told, found = dict(enumerate(troubles)), {}
@@ -208,7 +208,7 @@ async def test_an_engine_that_is_away_or_talks_nonsense_for_a_moment_is_asked_ag
     assert [usage and usage.completion_tokens for usage in found.values()] == [USAGE["output_tokens"]] * len(troubles)
 
 
-async def test_those_whose_engine_is_gone_and_that_cannot_be_followed_leave_their_places():
+async def test_responses_of_a_gone_engine_give_back_their_places():
     why = {"gone": EngineLost("connection", "refused"), "ours": RuntimeError("a mistake of ours")}
     found = []
 
@@ -293,14 +293,14 @@ def busy(now):
 
 
 @pytest.mark.parametrize(("takes_s", "late_s", "most_asked"), [(0.4, 0.2, 1), (20.0, 6.0, 15), (3600.0, 10.0, 400)])
-def test_its_end_is_seen_by_a_quarter_of_its_time_late_and_never_by_more_than_ten_seconds(takes_s, late_s, most_asked):
+def test_end_is_seen_a_quarter_late_and_at_most_ten_seconds(takes_s, late_s, most_asked):
     over_at, usage, asked = followed(busy, lambda now: {"status": "completed" if now > takes_s else "queued"})
     assert takes_s < over_at < takes_s + late_s + 0.1
     assert len(asked) <= most_asked
     assert usage is None
 
 
-def test_a_worker_that_is_nowhere_for_a_moment_time_and_again_works_on():
+def test_briefly_absent_worker_keeps_its_responses():
     def replica_of(now):
         return None if now % 30 > 20 else busy(now)
 
@@ -324,7 +324,7 @@ def test_a_worker_that_is_nowhere_for_a_moment_time_and_again_works_on():
     ],
     ids=["always", "but for one that ran", "but for one that waited", "since it began", "as far as one has heard"],
 )
-def test_an_engine_that_has_nothing_to_do_is_believed_when_it_has_said_so_for_a_while(told, over_s):
+def test_engine_idle_for_a_while_has_ended_its_response(told, over_s):
     over_at, usage, _ = followed(
         lambda now: a_replica("w0", engine_boot_id="b", report=told(now)), lambda _: {"status": "queued"}
     )
@@ -340,7 +340,7 @@ async def test_one_that_takes_longer_than_it_may_counts_no_longer(tmp_path):
         assert (await client.post(RESPONSES, json=ASK)).status_code == 200
 
 
-async def test_a_stream_that_its_client_leaves_goes_on_and_costs_what_it_came_to(tmp_path):
+async def test_abandoned_background_stream_goes_on_and_is_charged(tmp_path):
     async with keeping(tmp_path) as (client, engine, parts, _):
         engine.go_on.clear()
         async with client.stream("POST", RESPONSES, json=ASK | {"stream": True}) as answer:
@@ -355,7 +355,7 @@ async def test_a_stream_that_its_client_leaves_goes_on_and_costs_what_it_came_to
         assert level(parts) < 400
 
 
-async def test_what_was_sent_of_a_stream_is_paid_for_though_it_is_cancelled(tmp_path):
+async def test_sent_part_of_a_cancelled_stream_is_charged(tmp_path):
     async with keeping(tmp_path) as (client, engine, parts, _):
         engine.go_on.clear()
         async with client.stream("POST", RESPONSES, json=ASK | {"stream": True}) as answer:
@@ -369,7 +369,7 @@ async def test_what_was_sent_of_a_stream_is_paid_for_though_it_is_cancelled(tmp_
         assert not in_flight(parts)
 
 
-async def test_what_was_sent_once_is_not_paid_for_again_and_not_forgotten_when_less_is_read_the_next_time():
+async def test_shown_tokens_are_charged_once_at_their_largest_count():
     async def ask(replica, response_id):
         raise AssertionError("its end is told before")
 
@@ -409,7 +409,7 @@ async def test_more_than_may_be_under_way_are_refused_before_they_are_sent():
         assert (await client.post(RESPONSES, json=ASK)).status_code == 200
 
 
-async def test_those_that_come_at_once_are_no_more_than_may_be_under_way():
+async def test_simultaneous_background_responses_are_bounded():
     engine = Keeper("w0")
     busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy, max_background_responses=2) as (client, _, parts):
@@ -437,7 +437,7 @@ async def test_one_tenant_does_not_take_all_that_may_be_under_way(tmp_path):
         assert statuses == [200, 429, 200]
 
 
-def test_however_small_its_share_a_tenant_may_have_one_under_way_and_is_told_of_its_own():
+def test_every_tenant_may_have_one_background_response():
     background = Background(None, None, most=3, tenant_share=0.1, timeout_s=60.0)
     background.enter("a")
     with pytest.raises(Saturated, match="1 responses of yours"):
@@ -448,7 +448,7 @@ def test_however_small_its_share_a_tenant_may_have_one_under_way_and_is_told_of_
         background.enter("d")
 
 
-async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over():
+async def test_background_responses_with_one_given_id_count_separately():
     engine = Keeper("w0")
     busy = AgentDouble(figures=Load(running=1))
     async with fleet(engine, control=busy) as (client, _, parts):
@@ -464,7 +464,7 @@ async def test_several_of_one_name_are_several_and_each_counts_until_it_is_over(
         await over(parts)
 
 
-async def test_what_is_answered_at_once_keeps_the_name_that_its_client_gave_it():
+async def test_foreground_response_keeps_its_given_id():
     engine = Keeper("w0")
     async with fleet(engine) as (client, _, _):
         for _ in range(2):
@@ -486,7 +486,7 @@ async def test_a_router_that_stops_waits_for_none_and_leaves_no_task(tmp_path):
     assert not parts.background.places
 
 
-async def test_one_whose_worker_has_an_agent_that_just_started_is_to_be_asked_for_again():
+async def test_response_of_a_worker_with_a_restarting_agent_is_retryable():
     engine = Keeper("w0")
     async with fleet(engine, control=AgentDouble(figures=Load(running=1))) as (client, control, parts):
         response_id = (await client.post(RESPONSES, json=ASK)).json()["id"]

@@ -99,7 +99,7 @@ async def nobody_leads(control, lora_id):
     return Response(status_code=503)
 
 
-async def test_who_waits_while_nobody_leads_and_its_home_is_full_is_served_once_somebody_does():
+async def test_request_with_a_full_home_is_served_once_an_orchestrator_leads():
     async def placed(control, lora_id):
         control.residents["w0"] = [lora_id]
         return loading(lora_id, ready=["w0"], loading=[], state="ready")
@@ -115,7 +115,7 @@ async def test_who_waits_while_nobody_leads_and_its_home_is_full_is_served_once_
     assert len(control.loads) == 1
 
 
-async def test_what_fits_on_no_worker_is_refused_at_once_and_holds_nobody_up():
+async def test_adapter_fitting_on_no_worker_is_refused_at_once():
     async def too_big(control, lora_id):
         return loading(lora_id, state="registered", loading=[], fits_nowhere=True, error="rank 128 at http://w0:8090")
 
@@ -144,7 +144,7 @@ async def test_what_is_ready_somewhere_is_not_refused_for_its_rank():
     assert answer.status_code == 200
 
 
-async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_told_so_and_nothing_of_others():
+async def test_request_with_a_full_home_gets_no_capacity_without_details():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
     async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, _):
@@ -155,7 +155,7 @@ async def test_where_its_home_is_full_for_as_long_as_it_may_wait_a_client_is_tol
     assert int(answer.headers["retry-after"]) > 0
 
 
-async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at_home():
+async def test_hundred_requests_are_one_load_while_the_orchestrator_is_away():
     async def unreachable(control, lora_id):
         return Response(status_code=500)
 
@@ -171,7 +171,7 @@ async def test_while_the_orchestrator_is_away_a_hundred_requests_are_one_load_at
 
 
 @pytest.mark.parametrize("larger", ["w0", "w1"])
-async def test_while_the_orchestrator_is_away_the_home_is_one_of_those_that_take_its_rank(larger):
+async def test_home_without_an_orchestrator_takes_the_adapters_rank(larger):
     control = AgentDouble(max_lora_ranks={"w0": 16, "w1": 16, larger: 64})
     control.add_adapter("big/v1", rank=64)
     control.add_adapter("huge/v1", rank=65)
@@ -184,7 +184,7 @@ async def test_while_the_orchestrator_is_away_the_home_is_one_of_those_that_take
     assert [load["lora_id"] for load in control.loads] == ["big/v1"]
 
 
-async def test_while_the_orchestrator_is_away_a_full_home_yields_to_the_next_in_order():
+async def test_full_home_yields_to_the_next_without_an_orchestrator():
     workers = ["w0", "w1", "w2"]
     *full, free = [replica.id for replica in rendezvous_order("sql/v1", [a_replica(w) for w in workers])]
     control = with_sql()
@@ -196,7 +196,7 @@ async def test_while_the_orchestrator_is_away_a_full_home_yields_to_the_next_in_
     assert control.loads_at == [*full, free]
 
 
-async def test_where_no_worker_has_a_free_slot_while_nobody_leads_a_client_is_told_so():
+async def test_request_without_free_slots_or_leader_gets_no_capacity():
     control = with_sql()
     control.ensure, control.is_full = nobody_leads, True
     async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control, cold_start_timeout_s=0.3) as (
@@ -241,7 +241,7 @@ class FakeDiscovery:
         (FetchRefused("409", 409, b'{"error": {"code": "no_free_slot"}}'), NoCapacity),
     ],
 )
-async def test_only_a_home_that_says_so_has_no_room_and_what_else_it_answers_is_waited_out(trouble, error):
+async def test_only_no_free_slot_means_full_and_other_errors_are_waited_out(trouble, error):
     asked = []
 
     async def post(url, path, *, body, timeout_s):
@@ -328,7 +328,7 @@ async def test_an_agent_that_hangs_keeps_no_adapter_from_the_next_home(monkeypat
     await stop([waiting])
 
 
-async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_it_is_asked_for(monkeypatch):
+async def test_cold_start_trouble_is_logged_once(monkeypatch):
     monkeypatch.setattr("router.request.cold_starts._ASK_AGAIN_S", 0.001)
     asked, trouble = [], [EngineLost("connection", "refused")]
 
@@ -359,7 +359,7 @@ async def test_what_keeps_an_adapter_away_is_said_in_the_log_once_however_often_
     "answer",
     [Response("<html>welcome</html>"), JSONResponse({}), JSONResponse({"error": {"message": "whose key?"}}, 401)],
 )
-async def test_what_is_no_answer_of_an_orchestrators_is_as_if_it_were_away(answer):
+async def test_invalid_orchestrator_answer_counts_as_absence(answer):
     async def other(control, lora_id):
         return answer
 
@@ -390,7 +390,7 @@ def test_what_failed_on_one_worker_is_not_told_while_another_loads():
         runner.run(wait())
 
 
-def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it():
+def test_discovered_adapter_is_not_loaded_until_a_catalog_has_it():
     known, asked = FakeDiscovery(), []
     listed = RoutableAdapter("sql/v1", "m", None, "", is_listed=True)
 
@@ -413,7 +413,7 @@ def test_what_only_an_engine_lists_is_asked_of_nobody_until_a_catalog_knows_it()
         runner.run(wait())
 
 
-def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_says():
+def test_adapter_leaving_the_catalog_is_refused_as_the_orchestrator_says():
     known, asked = FakeDiscovery(), []
 
     async def post(url, path, *, body, timeout_s):
@@ -433,7 +433,7 @@ def test_what_leaves_the_catalog_while_it_is_waited_for_is_as_the_orchestrator_s
         runner.run(wait())
 
 
-def test_where_an_adapter_was_placed_is_looked_at_more_often_than_it_is_asked_for_until_it_is_seen_there():
+def test_placed_adapters_worker_is_polled_until_it_reports_it():
     known, looked = FakeDiscovery(), []
     known.poll_now = looked.append
 
@@ -467,7 +467,7 @@ async def test_where_an_adapter_was_placed_is_looked_at_at_once():
         assert outcomes(parts) == {"placed": 1}
 
 
-async def test_an_orchestrator_that_hangs_is_waited_for_no_longer_than_it_takes_to_see_that():
+async def test_hanging_orchestrator_is_given_up_once_it_is_silent():
     control = with_sql()
     control.ensure = never
     settings = {"catalog_poll_s": 0.1, "control_timeout_s": 0.2, "cold_start_timeout_s": 8}
@@ -572,7 +572,7 @@ async def test_a_deadline_ends_the_wait_and_says_so():
             await parts.cold_starts.until_resident("sql/v1", deadline_at=parts.cold_starts.clock() + 60)
 
 
-async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_them():
+async def test_cancelled_load_cancels_no_waiting_request():
     control = with_sql()
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
@@ -584,7 +584,7 @@ async def test_a_load_that_is_cancelled_under_those_who_wait_cancels_none_of_the
         assert not parts.cold_starts.loading
 
 
-async def test_the_time_to_come_back_is_the_orchestrators_word_then_what_loads_took_then_a_guess():
+async def test_retry_after_is_the_orchestrators_estimate_else_measured_else_a_guess():
     control = many_adapters(3)
     seen = []
 
@@ -679,7 +679,7 @@ class AdjustableClock:
         return time.monotonic() + self.by_s
 
 
-async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_there_or_a_minute_has_passed():
+async def test_abandoned_loads_count_for_their_tenant_up_to_a_minute():
     async def refuse(control, lora_id):
         return JSONResponse({"error": {"message": "no"}}, 409)
 
@@ -711,7 +711,7 @@ async def test_adapters_that_a_tenant_no_longer_waits_for_count_until_they_are_t
         await comes_and_goes(3)
 
 
-async def test_an_adapter_that_a_tenant_waits_for_counts_though_one_of_its_requests_left_long_ago():
+async def test_awaited_adapter_counts_though_an_earlier_request_left():
     control = many_adapters(2)
     control.ensure = never
     async with fleet(EngineDouble("w0"), control=control) as (_, _, parts):
@@ -771,7 +771,7 @@ async def test_waiting_for_adapters_that_are_placed_nowhere_asks_no_agent_anythi
         await stop(waiting)
 
 
-async def test_how_long_loads_take_is_not_learned_from_one_that_found_no_room_and_is_never_more_than_is_waited():
+async def test_load_times_exclude_waiting_for_room_and_are_bounded():
     async def full(control, lora_id):
         return loading(lora_id, state="registered", loading=[], error="no slot")
 
@@ -866,7 +866,7 @@ async def test_what_goes_while_the_orchestrator_does_not_answer_is_not_waited_fo
         assert not parts.cold_starts.loading
 
 
-async def test_an_adapter_whose_base_model_nobody_has_said_is_brought_once_and_runs_where_it_is():
+async def test_adapter_without_a_known_base_model_is_loaded_once():
     async def placed(control, lora_id):
         control.residents["w1"] = [lora_id]
         return loading(lora_id, ready=["w1"], loading=[], state="ready")

@@ -62,7 +62,7 @@ def test_no_name_has_left_the_tables():
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
-def test_a_field_that_steers_engine_or_index_is_refused_however_it_is_spelled(name):
+def test_steering_field_is_refused_in_every_spelling(name):
     for text in spellings(name):
         with pytest.raises(BadBody, match=f"^{name} is not accepted: ") as caught:
             refuse_steering(body(text), None)
@@ -70,7 +70,7 @@ def test_a_field_that_steers_engine_or_index_is_refused_however_it_is_spelled(na
 
 
 @pytest.mark.parametrize("name", REFUSED_EXTRA_ARGS)
-def test_a_client_cannot_ask_for_what_the_router_asks_for_however_it_spells_it(name):
+def test_client_cannot_set_the_routers_own_options(name):
     for text in spellings(name):
         with pytest.raises(BadBody, match=f"vllm_xargs.{name} is not accepted"):
             refuse_steering({}, msgspec.json.decode(text))
@@ -97,7 +97,7 @@ def test_a_steering_extra_argument_that_says_nothing_is_not_sent_on(name, nothin
 
 
 @pytest.mark.parametrize("name", sorted(STRIPPED_FIELDS))
-def test_a_field_that_is_not_the_engines_to_hear_does_not_reach_it(name):
+def test_stripped_field_does_not_reach_the_engine(name):
     for text in spellings(name):
         refuse_steering(body(text), None)
         assert name not in engine_body_of(text)
@@ -105,7 +105,7 @@ def test_a_field_that_is_not_the_engines_to_hear_does_not_reach_it(name):
 
 
 @pytest.mark.parametrize("name", sorted(STRIPPED_EXTRA_ARGS))
-def test_an_extra_argument_that_is_not_the_engines_to_hear_does_not_reach_it(name):
+def test_stripped_extra_argument_does_not_reach_the_engine(name):
     for text in spellings(name):
         refuse_steering({}, msgspec.json.decode(text))
         given = f'{{"vllm_xargs":{text[:-1]},"b":1e-7}}}}'
@@ -126,7 +126,7 @@ def test_what_steers_nothing_travels_byte_for_byte():
     assert sent == given.replace('"x"', '"m"').encode()
 
 
-def test_the_engine_sees_the_name_the_router_read_when_a_body_has_two():
+def test_engine_gets_the_value_that_the_router_read_of_two():
     given = body('{"model":"a","prompt":"x","model":"b"}')
     assert msgspec.json.decode(given["model"]) == "b"
     sent = vllm_body(given, "b@1")
@@ -138,7 +138,7 @@ def test_the_engine_sees_the_name_the_router_read_when_a_body_has_two():
 @pytest.mark.parametrize(
     "name", ["sql/v1@0123456789ab", "tiny:sql/v1@0123456789ab", "sql/v1@ffffffffffff", "@", "sql/v1@"]
 )
-def test_an_engines_own_name_for_an_adapter_is_no_name_for_a_client(field, name):
+def test_engine_name_of_an_adapter_is_unknown_to_clients(field, name):
     replica = Replica("w0", "tiny", "http://e", "http://a", "vllm", "ready", 16, 4, 8, 2048)
     adapter = RoutableAdapter("sql/v1", "tiny", "0123456789abcdef", "file:///x")
     fleet = RouterFleet(replicas={"w0": replica}, adapters={"sql/v1": adapter})
@@ -172,7 +172,7 @@ def test_without_the_wish_for_a_report_nothing_is_added():
 
 
 @pytest.mark.parametrize("odd", ["[1]", '"x"', "3", "true"])
-def test_extra_arguments_that_are_no_object_are_left_for_the_engine_to_refuse(odd):
+def test_extra_arguments_that_are_no_object_reach_the_engine(odd):
     assert engine_body_of(f'{{"vllm_xargs":{odd}}}', report_full=True)["vllm_xargs"] == json.loads(odd)
 
 
@@ -227,7 +227,7 @@ def test_ids_are_not_sent_where_the_answer_would_show_it(kind, field):
         assert may_send_ids(kind, body(f"{{{name}:{unset}}}"), prompt_tokens=10, max_model_len=100)
 
 
-def test_ids_are_not_sent_for_a_prompt_that_the_engine_will_refuse_or_that_has_none():
+def test_ids_are_not_sent_for_refused_or_empty_prompts():
     assert may_send_ids("chat", {}, prompt_tokens=99, max_model_len=100)
     assert not may_send_ids("chat", {}, prompt_tokens=100, max_model_len=100)
     assert not may_send_ids("completion", {}, prompt_tokens=0, max_model_len=100)
@@ -261,7 +261,7 @@ def test_each_engine_is_told_the_name_in_its_own_way():
     assert (sglang.model("base", "sql/v1@1"), sglang.model("base", "")) == ("base:sql/v1@1", "base")
 
 
-def test_sglangs_base_model_is_asked_at_any_path_and_its_adapters_where_it_serves_them():
+def test_sglang_serves_its_base_model_everywhere_and_adapters_at_some_paths():
     assert dialect_of("sglang", engine_name="", path="/v1/responses").model("base", "") == "base"
     with pytest.raises(BadBody, match="runs no adapter at /v1/responses"):
         dialect_of("sglang", engine_name="sql/v1@1", path="/v1/responses")
@@ -273,7 +273,7 @@ def test_sglang_hears_nothing_that_only_vllm_understands():
     assert sent == {"messages": [], "model": "base:a", "stream_options": {"include_usage": True}}
 
 
-def test_a_base_model_that_sglang_would_take_for_an_adapter_is_not_sent_there():
+def test_base_model_named_like_an_sglang_adapter_is_not_sent():
     with pytest.raises(ReplicaUnreachable, match="under another name"):
         dialect_of("sglang", engine_name="").model("qwen:7b", "")
 

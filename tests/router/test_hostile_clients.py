@@ -30,7 +30,7 @@ async def test_a_body_nested_without_end_is_never_a_500(name, depth):
             assert error_of(answer) == (400, "invalid_request_body")
 
 
-async def test_a_prompt_that_cannot_be_put_into_json_again_is_routed_without_ids():
+async def test_prompt_that_cannot_become_json_again_is_routed_without_ids():
     async with client_of() as client:
         tokenizers = Tokenizers(client, mode="remote")
         for odd in ("\ud800", float("nan"), 10**5000):
@@ -51,7 +51,7 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
         assert (told["prompt_tokens"], told["tokens_from"]) == (1000, "given")
 
 
-def test_of_more_decisions_than_are_kept_a_sample_is_and_after_a_rest_all_are():
+def test_kept_decisions_are_a_sample_under_load():
     kept = Decisions()
     for i in range(20_000):  # in four seconds
         kept.note(i, 100 + i / 5000)
@@ -63,7 +63,7 @@ def test_of_more_decisions_than_are_kept_a_sample_is_and_after_a_rest_all_are():
     assert list(kept)[-500:] == [-i for i in range(500)]
 
 
-async def test_a_sessions_name_takes_little_memory_however_long_it_is_and_is_still_its_own():
+async def test_long_session_names_take_little_memory_and_stay_distinct():
     async with fleet(EngineDouble("w0")) as (client, _, parts):
         for user in ("a" * 100_000 + "1", "a" * 100_000 + "2", "short", "é" * 150):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "user": user})).status_code == 200
@@ -109,7 +109,7 @@ async def test_a_shadow_policy_that_fails_costs_the_request_nothing_and_is_count
         assert counted in (await client.get("/metrics")).text
 
 
-async def test_a_worker_that_left_leaves_no_series_of_its_own_in_the_metrics():
+async def test_gone_worker_leaves_no_series_in_the_metrics():
     engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine) as (client, _, parts):
@@ -122,7 +122,7 @@ async def test_a_worker_that_left_leaves_no_series_of_its_own_in_the_metrics():
         assert 'worker="w0"' not in (await client.get("/metrics")).text
 
 
-async def test_a_route_that_the_engine_does_not_serve_is_a_404_at_once_and_no_missing_adapter():
+async def test_route_missing_at_the_engine_is_404_and_no_missing_adapter():
     async def no_route(engine, body):
         return JSONResponse({"detail": "Not Found"}, 404)
 
@@ -146,7 +146,7 @@ async def test_adapters_of_the_catalog_are_read_once_and_not_at_every_report():
         assert parts.discovery.fleet.adapters is adapters
 
 
-async def test_a_stream_asked_for_with_a_word_instead_of_true_arrives_in_pieces():
+async def test_stream_requested_by_a_string_arrives_in_pieces():
     async def pieces(engine, body):
         return await echo(engine, {**body, "stream": True})
 
@@ -161,7 +161,7 @@ async def test_a_stream_asked_for_with_a_word_instead_of_true_arrives_in_pieces(
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora_id": "sql/v1"}])
-async def test_an_engine_that_leaves_in_the_middle_of_an_event_leaves_a_readable_error(asked):
+async def test_engine_lost_inside_an_event_leaves_a_readable_error(asked):
     async def breaks(engine, body):
         async def pieces():
             yield chunk(body["model"], "one") + b'data: {"half'
@@ -227,7 +227,7 @@ async def test_a_request_that_kills_engines_meets_two_of_them_and_no_more():
     assert sum(len(e.bodies) for e in engines) == 2
 
 
-async def test_a_request_that_outlasts_the_time_for_an_answer_is_not_computed_again_elsewhere():
+async def test_request_without_an_answer_in_time_is_not_retried():
     async def slow(engine, body):
         await asyncio.Event().wait()
 
@@ -282,7 +282,7 @@ async def test_a_load_that_fails_after_its_last_client_left_complains_to_nobody(
     assert complaints == []
 
 
-async def test_a_prompt_that_was_refused_is_not_one_that_its_tenant_has_cached(tmp_path):
+async def test_refused_prompt_is_not_cached_for_its_tenant(tmp_path):
     async def refusing(engine, body):
         return JSONResponse({"error": {"message": "no"}}, 400) if "temperature" in body else await echo(engine, body)
 
@@ -300,7 +300,7 @@ async def test_a_prompt_that_was_refused_is_not_one_that_its_tenant_has_cached(t
         assert told == [(200, "0"), (200, "48"), (400, "0"), (200, "0")]
 
 
-async def test_a_tenant_is_told_of_cached_tokens_that_it_sent_itself_and_of_no_neighbours(tmp_path):
+async def test_tenant_sees_cached_tokens_of_its_own_prompts_only(tmp_path):
     keys = tmp_path / "keys.yaml"
     names = ("one", "other"), ("two", "acme"), ("three", "acme")
     entries = [f"- {{sha256: {hash_key(key)}, tenant: {tenant}, scopes: [infer]}}\n" for key, tenant in names]

@@ -38,7 +38,7 @@ from workers.wire import Load, Metadata
 SQL = f"sql/v1@{DIGEST[:12]}"
 
 
-async def test_an_adapters_request_runs_under_the_engines_name_and_answers_under_the_clients():
+async def test_adapter_has_the_engines_name_there_and_the_clients_in_answers():
     engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, _, _):
         for body in ({**CHAT, "lora_id": "sql/v1"}, {**CHAT, "model": "sql/v1"}, {**CHAT, "model": f"{BASE}:sql/v1"}):
@@ -62,7 +62,7 @@ async def test_every_other_field_reaches_the_engine_as_it_was_sent():
     assert "authorization" not in engine.headers[0]
 
 
-async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_inside_it():
+async def test_stream_has_the_clients_model_name_at_any_cut():
     async def cut(engine, body):
         async def pieces():
             whole = chunk(body["model"], "one")
@@ -91,7 +91,7 @@ async def test_a_stream_arrives_in_pieces_under_the_clients_name_even_when_cut_i
 
 
 @pytest.mark.parametrize("is_in_task", [True, False])
-async def test_a_stream_that_a_stopping_router_cuts_off_ends_with_a_word_of_it(monkeypatch, is_in_task):
+async def test_stream_cut_off_by_a_stopping_router_ends_with_its_error(monkeypatch, is_in_task):
     made = []
     monkeypatch.setattr("router.app.HttpListener", lambda *args: made.append(HttpListener(*args)) or made[0])
     engine = EngineDouble("w0")
@@ -171,7 +171,7 @@ async def test_a_replica_that_fails_before_its_first_token_is_passed_over(how, s
     assert sum("messages" in body for body in bad.bodies) == (0 if how == "refused" else 5)
 
 
-async def test_a_fleet_that_only_fails_is_answered_with_503_and_no_replica_is_asked_twice():
+async def test_failing_fleet_is_503_and_no_replica_is_asked_twice():
     async def fail(engine, body):
         return JSONResponse({"error": {"message": "busy"}}, 503)
 
@@ -259,7 +259,7 @@ async def test_an_agents_silence_takes_nothing_away_while_its_engine_answers():
 
 
 @pytest.mark.parametrize("boot_id", ["first", "second"])
-async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_it_ends(boot_id):
+async def test_request_on_a_moved_worker_counts_until_it_ends(boot_id):
     engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, control, parts):
 
@@ -287,7 +287,7 @@ async def test_what_runs_on_a_worker_whose_agent_answers_elsewhere_counts_until_
         assert (use.requests, use.first_tokens) == (1, 1)
 
 
-async def test_a_report_that_cannot_be_read_is_counted_and_logged_with_the_worker():
+async def test_unreadable_report_is_counted_and_logged_with_its_worker():
     engine, control = EngineDouble("w0"), with_sql("w0")
     async with fleet(engine, control=control) as (_, _, parts):
         with capture_logs() as logs:
@@ -325,7 +325,7 @@ async def test_a_fault_of_ours_in_a_loop_is_counted_under_its_name(loop, breaks)
         await until(lambda: parts.metrics.loop_failures.labels(loop).value)
 
 
-async def test_an_engine_that_leaves_after_its_first_token_ends_the_stream_with_an_error_event():
+async def test_engine_lost_after_its_first_token_ends_the_stream_with_an_error():
     async def breaks(engine, body):
         async def pieces():
             yield chunk(body["model"], "one")
@@ -390,7 +390,7 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_the_engine():
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
-async def test_an_engines_own_refusal_of_a_base_request_reaches_the_client_and_is_not_retried(status):
+async def test_engine_refusing_a_base_request_is_not_retried(status):
     async def refuse(engine, body):
         return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
@@ -403,7 +403,7 @@ async def test_an_engines_own_refusal_of_a_base_request_reaches_the_client_and_i
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_engine_is_alive(streamed):
+async def test_only_answers_are_measured_and_show_that_an_engine_lives(streamed):
     statuses = [400, 200]
 
     async def answer(engine, body):
@@ -423,7 +423,7 @@ async def test_only_an_answer_says_how_long_requests_take_there_and_that_its_eng
         assert not book.prefill_s
 
 
-async def test_a_refusal_inside_a_stream_that_began_with_200_becomes_the_answers_status():
+async def test_refusal_inside_a_200_stream_becomes_the_status():
     async def refuse(engine, body):
         event = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
         return StreamingResponse(iter([event]), media_type="text/event-stream")
@@ -467,7 +467,7 @@ async def test_a_field_that_steers_engine_or_index_is_refused(more):
         ("/generate", {"text": "a", "sampling_params": {"n": 5}}, "n"),
     ],
 )
-async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_how_many(path, more, param):
+async def test_too_many_sequences_are_400_with_the_limit(path, more, param):
     engine = EngineDouble("w0")
     async with fleet(engine, max_sequences=4) as (client, _, _):
         answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
@@ -489,7 +489,7 @@ async def test_more_answers_than_may_be_asked_for_at_once_are_a_400_that_says_ho
         ("/generate", {"text": ["a"] * 2000}),
     ],
 )
-async def test_a_body_of_a_great_many_small_things_is_a_400_and_reaches_no_engine(path, more):
+async def test_body_of_too_many_items_is_400_and_reaches_no_engine(path, more):
     engine = EngineDouble("w0")
     async with fleet(engine, max_body_items=1000) as (client, _, _):
         answer = await client.post(path, json={**CHAT, **more} if path != "/generate" else more)
@@ -500,7 +500,7 @@ async def test_a_body_of_a_great_many_small_things_is_a_400_and_reaches_no_engin
         assert (await client.post("/v1/chat/completions", json={**CHAT, "messages": long})).status_code == 200
 
 
-async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
+async def test_generate_of_too_many_items_is_400():
     engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/generate", json={"text": ["a"] * 10_001})
@@ -509,7 +509,7 @@ async def test_a_call_of_more_items_than_a_router_can_hold_in_hand_is_a_400():
 
 
 @pytest.mark.parametrize(("more", "sequences"), [({}, 7), ({"use_beam_search": True}, 1)])
-async def test_as_many_as_an_engine_runs_for_a_request_count_there_until_it_is_over(more, sequences):
+async def test_request_counts_as_many_sequences_as_its_engine_runs(more, sequences):
     engine = EngineDouble("w0")
     engine.go_on.clear()
     async with fleet(engine) as (client, _, parts):
@@ -554,7 +554,7 @@ async def test_an_unknown_model_and_an_empty_fleet_have_their_own_codes():
         assert answer.status_code == 404
 
 
-async def test_decisions_that_are_posted_are_the_engines_and_those_that_are_got_the_routers_own():
+async def test_posted_decisions_go_to_an_engine_and_got_ones_to_the_router():
     engine = EngineDouble("w0")
     async with fleet(engine, control=with_sql("w0")) as (client, _, _):
         asked = {"model": "sql/v1", "input": "x", "questions": [{"type": "predicate", "instructions": "?"}]}
@@ -568,7 +568,7 @@ async def test_decisions_that_are_posted_are_the_engines_and_those_that_are_got_
 
 
 @pytest.mark.parametrize("named", [{}, {"lora_id": "sql/v1"}])
-async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and_its_answer_fit(named):
+async def test_request_goes_where_its_prompt_and_answer_fit_the_context(named):
     control = with_sql("short", "long")
     control.max_model_lens = {"short": 100, "long": 2048}
     async with fleet(EngineDouble("short"), EngineDouble("long"), control=control, policy="round_robin") as (
@@ -597,7 +597,7 @@ async def test_where_engines_differ_in_their_context_a_request_goes_where_it_and
         assert {card["id"]: card["max_model_len"] for card in cards} == {BASE: 2048, "sql/v1": 2048}
 
 
-async def test_what_only_an_engine_that_starts_would_take_is_not_given_to_a_short_one():
+async def test_long_request_is_not_given_to_a_short_replica_meanwhile():
     control = AgentDouble(starting=frozenset({"long"}), max_model_lens={"short": 100, "long": 2048})
     async with fleet(EngineDouble("short"), EngineDouble("long"), control=control) as (client, _, _):
         body = {"model": BASE, "prompt": list(range(200))}
@@ -610,7 +610,7 @@ async def test_what_only_an_engine_that_starts_would_take_is_not_given_to_a_shor
         assert (told["worker_id"], rejected) == (None, {"short": why, "long": "starting"})
 
 
-async def test_a_router_that_never_had_a_catalog_says_so_and_is_not_ready():
+async def test_router_without_any_catalog_is_not_ready():
     async with fleet(control=AgentDouble(down=True)) as (client, _, _):
         assert error_of(await client.post("/v1/chat/completions", json=CHAT)) == (503, "catalog_unavailable")
         assert error_of(await client.get("/v1/models")) == (503, "catalog_unavailable")
@@ -670,7 +670,7 @@ async def test_what_the_orchestrator_says_of_a_cold_adapter_reaches_every_waitin
     assert engine.bodies == []
 
 
-async def test_an_adapter_that_finds_no_room_in_time_is_a_503_that_says_so():
+async def test_adapter_without_room_in_time_is_503_no_capacity():
     async def full(control, lora_id):
         answer = {"lora_id": lora_id, "digest": DIGEST, "state": "registered", "ready": [], "loading": []}
         return JSONResponse(answer | {"expected_s": None, "error": "no free slot on 1 workers"})
@@ -684,7 +684,7 @@ async def test_an_adapter_that_finds_no_room_in_time_is_a_503_that_says_so():
     assert answer.headers["retry-after"]
 
 
-async def test_a_load_that_takes_too_long_is_a_503_with_a_time_to_come_back():
+async def test_too_long_load_is_503_with_retry_after():
     async def slow(control, lora_id):
         return JSONResponse(
             {"lora_id": lora_id, "digest": DIGEST, "state": "loading", "ready": [], "loading": ["w0"], "expected_s": 3}
@@ -782,7 +782,7 @@ async def test_who_may_not_infer_is_refused_on_every_route(tmp_path):
     assert engine.bodies == []
 
 
-async def test_metrics_that_need_a_key_are_for_those_with_the_scope_and_health_for_all(tmp_path):
+async def test_metrics_need_their_scope_and_health_needs_no_key(tmp_path):
     keys, control = tmp_path / "keys.yaml", AgentDouble()
     rows = "".join(f"- {{sha256: {hash_key(name)}, scopes: [{name}]}}\n" for name in ("infer", "metrics", "admin"))
     keys.write_text(f"keys:\n{rows}")
@@ -866,7 +866,7 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
         assert control.usage[-1]["revision_seen"] == control.revision
 
 
-async def test_a_drain_is_confirmed_by_a_report_of_its_own_before_the_next_one_is_due(monkeypatch):
+async def test_drain_is_confirmed_by_an_extra_report(monkeypatch):
     monkeypatch.setattr("router.app._USAGE_EVERY_S", 3600.0)
     async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (_, control, _parts):
         await until(lambda: control.usage)
@@ -884,7 +884,7 @@ async def test_the_routers_own_request_id_is_the_clients_when_that_is_safe():
     assert odd.headers["x-request-id"] == engine.headers[1]["x-request-id"] != "a b"
 
 
-def test_every_error_has_its_own_code_and_those_that_pass_say_when_to_come_back():
+def test_every_error_has_its_code_and_temporary_ones_retry_after():
     def tree(cls):
         return [cls, *(below for sub in cls.__subclasses__() for below in tree(sub))]
 
@@ -910,7 +910,7 @@ async def test_the_connection_is_kept_and_answers_do_not_mix_under_concurrency()
         assert isinstance(client, httpx.AsyncClient)
 
 
-async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and_its_own_word_corrects_the_guess():
+async def test_engine_without_events_keeps_its_prompts_and_corrects_the_estimate():
     async def with_usage(engine, body):
         usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": engine.cached}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
@@ -939,7 +939,7 @@ async def test_an_engine_without_events_is_asked_again_where_its_prompt_went_and
     ("asked", "seen"),
     [({}, False), ({"stream_options": {"include_usage": True}}, True), ({"stream_options": {"x": 1}}, False)],
 )
-async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_what_it_asked_for(asked, seen):
+async def test_stream_usage_reaches_the_router_and_only_asking_clients(asked, seen):
     async def stream(engine, body):
         assert body["stream_options"]["include_usage"] is True
         usage = {"prompt_tokens": 64, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
@@ -960,7 +960,7 @@ async def test_a_stream_tells_the_router_what_was_cached_and_the_client_only_wha
         await until(lambda: parts.decisions[0].cached_tokens == 32)
 
 
-async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_own():
+async def test_each_replica_is_matched_at_its_own_block_size():
     ids = list(range(1, 101))
     control = AgentDouble(block_sizes={"w1": 32})
     async with fleet(EngineDouble("w0"), EngineDouble("w1"), control=control) as (client, _, parts):
@@ -980,7 +980,7 @@ async def test_in_a_fleet_of_mixed_block_sizes_each_replica_is_matched_at_its_ow
     ("given", "header", "known_as"),
     [("mine", {}, "mine"), ("mine", {"x-request-id": "theirs"}, "theirs"), ("not plain", {}, None), (5, {}, None)],
 )
-async def test_a_request_goes_by_the_name_in_its_body_where_no_header_names_it(given, header, known_as):
+async def test_request_id_in_the_body_counts_where_no_header_has_one(given, header, known_as):
     engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         answer = await client.post("/v1/chat/completions", json=CHAT | {"request_id": given}, headers=header)
@@ -991,7 +991,7 @@ async def test_a_request_goes_by_the_name_in_its_body_where_no_header_names_it(g
 
 
 @pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded", "application/vnd.api+json"])
-async def test_a_body_that_is_not_said_to_be_json_is_a_400_and_reaches_no_engine(given):
+async def test_body_without_a_json_content_type_is_400(given):
     engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         for path in ("/v1/chat/completions", "/generate"):
@@ -1001,7 +1001,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_a_400_and_reaches_no_engine
     assert engine.bodies == []
 
 
-async def test_a_byte_order_mark_before_a_body_is_taken_and_not_sent_on():
+async def test_byte_order_mark_is_accepted_and_not_sent_on():
     engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         raw = b"\xef\xbb\xbf" + json.dumps(CHAT).encode()
@@ -1030,7 +1030,7 @@ async def test_half_a_character_is_named_with_its_place(text, half, at):
             assert f"{half} (byte {len(before) + at}) is half a character" in answer.json()["error"]["message"]
 
 
-async def test_a_body_that_is_cut_off_behind_whole_characters_is_not_said_to_have_half_of_one():
+async def test_body_cut_between_characters_is_not_called_half_a_character():
     async with fleet(EngineDouble("w0")) as (client, _, _):
         answer = await client.post(CHATS, content=r'{"user": "\ud83d\ude00 \\ud83d"', headers=AS_JSON)
         assert error_of(answer) == (400, "invalid_request_body")
@@ -1074,7 +1074,7 @@ async def test_no_hit_is_expected_where_an_engine_computes_the_whole_prompt(path
     ("more", "is_compared"),
     [({}, True), ({"n": 1}, True), ({"n": None}, True), ({"n": 2}, False), ({"use_beam_search": True}, False)],
 )
-async def test_what_one_of_several_answers_found_cached_is_not_held_against_the_prediction(more, is_compared):
+async def test_cached_tokens_of_one_sequence_of_many_are_not_compared(more, is_compared):
     async def with_usage(engine, body):
         usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 48}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
@@ -1104,7 +1104,7 @@ async def test_the_length_of_an_answer_counts_for_its_tenant_and_its_adapter(mon
     assert told == [("", "sql/v1", 2.0, pytest.approx(1.0))]
 
 
-async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what_it_reuses():
+async def test_engine_with_missing_events_is_asked_for_full_reports():
     class WithEvents(AgentDouble):
         def metadata(self, worker):
             told = super().metadata(worker)
@@ -1120,7 +1120,7 @@ async def test_an_engine_whose_events_went_missing_is_asked_to_report_again_what
     assert [body.get("vllm_xargs") for body in engine.bodies] == [None, {"kv_cache_report_mode": "full"}]
 
 
-async def test_a_response_whose_adapter_has_left_its_worker_cannot_be_gone_on_with():
+async def test_response_cannot_be_continued_after_its_adapter_left_the_worker():
     control = AgentDouble()
     control.add_adapter("a/v1", on=("w0",))
     earlier = tagged_response_id("r", "", tenant=None, worker="w0")

@@ -41,7 +41,7 @@ async def value(client, name):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_when_there_is_room():
+async def test_requests_wait_in_the_router_until_an_engine_has_room():
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(6)]
@@ -58,7 +58,7 @@ async def test_what_an_engine_need_not_have_yet_waits_in_the_router_and_goes_whe
         assert not len(parts.scheduler.queue)
 
 
-async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothing_behind():
+async def test_request_of_a_client_that_left_the_queue_is_never_sent():
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
@@ -72,7 +72,7 @@ async def test_a_client_that_leaves_while_waiting_is_never_sent_and_leaves_nothi
     assert len(engine.bodies) == 3
 
 
-async def test_a_fault_of_ours_among_those_who_wait_is_counted_and_they_go_when_it_is_over():
+async def test_queue_failure_is_counted_and_requests_are_sent_afterwards():
     engine = SlowEngine("w0")
     async with fleet(engine, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(3)]
@@ -126,7 +126,7 @@ async def test_a_distant_deadline_lets_nobody_wait_for_longer_than_anybody_may()
         await asyncio.gather(*ahead)
 
 
-async def test_whose_deadline_passes_while_it_waits_for_room_is_told_that_and_counts_as_turned_away():
+async def test_deadline_passing_in_the_queue_is_counted_as_turned_away():
     engine = SlowEngine("w0")
     async with fleet(engine, control=with_sql("w0"), late_binding_s=0.05) as (client, _, parts):
         ahead = [ask(client, model="sql/v1") for _ in range(2)]
@@ -140,7 +140,7 @@ async def test_whose_deadline_passes_while_it_waits_for_room_is_told_that_and_co
         await asyncio.gather(*ahead)
 
 
-async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where_it_is_loaded_again():
+async def test_queued_request_is_served_where_its_adapter_is_loaded_again():
     async def load_elsewhere(control, lora_id):
         control.residents["w1"] = [lora_id]
         control.tell()
@@ -162,7 +162,7 @@ async def test_who_waits_for_room_is_held_when_its_adapter_goes_and_served_where
         assert not list(parts.scheduler.load.counts_by_name())
 
 
-async def test_who_waits_for_room_is_held_until_the_last_engine_of_its_base_model_is_back():
+async def test_queued_request_waits_until_its_last_engine_is_back():
     engine, control = SlowEngine("w0"), AgentDouble()
     async with fleet(engine, control=control, late_binding_s=0.05) as (client, _, parts):
         asking = [ask(client) for _ in range(5)]
@@ -218,7 +218,7 @@ async def test_a_shadow_policy_is_counted_and_decides_nothing():
     assert sorted(len(engine.bodies) for engine in engines) == [0, 4]
 
 
-async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_against_the_index():
+async def test_prefix_lost_behind_a_queue_does_not_blame_the_index():
     async def empty(engine, body):
         await engine.go_on.wait()
         usage = {"prompt_tokens": 2000, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
@@ -242,7 +242,7 @@ async def test_a_prefix_that_a_full_cache_loses_behind_a_queue_is_not_held_again
         await until(lambda: parts.accuracy.error_share("w0") > 0.0)
 
 
-async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_takes_and_keeps_nobody_waiting():
+async def test_large_picture_counts_at_most_the_engines_context():
     engine = SlowEngine("w0")
     async with fleet(engine) as (client, _, parts):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**20}}
@@ -256,7 +256,7 @@ async def test_a_picture_of_a_megabyte_counts_for_no_more_tokens_than_an_engine_
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 2
 
 
-async def test_what_an_engine_had_of_others_keeps_nobody_waiting_when_its_agent_is_away():
+async def test_reported_load_expires_when_its_agent_is_away():
     engine, control = EngineDouble("w0"), AgentDouble(figures=Load(running=8, waiting=20))
     async with fleet(engine, control=control, unreachable_after_s=0.1) as (client, _, parts):
         await until(lambda: parts.scheduler.load.replica_load("w0").others_in_flight == 28)

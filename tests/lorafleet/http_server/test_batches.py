@@ -53,7 +53,7 @@ def test_a_stage_of_all_comes_before_the_next_stage_of_any(bench):
     assert len(bench.noted) == 6
 
 
-def test_a_request_whose_signal_is_set_goes_on_before_others_begin_and_its_answer_is_sent(bench):
+def test_resumed_request_runs_before_new_ones_begin(bench):
     answered, client = Signal(), RecordingTransport()
 
     async def answers():
@@ -86,7 +86,7 @@ def test_a_signal_that_is_set_already_is_not_waited_for(bench):
     assert bench.noted == ["answered"]
 
 
-def test_requests_begin_a_few_at_a_time_and_sockets_are_read_in_between(bench):
+def test_a_batch_is_bounded_and_sockets_are_read_between_batches(bench):
     for name in range(2 * MAX_BATCH + 1):
         bench.begin(bench.stages(name))
     for most in (MAX_BATCH, 2 * MAX_BATCH, 2 * MAX_BATCH + 1):
@@ -137,7 +137,7 @@ def test_answers_of_a_batch_are_sent_though_one_of_it_failed(bench):
     assert client.written == [b"answer", b"next"]
 
 
-def test_a_request_that_comes_while_a_batch_runs_is_in_the_next_one(bench):
+def test_request_arriving_during_a_batch_is_in_the_next_one(bench):
     async def first():
         bench.begin(bench.stages("behind it"))
 
@@ -171,7 +171,7 @@ def test_a_closed_request_runs_its_finally_and_no_further_stage(bench, stages):
     assert "answered" not in bench.noted
 
 
-def test_a_request_that_is_closed_by_its_own_work_ends_with_that_stage(bench):
+def test_request_closed_by_its_own_work_ends_with_that_stage(bench):
     async def work():
         stepper.close()
         bench.noted.append("this stage")

@@ -190,7 +190,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
-async def test_what_could_be_read_in_two_ways_is_refused_and_nothing_behind_it_is_served(path):
+async def test_ambiguous_message_is_refused_and_nothing_behind_it_is_served(path):
     async with fronted() as served:
         for name, rest in REFUSED.items():
             said = await served.said(b"POST %b HTTP/1.1\r\n%b%b" % (path.encode(), rest, SMUGGLED))
@@ -213,7 +213,7 @@ async def test_messages_that_are_no_request_here_are_refused():
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize("cut", [None, 1])
-async def test_what_can_be_read_in_one_way_is_served_and_the_connection_goes_on(path, cut):
+async def test_unambiguous_message_is_served_and_its_connection_stays_open(path, cut):
     async with fronted() as served:
         for name, (rest, body) in SERVED.items():
             async with await served.client() as client:
@@ -249,7 +249,7 @@ async def test_an_upgrade_that_is_not_taken_up_hides_nothing_that_follows_it():
     ids=["no host", "too large", "the app's"],
 )
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_what_it_is(behind, last, at_once):
+async def test_messages_behind_an_ignored_upgrade_are_read_as_usual(behind, last, at_once):
     def quick(exchange):
         exchange.respond(200, b"", b"0")
 
@@ -270,7 +270,7 @@ async def test_behind_an_upgrade_that_is_not_taken_up_each_message_is_taken_for_
 
 
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])
-async def test_a_target_may_be_absolute_and_its_query_is_no_part_of_the_path(target):
+async def test_absolute_target_is_split_into_path_and_query(target):
     async with fronted() as served, await served.client() as client:
         client.send(post(target, b"abc"))
         assert (await client.answer())[0] == 200
@@ -278,7 +278,7 @@ async def test_a_target_may_be_absolute_and_its_query_is_no_part_of_the_path(tar
 
 
 @pytest.mark.parametrize("path", ["/%68ot", "/hot/", "//hot", "/./hot", "/x/../hot", "/HOT", "/hot;x"])
-async def test_a_path_that_is_not_spelled_like_a_hot_one_is_the_apps(path):
+async def test_path_spelled_otherwise_than_a_hot_route_goes_to_the_app(path):
     async with fronted() as served, await served.client() as client:
         client.send(post(path, b"abc"))
         await client.answer()
@@ -297,7 +297,7 @@ async def test_what_follows_a_message_that_said_close_is_not_served(path):
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
-async def test_a_trailer_that_says_close_is_heard_and_what_follows_it_is_not_served(path):
+async def test_trailer_saying_close_ends_the_connection_behind_its_message(path):
     whole = b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path.encode(), TE)
     async with fronted() as served:
         said = await served.said(whole + b"3\r\nabc\r\n0\r\nConnection: close\r\n\r\n" + SMUGGLED)
@@ -329,7 +329,7 @@ async def test_a_trailer_is_no_header_of_the_request_behind_it():
     assert headers == [{b"host": b"a", b"transfer-encoding": b"chunked"}, {b"host": b"a"}]
 
 
-async def test_a_trailer_that_says_close_ends_a_connection_whose_answer_is_there_already():
+async def test_trailer_saying_close_ends_a_connection_that_is_answered_already():
     async with fronted() as served, await served.client() as client:
         served.app.read_body = False
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n3\r\nabc\r\n" % (COLD.encode(), TE))

@@ -84,7 +84,7 @@ def test_behind_what_cannot_be_written_nothing_is_written_to_the_same():
     assert not transport.written
 
 
-async def test_what_was_answered_in_the_turn_in_which_the_connection_ends_is_sent_before():
+async def test_answer_of_the_tick_that_closes_its_connection_is_sent():
     async with fronted() as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"abcd", b"Connection: close"))
         assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"4"]

@@ -66,7 +66,7 @@ async def test_limits_hold_for_a_request_that_asks_for_an_upgrade(path, limits, 
         assert not served.seen
 
 
-async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_once():
+async def test_client_waiting_for_100_continue_gets_it_once():
     async with fronted() as served, await served.client() as client:
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%bExpect: 100-continue\r\n" % (HOT.encode(), H2C))
         client.send(b"Content-Length: 3\r\n\r\n")

@@ -83,7 +83,7 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
         (b"POST", "/v1/responses/resp_1/cancel", "/v1/responses/{id}/cancel"),
     ],
 )
-async def test_a_client_that_leaves_before_its_work_begins_is_counted_as_any_that_leaves(method, path, route):
+async def test_client_leaving_before_its_work_begins_is_counted(method, path, route):
     async with house(1) as router, await router.raw() as client:
         await until(lambda: router.listener.connections)
         (connection,) = router.listener.connections
@@ -113,7 +113,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate", "/v1/messages", "/v1/responses", "/v1/route"])
-async def test_a_body_that_is_none_is_refused_in_the_envelope_and_reaches_no_engine(path):
+async def test_invalid_body_is_refused_and_reaches_no_engine(path):
     async with house(1) as router:
         for body in INVALID:
             answer = await router.client.post(path, content=body)
@@ -123,7 +123,7 @@ async def test_a_body_that_is_none_is_refused_in_the_envelope_and_reaches_no_eng
 
 
 @pytest.mark.parametrize("value", [b'"\xff\xfe"', b'"\x00"', b"nul", b"[1", b'"\\ud800"'])
-async def test_what_is_no_json_inside_a_field_that_is_not_read_here_is_the_engines_to_refuse(value):
+async def test_bad_json_in_an_unread_field_reaches_the_engine(value):
     refusal = b'{"error": {"message": "no"}}'
 
     async def strict(engine, reader, writer):
@@ -191,7 +191,7 @@ async def test_clients_that_send_too_slowly_are_ended_and_delay_nobody():
         assert router.listener.refusals["request_timeout"] == 200
 
 
-async def test_a_client_that_reads_nothing_is_hung_up_on_and_its_engine_stops():
+async def test_client_reading_nothing_is_cut_off_and_its_engine_stops():
     event = b"data: " + b"a" * 60_000 + b"\n\n"
     async with house(1, send_timeout_s=0.3) as router:
         router.play.usual = saying(STREAM_HEAD + pieces(EVENTS[0]) + pieces(event) * 1000, "hang")

@@ -39,7 +39,7 @@ def places(raw: bytes, *edges: int) -> list[int]:
     return sorted(at for at in near | set(range(0, len(raw), 23)) if 0 <= at < len(raw))
 
 
-async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_503():
+async def test_refusing_engine_is_passed_over_and_refusing_fleet_is_503():
     async with house(2) as router:
         router.engines[0].server.close()
         await router.engines[0].server.wait_closed()
@@ -57,7 +57,7 @@ async def test_an_engine_that_refuses_is_passed_over_and_a_fleet_that_does_is_a_
         assert "127.0.0.1" not in answer.text
 
 
-async def test_that_the_router_has_no_descriptors_left_is_not_held_against_an_engine():
+async def test_router_without_file_descriptors_does_not_blame_an_engine():
     async with house(1, breaker_failures=1) as router:
         assert (await router.ask("first")).status_code == 200
         assert router.parts.pool.connections == router.parts.pool.idle_connections
@@ -74,9 +74,7 @@ async def test_that_the_router_has_no_descriptors_left_is_not_held_against_an_en
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("is_connected", [True, False])
-async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine_or_ends_with_an_error(
-    how, is_connected
-):
+async def test_stream_broken_at_any_byte_is_retried_or_ends_with_an_error(how, is_connected):
     async with house(2) as router:
         for at in places(STREAM, len(STREAM_HEAD), FIRST_EVENT_AT, FIRST_EVENT_AT + 60, len(STREAM) - 5):
             if is_connected:
@@ -102,7 +100,7 @@ async def test_a_stream_that_breaks_off_at_any_byte_is_whole_from_another_engine
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-async def test_a_stream_that_breaks_off_behind_its_last_event_has_no_error_after_it(line_end):
+async def test_stream_broken_behind_its_last_event_ends_without_an_error(line_end):
     said = STREAM_HEAD + pieces(*(event.replace(b"\n", line_end) for event in EVENTS))
     async with house(1) as router:
         answer = await router.ask("x", saying(said, "close"), stream=True)
@@ -149,7 +147,7 @@ async def streamed(router, path, raw, then="stay"):
 
 @pytest.mark.parametrize("is_chunked", [True, False])
 @pytest.mark.parametrize("path", STREAMS)
-async def test_a_stream_that_its_engine_ends_in_the_middle_ends_with_an_error(path, is_chunked):
+async def test_stream_ended_early_by_its_engine_ends_with_an_error(path, is_chunked):
     events = STREAMS[path][1]
     raw = STREAM_HEAD + pieces(*events) + b"0\r\n\r\n" if is_chunked else UNCHUNKED + b"".join(events)
     async with house(1) as router:
@@ -166,7 +164,7 @@ async def test_a_stream_that_its_engine_ends_in_the_middle_ends_with_an_error(pa
     [(FINISHED,), (FINISHED, USAGE_EVENT), (b'data: {"error":{"message":"no","code":500}}\n\n',), (DONE,)],
     ids=["finished", "with usage", "an error of the engine's", "done"],
 )
-async def test_a_stream_that_says_why_it_is_over_is_passed_on_as_it_is(end):
+async def test_stream_with_a_finish_reason_is_relayed_unchanged(end):
     async with house(1) as router:
         said = (*EVENTS[:2], *end)
         for line_end in (b"\n", b"\r\n"):
@@ -177,7 +175,7 @@ async def test_a_stream_that_says_why_it_is_over_is_passed_on_as_it_is(end):
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_an_engine_that_does_not_end_its_body_keeps_neither_client_nor_quota(path, tmp_path):
+async def test_engine_not_ending_its_body_holds_neither_client_nor_quota(path, tmp_path):
     events = (*STREAMS[path][1], LAST.get(path, DONE))
     async with house(1, **key_file(tmp_path, concurrent_requests=1), idle_timeout_s=3600.0) as router:
         router.client.headers["authorization"] = "Bearer a"
@@ -190,7 +188,7 @@ async def test_an_engine_that_does_not_end_its_body_keeps_neither_client_nor_quo
         await until(lambda: not router.parts.pool.connections)
 
 
-async def test_a_connection_whose_body_ends_right_behind_the_last_event_is_used_again():
+async def test_connection_ended_right_behind_the_last_event_is_reused():
     async def in_two_writes(writer, body):
         writer.write(STREAM_HEAD + pieces(*EVENTS))
         await writer.drain()
@@ -211,7 +209,7 @@ async def test_a_connection_whose_body_ends_right_behind_the_last_event_is_used_
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("is_connected", [True, False])
-async def test_a_whole_answer_that_breaks_off_at_any_byte_comes_whole_from_another_engine(how, is_connected):
+async def test_whole_answer_broken_at_any_byte_is_retried_elsewhere(how, is_connected):
     raw = answering(WHOLE)
     async with house(2) as router:
         for at in places(raw, raw.index(b"\r\n\r\n") + 4, len(raw) - 1):
@@ -252,7 +250,7 @@ async def test_an_answer_that_trickles_lives_however_long_it_takes():
         assert (streamed.content, unstreamed.content) == (CLEAN, WHOLE)
 
 
-async def test_an_engine_that_says_no_more_after_its_answer_is_asked_on_another_connection():
+async def test_engine_silent_after_an_answer_gets_a_new_connection():
     async with house(1) as router:
         for number in range(3):
             answer = await router.ask(f"{number}", saying(answering(WHOLE), "half_close"))
@@ -292,7 +290,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("body", NONSENSE)
-async def test_what_an_engine_says_reaches_the_client_as_it_is_and_breaks_nothing(body):
+async def test_odd_answers_reach_the_client_unchanged(body):
     said = b"data: " + body + b"\n\n"
     async with house(1) as router:
         whole = await router.ask("whole", saying(answering(body)))
@@ -302,7 +300,7 @@ async def test_what_an_engine_says_reaches_the_client_as_it_is_and_breaks_nothin
 
 
 @pytest.mark.parametrize("body", NONSENSE)
-async def test_a_generate_whose_engine_talks_nonsense_is_a_502_or_ends_with_an_error(body):
+async def test_generate_with_a_nonsensical_answer_is_502_or_ends_with_an_error(body):
     good = {"index": 0, "text": "hi", "finish_reason": None, "token_ids": [1]}
     usage = {"prompt_tokens": 1, "completion_tokens": 1}
     first = b"data: " + json.dumps({"id": "1", "choices": [good], "usage": usage}).encode() + b"\n\n"
@@ -324,7 +322,7 @@ HALF = b'data: {"id": "1", "cho'
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("how", ["last chunk", "close"])
-async def test_a_generate_whose_engine_ends_in_half_an_event_ends_with_an_error(how, at_once):
+async def test_generate_ending_in_half_an_event_ends_with_an_error(how, at_once):
     good = {"index": 0, "text": "hi", "finish_reason": None, "token_ids": [1]}
     usage = {"prompt_tokens": 1, "completion_tokens": 1}
     first = b"data: " + json.dumps({"id": "1", "choices": [good], "usage": usage}).encode() + b"\n\n"
@@ -344,7 +342,7 @@ async def test_a_generate_whose_engine_ends_in_half_an_event_ends_with_an_error(
 
 
 @pytest.mark.parametrize("field", [b"message", b"error"])
-async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(field):
+async def test_too_deeply_nested_error_reaches_the_client_unchanged(field):
     body = b'{"%b":' % field + b"[" * 100_000
     async with house(1) as router:
         answer = await router.ask("whole", saying(answering(body, status=b"400 Bad Request")))
@@ -355,7 +353,7 @@ async def test_an_error_that_is_nested_too_deeply_reaches_the_client_as_it_is(fi
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("words", [*ENGINE_DEAD, SHUTTING_DOWN])
-async def test_what_an_engine_says_as_it_ends_is_no_answer_and_another_gives_one(words, stream):
+async def test_answer_of_an_ending_engine_is_retried_elsewhere(words, stream):
     said = json.dumps({"error": {"message": f"{words} (and so on)", "code": 500}}).encode()
     async with house(2) as router:
         ending = saying(answering(said, status=b"500 Internal Server Error"))
@@ -365,7 +363,7 @@ async def test_what_an_engine_says_as_it_ends_is_no_answer_and_another_gives_one
 
 
 @pytest.mark.parametrize("status", [b"429 Too Many Requests", b"500 Internal Server Error"])
-async def test_any_other_error_of_an_engines_is_the_clients_and_so_is_when_to_come_back(status):
+async def test_other_engine_errors_and_their_retry_after_reach_the_client(status):
     said = b'{"error":{"message":"a bug","type":"x","param":null,"code":"x"}}'
     async with house(2) as router:
         answer = await router.ask("refused", saying(answering(said, b"retry-after: 7", status=status)))
@@ -378,7 +376,7 @@ async def test_any_other_error_of_an_engines_is_the_clients_and_so_is_when_to_co
 @pytest.mark.parametrize(
     "status", [b"401 Unauthorized", b"403 Forbidden", b"407 Proxy Authentication Required"], ids=["401", "403", "407"]
 )
-async def test_that_an_engine_does_not_take_the_routers_key_is_not_said_of_the_clients(status, stream):
+async def test_engine_refusing_the_routers_key_is_not_a_client_error(status, stream):
     refused = saying(answering(b'{"error": "Unauthorized"}', b"www-authenticate: Bearer", status=status))
     async with house(2, breaker_failures=3) as router:
         answer = await router.ask("one", refused, stream=stream)
@@ -395,7 +393,7 @@ async def test_that_an_engine_does_not_take_the_routers_key_is_not_said_of_the_c
         assert {router.parts.scheduler.breaker.state(replica, router.parts.clock()) for replica in replicas} == {"open"}
 
 
-async def test_the_end_of_a_choice_that_waits_for_its_signature_goes_out_when_its_stream_breaks_off():
+async def test_held_back_choice_end_is_sent_when_its_stream_breaks():
     end = b'data: {"id":"1","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
     async with house(1) as router:
         broken = saying(STREAM_HEAD + pieces(EVENTS[0], end), "close")
@@ -405,7 +403,7 @@ async def test_the_end_of_a_choice_that_waits_for_its_signature_goes_out_when_it
         assert b'"stream_broken"' in error
 
 
-async def test_a_refusal_that_an_engine_tells_as_an_internal_error_of_a_stream_is_the_clients():
+async def test_refusal_in_a_streams_internal_error_reaches_the_client():
     """vLLM 0.32's `/v1/messages`, of a schema that it can't compile."""
     said = "{'error': {'message': 'Invalid grammar', 'type': 'BadRequestError', 'param': None, 'code': 400}}"
     event = {"type": "error", "error": {"type": "internal_error", "message": said}}
@@ -437,9 +435,7 @@ async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
 @pytest.mark.parametrize("is_heard", [True, False])
-async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_broke_a_request_off(
-    lora_id, is_heard, monkeypatch
-):
+async def test_only_engine_is_retried_after_it_has_answered_again(lora_id, is_heard, monkeypatch):
     control = AgentDouble() if is_heard else AgentDouble(figures=UNHEARD)
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
@@ -468,7 +464,7 @@ async def test_the_only_engine_is_asked_again_once_it_has_answered_since_it_brok
         assert len(admitted) == (2 if is_heard else 1)
 
 
-async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_it_lists_it_again():
+async def test_requests_missing_their_adapter_are_served_once_it_is_listed_again():
     control = with_sql("w0")
     control.list_age_s, control.ensure = 3600.0, ready_on_w0
     said = json.dumps({"error": {"message": "The model `sql/v1@abababababab` does not exist."}}).encode()
@@ -489,7 +485,7 @@ async def test_requests_whose_only_engine_lacked_their_adapter_are_served_once_i
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
-async def test_what_only_one_engine_takes_waits_for_that_one_to_answer_again_though_a_shorter_one_is_ready(lora_id):
+async def test_long_request_waits_for_the_only_engine_that_takes_it(lora_id):
     control = AgentDouble(max_model_lens={"w0": 100})
     control.add_adapter("sql/v1", on=["w0", "w1"])
     named = {} if lora_id is None else {"lora_id": lora_id}
@@ -503,7 +499,7 @@ async def test_what_only_one_engine_takes_waits_for_that_one_to_answer_again_tho
 
 
 @pytest.mark.parametrize("lora_id", [None, "sql/v1"])
-async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_is_not_waited_for(lora_id):
+async def test_living_engine_with_a_stream_error_is_not_waited_for(lora_id):
     """vLLM 0.32, of a number over 64 bits such as `top_k`."""
     error = {"message": "", "type": "InternalServerError", "param": None, "code": 500}
     event = b"data: %b\n\n" % json.dumps({"error": error}).encode()
@@ -520,7 +516,7 @@ async def test_an_engine_that_lives_and_ends_a_stream_with_an_error_of_its_own_i
         assert (await router.ask("x", stream=True, **named)).content == CLEAN
 
 
-async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at_a_time():
+async def test_requests_of_a_dying_engine_are_retried_once_and_alone():
     at_once, most, served = 0, 0, []
 
     async def careful(writer, body):
@@ -551,7 +547,7 @@ async def test_what_a_dying_engine_had_in_flight_is_retried_once_each_and_one_at
         assert most <= 2
 
 
-async def test_who_waits_for_its_turn_behind_an_engines_death_counts_nowhere_and_holds_up_nobody():
+async def test_suspect_waiting_for_its_turn_counts_nowhere_and_blocks_no_request():
     go_on, dies = asyncio.Event(), asyncio.Event()
 
     async def slow(writer, body):
@@ -580,7 +576,7 @@ async def _until_asked(router, count):
     await until(lambda: sum(router.play.asked.values()) >= count)
 
 
-async def test_suspects_that_come_later_do_not_join_the_one_that_has_its_turn():
+async def test_later_suspects_do_not_join_the_running_one():
     async with house(1) as router:
         parts, inside, most = router.parts, 0, 0
         go_on = asyncio.Event()

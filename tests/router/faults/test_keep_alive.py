@@ -46,7 +46,7 @@ async def rest(pieces):
 
 
 @pytest.mark.parametrize("connected", [True, False])
-async def test_a_stream_that_waits_for_its_first_event_is_told_so_and_then_has_all_its_events(connected):
+async def test_waiting_stream_gets_comments_and_then_all_its_events(connected):
     async with house(1, **OFTEN) as router:
         if connected:
             await router.connect()

@@ -53,7 +53,7 @@ def counted(router, name, *labels):
     return metric.labels(*labels).value if labels in metric.label_values else 0
 
 
-async def test_a_key_has_its_requests_a_minute_and_is_told_where_it_stands(tmp_path):
+async def test_key_has_its_requests_per_minute_and_limit_headers(tmp_path):
     async with house(1, **key_file(tmp_path, requests_per_minute=3)) as router:
         for left in (2, 1, 0):
             answer = await router.ask("x", headers=bearer("a"))
@@ -75,7 +75,7 @@ async def test_a_key_has_its_requests_a_minute_and_is_told_where_it_stands(tmp_p
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_paid_off_first(tmp_path, stream):
+async def test_key_is_charged_the_engines_token_count(tmp_path, stream):
     said = saying(STREAM_HEAD + pieces(*EVENTS[:2], USAGE_EVENT, DONE) + b"0\r\n\r\n" if stream else answering(COUNTED))
     async with house(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
         for _ in range(2):
@@ -92,7 +92,7 @@ async def test_a_key_pays_for_the_tokens_that_the_engine_counted_and_a_debt_is_p
         assert counted(router, "rate_limited", "tokens_per_minute") == 1
 
 
-async def test_what_bytes_are_is_told_as_the_engine_told_it_and_is_what_they_cost(tmp_path):
+async def test_answer_of_bytes_keeps_its_metadata_and_is_charged_by_it(tmp_path):
     usage = {"prompt_tokens": 70, "total_tokens": 70}
     told = {"id": "e", "model": BASE, "data": [{"start": 0, "end": 8}], "usage": usage}
     head = b"content-type: application/octet-stream\r\nmetadata: %b\r\n" % json.dumps(told).encode()
@@ -106,7 +106,7 @@ async def test_what_bytes_are_is_told_as_the_engine_told_it_and_is_what_they_cos
             assert left - 25 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= left
 
 
-async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_gives_the_slot_back(tmp_path):
+async def test_failed_and_refused_requests_cost_no_tokens_and_free_their_slot(tmp_path):
     refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
     limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
     async with house(1, control=AgentDouble(figures=UNHEARD), **limits, failover_wait_s=0.05) as router:
@@ -131,7 +131,7 @@ async def test_what_engines_failed_or_refused_costs_no_tokens_and_every_end_give
         assert (await router.ask("well", headers=key)).status_code == 200
 
 
-async def test_an_answer_that_is_larger_than_may_be_held_costs_what_was_asked(tmp_path):
+async def test_too_large_answer_is_charged_its_prompt(tmp_path):
     async with house(1, **key_file(tmp_path, tokens_per_minute=10_000), max_answer_bytes=10_000) as router:
         for _ in range(3):
             large = saying(answering(b"a" * 20_000))
@@ -141,7 +141,7 @@ async def test_an_answer_that_is_larger_than_may_be_held_costs_what_was_asked(tm
         assert int(left) < 5000
 
 
-async def test_the_items_of_a_batch_count_take_turns_and_are_refused_where_they_never_all_may(tmp_path):
+async def test_batch_items_are_counted_queued_and_refused_beyond_the_quota(tmp_path):
     async with house(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
         choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
         router.play.usual = saying(answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()))
@@ -157,7 +157,7 @@ async def test_the_items_of_a_batch_count_take_turns_and_are_refused_where_they_
         assert counted(router, "rate_limited", "concurrent_requests") == 0
 
 
-async def test_a_batch_has_its_requests_and_its_room_from_its_start_to_its_end(tmp_path):
+async def test_batch_holds_its_quota_from_start_to_end(tmp_path):
     choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
     answered, go_on = answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()), asyncio.Event()
 
@@ -188,7 +188,7 @@ async def test_a_batch_has_its_requests_and_its_room_from_its_start_to_its_end(t
         assert not router.play.asked["u0"], "all or none, before anything is sent"
 
 
-async def test_of_a_batch_that_fails_or_is_left_what_was_never_begun_is_given_back(tmp_path):
+async def test_failed_batch_gives_back_the_quota_of_unbegun_items(tmp_path):
     async with house(1, **key_file(tmp_path, requests_per_minute=10, concurrent_requests=1)) as router:
         key, ask = bearer("a"), {"text": [f"t{n}" for n in range(8)]}
 
@@ -216,7 +216,7 @@ async def never(control, lora_id):
     await asyncio.Event().wait()
 
 
-async def test_a_tenant_fills_neither_the_hold_nor_the_loads_and_its_place_is_free_when_it_leaves(tmp_path):
+async def test_tenant_cannot_fill_the_cold_start_queue_or_all_loads(tmp_path):
     control = AgentDouble(ensure=never)
     for number in range(4):
         control.add_adapter(f"cold-{number}/v1")
@@ -277,7 +277,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
         await until(router.is_idle)
 
 
-async def test_a_deadline_that_passes_behind_a_streams_last_event_adds_no_error_to_it():
+async def test_deadline_behind_a_streams_last_event_adds_no_error():
     async with house(1) as router:
         said = saying(STREAM_HEAD + pieces(*EVENTS), "hang")
         answer = await router.ask("x", said, stream=True, headers={"x-lorafleet-timeout-s": str(patience(0.3))})
@@ -287,7 +287,7 @@ async def test_a_deadline_that_passes_behind_a_streams_last_event_adds_no_error_
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon", "", "1e400"])
-async def test_a_deadline_that_is_none_is_a_400_and_a_distant_one_is_none(given):
+async def test_invalid_deadline_is_400_and_distant_one_changes_nothing(given):
     async with house(1) as router:
         refused = await router.ask("x", headers={"x-lorafleet-timeout-s": given})
         assert error_of(refused) == (400, "invalid_request_body")
@@ -308,7 +308,7 @@ def is_known(keys, key):
     return False
 
 
-async def test_neither_a_tenant_nor_who_has_no_key_takes_all_the_room_that_there_is_for_bodies(tmp_path):
+async def test_no_tenant_takes_all_memory_for_bodies(tmp_path):
     settings = {"max_body_bytes": 10_000, "max_bodies_bytes": 20_000, **key_file(tmp_path)}
     async with house(1, **settings) as router, contextlib.AsyncExitStack() as clients:
 
@@ -330,7 +330,7 @@ async def test_neither_a_tenant_nor_who_has_no_key_takes_all_the_room_that_there
         assert router.listener.held_bytes == 9000
 
 
-async def test_a_key_that_became_known_while_its_body_came_is_told_to_send_it_again(tmp_path):
+async def test_key_that_became_valid_during_its_body_gets_401(tmp_path):
     settings = key_file(tmp_path)
     async with house(1, max_body_bytes=10_000, **settings) as router, await router.raw() as client:
         client.send(begun("late", 9000))
@@ -393,7 +393,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
 
 
 @pytest.mark.parametrize(("path", "allowed"), [("", "GET"), ("/cancel", "POST")])
-async def test_a_wrong_method_at_a_stored_response_is_a_405_and_no_route_of_its_own(path, allowed):
+async def test_wrong_method_at_a_stored_response_is_405(path, allowed):
     async with house(1) as router:
         for method in {"GET", "PUT", "DELETE", "POST"} - {allowed}:
             answer = await router.client.request(method, f"/v1/responses/resp_{method}{path}")
@@ -402,7 +402,7 @@ async def test_a_wrong_method_at_a_stored_response_is_a_405_and_no_route_of_its_
         assert error_of(await router.client.delete("/v1/responses/a/b")) == (404, "not_found")
 
 
-async def test_anthropics_clients_use_their_own_header_and_hear_errors_in_their_own_shape(tmp_path):
+async def test_anthropic_clients_have_their_own_header_and_error_shape(tmp_path):
     ask = {"model": BASE, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
     limits = key_file(tmp_path, requests_per_minute=2)
     first = b'event: message_start\ndata: {"type":"message_start","message":{"model":"tiny-qwen"}}\n\n'
@@ -454,7 +454,7 @@ async def test_what_follows_up_on_a_response_waits_its_turn_as_everybody_does():
         await given_up(asking)
 
 
-async def test_what_follows_up_on_a_response_whose_worker_is_no_more_is_told_so_and_goes_to_no_other():
+async def test_follow_up_on_a_lost_workers_response_is_refused():
     async with house(2) as router:
         earlier = tagged_response_id("r", "", tenant=None, worker="w9")
         for more in ({}, {"background": True}, {"stream": True}):
@@ -474,7 +474,7 @@ async def test_ids_of_responses_that_are_no_texts_are_their_engines_to_refuse():
         assert (sent["request_id"], sent["previous_response_id"]) == (3, [4])
 
 
-async def test_what_only_counts_or_spells_tokens_waits_for_no_room_and_takes_none(tmp_path):
+async def test_tokenize_requests_need_no_room_and_take_none(tmp_path):
     limits = key_file(tmp_path, tokens_per_minute=100)
     async with house(1, late_binding_s=0.01, max_waiting_requests=3, **limits) as router:
         router.client.headers.update(bearer("b"))
@@ -488,7 +488,7 @@ async def test_what_only_counts_or_spells_tokens_waits_for_no_room_and_takes_non
         await given_up(asking)
 
 
-async def test_a_stored_response_is_asked_of_the_engine_that_keeps_it_and_of_no_other(tmp_path):
+async def test_stored_response_is_asked_of_its_own_engine_only(tmp_path):
     async with house(2, **key_file(tmp_path)) as router:
         targets = []
 

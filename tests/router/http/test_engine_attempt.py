@@ -128,7 +128,7 @@ async def test_a_stream_that_ends_without_a_blank_line_is_read_too():
 
 
 @pytest.mark.parametrize("then", ["answers", "dies"])
-async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_the_engine_is_gone(then):
+async def test_stale_connection_is_replaced_unless_the_engine_is_gone(then):
     async def script(engine, reader, writer):
         first = len(engine.requests) == 0
         await engine.request(reader)
@@ -158,9 +158,7 @@ async def test_a_used_connection_that_breaks_off_at_once_is_tried_anew_unless_th
 
 
 @pytest.mark.parametrize(("works_s", "said"), [(0, OK[:4]), (0, OK[:-2]), (0, OK[:-1]), (0.1, b"")])
-async def test_a_used_connection_that_breaks_off_at_work_or_inside_its_answer_is_not_tried_anew(
-    works_s, said, monkeypatch
-):
+async def test_connection_lost_during_work_or_answer_is_not_replaced(works_s, said, monkeypatch):
     if works_s:
         monkeypatch.setattr(engine_attempt, "STALE_WITHIN_S", works_s / 2)
 
@@ -200,7 +198,7 @@ async def test_a_new_connection_that_breaks_off_is_not_tried_again():
         await pool.close()
 
 
-async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two():
+async def test_first_event_and_later_events_have_their_own_time_limits():
     go_on, over = asyncio.Event(), asyncio.Event()
 
     async def script(engine, reader, writer):
@@ -223,7 +221,7 @@ async def test_an_engine_has_the_time_to_a_first_event_and_then_that_between_two
         await pool.close()
 
 
-async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowly_already():
+async def test_relay_to_an_already_paused_client_begins_paused():
     go_on, over = asyncio.Event(), asyncio.Event()
 
     async def complete(_request):
@@ -248,7 +246,7 @@ async def test_the_engine_waits_from_the_start_for_a_client_that_reads_too_slowl
     assert b"".join(exchange.sent) == TOKEN + DONE
 
 
-async def test_an_engine_that_breaks_off_in_the_read_that_brought_its_first_event_is_passed_over(certificate):
+async def test_engine_breaking_off_right_behind_its_first_event_is_unreachable(certificate):
     key, cert = certificate
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # its end comes in one read with what was said before
     theirs.load_cert_chain(cert, key)
@@ -295,7 +293,7 @@ async def test_a_first_event_without_end_is_given_up_and_its_engine_notices():
         await pool.close()
 
 
-async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_engine_would_go_on():
+async def test_stream_beginning_with_an_error_is_closed_at_once():
     refused = b'data: {"error":{"message":"no","code":500}}\n\n'
 
     async def script(engine, reader, writer):
@@ -317,7 +315,7 @@ async def test_a_stream_that_begins_with_an_error_is_left_at_once_though_its_eng
 
 
 @pytest.mark.parametrize("ends", ["well", "broken"])
-async def test_what_comes_before_the_client_is_there_is_sent_on_in_order_and_decides_nothing(ends):
+async def test_bytes_before_the_relay_begins_are_sent_on_in_order(ends):
     more, told, over = asyncio.Event(), [], asyncio.Event()
 
     async def script(engine, reader, writer):

@@ -123,7 +123,7 @@ async def test_large_requests_and_answers_come_through_whole(pool):
     ],
 )
 @pytest.mark.parametrize("cut", [None, 1])
-async def test_a_connection_whose_answer_ended_oddly_is_closed_and_its_bytes_are_nobodys(pool, raw, then, body, cut):
+async def test_connection_with_an_odd_answer_is_closed_with_its_leftover_bytes(pool, raw, then, body, cut):
     pieces = [raw] if cut is None else [raw[at : at + cut] for at in range(0, len(raw), cut)]
     async with RawEngine(saying(*pieces, then=then)) as engine:
         first, heard = await ask(pool, engine.url)
@@ -240,7 +240,7 @@ WHOLE = CHUNKED + b"3\r\nabc\r\n3\r\ndef\r\n0\r\n\r\n"
 
 @pytest.mark.parametrize("then", ["close", "reset", "half_close"])
 @pytest.mark.parametrize("size", [0, 1, 9, 20, len(CHUNKED) - 1, len(CHUNKED), len(CHUNKED) + 4, len(WHOLE) - 1])
-async def test_an_answer_that_breaks_off_at_any_byte_is_lost_and_never_ended(pool, then, size):
+async def test_answer_broken_off_at_any_byte_is_lost(pool, then, size):
     async with RawEngine(saying(*([WHOLE[:size]] if size else []), then=then)) as engine:
         connection, heard = await ask(pool, engine.url)
         assert not heard.ended
@@ -283,7 +283,7 @@ async def test_a_body_shorter_than_its_length_is_lost(pool, size):
         b"HTTP/1.1 103 Early Hints\r\n\r\n" * 5000 + OK,
     ],
 )
-async def test_an_answer_that_is_not_http_is_lost_without_a_word_of_it(pool, raw):
+async def test_answer_that_is_not_http_is_lost(pool, raw):
     async with RawEngine(saying(raw)) as engine:
         _, heard = await ask(pool, engine.url)
         assert heard.failure is not None, heard
@@ -327,7 +327,7 @@ async def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_notices(pool
         assert not pool.connections
 
 
-async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool):
+async def test_slow_answer_goes_on_while_its_deadline_is_moved(pool):
     class Patient(RecordingSink):
         def data(self, data):
             super().data(data)
@@ -350,7 +350,7 @@ async def test_a_slow_trickle_goes_on_for_as_long_as_the_deadline_is_moved(pool)
         assert heard.failure.reason == "no_answer_in_time"
 
 
-async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_their_own(pool):
+async def test_stream_survives_any_number_of_separately_read_chunk_sizes(pool):
     async def script(engine, reader, writer):
         await engine.request(reader)
         writer.write(CHUNKED)
@@ -372,7 +372,7 @@ async def test_a_stream_lives_however_much_of_it_is_chunk_sizes_in_reads_of_thei
 
 
 @pytest.mark.parametrize("after", ["send", "head", "data"])
-async def test_a_connection_that_is_closed_is_noticed_by_the_engine_and_says_nothing_more(pool, after):
+async def test_closed_connection_is_seen_by_the_engine_and_silent(pool, after):
     class Leaving(RecordingSink):
         def head(self, status, headers):
             super().head(status, headers)
@@ -447,7 +447,7 @@ async def test_a_deadline_has_as_much_left_after_a_pause_as_before(pool):
         assert not heard.done.is_set()
 
 
-async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(pool):
+async def test_connection_paused_at_its_end_reads_for_the_next_request(pool):
     class Pausing(RecordingSink):
         def data(self, data):
             super().data(data)
@@ -464,7 +464,7 @@ async def test_a_connection_that_was_paused_at_its_end_reads_again_for_the_next(
 # The pool
 
 
-async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_said():
+async def test_idle_connections_are_bounded_in_time_and_number():
     pool = EnginePool(connect_s=2.0, keepalive_s=0.3, max_idle=3)
     async with RawEngine(saying(OK)) as engine:
         origin = Origin.parse(engine.url)
@@ -477,7 +477,7 @@ async def test_idle_connections_are_kept_no_longer_than_said_and_no_more_than_sa
     await pool.close()
 
 
-async def test_a_connection_is_refused_to_the_next_request_the_moment_its_time_is_over(pool):
+async def test_expired_idle_connection_is_not_reused(pool):
     pool.keepalive_s = 0.0
     async with RawEngine(saying(OK)) as engine:
         for _ in range(3):

@@ -65,7 +65,7 @@ async def test_a_body_is_posted(pool):
         assert said.endswith(b"\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
 
 
-async def test_what_a_kept_connection_closes_on_is_asked_once_more_and_what_a_new_one_does_is_not(pool):
+async def test_fetch_repeats_once_after_a_stale_connection_only(pool):
     asked = []
 
     async def script(engine, reader, writer):
@@ -116,7 +116,7 @@ async def test_one_that_is_cancelled_leaves_no_connection(pool):
         assert not pool.connections
 
 
-async def test_one_that_is_cancelled_as_its_answer_comes_takes_the_connection_from_nobody(pool, monkeypatch):
+async def test_fetch_cancelled_at_its_answer_closes_no_other_requests_connection(pool, monkeypatch):
     release, is_free = pool.release, asyncio.Event()
 
     def and_tell(connection):
@@ -161,7 +161,7 @@ async def test_a_head_may_come_as_late_as_that_and_no_later(pool, ask):
 
 @pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize("comes", ["its answer", "its end"])
-async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobodys(pool, ask, comes):
+async def test_answer_arriving_as_its_fetch_is_cancelled_is_dropped(pool, ask, comes):
     async with answering(b"") as agent:
         asking = asyncio.create_task(ask(pool, agent.url))
         await until(lambda: agent.requests)
@@ -175,7 +175,7 @@ async def test_what_comes_in_the_very_moment_in_which_one_is_cancelled_is_nobody
             await asking
 
 
-async def test_an_answer_may_be_as_large_as_that_and_a_stream_may_be_empty(pool):
+async def test_answer_of_the_largest_size_and_empty_stream_are_allowed(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody") as agent:
         assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), max_bytes=4) == b"body"
     async with (
@@ -185,7 +185,7 @@ async def test_an_answer_may_be_as_large_as_that_and_a_stream_may_be_empty(pool)
         assert [data async for data in told] == []
 
 
-async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(pool):
+async def test_stream_arrives_as_sent_and_its_connection_is_reused(pool):
     more = asyncio.Event()
 
     async def script(engine, reader, writer):
@@ -209,7 +209,7 @@ async def test_a_stream_comes_as_it_is_sent_and_its_connection_is_used_again(poo
         assert agent.connections == 1
 
 
-async def test_a_stream_is_given_up_by_the_time_since_its_last_piece_and_read_on_while_little_of_it_is_unread(pool):
+async def test_stream_is_lost_by_idle_time_and_paused_by_unread_bytes(pool):
     more = asyncio.Event()
 
     async def script(engine, reader, writer):
@@ -228,7 +228,7 @@ async def test_a_stream_is_given_up_by_the_time_since_its_last_piece_and_read_on
         assert not connection.is_paused
 
 
-async def test_a_stream_that_is_left_is_closed_and_one_that_falls_silent_is_lost(pool):
+async def test_abandoned_stream_is_closed_and_silent_stream_is_lost(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n") as agent:
         async with stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
             async for data in told:
@@ -263,7 +263,7 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n"])
-async def test_a_stream_whose_sender_leaves_before_its_head_is_lost_and_not_waited_for(pool, said):
+async def test_stream_without_a_head_is_lost_when_its_sender_leaves(pool, said):
     async with answering(said, closes=True) as agent:
         with pytest.raises(EngineLost) as lost:
             async with within(5), stream(pool, agent.url, "/events", idle_s=patience(30)):
@@ -273,7 +273,7 @@ async def test_a_stream_whose_sender_leaves_before_its_head_is_lost_and_not_wait
 
 
 @pytest.mark.parametrize(("more", "reason"), [(b"HTTP/1.1 2", "no_answer"), (None, "no_answer_in_time")])
-async def test_what_a_kept_connection_was_heard_on_or_hangs_on_is_not_asked_again(pool, more, reason):
+async def test_fetch_does_not_repeat_after_any_byte_or_timeout(pool, more, reason):
     whole = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
 
     async def script(engine, reader, writer):
@@ -295,7 +295,7 @@ async def test_what_a_kept_connection_was_heard_on_or_hangs_on_is_not_asked_agai
         assert not pool.connections
 
 
-async def test_what_comes_and_ends_while_a_stream_is_looked_at_is_read_too(pool):
+async def test_bytes_arriving_during_iteration_are_read_before_the_end(pool):
     more, got = asyncio.Event(), []
 
     async def script(engine, reader, writer):
@@ -313,7 +313,7 @@ async def test_what_comes_and_ends_while_a_stream_is_looked_at_is_read_too(pool)
     assert got == [b"one", b"two"]
 
 
-async def test_a_stream_that_is_read_after_its_end_leaves_its_connection_as_the_next_one_has_it(pool):
+async def test_reading_an_ended_stream_does_not_touch_its_connection(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none") as agent:
         async with stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
             await until(lambda: told.has_ended)

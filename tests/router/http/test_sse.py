@@ -9,7 +9,7 @@ from router.http.sse import StoredAnswerRewriter, event_error, has_first_event, 
 DATE = b"0123456789ab"
 
 
-def test_the_answer_that_an_engine_keeps_has_the_fleets_names_and_no_digest_wherever_its_stream_is_cut():
+def test_stored_answer_has_fleet_names_without_digest_at_any_cut():
     text = json.dumps('say "model":"x@' + DATE.decode() + '"').encode()
     said = b'event: x\ndata: {"response":{"model":"sql/v1@%b"},"text":%b}\n\n' % (DATE, text)
     said += b'data: {"model": "sql/v1@%b"}\r\n\r\ndata: {"model":"a@b"}\n\ndata: {"model":"sql/v1@%b"}' % (DATE, DATE)
@@ -43,7 +43,7 @@ def test_the_answer_that_an_engine_keeps_has_the_fleets_names_and_no_digest_wher
     ],
 )
 @pytest.mark.parametrize("before", [b"", b": ping\n\n", b"event: error\n"])
-def test_an_error_for_a_first_event_is_told_with_a_status_that_is_one(before, line, told):
+def test_first_event_error_becomes_a_valid_status(before, line, told):
     event = before + b"data: " + line + b"\n\n"
     assert has_first_event(event)
     assert event_error(event) == (told, line)
@@ -62,7 +62,7 @@ def test_half_an_event_or_none_with_data_is_no_first_one(held):
 
 
 @pytest.mark.parametrize("body", [b"plain \xff words", b"[" * 100_000, b'["m"]'])
-def test_a_refusal_that_is_no_json_object_is_told_in_an_envelope_of_ours(body):
+def test_refusal_that_is_no_json_object_is_enveloped(body):
     first, done, _ = refusal_event(400, body).split(b"\n\n")
     error = json.loads(first.removeprefix(b"data: "))["error"]
     assert error["message"] == body.decode(errors="replace")
