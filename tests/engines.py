@@ -1,6 +1,6 @@
 """Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments, and SGLang's stub.
 
-With LORAFLEET_SGLANG_PYTHON, a Python that has SGLang, the stub's place is taken by the real one.
+With LORAFLEET_SGLANG_PYTHON, a Python with SGLang, real SGLang replaces the stub.
 """
 
 import json
@@ -32,7 +32,7 @@ MODULES = {
 # vLLM: 25-60 s alone on 2 cores, longer beside other work
 START_WITHIN_S = {"sim": 20.0, "vllm": 120.0, "sglang": 600.0 if SGLANG_PYTHON else 20.0}
 
-# The least that vLLM 0.32 starts with on 2 cores; the sim takes and ignores what it has no use for.
+# The smallest vLLM 0.32 on 2 cores; the sim ignores some of the flags.
 FLAGS: Sequence[str] = (
     "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16", "--enforce-eager",
     "--max-model-len", "2048", "--max-num-batched-tokens", "2048", "--max-num-seqs", "8", "--block-size", "32",
@@ -61,7 +61,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 @dataclass(slots=True)
 class RunningEngine:
-    """An engine that answers /health. Stop it."""
+    """A running engine that answers /health; the caller stops it."""
 
     kind: Kind
     url: str
@@ -74,7 +74,7 @@ class RunningEngine:
     _folder: Path
 
     def stop(self, *, within_s: float = 60.0) -> int:
-        """SIGTERM, wait, and see to it that nothing of its process group is left; the exit status."""
+        """Send SIGTERM, wait, and kill the rest of the process group; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -98,7 +98,7 @@ def start_engine(
 
     host, port   where it listens; port 0: a free one
     flags        come after `FLAGS`, so that they win
-    raises       RuntimeError with the end of the engine's log when it exits or is not up in time
+    raises       RuntimeError with the end of the engine's log if it exits or is not healthy in time
     """
     if not port:
         more = {"served_model_name": served_model_name, "flags": flags, "environment": environment, "host": host}
@@ -137,7 +137,7 @@ def start_engine(
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill whatever is left of the process group that `process` leads."""
+    """Kill the process group that `process` leads."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
 """SGLang's server without a model: `python -m tests.sglang_stub` with SGLang's own flags.
 
-Everything that the fleet relies on, or has to be afraid of, is as SGLang 0.5.23's source has it and as it was seen
+Its behaviour follows SGLang 0.5.23 as far as lorafleet depends on it, including its pitfalls, as seen
 running: adapters are chosen by `base:adapter` alone and bare names fall through to the base model; an unloaded name
 comes back with the next request; each load has a new id, which seeds the hashes of the adapter's blocks; an unload
 waits for requests in flight and publishes nothing. Text is a function of the adapter's content and the prompt.
@@ -36,7 +36,7 @@ from lorafleet.tokenizer.chat import ChatTokenizer
 from workers.engines.sim.publisher import KVEventPublisher
 from workers.engines.sim.settings import EventsConfig
 
-_GAUGE_EVERY = 40  # decoded tokens, between which the gauge of running requests stands still
+_GAUGE_EVERY = 40  # decoded tokens between two updates of the gauge of running requests
 
 
 class StubKVEvent(msgspec.Struct, omit_defaults=True, tag=True):
@@ -77,7 +77,7 @@ class StubPage:
 
 
 class StubPageCache:
-    """Pages of tokens by the hash of all before them; the least recently used leaf goes first."""
+    """Pages of tokens by the hash of their prefix; the least recently used leaf is evicted first."""
 
     def __init__(self, page_size: int, pages: int) -> None:
         self.page_size, self.most = page_size, pages
@@ -93,7 +93,7 @@ class StubPageCache:
         return found
 
     def match(self, tokens: list[int], ref: StubAdapter | None, salt: str | None) -> int:
-        """Tokens found; the last one is always computed."""
+        """Number of cached tokens; the last token is always computed."""
         found = 0
         for page in self.hashes(tokens[:-1], ref, salt):
             if page not in self.pages:
@@ -137,11 +137,11 @@ class StubPageCache:
 
 
 class StubRefusal(Exception):
-    """What SGLang raises as ValueError."""
+    """A ValueError in SGLang."""
 
 
 class StubAdapterRegistry:
-    """The registry of names, and the cache of every name that was ever loaded."""
+    """The registry of loaded names, and of all names that were ever loaded."""
 
     def __init__(self, *, max_loaded: int | None, max_rank: int) -> None:
         self.max_loaded, self.max_rank = max_loaded, max_rank
@@ -173,7 +173,7 @@ class StubAdapterRegistry:
 
     @contextlib.asynccontextmanager
     async def in_use(self, name: str | None):
-        """The adapter while a request runs on it, loaded again where it was unloaded."""
+        """The adapter during a request; an unloaded one is loaded again."""
         if name is None:
             yield None
             return
@@ -212,7 +212,7 @@ def _read_adapter(name: str, path: Path, max_rank: int) -> bytes:
 
 
 def _kills_sglang(path: Path) -> bool:
-    """What SGLang loads and dies of at the first request: other ranks than r, half of a module that it fuses."""
+    """Whether the first request for the adapter kills SGLang: other ranks than r, or part of a fused module."""
     rank = json.loads((path / "adapter_config.json").read_text())["r"]
     with (path / "adapter_model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -239,7 +239,7 @@ class SglangStub:
         self.prefill_s = float(os.environ.get("SGLANG_STUB_PREFILL_S", "0"))
         self.health_s = float(os.environ.get("SGLANG_STUB_HEALTH_S", "1"))
 
-    # --- what it answers
+    # --- routes
 
     def adapter_of(self, body: dict) -> str | None:
         served, model = self.args.served_model_name, body.get("model", "default")
@@ -249,7 +249,7 @@ class SglangStub:
         return cut.strip() or body.get("lora_path")
 
     async def generate(self, body: dict, tokens: list[int]):
-        """Yields (None, usage) once the prompt is computed, then (text, usage) a token."""
+        """Yields (None, usage) after the prefill, then (text, usage) per token."""
         if len(tokens) >= self.args.context_length:
             raise StubRefusal(f"The input ({len(tokens)} tokens) is longer than the model's context length")
         salt = body.get("cache_salt")
@@ -317,7 +317,7 @@ class SglangStub:
             return {"index": 0, **part, "finish_reason": None if delta else "length"}
 
         try:
-            await anext(steps)  # refusals come before the answer begins
+            await anext(steps)  # errors come before the answer begins
         except StubRefusal as exc:
             error = {"object": "error", "message": str(exc), "type": "BadRequestError", "param": None, "code": 400}
             return JSONResponse(error, 400)
@@ -338,7 +338,7 @@ class SglangStub:
         return JSONResponse(head | {"choices": [choice(said, delta=False)], "usage": usage})
 
     async def respond(self, request: Request) -> Response:
-        """From the base model, whatever adapter `model` names."""
+        """Answers from the base model, even if `model` names an adapter."""
         body = await request.json()
         chat = {"messages": [{"role": "user", "content": body["input"]}], "max_tokens": body["max_output_tokens"]}
         said = "".join([text async for text, _ in self.generate(chat, self.tokenizer.chat_ids(chat)) if text])
@@ -364,7 +364,7 @@ class SglangStub:
         ]
         return JSONResponse({"object": "list", "data": [base, *loaded]})
 
-    # --- what runs it
+    # --- process
 
     async def load(self, request: Request) -> Response:
         body = await request.json()
@@ -416,12 +416,12 @@ class SglangStub:
         return PlainTextResponse("\n".join([*lines, ""]))
 
     async def loads(self, _request: Request) -> Response:
-        """Neither runs nor waits here what is being computed for the first time."""
+        """Running and waiting requests; a request in prefill is neither."""
         load = {"dp_rank": 0, "num_running_reqs": self.totals["running"], "num_waiting_reqs": 0, "token_usage": 0.0}
         return JSONResponse({"version": "0.5.23", "loads": [load]})
 
     async def __call__(self, scope, receive, send) -> None:
-        """Counts what it is asked, from the first byte to the last."""
+        """Counts requests from the first byte to the last."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -453,7 +453,7 @@ class SglangStub:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """SGLang's flags; what it does not know it refuses, as SGLang does."""
+    """SGLang's flags; unknown ones are refused."""
     parser = argparse.ArgumentParser(prog="sglang.launch_server", allow_abbrev=False)
     for flag in ("--model-path", "--served-model-name", "--host", "--kv-events-config", "--lora-target-modules"):
         parser.add_argument(flag, required=True)

@@ -1,7 +1,7 @@
 """An engine on a simulated clock: the sim's batch, and its counters as vLLM 0.32 keeps its own.
 
 The counters follow v1/metrics/stats.py: computed tokens at a prompt's first token, gaps at each token, the rest when a
-request ends. No time passes, and no clock is asked.
+request ends. Time is simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class SimulatedEngine:
         self._tokens = count()
 
     def ask(self, prompt_tokens: int, answer_tokens: int) -> EngineJob:
-        """A request that comes now."""
+        """Submit a request now."""
         chain = BlockChain([next(self._tokens)] * prompt_tokens, ChainRoot(), 32)
         job = EngineJob(
             chain=chain,
@@ -50,7 +50,7 @@ class SimulatedEngine:
 
     @property
     def next_at(self) -> float:
-        """When the step under way ends; infinite when there is nothing to do."""
+        """End of the current step; infinite without requests."""
         if self._step is None:
             if not self.batch.has_work:
                 return inf
@@ -59,7 +59,7 @@ class SimulatedEngine:
         return self._step[1]
 
     def advance(self, until: float) -> tuple[list[EngineCounters], Sequence[EngineJob]]:
-        """Let time pass, no further than to the end of one step: readings on the way, and jobs that got a token."""
+        """Advance time, at most to the end of one step; returns the readings on the way and jobs with a token."""
         done_at = self.next_at
         to = min(until, done_at)
         readings = list(self._readings(to))

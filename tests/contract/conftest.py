@@ -1,4 +1,4 @@
-"""One server of each engine for all of this folder's tests, its KV events, and adapters that no engine should take."""
+"""Fixtures of the contract tests: one server per engine, its KV events, good and bad adapters."""
 
 import json
 import shutil
@@ -19,13 +19,13 @@ from tests.engines import Kind, RunningEngine, start_engine
 from tests.patience import patience
 
 EVENT_WITHIN_MS = int(patience(10) * 1000)
-# Numbers the prompts of all tests of an engine, so that none finds another's blocks.
+# Numbers the prompts of an engine's tests, so that they share no blocks.
 FRESH = count(1)
 
 
 @pytest.fixture(scope="package")  # an idle vLLM takes a quarter of a core
 def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
-    """Starts an engine of a kind when a test first asks for one; from then on the same. All are stopped at the end."""
+    """Starts an engine of a kind at its first use and returns the same one from then on; stops all at the end."""
     started: dict[Kind, RunningEngine] = {}
 
     def engine(kind: Kind) -> RunningEngine:
@@ -36,12 +36,12 @@ def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
 
     yield engine
     ended = {kind: engine.stop() for kind, engine in started.items()}
-    ended.pop("sglang", None)  # SIGTERM ends it as the system does, with no status of its own
+    ended.pop("sglang", None)  # SIGTERM kills it
     assert not any(ended.values()), ended
 
 
 def unload_all(client: httpx.Client) -> None:
-    """Unload every adapter of an engine: its next test module begins with none."""
+    """Unload all adapters of an engine before the next test module."""
     for card in client.get("/v1/models").json()["data"]:
         if card.get("parent"):
             client.post("/v1/unload_lora_adapter", json={"lora_name": card["id"]}).raise_for_status()
@@ -62,7 +62,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def bad_adapters(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders that each have one fault."""
+    """Folders of adapters with one fault each."""
     root = tmp_path_factory.mktemp("bad")
 
     def copy(name: str) -> Path:
@@ -88,14 +88,14 @@ def bad_adapters(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 @dataclass(slots=True)
 class KVEventSubscriber:
-    """A subscriber to an engine's KV events, and the sequence number it expects next: any, of the first batch."""
+    """A subscriber to an engine's KV events, with the expected sequence number of the next batch."""
 
     sub: "zmq.Socket[bytes]"
     heard: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     next_seq: int | None = None
 
     def next_batch(self) -> list[dict[str, Any]]:
-        """The events of the next batch; fails when none comes, or when the frames are not vLLM's."""
+        """The events of the next batch; fails if none comes or its frames differ from vLLM's."""
         assert self.sub.poll(EVENT_WITHIN_MS), "no KV events came"
         topic, seq_bytes, payload = self.sub.recv_multipart()
         seq = int.from_bytes(seq_bytes, "big")
@@ -109,9 +109,9 @@ class KVEventSubscriber:
         return events  # type: ignore[no-any-return]
 
     def stored(self) -> list[dict[str, Any]]:
-        """What the next batch that stores anything stores; removals are left out.
+        """The BlockStored events of the next batch that has any; removals are skipped.
 
-        Tests before this one may have filled the engine's blocks, so that others are removed first.
+        Earlier tests may have filled the pool, so that blocks are removed first.
         """
         while True:
             if stores := [event for event in self.next_batch() if event["type"] == "BlockStored"]:
@@ -127,7 +127,7 @@ class KVEventSubscriber:
 
 @dataclass(slots=True)
 class EngineUnderTest:
-    """What a test needs of an engine under test."""
+    """An engine under test with its client, events and adapters."""
 
     engine: RunningEngine
     client: httpx.Client
@@ -147,18 +147,18 @@ class EngineUnderTest:
         return answer.json()  # type: ignore[no-any-return]
 
     def settle(self) -> None:
-        """Skip every event sent so far: those of requests that other tests made."""
+        """Skip all events so far, which are of other tests' requests."""
         marker = self.tokens(1)
         self.complete(marker)
         self.wire.until(marker)
 
     def load(self, name: str, path: Path) -> None:
-        """Load an adapter that must be taken."""
+        """Load an adapter; fails if it is refused."""
         answer = self.client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
         assert answer.status_code == 200, answer.text
 
     def unload(self, name: str) -> None:
-        """Unload an adapter that must be there."""
+        """Unload an adapter; fails if it is not loaded."""
         answer = self.client.post("/v1/unload_lora_adapter", json={"lora_name": name})
         assert answer.status_code == 200, answer.text
 
@@ -167,7 +167,7 @@ class EngineUnderTest:
 def bench(
     request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningEngine], adapters: dict[str, Path]
 ) -> Iterator[EngineUnderTest]:
-    """An engine without adapters, its client, and all its KV events from here on."""
+    """An engine without adapters, its client, and its KV events from now on."""
     engine = engine_of(request.param)
     context: zmq.Context[Any] = zmq.Context()
     sub = context.socket(zmq.SUB)
@@ -188,7 +188,7 @@ def bench(
 
 
 def _wait_for_subscription(bench: EngineUnderTest) -> None:
-    """A subscription takes effect some time after it was made."""
+    """Wait until the subscription takes effect."""
     for _ in range(200):
         bench.complete(bench.tokens(1))
         if bench.wire.sub.poll(50):

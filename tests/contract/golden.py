@@ -1,4 +1,4 @@
-"""Shapes of answers, taken from vLLM 0.32.0 on the CPU. Keys are in its order; `...` is a value that varies."""
+"""Shapes of vLLM 0.32.0's answers on the CPU, with its keys in order; `...` is a varying value."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ BLOCK_STORED = {
 }  # fmt: skip
 BLOCK_REMOVED = {"type": "BlockRemoved", "block_hashes": ["int"], "medium": "str", "group_idx": "int"}
 
-# What a router or an agent reads; each a prefix of a sample's line.
+# The metrics that routers and agents read, each a prefix of a line.
 METRICS = (
     "process_start_time_seconds ",
     'vllm:num_requests_running{engine="0",model_name="tiny-qwen"} ',
@@ -124,7 +124,7 @@ METRICS = (
 
 
 def fits(value: Any, golden: Any, at: str = "") -> str | None:
-    """Where and how `value` differs from `golden`, None when it does not."""
+    """Where and how `value` differs from `golden`; None if it does not."""
     if isinstance(golden, dict):
         if not isinstance(value, dict) or list(value) != list(golden):
             return f"{at}: {list(value) if isinstance(value, dict) else value!r}, expected keys {list(golden)}"

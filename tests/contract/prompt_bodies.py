@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages` whose prompt the router works out for itself."""
+"""Bodies of `/v1/responses` and `/v1/messages` whose prompt the router renders itself."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ WEATHER_TOOL = {
 USER = {"role": "user", "content": "Rain in Bern?"}
 SAID = {"type": "output_text", "text": "Hello! How can I help?"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Zürich"}'}
-# What Codex and agents send besides functions.
+# Tools that Codex and agents send besides functions.
 CUSTOM = {"type": "custom", "name": "patch", "description": "Applies a <patch>"}
 CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": '*** Begin "Zürich"\n'}
 NAMESPACE = {
@@ -113,7 +113,7 @@ RESPONSES_BODIES: list[tuple[str, dict[str, Any]]] = [
     ("tools of all kinds", {"input": "Rain?", "tools": [*UNSEEN_TOOLS, CUSTOM, WEATHER_FUNCTION, NAMESPACE]}),
     ("unicode", {"input": "Zürich — naïve café 😀👍🏽 日本語 e\u0301"}),
 ]
-# Only the engine knows the prompt of these, or it refuses them.
+# Bodies that only the engine can render, or that it refuses.
 UNKNOWN_RESPONSES: list[dict[str, Any]] = [
     {"input": "x", "previous_response_id": "resp_1"},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},

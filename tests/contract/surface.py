@@ -1,4 +1,4 @@
-"""Real vLLM engines for the surface's tests, and what makes two answers comparable."""
+"""Real vLLM engines for the tests of all routes, and the comparison of two answers."""
 
 import json
 import re
@@ -28,7 +28,7 @@ ENGINE_NAME = f"{LORA_ID}@{DIGEST[:12]}"
 NAMES = {BASE: BASE, LORA_ID: ENGINE_NAME}
 
 POOLING = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
-# A model of another kind: a classifier, one made for structured decisions; or vLLM 0.33.
+# Routes that need another kind of model (a classifier, structured decisions) or vLLM 0.33.
 NOT_SERVED = ("/classify", "/v1/systemone", "/v1/decisions")
 GENERATE_FLAGS = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 POOLING_FLAGS = ("--runner", "pooling")
@@ -37,19 +37,19 @@ STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 
 @dataclass(slots=True)
 class DirectEngine:
-    """An engine that holds the adapter, spoken to without a router."""
+    """An engine with the adapter loaded, called without a router."""
 
     engine: RunningEngine
     client: httpx.Client
 
     def post(self, path: str, body: dict[str, Any], *, model: str = BASE, **options: Any) -> httpx.Response:
-        """`body` dressed as the router dresses it. `model` is the engine's name for it."""
+        """POST `body` with the fields that the router adds; `model` is the engine's name."""
         fields = msgspec.json.decode(msgspec.json.encode(body), type=Body)
         content = vllm_body(fields, model, options=EngineOptions(**options))
         return self.client.post(path, content=content, headers={"content-type": "application/json"})
 
     def ids(self, path: str, body: dict[str, Any]) -> list[int]:
-        """The prompt's token ids as the engine renders them; fails where it refuses the body."""
+        """The prompt's token ids as the engine renders them; fails if it refuses the body."""
         answer = self.post(f"{path}/render", body)
         assert answer.status_code == 200, answer.text
         rendered = answer.json()
@@ -58,7 +58,7 @@ class DirectEngine:
 
 @contextmanager
 def engine_with_adapter(engine: RunningEngine, adapter: Path) -> Iterator[DirectEngine]:
-    """The engine while it holds the adapter, under the name that the router has for it."""
+    """The engine with the adapter loaded under the router's name for it during the block."""
     with httpx.Client(base_url=engine.url, timeout=120) as client:
         body = {"lora_name": ENGINE_NAME, "lora_path": str(adapter)}
         loaded = client.post("/v1/load_lora_adapter", json=body)
@@ -68,14 +68,14 @@ def engine_with_adapter(engine: RunningEngine, adapter: Path) -> Iterator[Direct
 
 
 def example(path: str) -> dict[str, Any]:
-    """What the API's description says to send, without chance in the answer."""
+    """The example of the OpenAPI document, with a deterministic answer."""
     sent, _answered = EXAMPLES[path]
     assert sent is not None
     return {name: value for name, value in sent.items() if name != "model"} | {"temperature": 0}
 
 
 def assert_answers_its_example(direct: DirectEngine, route: Route) -> None:
-    """For the base model and for an adapter, as the row says."""
+    """The route answers its example for the base model and for an adapter, as its row says."""
     _sent, answered = EXAMPLES[route.path]
     texts = []
     for model in (BASE, ENGINE_NAME):
@@ -90,7 +90,7 @@ def assert_answers_its_example(direct: DirectEngine, route: Route) -> None:
 
 
 def assert_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
-    """By this the router tells an adapter that is gone from a route that is not there."""
+    """The route names an unknown model, by which the router distinguishes a missing adapter from a missing route."""
     answer = direct.post(route.path, example(route.path), model="sql/v1@000000000000")
     assert answer.status_code == 404
     assert "sql/v1@000000000000" in answer.json()["error"]["message"]
@@ -98,14 +98,14 @@ def assert_names_an_unknown_model(direct: DirectEngine, route: Route) -> None:
 
 
 def assert_accepts_a_salt(direct: DirectEngine, route: Route) -> None:
-    """As the row says: vLLM refuses a salt with a slash, where its body has one, and ignores one that it has not."""
+    """The row is right about the salt: vLLM refuses a salt with a slash if the body has a salt, else ignores it."""
     answer = direct.post(route.path, example(route.path) | {"cache_salt": "a/b"}, model=ENGINE_NAME)
     if route.takes_salt and route.computes:
         assert (answer.status_code, "cache_salt" in answer.text) == (400, True), answer.text
 
 
 def assert_table_has_every_route(direct: DirectEngine) -> None:
-    """A route that is new in vLLM fails this: it is to be offered, or named among those that are not."""
+    """Every route of the engine is in the table or in the list of excluded ones."""
     known = {path for _method, path in ROUTES} | {"/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
     left_out = re.compile(
         r"/(adapters.*|invocations|ping|health|load|version|metrics|kv_event_sources|v1/models|inference/v1/.*"
@@ -116,7 +116,7 @@ def assert_table_has_every_route(direct: DirectEngine) -> None:
 
 
 def comparable_answer(text: str) -> Any:
-    """An answer without what differs each time: ids and times, and where an engine cuts a stream into events."""
+    """An answer without ids, times and the stream's division into events, which differ each time."""
     if text.startswith(("data:", "event:")):
         return _comparable_stream([_parsed_event(part) for part in text.split("\n\n") if part])
     return _without_volatile(json.loads(text)) if text else ""
@@ -140,9 +140,9 @@ def _parsed_event(part: str) -> dict[str, Any]:
 
 
 def _comparable_stream(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """By choice, the shapes of its events in order, and all text and log-probabilities of each shape's field together.
+    """By choice: the shapes of its events in order, and the joined text and log-probabilities of each field.
 
-    Several tokens come in one event for a slow reader, and those of several choices in any order. The event that ends
+    A slow reader gets several tokens in one event, and choices arrive in any order. The event that ends
     a text may have more or less of it, so the text is that of the whole choice.
     """
     shapes: dict[str, list[str]] = {}
@@ -183,7 +183,7 @@ async def routed(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
     """(client of a real router in front of this one engine, the router's parts); it tokenizes itself.
 
-    figures  what an agent would say of the engine's load
+    figures  the engine's load in the agent's metadata
     """
     control = AgentDouble(workers={"w0": direct.engine.url}, block_sizes={"w0": 32}, figures=figures or Load())
     control.add_adapter(LORA_ID, on=["w0"])
@@ -212,13 +212,13 @@ def output_tokens(parts: Any) -> int:
 async def assert_same_through_a_router(
     direct: DirectEngine, client: httpx.AsyncClient, path: str, body: Any, what: str, *, within: float = 0.0
 ) -> None:
-    """The same request to the engine and to the router: equal answers but for ids, times and the model's name.
+    """Engine and router give equal answers to a request, except for ids, times and the model's name.
 
-    within  how far numbers may differ: vLLM scores several texts a little differently when it computes them in one step
+    within  tolerance for numbers: vLLM scores texts slightly differently when it computes them in one step
     """
     echoes = ROUTES["POST", path].echoes_model
     for asked, engine_name in NAMES.items():
-        direct.post(path, body, model=engine_name)  # from here on both find the same in the cache
+        direct.post(path, body, model=engine_name)  # from now on both find the same cache
         alone = direct.client.post(path, json=body | {"model": engine_name})
         behind = await client.post(path, json=body | {"model": asked})
         where = f"{path} {what}: {behind.text[:500]}"
@@ -228,7 +228,7 @@ async def assert_same_through_a_router(
         ), where
         expected = alone.text.replace(json.dumps(engine_name), json.dumps(asked)) if echoes else alone.text
         if body.get("stream"):
-            # Another test's: whether a stream whose usage nobody asked for is signed.
+            # Whether a stream without usage has a fingerprint is another test's subject.
             assert comparable_answer(_SIGNED.sub("", behind.text)) == comparable_answer(_SIGNED.sub("", expected)), (
                 where
             )

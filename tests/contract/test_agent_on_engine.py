@@ -1,4 +1,4 @@
-"""An agent attached to the engine that this folder's tests share: what its adapters answer, and kill -9 of it."""
+"""An agent attached to the shared engine: its adapters' answers, and kill -9 of the agent."""
 
 import asyncio
 import shutil
@@ -18,12 +18,12 @@ from workers.wire import KvSnapshot, unpack_hashes
 
 pytestmark = pytest.mark.fleet
 
-PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks to be found again, or not
+PROMPT = list(range(600, 600 + 4 * 32 + 5))  # four blocks
 
 
 @pytest.fixture
 def empty(bench: EngineUnderTest):
-    """The engine without adapters; whatever a test loads is unloaded after it."""
+    """The engine without adapters; a test's adapters are unloaded after it."""
 
     def unload_all() -> None:
         for model in bench.client.get("/v1/models").json()["data"]:
@@ -36,7 +36,7 @@ def empty(bench: EngineUnderTest):
 
 
 def answer(bench: EngineUnderTest, model: str) -> tuple[str, int]:
-    """What an adapter says to PROMPT, and how much of it was cached."""
+    """An adapter's answer to PROMPT, and its cached tokens."""
     said = bench.complete(PROMPT, model=model, max_tokens=12)
     return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -52,7 +52,7 @@ async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_
         expected[name] = answer(empty, name)
         empty.unload(name)
     assert expected["clean-old"][0] != expected["clean-new"][0]
-    assert expected["clean-new"][1] == 0  # so this is what a clean engine says
+    assert expected["clean-new"][1] == 0  # the answer of a clean engine
 
     place = tmp_path / "shelf" / "same" / "v1"
     shutil.copytree(old, place)
@@ -72,7 +72,7 @@ async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_
         second = await loaded()
         assert second != first
         assert await asyncio.to_thread(answer, empty, second) == expected["clean-new"]
-        # What the engine published of all that is known to the agent, who did not start it.
+        # The agent knows the blocks from the engine's events, although it did not start it.
         async with within(10):
             while not (cached := await blocks(client)) >= ledger_hashes(first) | ledger_hashes(second):
                 await asyncio.sleep(0.05)
@@ -80,13 +80,13 @@ async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_
 
 
 async def blocks(client: httpx.AsyncClient) -> set[int]:
-    """Our hashes of what the agent's ledger has on the device."""
+    """Our hashes of the device blocks in the agent's ledger."""
     snapshot = msgspec.msgpack.decode((await client.get("/v1/kv/snapshot")).content, type=KvSnapshot)
     return {each for rank in snapshot.ranks for each in unpack_hashes(rank.device)}
 
 
 def ledger_hashes(name: str) -> set[int]:
-    """Of the prompt's full blocks, under an adapter."""
+    """The hashes of the prompt's full blocks under an adapter."""
     return set(block_hashes(PROMPT, block_size=32, root=root_hash("tiny-qwen", name)))
 
 

@@ -1,6 +1,6 @@
-"""The corpus of broken adapters on the engine itself: what it refuses we refuse, what we take it takes.
+"""The corpus of broken adapters on vLLM itself: we refuse what it refuses, and it accepts what we accept.
 
-Where we refuse an adapter that the engine takes, the corpus says so and why; this holds that to be true as well.
+If we refuse an adapter that vLLM accepts, the corpus says so and why; this is checked, too.
 """
 
 from pathlib import Path

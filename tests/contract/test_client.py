@@ -1,4 +1,4 @@
-"""What the fleet needs of any engine, asked through its own client and dialect: one suite for every kind we drive."""
+"""The contract of every engine client: one suite for all kinds of engines."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def running(request: pytest.FixtureRequest, engine_of: Callable[[Kind], RunningE
 
 
 class CachedHashes(set[int]):
-    """Our hashes of what the engine's events say is cached on its device."""
+    """Our hashes of the device blocks in the engine's events."""
 
     def add(self, tier: Tier, hashes: Any) -> None:  # type: ignore[override]
         assert tier == "device"
@@ -64,7 +64,7 @@ class ClientUnderTest:
         self._decode = KvEventDecoder().decode
 
     def tokens(self, blocks: int) -> list[int]:
-        """Whole blocks and one token more, that no test has used before."""
+        """Token ids of whole blocks and one more token, unused by other tests."""
         first = next(FRESH)
         return [300 + first % 1000, 400 + first % 60, *range(500, 500 + blocks * BLOCK - 1)]
 
@@ -72,7 +72,7 @@ class ClientUnderTest:
         return set(block_hashes(tokens, block_size=BLOCK, root=root_hash(BASE, name, salt)))
 
     async def ask(self, prompt: Any, adapter: str = "", **more: Any) -> httpx.Response:
-        """What a router would send for it."""
+        """POST the request as a router sends it."""
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more
         fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
         dressed = self.dialect.body(fields, self.dialect.model(BASE, adapter), NO_OPTIONS)
@@ -89,7 +89,7 @@ class ClientUnderTest:
                 self.ledger.apply(self._decode((await self.sub.recv_multipart())[2]))
 
     async def settle(self) -> None:
-        """Hear of everything that was asked so far."""
+        """Wait for the events of all requests so far."""
         marker = self.tokens(1)
         await self.text(marker)
         await self.until_cached(self.hashes(marker))
@@ -117,7 +117,7 @@ async def bench(running: RunningEngine, adapters: dict[str, Path]) -> AsyncItera
 
 
 async def _wait_for_subscription(bench: ClientUnderTest) -> None:
-    """A subscription takes effect some time after it was made."""
+    """Wait until the subscription takes effect."""
     while True:
         await bench.text(bench.tokens(1))
         if await bench.sub.poll(50):
@@ -177,7 +177,7 @@ async def test_request_for_an_unloaded_adapter_is_an_error(
     assert (await bench.ask("x", "never/v1@1")).status_code in (400, 404)
 
 
-# --- what it says of itself
+# --- engine state
 
 
 async def test_client_reads_the_engines_shape(bench: ClientUnderTest) -> None:
@@ -205,7 +205,7 @@ async def test_request_counts_as_running_from_first_token_until_client_disconnec
     bench: ClientUnderTest,
 ) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    for _ in range(5):  # where this process stands still for a second, the answer is over before it looks
+    for _ in range(5):  # if this process stalls for a second, it misses the whole answer
         async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
             assert (await anext(answer.aiter_lines())).startswith("data: {")
             scrape = await bench.engine.scrape()
@@ -230,7 +230,7 @@ async def test_engine_is_healthy_generates_and_keeps_its_boot_mark(bench: Client
     assert await bench.engine.boot_mark() == await bench.engine.boot_mark()
 
 
-@pytest.mark.parametrize("running", KINDS[2:], indirect=True)  # the others have no core in a process of its own
+@pytest.mark.parametrize("running", KINDS[2:], indirect=True)  # the other engines have no separate core process
 async def test_hanging_core_stays_healthy_but_its_counters_stop(bench: ClientUnderTest, running: RunningEngine) -> None:
     body = {"model": BASE, "prompt": bench.tokens(1), "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with bench.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -253,7 +253,7 @@ async def test_hanging_core_stays_healthy_but_its_counters_stop(bench: ClientUnd
 
 
 def _engine_core_pids(server: int) -> list[int]:
-    """Where a vLLM computes: the descendants of its API server that it names after itself."""
+    """PIDs of a vLLM's engine cores: the descendants of its API server with vLLM's process name."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -278,7 +278,7 @@ async def test_missing_engine_is_unreachable(kind: str) -> None:
     await gone.aclose()
 
 
-# --- its cache and events
+# --- cache and events
 
 
 async def test_kv_events_separate_blocks_by_adapter_and_salt(bench: ClientUnderTest) -> None:
@@ -324,7 +324,7 @@ async def test_evicted_blocks_are_reported(bench: ClientUnderTest) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-# --- SGLang's own traps, which the rest is built around
+# --- SGLang's peculiarities
 
 
 only_sglang = pytest.mark.parametrize("running", ["sglang"], indirect=True)
@@ -345,7 +345,7 @@ GATED = {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj"
 
 
 def adapter_on_modules(*leaves: str) -> dict[str, Any]:
-    """An adapter on these modules alone."""
+    """An adapter with these modules only."""
     modules = {name: shape for name, shape in (ATTENTION | GATED).items() if name.split(".")[1] in leaves}
     return {"config": {"target_modules": list(leaves)}, "tensors": lambda _: pairs(modules=modules)}
 

@@ -1,4 +1,4 @@
-"""What every engine must do alike. Each line here was seen on vLLM 0.32.0 first; the sim has to follow."""
+"""The behaviour that the sim must share with vLLM 0.32.0."""
 
 import json
 import re
@@ -22,7 +22,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def chunks_of(text: str) -> list[dict[str, Any]]:
-    """The JSON of a whole event stream, whose framing must be vLLM's."""
+    """The events of a whole stream; fails if its framing differs from vLLM's."""
     assert text.endswith("data: [DONE]\n\n")
     parts = text.removesuffix("data: [DONE]\n\n").split("\n\n")
     assert parts.pop() == ""
@@ -34,7 +34,7 @@ def envelope(message: str, kind: str, code: int, param: str | None = None) -> di
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-# --- what is served
+# --- routes
 
 
 def test_models_lists_the_base_model_then_adapters_with_path_and_parent(bench: EngineUnderTest) -> None:
@@ -223,7 +223,7 @@ def test_disconnecting_client_ends_the_request(bench: EngineUnderTest) -> None:
         return float(found[1])
 
     def running_becomes(count: int) -> bool:
-        # vLLM tells its gauges after a step's tokens are out, so a reader may be ahead of them.
+        # vLLM updates its gauges after sending a step's tokens, so a reader may be ahead of them.
         deadline = time.monotonic() + 5
         while metric("num_requests_running") != count and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -231,7 +231,7 @@ def test_disconnecting_client_ends_the_request(bench: EngineUnderTest) -> None:
 
     before = metric("generation_tokens_total")
     with bench.client.stream("POST", COMPLETIONS, json=body) as answer:
-        lines = answer.iter_lines()  # kept: a dropped iterator closes the stream
+        lines = answer.iter_lines()  # keep a reference: a dropped iterator closes the stream
         next(lines)
         assert running_becomes(1)
     assert running_becomes(0)
@@ -572,7 +572,7 @@ def test_load_from_a_missing_path_is_404(bench: EngineUnderTest) -> None:
     assert (answer.status_code, answer.json()) == (404, expected)
 
 
-# --- the cache and its events
+# --- cache and KV events
 
 
 def cached(answer: dict[str, Any]) -> int:
@@ -674,7 +674,7 @@ def test_oldest_blocks_are_evicted_first_with_events_before_new_blocks(bench: En
             assert len(event["block_hashes"]) == 1
             removed += event["block_hashes"]
     mine = [block for block in removed if block in stored["block_hashes"]]
-    assert mine == stored["block_hashes"][::-1]  # the tail goes first
+    assert mine == stored["block_hashes"][::-1]  # the last blocks are evicted first
     assert cached(bench.complete(old)) == 0
 
 

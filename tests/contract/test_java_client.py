@@ -1,4 +1,4 @@
-"""Java's own HTTP client through a router to an engine: chats with bodies, whole and streamed."""
+"""Java's HTTP client through a router to an engine: chats, whole and streamed."""
 
 import pytest
 

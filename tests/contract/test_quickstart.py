@@ -1,4 +1,4 @@
-"""What the quickstart says to type works with the vLLM that `make demo` installs."""
+"""The quickstart's commands work with the vLLM that `make demo` installs."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 
 def benchmark_command(**given: str) -> list[str]:
-    """The words of the page's benchmark, flags' values replaced by those given."""
+    """The benchmark command in the page, with some flags' values replaced."""
     block = re.search(r"```sh\n([^`]*bench serve[^`]*)```", QUICKSTART)
     assert block is not None
     words = shlex.split(block[1].replace("\\\n", " "))
@@ -31,7 +31,7 @@ def benchmark_command(**given: str) -> list[str]:
 def test_all_requests_of_the_quickstart_benchmark_succeed(
     engine_of: Callable[[Kind], RunningEngine], model_dir: Path, adapters: dict[str, Path]
 ) -> None:
-    engine = engine_of("sim")  # what is held to is the command: any engine will do
+    engine = engine_of("sim")  # the test is about the command: any engine will do
     program, *words = benchmark_command(
         base_url=engine.url, tokenizer=str(model_dir), num_prompts="6", request_rate="100", random_input_len="50"
     )

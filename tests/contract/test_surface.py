@@ -1,4 +1,4 @@
-"""What the table of routes, the prompts and the dress promise, on real vLLM with nothing in between."""
+"""The table of routes, rendered prompts and engine bodies, compared with real vLLM."""
 
 import asyncio
 import itertools
@@ -172,7 +172,7 @@ def test_responses_and_messages_report_cached_tokens(direct: DirectEngine) -> No
 def assert_ids_change_nothing(direct: DirectEngine, path: str, body: dict[str, Any], ids: list[int], name: str) -> None:
     kind = ROUTES["POST", path].prompt
     for more in ({}, {"stream": True}):
-        direct.post(path, body | more, model=ENGINE_NAME)  # from here on both find the same in the cache
+        direct.post(path, body | more, model=ENGINE_NAME)  # from now on both find the same cache
         text = direct.post(path, body | more, model=ENGINE_NAME)
         given = direct.post(path, body | more, model=ENGINE_NAME, prompt=kind, prompt_ids=array("I", ids))
         assert (given.status_code, comparable_answer(given.text)) == (text.status_code, comparable_answer(text.text)), (
@@ -240,7 +240,7 @@ def test_completion_by_ids_gets_the_same_answer(direct: DirectEngine, tokenizer:
 
 
 def test_requests_that_would_show_ids_are_not_sent_as_ids(direct: DirectEngine, tokenizer: ChatTokenizer) -> None:
-    """If this fails, vLLM no longer shows it, and `may_send_ids` may be less strict."""
+    """If this fails, vLLM no longer shows the ids, and `may_send_ids` may be less strict."""
     prompt = "e\u0301 one two three"
     ids = array("I", tokenizer.completion_ids(prompt))
     for field, value in (("suffix", "x"), ("truncate_prompt_tokens", 2)):
@@ -485,7 +485,7 @@ async def test_router_expects_a_hit_only_where_the_engine_searches_its_cache(
             assert bool(usage.cached_tokens) == is_looked_for, body
 
 
-@pytest.mark.thorough  # it imports vLLM into this process, which takes longer than all that it tests
+@pytest.mark.thorough  # it would import vLLM into this process, which takes longer than the tests
 @pytest.mark.filterwarnings("ignore")
 def test_special_tokens_are_added_to_the_same_prompts_as_in_vllm(tokenizer: ChatTokenizer) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -528,7 +528,7 @@ async def test_router_judges_content_types_like_the_engine(
             assert behind.status_code == alone.status_code, (route.path, behind.text, alone.text)
 
 
-# Of what an engine may have done before it is asked about.
+# The engine may have finished before it is polled.
 TRIES = 6
 
 
@@ -614,7 +614,7 @@ async def test_response_can_be_continued_by_its_creator(direct: DirectEngine, mo
             cancelled = await other.post(f"{RESPONSES}/{queued['id']}/cancel")
             if cancelled.status_code == 200:
                 break
-            # It was whole already, see `is_at_work`.
+            # The answer was already complete, see `is_at_work`.
             assert cancelled.json()["error"]["param"] == "response_id", cancelled.text
         assert (cancelled.status_code, cancelled.json().get("status")) == (200, "cancelled")
         foreign = tagged_response_id(None, "f00", tenant="another", worker="w0")
@@ -679,7 +679,7 @@ LONG_ASKS: list[tuple[str, dict[str, Any], int]] = [
 
 
 def requests_at_work(direct: DirectEngine) -> int:
-    """Requests that run or wait in the engine, by its own count."""
+    """Requests that run or wait in the engine, by its metrics."""
     metrics = direct.client.get("/metrics").text
     shown = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", metrics, re.MULTILINE)
     assert len(shown) == 2
@@ -687,15 +687,15 @@ def requests_at_work(direct: DirectEngine) -> int:
 
 
 async def wait_for_requests_at_work(direct: DirectEngine, count: int, *, within_s: float = 20.0) -> None:
-    """Wait until so many are at work; asked in a thread, so that the router goes on meanwhile."""
+    """Wait until the engine has `count` requests; polls in a thread, so that the router goes on."""
     async with within(within_s):
         while await asyncio.to_thread(requests_at_work, direct) != count:
             await asyncio.sleep(0.02)
 
 
 async def is_at_work(direct: DirectEngine, count: int) -> bool:
-    """Whether the engine shows so many soon. Where all cores are taken vLLM's API server has been seen to say nothing,
-    neither this nor an answer's first event, until the whole answer was made; asked without a router, too.
+    """Whether the engine soon has `count` requests. On a busy machine vLLM's API server may answer nothing,
+    neither metrics nor first events, until the whole answer is done, even without a router.
     """
     try:
         await wait_for_requests_at_work(direct, count, within_s=5)
@@ -725,7 +725,7 @@ async def test_disconnecting_client_ends_the_engines_work(
             for _ in range(TRIES):
                 async with client.stream("POST", path, json=body | {"stream": True}) as answer:
                     assert answer.status_code == 200
-                    pieces = answer.aiter_bytes()  # held: one that nobody holds closes the answer
+                    pieces = answer.aiter_bytes()  # keep a reference: a dropped iterator closes the stream
                     await anext(pieces)
                     if await is_at_work(direct, count):
                         break

@@ -1,4 +1,4 @@
-"""The routes of an engine that answers with vectors and scores, on real vLLM, without and behind a router."""
+"""The routes for vectors and scores on real vLLM, with and without a router."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How an engine ends on SIGTERM. By its name this file is the last of its folder: no test after it has an engine."""
+"""An engine's end on SIGTERM. This file's name makes it the last of its folder, as it stops the engines."""
 
 from threading import Thread
 
@@ -17,7 +17,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: Engine
 
     def read() -> None:
         with httpx.stream("POST", f"{bench.engine.url}{COMPLETIONS}", json=body, timeout=60) as answer:
-            lines.extend(answer.iter_lines())  # a line at a time, as it comes
+            lines.extend(answer.iter_lines())  # line by line
 
     reader = Thread(target=read)
     reader.start()

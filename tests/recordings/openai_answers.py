@@ -1,4 +1,4 @@
-"""What real vLLM answers to the requests of `openai`'s client: kept as it came, so that tests need no vLLM.
+"""Recorded answers of real vLLM to requests of `openai`'s client, so that tests need no vLLM.
 
 `python -m tests.recordings.openai_answers` records it again; it starts vLLM twice, about a minute.
 """
@@ -36,7 +36,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, SHORT),
     "chat, streamed": (CHAT, SHORT | {"stream": True}),
     "usage, streamed": (CHAT, SHORT | {"stream": True, "stream_options": {"include_usage": True}}),
-    # Sampled: the likeliest token of random weights is white space for ever.
+    # Sampled: the likeliest token of random weights is always white space.
     "tools": (CHAT, SHORT | TOOLS | {"temperature": 1, "seed": 1}),
     "tools, streamed": (CHAT, SHORT | TOOLS | {"temperature": 1, "seed": 1, "stream": True}),
     "two": (CHAT, SAMPLED),
@@ -55,7 +55,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def recorded_answers() -> dict[str, dict[str, Any]]:
-    """By the same names: status, content type and body; of the adapter that `tests.contract.surface` names."""
+    """By request name: status, content type and body; the adapter is that of `tests.contract.surface`."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return found
 

@@ -31,14 +31,14 @@ TOTAL_BLOCKS = 40
 SEED = 7
 FLAGS = ("--num-gpu-blocks-override", str(TOTAL_BLOCKS), "--max-model-len", "768", "--max-num-batched-tokens", "768")
 REQUESTS = {"incremental": 130, "full": 60, "after": 60}
-# The engine publishes at the end of a step, in its own thread. Two orders of magnitude more than it was seen to take.
+# The engine publishes in a thread at the end of a step; this is a hundred times what it takes.
 _QUIET_MS = 250
 _LONGEST_PROMPT = 500
 
 
 @dataclass(slots=True)
 class RecordingSession:
-    """The engine, what was heard and asked so far, and what may be asked again."""
+    """The engine, the recorded entries, and the prompts that may be repeated."""
 
     client: httpx.Client
     sub: "zmq.Socket[bytes]"
@@ -48,7 +48,7 @@ class RecordingSession:
     report_full: bool = False
 
     def listen(self) -> None:
-        """Take all events until none has come for a while."""
+        """Record events until none comes for a while."""
         while self.sub.poll(_QUIET_MS):
             _, seq, payload = self.sub.recv_multipart()
             self.entries.append(RecordedEvent(int.from_bytes(seq, "big"), payload))
@@ -63,13 +63,13 @@ class RecordingSession:
         return answer.json()  # type: ignore[no-any-return]
 
     def ask(self, engine_name: str, salt: str, prompt: list[int], max_tokens: int) -> None:
-        """One completion, and what it was: the prompt with its answer can be continued."""
+        """Send and record one completion; its prompt with the answer may be continued later."""
         answer = self.post("/v1/completions", engine_name, salt, prompt=prompt, max_tokens=max_tokens)
         self.add_request(engine_name, salt, prompt, answer)
         self.prompts += [(engine_name, salt, prompt), (engine_name, salt, prompt + answer["choices"][0]["token_ids"])]
 
     def chat(self, engine_name: str, salt: str, messages: list[dict[str, str]], max_tokens: int) -> None:
-        """One chat completion."""
+        """Send and record one chat."""
         answer = self.post("/v1/chat/completions", engine_name, salt, messages=messages, max_tokens=max_tokens)
         self.add_request(engine_name, salt, answer["prompt_token_ids"], answer)
 
@@ -81,7 +81,7 @@ class RecordingSession:
         self.listen()
 
     def send_twice_at_once(self, prompt: list[int]) -> None:
-        """The same prompt twice at once: nothing is noted but the events, since who came first is not known."""
+        """Send a prompt twice at once; only the events are recorded, as the order of the requests is unknown."""
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(self.post, "/v1/completions", "", "", prompt=prompt, max_tokens=70) for _ in range(2)]
         assert all(twin.result() for twin in asked)
@@ -89,7 +89,7 @@ class RecordingSession:
 
 
 def send_random_requests(session: RecordingSession, rng: Random, requests: int, roots: list[tuple[str, str]]) -> None:
-    """Requests of all kinds, drawn at random."""
+    """Send requests of all kinds, drawn at random."""
     prefixes = [[rng.randrange(300, 4000) for _ in range(size)] for size in (40, 96, 150)]
     for number in range(requests):
         engine_name, salt = rng.choice(roots)
@@ -105,7 +105,7 @@ def send_random_requests(session: RecordingSession, rng: Random, requests: int, 
             session.chat(engine_name, salt, [system, user], max_tokens)
         elif kind == "fresh" or not known:
             prompt = [*rng.choice(prefixes), *new]
-            # Prompts that end with a block are the exception that a prediction must know: the last token is computed.
+            # For prompts that end with a block the last token is computed although its block is cached.
             session.ask(engine_name, salt, prompt[: len(prompt) // 32 * 32] if number % 3 == 0 else prompt, max_tokens)
         else:
             engine_name, salt, prompt = rng.choice(known)
@@ -113,13 +113,13 @@ def send_random_requests(session: RecordingSession, rng: Random, requests: int, 
 
 
 def load_adapter(client: httpx.Client, name: str, path: Path) -> None:
-    """Load an adapter that must be taken."""
+    """Load an adapter; fails if it is refused."""
     answer = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
     assert answer.status_code == 200, answer.text
 
 
 def record(client: httpx.Client, sub: "zmq.Socket[bytes]", model: str, adapters: list[Path]) -> Recording:
-    """Play all three parts."""
+    """Record all three parts."""
     session, rng = RecordingSession(client, sub, model), Random(SEED)
     names = {f"adapter-{number}/v1@{number:012x}": path for number, path in enumerate(adapters[:2], 1)}
     for name, path in names.items():
@@ -143,7 +143,7 @@ def record(client: httpx.Client, sub: "zmq.Socket[bytes]", model: str, adapters:
     session.report_full = False
     send_random_requests(session, rng, REQUESTS["after"] // 2, roots)
     client.post("/reset_prefix_cache").raise_for_status()
-    # The engine tells of it with its next step only; this one has nothing to hit.
+    # The engine publishes the reset with its next step; this request has no cached prefix.
     session.ask("", "", [rng.randrange(300, 4000) for _ in range(20)], 1)
     send_random_requests(session, rng, REQUESTS["after"] // 2, roots)
     return Recording("vLLM 0.32.0, CPU", BLOCK_SIZE, TOTAL_BLOCKS, parts, session.entries)

@@ -1,4 +1,4 @@
-"""What a real engine published and answered, in the order in which it happened: one compact file."""
+"""A recording of a real engine's events and answers, in order, in one compact file."""
 
 import gzip
 from pathlib import Path
@@ -9,18 +9,18 @@ VLLM = Path(__file__).parent / "vllm-0.32.0.msgpack.gz"
 
 
 class RecordedEvent(msgspec.Struct, array_like=True, tag="heard", frozen=True):
-    """One message of the engine's KV event socket: its sequence number and its payload, byte for byte."""
+    """One message of the engine's KV event socket: sequence number and payload."""
 
     seq: int
     payload: bytes
 
 
 class RecordedEngineRequest(msgspec.Struct, array_like=True, tag="asked", frozen=True):
-    """One request, alone in the engine: all events before it were heard, none of its own was.
+    """One request, alone in the engine, after all earlier events and before its own.
 
     engine_name    the adapter's, or empty for the base model
-    cached_tokens  the engine's own word, in its answer
-    report_full    it asked for events about reused blocks
+    cached_tokens  as in the engine's answer
+    report_full    it requested events about reused blocks
     """
 
     engine_name: str
@@ -31,7 +31,7 @@ class RecordedEngineRequest(msgspec.Struct, array_like=True, tag="asked", frozen
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """A session with one engine. `parts` are the entries' indexes at which a part begins, by the part's name."""
+    """A session with one engine. `parts` has the index of each part's first entry, by name."""
 
     engine: str
     block_size: int
@@ -46,10 +46,10 @@ class Recording(msgspec.Struct, frozen=True):
         return self.entries[start : starts[starts.index(start) + 1]]
 
     def save(self, path: Path) -> None:
-        """Write it, the same bytes for the same recording."""
+        """Write the recording; equal recordings give equal bytes."""
         path.write_bytes(gzip.compress(msgspec.msgpack.encode(self), 9, mtime=0))
 
 
 def load(path: Path = VLLM) -> Recording:
-    """Read it; raises msgspec.ValidationError when its shape is another."""
+    """Read a recording; raises msgspec.ValidationError for another format."""
     return msgspec.msgpack.decode(gzip.decompress(path.read_bytes()), type=Recording)

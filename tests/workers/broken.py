@@ -1,6 +1,6 @@
-"""A corpus of adapters for the tiny model: broken ones, each with the code it is refused with, and good ones.
+"""A corpus of adapters for the tiny model: broken ones with their error codes, and good ones.
 
-What real vLLM does with each is part of the corpus, and held against a real one by tests/contract/test_broken.py.
+It also says what real vLLM does with each; tests/contract/test_broken.py checks that.
 """
 
 import json
@@ -15,7 +15,7 @@ from lorafleet.local.tiny_model import FEED_FORWARD, HIDDEN, LAYERS, MODEL_NAME,
 from workers.core.tensors import MAX_HEADER_BYTES
 
 MAX_RANK = 16
-KEYS = HIDDEN // 2  # what k_proj and v_proj give: two of four heads
+KEYS = HIDDEN // 2  # outputs of k_proj and v_proj: two of four heads
 PREFIX = "base_model.model."
 OUT_IN = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -31,7 +31,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class BrokenAdapter:
-    """One adapter. `code` None: to be taken. `why` says why an adapter is refused that vLLM takes."""
+    """One adapter. `code` None: it is accepted. `why`: why we refuse an adapter that vLLM accepts."""
 
     name: str
     code: str | None
@@ -43,7 +43,7 @@ class BrokenAdapter:
     why: str = ""
 
     def write(self, root: Path) -> Path:
-        """Its folder under `root`."""
+        """Write the adapter below `root`; returns its folder."""
         said = {key: value for key, value in {**CONFIG, **self.config}.items() if key != self.leave_out}
         files = {
             "adapter_config.json": json.dumps(said).encode(),
@@ -70,7 +70,7 @@ CONFIG: Mapping[str, Any] = {
 def pairs(
     rank: int = 8, layers: int = LAYERS, *, modules: Mapping[str, tuple[int, int]] = OUT_IN, dtype: str = "BF16"
 ) -> Tensors:
-    """Zeros on every module of every layer."""
+    """Zeros for every module of every layer."""
     found: Tensors = {}
     for layer in range(layers):
         for module, shape in modules.items():
@@ -87,13 +87,13 @@ def pair(module: str, out_in: tuple[int, int], *, rank: int = 8, dtype: str = "B
 
 
 def safetensors(tensors: Tensors, **changes: Any) -> bytes:
-    """The file with these tensors, all zeros; `changes` are laid over the header's entry of the first."""
+    """The file with these tensors, all zeros; `changes` override the header's first entry."""
     end = sum(_size(*tensor) for tensor in tensors.values())
     return safetensors_header(tensors, **changes) + bytes(end)
 
 
 def safetensors_header(tensors: Tensors, **changes: Any) -> bytes:
-    """That file up to where its tensors begin."""
+    """The file without its tensor data."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -109,7 +109,7 @@ def _size(dtype: str, shape: tuple[int, ...]) -> int:
     return WIDTH[dtype] * math.prod(shape)
 
 
-# --- ways to break one --------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------------
 
 W = "adapter_model.safetensors"
 C = "adapter_config.json"

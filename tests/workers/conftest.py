@@ -1,4 +1,4 @@
-"""Material of the agent's tests: the tiny model, its adapters, a worker's folders."""
+"""Fixtures of the agent's tests: the tiny model, its adapters, a worker's folders."""
 
 from pathlib import Path
 

@@ -1,12 +1,12 @@
-"""kill -9 of agent and engine at random moments: what record, disk and engine say afterwards, and what was served.
+"""kill -9 of agent and engine at random moments: state folder, disk and engine must agree afterwards.
 
     python -m tests.workers.kills --engine sim --operations 1000 --seed 1
     python -m tests.workers.kills --engine vllm --operations 100 --seed 1 [--attached]
 
-Rounds of operations at once (loads, evicting loads, unloads, inspections; half of the adapters come slowly over
-https), one kill in each, at a moment drawn from the seed. All the while an observer asks the engine for every adapter
-that it lists: an answer that a clean engine does not give, or a listed folder whose bytes are not its digest's, is half
-an adapter served. After each round record, disk, agent and engine have to agree again.
+Rounds of concurrent operations (loads, evicting loads, unloads, inspections; half of the adapters come slowly over
+https), with one kill per round at a random moment. Meanwhile an observer requests every adapter that the engine lists:
+a wrong answer, or a listed folder whose files do not match its digest, is a violation. After each round state folder,
+disk, agent and engine must agree again.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CODES = {
 
 
 class SlowConnection(FaultyConnection):
-    """Carries 64 KiB, then waits: an adapter takes as long as a kill needs to meet it."""
+    """A connection that pauses every 64 KiB, so that a kill can hit a download."""
 
     pause_s = 0.02
 
@@ -61,7 +61,7 @@ class SlowConnection(FaultyConnection):
 
 @dataclass
 class KillFindings:
-    """What a trial saw. `violations` has to stay empty; `agreed_s`: from the kill's end to agreement, one a round."""
+    """The findings of a trial. `violations` must stay empty; `agreed_s`: seconds from kill to agreement, per round."""
 
     operations: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -82,9 +82,9 @@ class KillFindings:
 
 
 class KillTrial:
-    """One worker, killed again and again. `engine`: what an attached agent speaks to; None: the agent starts its own.
+    """One worker that is killed repeatedly. `engine`: of an attached agent; None: the agent starts its own.
 
-    truth  lora_id -> what a clean engine answers to ASK
+    truth  lora_id -> a clean engine's answer to ASK
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class KillTrial:
         source = {"source": self.sources[lora_id]}
         await self._is_alive.wait()
         outcome = "cut off"
-        with contextlib.suppress(httpx.HTTPError, RuntimeError):  # the agent died under it, and its client is closed
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):  # the agent was killed, and its client is closed
             if call == "unload":
                 answer = await post(self.client, "unload_lora", lora_id=lora_id)
             elif call == "inspect":
@@ -170,13 +170,13 @@ class KillTrial:
             model = Path(self.worker.flags[1])
             self.engine = await asyncio.to_thread(start_engine, self.engine.kind, model, flags=ENGINE_FLAGS, port=port)
         else:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it is starting
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # the engine is starting
                 os.kill(self.worker.engine_pid, signal.SIGKILL)
 
-    # --- what is looked at ---------------------------------------------------------------------------------------
+    # --- checks --------------------------------------------------------------------------------------------------
 
     async def _check_served_adapters(self) -> None:
-        """Ask the engine for what it lists, over and over."""
+        """Check the adapters that the engine lists, repeatedly."""
         while True:
             with contextlib.suppress(httpx.HTTPError, RuntimeError, KeyError, ValueError):
                 url = await self._engine_url()
@@ -191,7 +191,7 @@ class KillTrial:
             self.findings.violations.append(f"{name} is served from {folder}, whose bytes are others")
         answer = await direct.post(f"{url}/v1/completions", json={**ASK, "model": name})
         if answer.status_code == 404:
-            return  # unloaded in between
+            return  # unloaded meanwhile
         said = answer.json()["choices"][0]["text"]
         self.findings.answers += 1
         if said != self.truth[lora_id]:
@@ -203,7 +203,7 @@ class KillTrial:
         return str((await self.client.get("/metadata")).json()["transport"]["engine_url"])
 
     async def _wait_for_agreement(self) -> str:
-        """The last difference, once all say the same; raises AssertionError with it when they do not in time."""
+        """Wait until all agree; returns the last difference, or raises AssertionError with it after the deadline."""
         differing, last = ["nobody answered"], ""
         try:
             async with within(self._agree_within_s):
@@ -244,13 +244,13 @@ class KillTrial:
 
 
 async def listed_adapters(client: httpx.AsyncClient, engine_url: str) -> dict[str, Path]:
-    """engine name -> folder of every adapter that the engine serves."""
+    """engine name -> folder of all adapters that the engine lists."""
     models = (await client.get(f"{engine_url}/v1/models")).json()["data"]
     return {item["id"]: Path(item["root"]) for item in models if item.get("parent")}
 
 
 def expected_answers(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
-    """What an engine that holds nothing else answers to ASK with each adapter."""
+    """The answers to ASK with each adapter alone in the engine."""
     said = {}
     with httpx.Client(base_url=url, timeout=120) as client:
         for lora_id, folder in folders.items():
@@ -265,9 +265,9 @@ def expected_answers(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def https_sources(
-    folders: Mapping[str, Path], where: Path, cable: FaultyConnection
+    folders: Mapping[str, Path], where: Path, connection: FaultyConnection
 ) -> AsyncIterator[dict[str, str]]:
-    """https:// sources of these adapters behind the cable; agents started meanwhile trust their certificate."""
+    """https:// sources of these adapters behind a faulty connection, whose certificate new agents trust."""
     files = {
         f"{lora_id}/{path.name}": path.read_bytes() for lora_id, folder in folders.items() for path in folder.iterdir()
     }
@@ -275,7 +275,7 @@ async def https_sources(
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = str(where / "site.pem")
     try:
-        async with SourceServer(files_of(files)).serving(server) as site, cable.to(site.url) as url:
+        async with SourceServer(files_of(files)).serving(server) as site, connection.to(site.url) as url:
             yield {lora_id: f"{url}/{lora_id}" for lora_id in folders}
     finally:
         os.environ.pop("SSL_CERT_FILE")
@@ -287,7 +287,7 @@ async def https_sources(
 async def new_kill_trial(
     kind: Kind, folder: Path, *, seed: int, engine: RunningEngine | None = None, may_kill_engine: bool = True
 ) -> AsyncIterator[KillTrial]:
-    """A trial in an empty folder. `engine`, one that the agent is attached to, holds no adapter; it is not stopped."""
+    """A trial in an empty folder. `engine`, to which the agent is attached, has no adapters and is not stopped."""
     model = make_model(folder / "model")
     adapters = {lora_id: make_adapter(folder / "adapters", lora_id) for lora_id in LOCAL}
     elsewhere = {lora_id: make_adapter(folder / "elsewhere", lora_id) for lora_id in REMOTE}
@@ -300,7 +300,7 @@ async def new_kill_trial(
         clean.stop()
         own = ("--engine-args=--sim-load-s=0.03",) if kind == "sim" else ("--device-profile", "cpu")
         flags = (*SIM, "--engine", kind, *own, "--num-gpu-blocks-override", "256")
-    # It is killed again and again: no reason to restart it slowly.
+    # The kills must not count as a crash loop.
     restarts = ("--crash-loop-after", "1", "--crash-loop-retry-s", "0.3")
     flags = (*flags, *restarts, "--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")
     async with https_sources(elsewhere, folder, SlowConnection()) as sources:

@@ -1,4 +1,4 @@
-"""Downloader plugins of tests."""
+"""Downloader plugins for tests."""
 
 import shutil
 import tempfile
@@ -9,7 +9,7 @@ from workers.plugin import LoraEvent, LoraManager, LoraModel
 
 
 class CopyingManager(LoraManager):
-    """Copies from a folder into one of its own, as a downloader would; notes what it was told beside it."""
+    """A plugin that copies from a folder into its own, and records its events."""
 
     root = Path()
 
@@ -42,4 +42,4 @@ class AsyncCopyingManager(CopyingManager):
 
 
 class NotAManager:
-    """No LoraManager."""
+    """A class that is no LoraManager."""

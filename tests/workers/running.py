@@ -1,4 +1,4 @@
-"""A real agent around a real engine process, on loopback: in a process of its own, or inside the test's."""
+"""A real agent with a real engine process on loopback: in its own process, or inside the test's."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ SIM = ("--engine", "sim", *_SLOTS)
 
 
 class RunningWorker:
-    """An agent. Its folders outlive it, so that another one can be started on them."""
+    """An agent's folders and flags; agents can be started on them one after the other."""
 
     def __init__(self, model: Path, adapters: Path, folder: Path, *flags: str) -> None:
         self.folder, self.model = folder, model
@@ -47,9 +47,9 @@ class RunningWorker:
     async def inside(
         self, *more: str, until_ready: bool = True, timers: AgentTimers = TIMERS
     ) -> AsyncIterator[httpx.AsyncClient]:
-        """A client of an agent in the test's own process, for tests that neither signal the agent nor read its log.
+        """A client of an agent in the test's process, for tests that neither signal the agent nor read its log.
 
-        It takes a third of the time that an agent process takes to start. Its loop is asyncio's own, not uvloop.
+        It starts in a third of an agent process's time. Its loop is asyncio's, not uvloop.
         """
         words = (*self.flags, "--no-engine-output", *more)
         cut = words.index("--") if "--" in words else len(words)
@@ -76,9 +76,9 @@ class RunningWorker:
     async def together(
         self, *more: str, engine: Sequence[str] = (), until_ready: bool = True, timers: AgentTimers = TIMERS
     ) -> AsyncIterator[httpx.AsyncClient]:
-        """A client of an agent beside a sim that it did not start, both in the test's own process: the quickest.
+        """A client of an agent attached to a sim, both in the test's process: the fastest variant.
 
-        For tests that neither signal agent or engine nor restart them. `engine`: further flags of the sim.
+        For tests that neither signal nor restart agent or engine. `engine`: further flags of the sim.
         """
         async with (
             sim_inside(self.model, *_SLOTS, *engine) as url,
@@ -90,9 +90,9 @@ class RunningWorker:
     async def running(
         self, *more: str, until_ready: bool = True, stderr: int | None = None
     ) -> AsyncIterator[httpx.AsyncClient]:
-        """A client of an agent process; afterwards it is stopped if the test has not done it.
+        """A client of an agent process, which is stopped afterwards unless the test has stopped it.
 
-        stderr  a descriptor, in place of `agent.log`
+        stderr  a file descriptor instead of `agent.log`
         """
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ class RunningWorker:
 
 @contextlib.asynccontextmanager
 async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
-    """The URL of a sim in the test's own process."""
+    """The URL of a sim in the test's process."""
     words = ("--model", str(model), "--served-model-name", "tiny-qwen", "--enable-lora", *flags)
     # Abstract (`@`): no file is left, and pytest's folders are too long for a socket's path.
     endpoints = {name: f"ipc://@{uuid.uuid4().hex}" for name in ("endpoint", "replay_endpoint")}
@@ -153,7 +153,7 @@ async def sim_inside(model: Path, *flags: str) -> AsyncIterator[str]:
 
 
 def state_of(pid: int) -> str:
-    """As ps has it: R, S, T (stopped), Z and so on. Raises OSError where there is no such process."""
+    """The process's state as in ps: R, S, T (stopped), Z, ... Raises OSError without such a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -165,7 +165,7 @@ def is_running(pid: int) -> bool:
 
 
 def group_of(pid: int) -> set[int]:
-    """Running processes of the group that this process is in."""
+    """The running processes of this process's group."""
     group = os.getpgid(pid)
     return {int(path.name) for path in Path("/proc").glob("[0-9]*") if _group(path) == group}
 
@@ -193,7 +193,7 @@ async def loaded(client: httpx.AsyncClient) -> set[str]:
 
 
 async def sse(lines: AsyncIterator[str]) -> tuple[str, dict]:
-    """The next event's id and data."""
+    """Id and data of the next event."""
     event_id = ""
     async for line in lines:
         if line.startswith("id: "):

@@ -1,4 +1,4 @@
-"""What sources speak to, on loopback: small servers of several dialects, and a cable that can be cut."""
+"""Servers for sources on loopback: web, hub, Google and Azure storage, and a connection with faults."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-SECRET = "hunter2-hunter2"  # what must never be seen in a message
+SECRET = "hunter2-hunter2"  # secrets that must not be in any message
 
 
 @dataclass
@@ -42,7 +42,7 @@ Respond = Callable[[SourceRequest], SourceAnswer]
 
 @contextlib.asynccontextmanager
 async def listening(handle, context: ssl.SSLContext | None = None) -> AsyncIterator[str]:
-    """`host:port` where `handle(reader, writer)` has each connection; nothing of them is left afterwards."""
+    """The `host:port` at which `handle(reader, writer)` gets each connection; all are closed afterwards."""
     tasks: set[asyncio.Task] = set()
     writers: set[asyncio.StreamWriter] = set()
 
@@ -67,13 +67,13 @@ async def listening(handle, context: ssl.SSLContext | None = None) -> AsyncItera
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in writers:
-            # A handler that was cancelled while it waited for the same has cancelled that for everybody (Python 3.11).
+            # In Python 3.11 a handler that is cancelled while it waits cancels the event for all waiters.
             with contextlib.suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()
 
 
 class SourceServer:
-    """An HTTP/1.1 server of one function. `asked` has every request; `denies` answers all with that status."""
+    """An HTTP/1.1 server with one handler. `asked` has all requests; `denies`: answer all with that status."""
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond
@@ -116,10 +116,10 @@ class SourceServer:
 
 
 class FaultyConnection:
-    """A TCP connection's middle.
+    """A TCP proxy with faults.
 
-    cuts         bytes after which each next connection breaks off
-    stall_after  bytes after which each connection falls silent; `stall_at`: bytes of all of them
+    cuts         bytes after which each next connection breaks
+    stall_after  bytes after which each connection falls silent; `stall_at`: the same for all together
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class FaultyConnection:
 
 
 def ranged(ask: SourceRequest, body: bytes, headers: dict[str, str] | None = None) -> SourceAnswer:
-    """The body or the part of it that was asked for, with an ETag and `If-Range`."""
+    """The body or its requested range, with an ETag and `If-Range`."""
     tag = f'"{hashlib.md5(body).hexdigest()}"'
     headers = {"etag": tag, "accept-ranges": "bytes"} | (headers or {})
     wanted = ask.headers.get("range") or ask.headers.get("x-ms-range")
@@ -184,7 +184,7 @@ def ranged(ask: SourceRequest, body: bytes, headers: dict[str, str] | None = Non
 
 
 def files_of(files: dict[str, bytes]) -> Respond:
-    """A plain web server; `files` may change while it serves."""
+    """The handler of a plain web server; `files` may change."""
 
     def respond(ask: SourceRequest) -> SourceAnswer:
         body = files.get(ask.path.lstrip("/"))
@@ -194,7 +194,7 @@ def files_of(files: dict[str, bytes]) -> Respond:
 
 
 class StubHub:
-    """As huggingface_hub 2.4 asks one: a revision's files, and `/…/resolve/…`, redirected to a signed address."""
+    """A hub as huggingface_hub 2.4 uses it: a revision's files, and `/…/resolve/…` with redirects to signed URLs."""
 
     def __init__(self) -> None:
         self.commits: dict[tuple[str, str], dict[str, bytes]] = {}
@@ -240,7 +240,7 @@ class StubHub:
 
 
 def google(objects: dict[str, bytes]) -> Respond:
-    """As gcsfs asks Google's storage: the JSON API's list, metadata and media. Objects are `bucket/path`."""
+    """Google's storage as gcsfs uses it: the JSON API's list, metadata and media. Objects are `bucket/path`."""
 
     def item(name: str) -> dict[str, str]:
         bucket, _, path = name.partition("/")
@@ -266,7 +266,7 @@ def google(objects: dict[str, bytes]) -> Respond:
 
 
 def azure(blobs: dict[str, bytes]) -> Respond:
-    """As adlfs asks Azure's blob storage: a container's list as XML, and blobs. They are `container/path`."""
+    """Azure's blob storage as adlfs uses it: a container's list as XML, and blobs `container/path`."""
     common = {"x-ms-version": "2023-11-03", "last-modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
 
     def respond(ask: SourceRequest) -> SourceAnswer:
@@ -299,7 +299,7 @@ def azure(blobs: dict[str, bytes]) -> Respond:
 
 
 def certificate(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A server's and a client's context, for `127.0.0.1`, `localhost` and `adapters.test`."""
+    """TLS contexts of a server and a client for `127.0.0.1`, `localhost` and `adapters.test`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,4 +1,4 @@
-"""The agent when things go wrong around it: hung engines, full disks, strangers on the port, hostile files."""
+"""The agent under faults: hung engines, full disks, taken ports, hostile files."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from workers.engines.launch import LaunchCommand
 from workers.engines.process import EngineProcess
 from workers.wire import Metadata
 
-# Long enough for an engine that is well on a busy machine: only the one that hangs is to be taken for hung.
+# Long enough for a healthy engine on a busy machine.
 HASTY = ("--health-timeout-s", str(patience(0.2)), "--hang-after-s", str(patience(0.4)))
 HASTY_TIMERS = AgentTimers(watch_s=0.1, attached_s=patience(0.5))
 THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
@@ -46,7 +46,7 @@ async def until_state(client, state: str, *, within_s: float = 20) -> Metadata:
     return told
 
 
-# --- the engine hangs or dies in the middle of something ------------------------------------------------------------
+# --- hanging and dying engines --------------------------------------------------------------------------------------
 
 
 @pytest.mark.fleet
@@ -76,7 +76,7 @@ async def test_engine_that_dies_during_an_eviction_restarts_with_the_victim(work
         os.kill(worker.engine_pid, signal.SIGKILL)
         assert (await evicting).status_code == 503
         await until(lambda: not (worker.state_dir / "engine.pid").exists())
-        # The agent may say ready for a moment more: the engine's end is known to the file before it is to the route.
+        # The agent may report ready a moment longer: the PID file is removed first.
         async with within(20):
             while await loaded(client) != set(THREE):
                 await asyncio.sleep(0.02)
@@ -86,10 +86,10 @@ async def test_engine_that_dies_during_an_eviction_restarts_with_the_victim(work
 @pytest.mark.fleet
 async def test_worker_recovers_when_the_guard_process_dies(worker):
     children = "sleep 1000 & exec " + sys.executable + ' -m workers.engines.sim "$@"'
-    # A process: it is uvloop that tells of an exit before all who have the pipes have ended, too.
+    # A real process: uvloop reports an exit before all holders of the pipes have ended.
     async with worker.running("--", "sh", "-c", children, "sim") as client:
         group = group_of(worker.engine_pid)
-        assert len(group) == 3  # guard, sim, and a child that holds the engine's output open
+        assert len(group) == 3  # guard, sim, and a child that keeps the engine's output open
         guard = os.getpgid(worker.engine_pid)
         os.kill(guard, signal.SIGKILL)
         await until(lambda: not any(is_running(pid) for pid in group))
@@ -140,9 +140,9 @@ SHORT = ("--health-timeout-s", "0.3")
 
 @contextlib.asynccontextmanager
 async def stalled_engine(client, adapters):
-    """Its engine computes nothing for `--sim-load-s`, says that it is well, and has a request: that one's task.
+    """Stall the engine for `--sim-load-s` with a request while it stays healthy; yields the request's task.
 
-    The sim stalls for a load, as vLLM does, and its agent knows nothing of this one.
+    The sim stalls during a load, as vLLM does; the agent does not know of this load.
     """
     path = next(adapters.rglob("adapter_config.json")).parent
     url = (await metadata(client)).transport.engine_url
@@ -171,7 +171,7 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 
 @pytest.mark.fleet
 async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, agent_adapters):
-    # Full as it is it gives the agent no token: that it computes has to do.
+    # A full engine returns no token to the agent, but its counters move.
     flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
     async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
         before = await metadata(client)
@@ -202,12 +202,12 @@ async def test_engine_that_never_computes_again_is_restarted(worker, agent_adapt
     assert "has computed nothing for" in (worker.folder / "agent.log").read_text()
 
 
-# --- an engine of somebody else's -----------------------------------------------------------------------------------
+# --- attached engines -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def attached(agent_model, agent_adapters, tmp_path):
-    """A worker beside an engine that it did not start, and that engine."""
+    """A worker with an attached engine, and that engine."""
     engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3"))
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
     try:
@@ -293,7 +293,7 @@ async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters
         async with worker.inside(timers=timers) as client, stalled_engine(client, agent_adapters) as asking:
             before = told = await until_suspect(client)
             async with within(20):
-                while told.load.still_s < 2 * silent_s:  # longer than one that does not answer may be silent
+                while told.load.still_s < 2 * silent_s:  # longer than `attached_s`
                     assert (told.is_suspect, told.state) == (True, "ready")
                     await asyncio.sleep(0.05)
                     told = await metadata(client)
@@ -319,11 +319,11 @@ async def test_repeated_waits_for_an_engines_exit_leak_nothing(tmp_path):
 
 def living_futures() -> int:
     gc.collect()
-    # By its type: a proxy of something that is gone raises when it is asked for its class.
+    # By type(): a dead weak proxy raises on isinstance.
     return sum(issubclass(type(each), asyncio.Future) for each in gc.get_objects())
 
 
-# --- an engine command of one's own ---------------------------------------------------------------------------------
+# --- own engine commands --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fleet
@@ -341,7 +341,7 @@ async def test_own_engine_command_gets_the_flags_that_it_lacks(worker):
 async def test_stopping_agent_kills_a_starting_engine_that_ignores_sigterm(worker):
     deaf = f'trap "" TERM; echo starting; sleep 60; exec {sys.executable} -m workers.engines.sim "$@"'
     long = ("--engine-shutdown-s", "50")
-    async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # its end waits for 30 s
+    async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # it takes 30 s to end
         await until(lambda: "starting" in _text_or_empty(worker.state_dir / "engine.log"))
         group = group_of(worker.engine_pid)
     assert not any(map(is_running, group))
@@ -357,7 +357,7 @@ async def test_engine_does_not_start_on_a_port_of_another_process(worker, agent_
     stranger = start_engine("sim", agent_model)
     try:
         port = stranger.url.rsplit(":", 1)[1]
-        # The engine starts slowly, as vLLM does: whoever answers on the port meanwhile is somebody else.
+        # The engine starts slowly, as vLLM does: an earlier answer on the port is another process's.
         slow = f'sleep 30; exec {sys.executable} -m workers.engines.sim "$@"'
         flags = ("--engine-port", port, "--", "sh", "-c", slow, "sim")
         async with worker.inside(*flags, until_ready=False) as client:
@@ -394,7 +394,7 @@ def _started_ports(text: str) -> list[int]:
 
 
 def _bind_exclusively(port: int) -> None:
-    """As one that shares with nobody. Raises OSError when it is another's."""
+    """Bind a port exclusively. Raises OSError if it is taken."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", port))
 
@@ -416,7 +416,7 @@ async def test_unread_stderr_blocks_neither_agent_nor_engine(worker):
     assert living_futures == 40_000
     assert told
     assert lines.count(b"a line of the engine") + sum(line["lines"] for line in told) >= living_futures
-    assert any(b'"event": "ready"' in line for line in lines)  # the agent's own are not among what was dropped
+    assert any(b'"event": "ready"' in line for line in lines)  # the agent's own lines are not dropped
 
 
 def _read_whole(descriptor: int) -> bytes:
@@ -440,7 +440,7 @@ async def test_agent_without_a_stderr_starts_its_engine(worker):
         await asyncio.wait_for(agent.wait(), patience(30))
 
 
-# --- the agent's own folders ----------------------------------------------------------------------------------------
+# --- state and cache folders ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.fleet
@@ -500,7 +500,7 @@ async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
         simulate_full_disk(worker.process.pid, False)
         epoch = worker.state_dir / "epoch.json"
         await until(lambda: epoch.exists() and json.loads(epoch.read_text()) == {"epoch": 7})
-        assert await loaded(client) == {THREE[1], THREE[2]}  # it answers when what is written after the epoch is, too
+        assert await loaded(client) == {THREE[1], THREE[2]}  # it answers after the later writes, too
         worker.process.kill()
         await worker.process.wait()
     async with worker.inside() as client:
@@ -509,12 +509,12 @@ async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
 
 
 def simulate_full_disk(pid: int, is_full: bool = True) -> None:
-    """Let a process, and what it starts, write to no file any more, as on a full disk."""
+    """Make all file writes of a process and its children fail, as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def usage_report_of(engine_name: str) -> dict:
-    """A router's report of one request."""
+    """A router's usage report of one request."""
     use = {"worker_id": "worker-0", "engine_name": engine_name, "requests": 1}
     return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}
 
@@ -586,7 +586,7 @@ async def test_epoch_needs_admin_scope_and_a_valid_number(worker, tmp_path):
             headers = {"authorization": f"Bearer {key}", "x-lorafleet-epoch": epoch}
             return await client.post("/v1/admin/load_lora", json={"lora_id": "legal/v2"}, headers=headers)
 
-        # Any router's key could otherwise fence the real leader out, for ever.
+        # Otherwise a router's key could lock out the real leader for good.
         assert (await answer("load", "9")).status_code == 403
         assert (await answer("admin", "9")).status_code == 200
         for too_big in ("9" * 30, "9" * 5000):
@@ -646,7 +646,7 @@ async def test_usage_report_counts_once_and_only_for_this_worker(worker):
         assert await report(3) is True
         assert await report(4, **{worker_id: 6}) is True
         assert await count() == (6, True)
-    async with worker.inside() as client:  # the router counts on; it is not counted once more
+    async with worker.inside() as client:  # the router's cumulative counts are not counted twice
         assert await report(4, **{worker_id: 6}) is False
         assert await report(5, **{worker_id: 8}) is True
         assert await count() == (8, True)
@@ -670,7 +670,7 @@ async def test_drain_waits_for_running_requests_until_its_deadline(worker):
 
 @pytest.mark.fleet
 async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
-    """vLLM shows a request when its first step is over, however long that is: a pod would end with it inside."""
+    """vLLM counts a request only after its first step: a drain must not miss it."""
     config = make_adapter(tmp_path / "late", "late/v1") / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"sim": {"delay_s": 0.7}}))
     flags = ("--lora-path", str(tmp_path / "late"), "--preload-loras", "late/v1")
@@ -692,7 +692,7 @@ async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
 
 @pytest.mark.slow
 async def test_drain_waits_while_uncounted_requests_keep_ending(worker):
-    """So does a beam search of vLLM's: a request a token, each over with the step that it was begun in."""
+    """A beam search in vLLM is one request per token, each finished within its step."""
     quiet_s = patience(0.2)
     async with worker.together(timers=AgentTimers(quiet_s=quiet_s)) as client, httpx.AsyncClient(timeout=30) as direct:
         url = (await metadata(client)).transport.engine_url

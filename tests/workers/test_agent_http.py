@@ -1,4 +1,4 @@
-"""The agent as its callers see it, around the sim engine."""
+"""The agent's REST routes, with a sim engine."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ async def test_no_process_of_a_stopped_agent_is_left(worker, sent):
         group = group_of(engine)
         assert len(group) >= 2
         async with client.stream("GET", "/v1/events") as stream:
-            await anext(stream.aiter_lines())  # an open stream does not hold the agent up
+            await anext(stream.aiter_lines())  # an open stream does not delay the agent's stop
             worker.process.send_signal(sent)
             await asyncio.wait_for(worker.process.wait(), patience(20))
         await until(lambda: not any(is_running(pid) for pid in group))
@@ -183,12 +183,12 @@ async def test_broken_adapters_are_refused_and_the_engine_keeps_serving(worker, 
             answer = await post(client, "load_lora", lora_id="broken/v1", source=source)
             assert (code(answer), source) == (wanted, source)
         fine = str(make_adapter(root, "fine"))
-        # Whoever registers it may know better than its config what it is for.
+        # The caller's base model overrides the config's.
         stranger = await post(
             client, "load_lora", lora_id="known/v1", source=str(root / "stranger"), base_model="tiny-qwen"
         )
         assert (stranger.status_code, stranger.json()["base_model"]) == (200, "tiny-qwen")
-        # Its trainer knew the base model by the name that a hub has for it; the fleet has its own.
+        # The trainer used the base model's hub name; the fleet has another one.
         hub = await post(
             client, "load_lora", lora_id="hub/v1", source=change("hub", base_model_name_or_path="Org/Tiny-Qwen")
         )
@@ -222,14 +222,14 @@ async def test_paths_outside_of_the_allowed_folders_are_refused(worker, agent_ad
         assert code(await client.get("/v1/admin/source", params={"source": str(secret)})) == "source_forbidden"
         assert code(await client.get("/v1/admin/source", params={"source": "folder"})) == "source_invalid"
         assert (await client.get("/v1/admin/source", params={"source": f"{root}/later"})).status_code == 204
-        # A link within the roots is how hub caches look, and fine.
+        # Links below the roots are allowed: hub caches use them.
         (root / "within").symlink_to(agent_adapters / "legal" / "v2")
         within = await post(client, "inspect_lora", lora_id="a/v1", source=str(root / "within"))
         assert within.status_code == 200
 
 
 async def test_invalid_path_is_400_and_later_requests_work(worker):
-    half = "\ud800"  # of a surrogate pair: JSON can say it, UTF-8 cannot
+    half = "\ud800"  # half of a surrogate pair: valid in JSON, but not in UTF-8
     strange = [{"digest": half}, {"evict": half}, {"secret": half}, {"source": f"/{half}"}, {"lora_path": f"/{half}"}]
     async with worker.together() as client:
         for wrong in strange:
@@ -250,7 +250,7 @@ async def test_inspection_installs_without_loading(worker, agent_adapters):
         )
         assert answer.json()["rank"] == 8
         assert await loaded(client) == set()
-        # The digest alone is enough from here on: this lora_id's own source was verified.
+        # From now on the digest is enough: this lora_id's own source was verified.
         loading = await post(client, "load_lora", lora_id="sql-expert/v1", digest=answer.json()["digest"])
         assert loading.status_code == 200
         other = await post(client, "load_lora", lora_id="other/v1", digest=answer.json()["digest"])
@@ -332,7 +332,7 @@ async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_re
 
     async with serving(app) as url:
         port = int(url.rsplit(":", 1)[1])
-        urls = f"http://127.0.0.1:9, {url}/"  # nobody listens on the first: the second is asked at once
+        urls = f"http://127.0.0.1:9, {url}/"  # the first does not listen: the second gets the heartbeat at once
         async with worker.running("--orchestrator-url", urls, "--heartbeat-s", "60") as client:
             await post(client, "load_lora", epoch=3, lora_id="sql-expert/v1")
             await beat_with({"sql-expert/v1"})
@@ -340,7 +340,7 @@ async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_re
             async with within(10):  # though the next heartbeat is due in a minute
                 while (await beats.get()).metadata.state != "draining":
                     pass
-            assert is_running(worker.engine_pid)  # said before the engine goes
+            assert is_running(worker.engine_pid)  # sent before the engine ends
     async with worker.inside("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
         assert (await client.get("/metrics")).is_success
         async with serving(app, port=port):
@@ -406,7 +406,7 @@ async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
         assert await status("drain", "unload_lora", lora_id="sql-expert/v1") == 403
         assert await status("admin", "unload_lora", lora_id="sql-expert/v1") == 200
         assert await status("load", "drain", deadline_s=1) == 403
-        # An epoch is remembered: one that is high enough would shut the leader out.
+        # An epoch is stored: a too high one would lock out the leader.
         assert await status("drain", "drain", epoch="99", deadline_s=1) == 403
         assert (await client.get("/ready")).is_success
         assert await status("drain", "drain", deadline_s=1) == 200

@@ -1,4 +1,4 @@
-"""Every adapter of the corpus meets the verdict that stands beside it; what its header costs does not grow with it."""
+"""Every adapter of the corpus gets its expected verdict; verification does not read the weights."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_verifying_a_300_mb_adapter_reads_only_its_header(tmp_path):
     with (tmp_path / "adapter_model.safetensors").open("wb") as file:
         file.write(header)
         size = max(tensor["data_offsets"][1] for tensor in json.loads(header[8:]).values())
-        file.truncate(len(header) + size)  # a hole: it costs no disk here
+        file.truncate(len(header) + size)  # a sparse file
     assert size > 300e6
     rules = AdapterRules(64, frozenset({MODEL_NAME}), base=base)
     before = bytes_read()
@@ -90,5 +90,5 @@ def test_verifying_a_300_mb_adapter_reads_only_its_header(tmp_path):
 
 
 def bytes_read() -> int:
-    """By this process, from files of any kind."""
+    """Bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])

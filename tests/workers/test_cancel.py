@@ -1,4 +1,4 @@
-"""Loads that are called off, by an unload of the same adapter: nothing half is left, and what is done is undone."""
+"""Loads that are cancelled by an unload of the same adapter: nothing is left of them."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,11 @@ LOOPBACK = ("--source-networks", "127.0.0.0/8")
 
 @pytest.fixture
 async def silent_source(tmp_path):
-    """An https:// source that falls silent half-way, and the cable to it."""
-    cable = FaultyConnection()
-    cable.stall_at = 100_000
-    async with https_sources({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, cable) as sources:
-        yield sources["far/v1"], cable
+    """An https:// source that falls silent half-way, and its connection."""
+    connection = FaultyConnection()
+    connection.stall_at = 100_000
+    async with https_sources({"far/v1": make_adapter(tmp_path / "far", "far/v1")}, tmp_path, connection) as sources:
+        yield sources["far/v1"], connection
 
 
 async def until_state(client, lora_id: str, state: str) -> None:
@@ -35,26 +35,26 @@ def leftovers(worker) -> list[str]:
 
 
 async def test_unload_cancels_a_download_and_deletes_its_files(worker, silent_source):
-    source, cable = silent_source
+    source, connection = silent_source
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
         waiting = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
-        await cable.stalled.wait()
+        await connection.stalled.wait()
         assert (await post(client, "unload_lora", lora_id="far/v1")).status_code == 200
         assert {code(answer) for answer in await asyncio.gather(loading, waiting)} == {"cancelled"}
         assert leftovers(worker) == []
         assert code(await client.get("/v1/metadata/loras/far/v1")) == "adapter_unknown"
         assert code(await post(client, "unload_lora", lora_id="far/v1")) == "not_loaded"
-        cable.stall_at = 1 << 30
+        connection.stall_at = 1 << 30
         assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200
 
 
 async def test_unload_of_another_version_cancels_nothing(worker, silent_source):
-    source, cable = silent_source
+    source, connection = silent_source
     async with worker.together(*LOOPBACK) as client:
         loading = asyncio.create_task(post(client, "load_lora", lora_id="far/v1", source=source))
-        await cable.stalled.wait()
-        with contextlib.suppress(httpx.ReadTimeout):  # it waits for its turn
+        await connection.stalled.wait()
+        with contextlib.suppress(httpx.ReadTimeout):  # it waits for the engine's lock
             body = {"lora_id": "far/v1", "digest": "0" * 64}
             await client.post("/v1/admin/unload_lora", json=body, timeout=0.3)
         assert not loading.done()
@@ -77,16 +77,16 @@ async def test_unload_cancels_waiting_loads_and_undoes_a_running_one(worker):
 
 @pytest.mark.fleet
 async def test_disconnecting_caller_does_not_end_a_download(worker, silent_source):
-    source, cable = silent_source
+    source, connection = silent_source
     async with worker.running(*LOOPBACK) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/admin/load_lora", json={"lora_id": "far/v1", "source": source}, timeout=1.0)
-        await cable.stalled.wait()
+        await connection.stalled.wait()
         assert len(leftovers(worker)) == 1
-        worker.process.terminate()  # which waits for no source, and what came so far is kept for the next start
+        worker.process.terminate()  # it does not wait for the source, and the partial download is kept
         await asyncio.wait_for(worker.process.wait(), patience(10))
     assert len(leftovers(worker)) == 1
-    cable.stall_at, cable.carried = 1 << 30, 0
+    connection.stall_at, connection.carried = 1 << 30, 0
     async with worker.inside(*LOOPBACK) as client:
         await until(lambda: len(leftovers(worker)) == 1)
         assert (await post(client, "load_lora", lora_id="far/v1", source=source)).status_code == 200

@@ -1,4 +1,4 @@
-"""Credentials that an adapter names: where they come from, what they are for, and whom they are shown to."""
+"""Credentials that adapters name: files, allowed sources, and the hosts that receive them."""
 
 import functools
 import shutil
@@ -29,7 +29,7 @@ TOKEN = "hunter2-of-acme"
 
 
 def mount(folder, name="acme-hub", *, token=TOKEN, sources="hf://acme\nhttps://models.example.com/acme/\n"):
-    """As the kubelet lays a Secret down, links and all."""
+    """Write a Secret as the kubelet mounts it, with its links."""
     data = folder / name / "..2026_11_21"
     data.mkdir(parents=True)
     (data / "token").write_text(f"{token}\n")
@@ -86,7 +86,7 @@ async def test_adapters_credential_replaces_the_workers(tmp_path, kind):
         transfer.credential = TOKEN
         await store.source().fetch(ref, into, transfer)
         said = {ask.headers.get("authorization") for ask in store.site.asked}
-        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HubStore else set())  # signed downloads need none
+        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HubStore else set())  # signed URLs need no token
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_credential_is_not_sent_to_a_redirects_other_host(tmp_path, creden
 
 
 class TokenSource:
-    """A source that gives its files to whoever has the token."""
+    """A source that requires a token."""
 
     def __init__(self, files) -> None:
         self._files = files

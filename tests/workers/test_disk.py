@@ -1,4 +1,4 @@
-"""The cache folder: what stays, what goes, and several agents on one folder."""
+"""The cache folder: leases, deletion, and several agents sharing it."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ def disk(folder, agent_id="a", **more) -> CacheFolder:
 
 
 def install(on: CacheFolder, digest: str, *, size: int = 100, idle_s: float = 1000.0) -> None:
-    """An installed adapter that was last used so long ago."""
+    """Create an installed adapter, last used `idle_s` ago."""
     path = on.path(digest)
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(bytes(size))
@@ -150,7 +150,7 @@ def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
             set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == ["gone"]
     assert asked == ["http://10.0.0.7:8100"] * 2
-    assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed for an engine that has nobody to do it
+    assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed on behalf of the engine without an agent
 
 
 @pytest.mark.parametrize("lease", ["", "{", "[]", '{"engine": "http://127.0.0.1:1", "host": "elsewhere"}'])
@@ -299,7 +299,7 @@ def test_resumable_download_is_kept_for_an_hour_or_until_disk_full(tmp_path):
         mine.download_folder("https://two") as two,
         mine.download_folder("https://one") as second,
     ):
-        assert len({one, two, second}) == 3  # nobody writes where another one does
+        assert len({one, two, second}) == 3  # two agents never use one download folder
         mine.remove_leftovers(is_full=True)
         assert one.exists()
         assert second.exists()
@@ -328,7 +328,7 @@ def test_replaced_damaged_folder_keeps_its_leases(tmp_path):
 def test_adapter_is_usable_where_no_lease_can_be_written(tmp_path):
     mine = disk(tmp_path)
     install(mine, "here")
-    (mine.path("here") / ".users").write_text("")  # no folder: as full a disk as a lease can meet
+    (mine.path("here") / ".users").write_text("")  # no folder: the lease cannot be written, as on a full disk
     assert mine.claim("here")
     assert not mine.claim("elsewhere")
 
@@ -350,7 +350,7 @@ async def test_adapter_installed_meanwhile_by_another_agent_needs_no_room(tmp_pa
 
 
 class FullDiskSource:
-    """A source that finds the disk full for as long as an adapter is there that nobody uses."""
+    """A source that fails with a full disk while an idle adapter exists."""
 
     def __init__(self, source: LocalSource, idle: Path) -> None:
         self.source, self.idle = source, idle
@@ -405,7 +405,7 @@ async def test_fetch_on_a_full_disk_deletes_idle_adapters_and_retries_once(tmp_p
 
 
 class GatedSource:
-    """A source whose fetches wait until the test lets them end."""
+    """A source whose fetches wait for the test's gate."""
 
     def __init__(self) -> None:
         self.under_way = 0
@@ -432,7 +432,7 @@ async def test_fetches_at_a_time_are_limited(tmp_path):
             await asyncio.sleep(0)
     done, waiting = await asyncio.wait(tasks, timeout=0.1)
     assert (source.under_way, len(done), len(waiting)) == (2, 0, 3)
-    tasks[0].cancel()  # its turn is the third one's, whose deadline begins now
+    tasks[0].cancel()  # the third one gets the slot, and its deadline begins now
     async with within(5):
         while source.under_way < 3:
             await asyncio.sleep(0)
@@ -460,7 +460,7 @@ async def test_full_cache_deletes_the_oldest_and_refuses_what_cannot_fit(worker,
     async with worker.together(*small) as client:
         first = (await post(client, "load_lora", lora_id="a/v1", source=sources["a/v1"])).json()
         twin = (await post(client, "load_lora", lora_id="a-twin/v1", source=sources["a-twin/v1"])).json()
-        assert twin["path"] == first["path"]  # one folder under two names
+        assert twin["path"] == first["path"]  # one adapter under two lora_ids
         second = (await post(client, "load_lora", lora_id="b/v1", source=sources["b/v1"])).json()
         refused = await post(client, "inspect_lora", lora_id="c/v1", source=sources["c/v1"])
         assert (refused.status_code, code(refused)) == (507, "disk_full")
@@ -491,7 +491,7 @@ async def test_three_agents_share_one_cache_folder_without_conflicts(agent_model
         one, two, tight = await asyncio.gather(
             *(stack.enter_async_context(each.running() if each is workers[1] else each.inside()) for each in workers)
         )
-        # All fetch the same at once: one folder, three leases, though all three have the same instance_id.
+        # All fetch the same adapter at once: one folder, three leases, despite the same instance_id.
         answers = await asyncio.gather(*(post(each, "load_lora", lora_id="legal/v2") for each in (one, two, tight)))
         [path] = {answer.json()["path"] for answer in answers}
         legal = Path(path)
@@ -501,13 +501,13 @@ async def test_three_agents_share_one_cache_folder_without_conflicts(agent_model
         await post(tight, "unload_lora", lora_id="legal/v2")
         await until(lambda: len(list(users.iterdir())) == 2)
         refused = await post(tight, "load_lora", lora_id="sql-expert/v1")
-        assert code(refused) == "disk_full"  # full of what the others use
+        assert code(refused) == "disk_full"  # full of adapters that the others use
         workers[1].process.kill()
         await post(one, "unload_lora", lora_id="legal/v2")
         await until(lambda: len(list(users.iterdir())) == 1)
         assert code(await post(tight, "load_lora", lora_id="sql-expert/v1")) == "disk_full"
         [killed] = users.iterdir()
-        set_age(killed, 1000)  # as long as a silent agent's lease lasts
+        set_age(killed, 1000)  # the lease of a silent agent expires
         set_age(users, 1000)
         assert (await post(tight, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert not legal.exists()  # noqa: ASYNC240

@@ -1,4 +1,4 @@
-"""`python -m workers.drain`, the hook that runs before a pod is stopped."""
+"""`python -m workers.drain`, the preStop hook."""
 
 import asyncio
 import os

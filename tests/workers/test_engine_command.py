@@ -1,4 +1,4 @@
-"""An engine's command and the agent's settings: one word for both, or no start."""
+"""Settings from the engine's command, and conflicts between both."""
 
 import asyncio
 import sys

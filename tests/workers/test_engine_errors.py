@@ -1,4 +1,4 @@
-"""What an engine's error is held against: the adapter it was about, or the engine."""
+"""Whether an engine's error counts against the adapter or the engine."""
 
 import pytest
 from starlette.applications import Starlette
@@ -12,7 +12,7 @@ from workers.engines.vllm import VllmClient
 
 
 def _failing(said: str) -> Starlette:
-    """An engine that holds one adapter and fails whatever it is told to do with adapters."""
+    """An engine with one adapter that fails all loads and unloads."""
 
     async def fail(_request):
         return JSONResponse({"error": {"message": said}, "error_message": said}, 500)

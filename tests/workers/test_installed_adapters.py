@@ -1,4 +1,4 @@
-"""What an agent keeps of its adapters, and how little of it goes into every heartbeat."""
+"""The agent's installed adapters and request counts, and the size of heartbeats."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def test_requests_are_counted_once_even_after_an_agents_crash(tmp_path):
     assert usage.count_uses(report(1, 5)) == [record(1).engine_name]
     usage.save()
     usage.count_uses(report(2, 9))
-    records.store(records.all()[0])  # reaches the disk with 9, how far the router had counted does not
+    records.store(records.all()[0])  # the count 9 is written, but not the router's position
     records, usage = start()
     assert records.all()[0].request_count == 5
     assert usage.count_uses(report(1, 5)) is None
@@ -98,8 +98,8 @@ async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):
         assert len(ids) == 504
         await post(client, "load_lora", lora_id="legal/v2")
         more = Metadata.model_validate_json((await client.get("/metadata")).content).lora
-        assert more.available_digest == told.available_digest  # the folder had it already
-        shutil.rmtree(worker.cache_dir / record(5).digest)  # as another agent would
+        assert more.available_digest == told.available_digest  # it was in the folder already
+        shutil.rmtree(worker.cache_dir / record(5).digest)  # like another agent
         async with within(10):
             while (await client.get(f"/v1/metadata/loras/{record(5).lora_id}")).is_success:
                 await asyncio.sleep(0.1)

@@ -1,9 +1,9 @@
-"""Operations on the sim under kill -9. The long runs, and what they look at, are in `tests/workers/kills.py`:
+"""Operations on the sim under kill -9. The long runs and all checks are in `tests/workers/kills.py`:
 
     python -m tests.workers.kills --engine sim --operations 1000
     python -m tests.workers.kills --engine vllm --operations 100
 
-Ten of them on vLLM are in `tests/contract/test_agent_on_engine.py`, beside the engine that its folder's tests share.
+Ten operations on vLLM are in `tests/contract/test_agent_on_engine.py`.
 """
 
 import pytest

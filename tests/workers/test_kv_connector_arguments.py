@@ -1,4 +1,4 @@
-"""The KV connector that an engine's command asks for, in each way in which vLLM can be told."""
+"""The KV connector in an engine's command, in every spelling that vLLM accepts."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def separation(*words: str) -> str | None:
         ("--kv-t", EXAMPLE),
         ("--kv-transfer-config.kv_connector", "ExampleConnector", "--kv-transfer-config.kv_role", "kv_both"),
         ("--kv_transfer_config.kv_connector=ExampleConnector",),
-        # The last one counts; a field on its own comes after all others.
+        # The last one wins; single fields override JSON.
         ("--kv-transfer-config", SAFE, "--kv-transfer-config", EXAMPLE),
         ("--kv-transfer-config.kv_connector", "ExampleConnector", "--kv-transfer-config", SAFE),
         ("--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"a": 80m}}'),
@@ -54,7 +54,7 @@ def test_example_connector_is_refused_in_each_spelling(words):
         (("--kv-offloading-size", "4"), "safe"),
         (("--kv_offloading_size=4", "--kv-offloading-backend", "lmcache"), "salted"),
         (("--kv-offloading-backend", "lmcache"), None),
-        # It writes its own connector over the other's name.
+        # Offloading replaces the other connector.
         (("--kv-transfer-config", EXAMPLE, "--kv-offloading-size", "4"), "safe"),
         (
             ("--kv-transfer-config.kv_connector=MultiConnector",
@@ -96,7 +96,7 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path, text, words, fo
 )
 def test_unparseable_argument_is_named(words, said):
     if said is None:
-        assert separation(*words) is None  # vLLM says itself that its value is missing
+        assert separation(*words) is None  # vLLM reports the missing value itself
         return
     with pytest.raises(CommandError, match=said.replace("{", r"\{")):
         separation(*words)

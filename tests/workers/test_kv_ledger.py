@@ -1,4 +1,4 @@
-"""An agent's ledger of its engine's blocks, as routers read it."""
+"""The agent's KV ledger, as routers read it."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ async def test_snapshot_and_stream_give_all_blocks_of_the_engine():
         known = device_blocks(taken)
         async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
             first = await anext(told)
-            assert (first.seq, first.changes) == (taken.seq, ())  # a sign of life at once
+            assert (first.seq, first.changes) == (taken.seq, ())  # a heartbeat at once
             await engine.publish(*chain(5, 3), removed(1), ts=time.time())
             while known != set(ours(range(10))[1:]):
                 frame = await anext(told)

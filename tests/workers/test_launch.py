@@ -1,4 +1,4 @@
-"""The engine's command line, and the settings that make it."""
+"""The engine's command line, made from the settings."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an adapter is, told from headers; and the digest that names it."""
+"""Checks of an adapter's config and tensor headers, and its digest."""
 
 import hashlib
 import json
@@ -148,7 +148,7 @@ def test_safe_regexes_are_fast_on_long_names(expression):
         return  # no regular expression at all
     began = time.perf_counter()
     config.rank_of("a" * 60 + "!")
-    assert time.perf_counter() - began < patience(1)  # a slow one takes hours
+    assert time.perf_counter() - began < patience(1)  # a slow regex takes hours
 
 
 @pytest.mark.parametrize(

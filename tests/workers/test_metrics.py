@@ -1,4 +1,4 @@
-"""The agent's metrics: adapters by name, and only so many of them."""
+"""The agent's metrics: a bounded number of series by adapter."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Adapters whose weights are a pickle: refused, or converted in a process of its own where a setting allows it."""
+"""Adapters with pickled weights: refused, or converted in a separate process if `allow_pickle` is set."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ async def test_pickle_with_a_call_is_refused_without_the_call(tmp_path):
 
 
 class PickledCall:
-    """Makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -100,7 +100,7 @@ async def test_conversion_killed_by_disk_or_memory_does_not_blame_the_adapter(tm
 
 
 def children() -> list[int]:
-    """Of this process, those that convert."""
+    """This process's children that convert pickles."""
     found = [each for path in Path("/proc/self/task").glob("*/children") for each in path.read_text().split()]
     return [int(each) for each in found if b"unpickle.py" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
@@ -108,7 +108,7 @@ def children() -> list[int]:
 @pytest.mark.parametrize("allow_pickle", [True, False])
 async def test_pickle_is_fetched_only_if_allowed_and_without_safetensors(tmp_path, allow_pickle):
     if allow_pickle:
-        pytest.importorskip("torch")  # what reads the one that is left
+        pytest.importorskip("torch")  # the reader of the remaining one
     folder = make_adapter(tmp_path, "a/v1")
     (folder / BIN).write_bytes(b"anything")
     it = cache(tmp_path, allow_pickle=allow_pickle)

@@ -1,4 +1,4 @@
-"""Rates learned from an engine's counters, held against the rates that the simulated engine really has."""
+"""Rates measured from an engine's counters, compared with the simulated engine's true rates."""
 
 import itertools
 import math
@@ -44,14 +44,14 @@ def answer_length(rng: Random) -> float:
 
 
 class SteadyLoad:
-    """Requests as they come to one engine, whether those before them have ended or not."""
+    """Requests that arrive at a steady rate, independent of earlier ones."""
 
     def __init__(self, *, prefill: float, token_s: float, seed: int) -> None:
         self.engine = SimulatedEngine(prefill=prefill, token_s=token_s)
         self.rng = Random(seed)
 
     def readings(self, prompts: Lengths, per_s: float, seconds: float) -> Iterator[EngineCounters]:
-        """One a second, while requests come at `per_s`."""
+        """One reading per second, while requests arrive at `per_s`."""
         engine = self.engine
         end, arrival = engine.now + seconds, engine.now + self.rng.expovariate(per_s)
         while engine.now < end:
@@ -63,7 +63,7 @@ class SteadyLoad:
 
 
 def relative_errors(rates: EngineRates, load: SteadyLoad) -> tuple[float, float]:
-    """By which share the prefill rate and one token's time are wrong."""
+    """Relative errors of the prefill rate and of one token's time."""
     pace = load.engine.batch.pace
     return (
         rates.prefill_tokens_per_s / pace.prefill_tokens_per_s - 1,
@@ -144,7 +144,7 @@ def test_first_request_alone_gives_a_rate():
 
 
 def rates_after(lengths: Sequence[tuple[int, int]], *, prefill: float, token_s: float, users: int = 1) -> EngineRates:
-    """What these requests, of (prompt, answer) tokens, teach when each user waits for an answer before asking on."""
+    """The rates measured from requests of (prompt, answer) tokens, where each user waits for an answer first."""
     engine, rates, left = SimulatedEngine(prefill=prefill, token_s=token_s), EngineRates(), list(lengths)
     for _ in range(min(users, len(left))):
         engine.ask(*left.pop(0))
@@ -173,7 +173,7 @@ TOKEN_S = st.floats(0.004, 0.05)
 
 
 def has_telling_prefill(prompt: int, answer_: int, prefill: float, token_s: float) -> bool:
-    """Whether the seconds of this prefill are of its tokens, whatever else a step of an engine may cost."""
+    """Whether a prefill is long enough to give a rate, despite other costs of a step."""
     return answer_ > 1 and prompt >= 64 and prompt / prefill >= max(0.01, 2 * token_s)
 
 
@@ -192,7 +192,7 @@ def test_twenty_requests_give_a_right_rate_or_none(lengths, prefill, token_s):
 @given(TWENTY, PREFILL, TOKEN_S, st.integers(2, 20))
 def test_concurrent_requests_never_give_a_wrong_rate(lengths, prefill, token_s, users):
     rate = rates_after(lengths, prefill=prefill, token_s=token_s, users=users).prefill_tokens_per_s
-    # Above the usual rate the fastest prefill that was seen is nearer to the true rate than the usual one.
+    # Above the usual rate the fastest prefill is nearer to the true rate.
     assert rate == 0.0 or min(prefill / 2, USUAL_PREFILL_TOKENS_PER_S) <= rate <= 1.5 * prefill
 
 
@@ -288,7 +288,7 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
         assert (await reported_load(client)).prefill_tokens_per_s == 0.0
 
         async def is_asked_and_learned() -> bool:
-            """One more request: on a busy machine a reading may miss that a prefill was alone."""
+            """Send one more request: on a busy machine a reading may miss that a prefill was alone."""
             prompt = [next(fresh)] * 600  # not cached
             assert (await direct.post(f"{url}/v1/completions", json=body | {"prompt": prompt})).status_code == 200
             await until(lambda: has_measured_decodes(client))
@@ -297,7 +297,7 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
         await until(is_asked_and_learned)
         load = await reported_load(client)
         assert load.mean_output_tokens == 30
-        # The sim is as fast as it is told to be, and slower on a busy machine.
+        # The sim has the configured speed, and is slower on a busy machine.
         assert 0.3 < load.mean_request_s < patience(2)
         assert 5_000 / patience(1) < load.prefill_tokens_per_s < 6_000
         assert 100 / patience(1) < load.decode_tokens_per_s < 120
@@ -307,7 +307,7 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
         assert f"lorafleet_workers_prefill_tokens_per_s {load.prefill_tokens_per_s}" in page
 
 
-# --- an engine that stands still --------------------------------------------------------------------------------------
+# --- stalled engines --------------------------------------------------------------------------------------------------
 
 
 def test_reading_reports_how_long_no_counter_has_moved():
@@ -315,7 +315,7 @@ def test_reading_reports_how_long_no_counter_has_moved():
     assert load.current(0.0).still_s is None
     for at_s, scrape, still_s in [
         (1.0, EngineMetrics(running=1), None),
-        (2.0, EngineMetrics(running=1), None),  # perhaps it counts nothing
+        (2.0, EngineMetrics(running=1), None),  # it may have no counters
         (5.0, EngineMetrics(running=1, kv_usage=0.1), 0.0),
         (6.0, EngineMetrics(running=1, kv_usage=0.1), 1.0),
         (8.0, EngineMetrics(running=1, kv_usage=0.1), 3.0),
@@ -328,7 +328,7 @@ def test_reading_reports_how_long_no_counter_has_moved():
 
 
 class StillEngine:
-    """An engine whose counters stand still until they are told to move."""
+    """An engine whose counters change only when the test sets them."""
 
     def __init__(self):
         self.now = EngineMetrics()
@@ -365,11 +365,11 @@ async def test_engine_stalls_only_while_it_has_requests(engine):
     engine.client.now = EngineMetrics(running=1)
     assert await stalled_s_after(engine, clock, 2) <= 2.0
     assert await stalled_s_after(engine, clock, 10) == pytest.approx(10.0, abs=1.0)
-    clock.now += 100.0  # in which its metrics were not read
+    clock.now += 100.0  # without readings of its metrics
     assert engine.stalled_s() == pytest.approx(10.0, abs=1.0)
     engine.client.now = EngineMetrics(running=1, steps=1.0)
     assert await stalled_s_after(engine, clock, 1) == 0.0
-    async with engine.lock:  # an adapter is loaded
+    async with engine.lock:  # an adapter is being loaded
         assert await stalled_s_after(engine, clock, 20) == 0.0
     assert await stalled_s_after(engine, clock, 10) == pytest.approx(9.0, abs=1.0)
     engine.client.now = EngineMetrics(steps=1.0)
@@ -403,4 +403,4 @@ async def test_fresh_reports_of_requests_in_flight_make_an_idle_engine_stall(eng
     await stalled_s_after(engine, clock, 60, in_flight=0)
     assert await stalled_s_after(engine, clock, 10, in_flight=3) == pytest.approx(9.0, abs=1.0)
     assert await stalled_s_after(engine, clock, 9) > 17.0
-    assert await stalled_s_after(engine, clock, 3) == 0.0  # the orchestrator is away
+    assert await stalled_s_after(engine, clock, 3) == 0.0  # without reports from the orchestrator

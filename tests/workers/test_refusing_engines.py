@@ -1,4 +1,4 @@
-"""A worker whose engine's KV connector keeps adapters apart by salts, or not at all."""
+"""Workers whose engine's KV connector separates adapters by salts, or not at all."""
 
 import sys
 

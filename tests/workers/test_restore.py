@@ -1,4 +1,4 @@
-"""What an agent does after a start about an engine and a cache that are not as its record has them."""
+"""Restoring adapters after a start, when engine or cache differ from the installed adapters."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,17 @@ from workers.storage.verify import read_manifest
 
 @pytest.mark.fleet
 async def test_lost_files_are_fetched_once_during_a_sweep(worker, tmp_path):
-    folder, cable = make_adapter(tmp_path / "far", "far/v1"), SlowConnection()
+    folder, connection = make_adapter(tmp_path / "far", "far/v1"), SlowConnection()
     size = sum(path.stat().st_size for path in folder.iterdir())
-    flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # swept every half second
-    async with https_sources({"far/v1": folder}, tmp_path, cable) as sources:
+    flags = ("--source-networks", "127.0.0.0/8", "--cache-grace-s", "1")  # a sweep every half second
+    async with https_sources({"far/v1": folder}, tmp_path, connection) as sources:
         async with worker.inside(*flags) as client:
             item = (await post(client, "load_lora", lora_id="far/v1", source=sources["far/v1"])).json()
         shutil.rmtree(item["path"])
-        cable.carried, cable.pause_s = 0, 0.3
+        connection.carried, connection.pause_s = 0, 0.3
         async with worker.inside(*flags) as client:
             assert await loaded(client) == {"far/v1"}
-        assert size < cable.carried < 1.5 * size
+        assert size < connection.carried < 1.5 * size
 
 
 async def test_deleted_cache_is_rebuilt_while_the_worker_serves(worker):
@@ -98,7 +98,7 @@ async def test_adapters_found_in_an_attached_engine_are_wanted_again(agent_model
     try:
         async with worker.inside() as client:
             await post(client, "load_lora", lora_id="sql-expert/v1")
-        # As an agent leaves it that is killed between the engine's yes and its own note.
+        # As left by an agent that is killed between the engine's load and its own record.
         [path] = (worker.state_dir / "adapters").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {"is_loaded": False}))
         async with worker.inside() as client:
@@ -109,7 +109,7 @@ async def test_adapters_found_in_an_attached_engine_are_wanted_again(agent_model
 
 
 class CountingProxy:
-    """A proxy before an engine: counts the loads under way, and keeps each until a third is, or time for one was."""
+    """A proxy of an engine that counts concurrent loads and holds each until a third arrives or a timeout."""
 
     def __init__(self, engine_url: str) -> None:
         self.under_way = self.most = 0

@@ -1,4 +1,4 @@
-"""A real agent around SGLang's stub, and beside one that somebody else started."""
+"""A real agent with SGLang's stub, started by the agent or attached."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ async def metadata_of(client) -> Metadata:
 
 
 async def until_another(client, before: Metadata) -> None:
-    """The agent is ready with another engine than it had."""
+    """Wait until the agent is ready with another engine boot."""
 
     async def is_another() -> bool:
         now = await metadata_of(client)
@@ -62,7 +62,7 @@ async def test_killed_sglang_restarts_with_its_adapters_and_another_boot_id(work
 
 @pytest.mark.parametrize("phase", ["SGLANG_STUB_PREFILL_S", "SGLANG_STUB_TOKEN_S"])
 async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase):
-    """Its gauge of running requests stands still for 40 tokens: a pod would end with requests in it."""
+    """SGLang's gauge of running requests is updated every 40 tokens: a drain must not rely on it."""
     monkeypatch.setenv(phase, str(patience(0.7)))
     timers = AgentTimers(quiet_s=0.1)
     async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:

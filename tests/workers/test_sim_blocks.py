@@ -1,4 +1,4 @@
-"""The sim's block pool against the simplest thing that could be right, and its events against vLLM's bytes."""
+"""The sim's block pool compared with a simple model, and its events with vLLM's bytes."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from workers.engines.sim.events import AllBlocksCleared, BlockRemoved, BlockStor
 BLOCK = 4
 POOL = 12  # usable blocks
 
-# A small forest: prompts share prefixes, and roots share prompts, so that hits, copies and evictions all happen.
+# A small forest of prompts with shared prefixes, so that hits, copies and evictions all occur.
 FOREST = [[1] * 4 + [branch] * 4 + [leaf] * 4 for branch in (2, 3) for leaf in (4, 5)] + [[1] * 9, [7] * 8]
 ROOTS = [ChainRoot(), ChainRoot(1, "a", "/a"), ChainRoot(2, "a", "/b"), ChainRoot(cache_salt="s")]
 
@@ -56,15 +56,15 @@ def test_prefix_hashes_depend_on_the_root_but_not_on_later_tokens() -> None:
 
 
 class PoolAgainstList(RuleBasedStateMachine):
-    """Requests come, are cached, and go; a list of (content, age) says what must be findable."""
+    """Random requests on the pool; a list of (content, age) is the model of its cache."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(POOL + 1, BLOCK)
         self.live: list[tuple[BlockChain, list[int]]] = []
-        self.order: list[int] = list(range(1, POOL + 1))  # free blocks, next to be used first
-        self.content: dict[int, tuple[Any, ...]] = {}  # block -> what it holds: (root, all tokens up to its end)
-        self.announced: Counter[Any] = Counter()  # what a listener would believe
+        self.order: list[int] = list(range(1, POOL + 1))  # free blocks, in order of their next use
+        self.content: dict[int, tuple[Any, ...]] = {}  # block -> content: (root, all tokens up to its end)
+        self.announced: Counter[Any] = Counter()  # the view of a listener
         self.names: dict[Any, tuple[Any, ...]] = {}
 
     def hits(self, tokens: list[int], root: ChainRoot) -> list[int]:

@@ -1,4 +1,4 @@
-"""A long text keeps the sim engine from nothing else, as it keeps vLLM from nothing."""
+"""Tokenizing a long text does not block the sim, as it does not block vLLM."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/toke
 
 
 class HeldTokenizer:
-    """A tokenizer that waits to be told to go on, wherever it is called."""
+    """A tokenizer whose calls wait for the test."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 async def sim(model):
-    """(service, client) of an engine in this process."""
+    """(handlers, client) of a sim in this process."""
     settings = parse_settings(["--model", str(model), "--served-model-name", "tiny-qwen", "--max-model-len", "20000"])
     engine = SimEngine(settings, None, SimMetrics(settings), on_death=lambda: None)
     service = handlers_of(settings, engine)

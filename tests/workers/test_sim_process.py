@@ -1,4 +1,4 @@
-"""The sim as a process: how it starts, what it refuses to start with, and how it ends."""
+"""The sim as a process: start, refused flags, and end."""
 
 import json
 import shutil
@@ -128,7 +128,7 @@ def test_sigterm_without_shutdown_timeout_ends_requests_at_once(model_dir: Path)
     with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         next(lines)
-        assert engine.stop() == 0  # the request would take a quarter of an hour
+        assert engine.stop() == 0  # the request would take 15 minutes
 
 
 @pytest.mark.fleet

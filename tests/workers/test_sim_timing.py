@@ -1,4 +1,4 @@
-"""What the sim's batch does with time, tokens, slots and memory. Time is an argument here: no clock is asked."""
+"""The sim's batch: time, tokens, slots and memory. Time is an argument."""
 
 from collections.abc import Iterable
 from random import Random
@@ -35,7 +35,7 @@ def make_job(
 
 
 def run(batch: EngineBatch, *, now: float = 0.0, steps: int = 1000) -> list[EngineStep]:
-    """Step until nothing is left."""
+    """Run steps until all requests have ended."""
     done: list[EngineStep] = []
     while batch.has_work:
         step = batch.begin_step(now)
@@ -106,7 +106,7 @@ def test_adapter_dropped_from_host_memory_is_read_again_in_the_step() -> None:
     assert [batch.host.use(name) for name in ("a", "b")] == [True, True]
     batch.add(make_job([1], output=1, adapter="a"))
     [hot] = run(batch)
-    batch.host.use("c")  # pushes out b, the least recently used
+    batch.host.use("c")  # drops b, the least recently used
     batch.add(make_job([2], output=1, adapter="b"))
     [cold] = run(batch)
     assert (hot.reloads, cold.reloads) == ([], ["b"])

@@ -1,4 +1,4 @@
-"""The estimate of the engine's adapter memory, held against vLLM's algorithm written out plainly."""
+"""The model of the engine's adapter memory, compared with vLLM's algorithm."""
 
 from collections import OrderedDict
 from random import Random
@@ -15,7 +15,7 @@ MAX_LORAS, MAX_CPU_LORAS = 2, 4
 
 
 class VllmLoraCaches:
-    """vLLM 0.32: ids of a counter, a host LRU and a device LRU that are touched together; unload forgets the name."""
+    """vLLM 0.32's adapter caches: a host LRU and a device LRU that are used together; an unload removes the name."""
 
     def __init__(self):
         self.ids, self.counter = {}, 0

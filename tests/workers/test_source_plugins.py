@@ -1,4 +1,4 @@
-"""Downloaders that others wrote, and sources through the whole agent."""
+"""Downloader plugins and entry-point sources, through the whole agent."""
 
 import shutil
 import time
@@ -101,7 +101,7 @@ async def test_agent_loads_from_a_hub_and_reports_the_commit(worker, agent_adapt
             assert seen["DOWNLOADED_TO_DISK"]["source"] == f"hf://acme/legal@{commit}"
             told = (await client.get("/metadata")).json()["lora"]["available_loras"]
             assert f"hf://acme/legal@{commit}" in {item["source"] for item in told}
-            # The branch moves on, the files are lost: what was pinned comes back, not what is new.
+            # The branch moves and the files are lost: the pinned commit is fetched again.
             hub.push("acme/legal", "main", {"adapter_config.json": b"{}"})
             path = answer.json()["path"]
             missing = await post(client, "load_lora", lora_id="nosuch/v1")

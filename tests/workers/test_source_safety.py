@@ -1,4 +1,4 @@
-"""What a reference, a server or an archive may not make an agent do."""
+"""Attacks by references, servers and archives."""
 
 import functools
 import gzip
@@ -69,7 +69,7 @@ async def test_private_host_is_refused_before_a_connection(tmp_path):
 
 
 async def test_host_is_checked_by_the_address_of_its_connection(tmp_path):
-    """A name that was public when it was asked for and is private now: only one look is taken, and that one counts."""
+    """A host that resolves to a public address first and to a private one later: it is resolved once."""
     server, client = certificate(tmp_path)
     answers = [["127.0.0.2"], ["10.0.0.1"]]
 
@@ -217,7 +217,7 @@ async def test_unreadable_folder_is_not_reported_as_missing(tmp_path):
     for name in ("circle", "gone"):
         error = await refusal(source, f"file://{tmp_path / name}", tmp_path / "into")
         assert (error.code, name) == ("source_not_found", name)
-    with pytest.raises(OSError, match="File name too long"):  # the cache makes it one that is tried again
+    with pytest.raises(OSError, match="File name too long"):  # the cache reports it as an error that may be retried
         await source.fetch(f"file://{tmp_path / 'unknown'}", tmp_path / "into", Transfer())
 
 
@@ -255,14 +255,14 @@ def zipped(*members: tuple[str, bytes, int]) -> bytes:
 
 
 def many_headers(size_bytes: int, count: int) -> bytes:
-    """One member with so many extended headers of its own, of so many bytes each."""
+    """One member with `count` extended headers of `size_bytes`."""
     member = tarfile.TarInfo("x" * size_bytes).tobuf(tarfile.PAX_FORMAT)
     header = member[: -tarfile.BLOCKSIZE]
     return gzip.compress(header * (count - 1) + member + bytes(2 * tarfile.BLOCKSIZE), 1)
 
 
 def of_method(packed: bytes, method: int) -> bytes:
-    """The zip with another method of compression said of all its members."""
+    """The zip with another compression method in all its headers."""
     deflated, said = (zipfile.ZIP_DEFLATED.to_bytes(2, "little"), method.to_bytes(2, "little"))
     for start, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
         parts = packed.split(start)

@@ -1,4 +1,4 @@
-"""One contract for all sources, each against a server on loopback."""
+"""The contract of all sources, each against a server on loopback."""
 
 import asyncio
 import contextlib
@@ -50,11 +50,11 @@ def limits(**changes) -> Limits:
 
 
 class SourceStore:
-    """Somewhere that adapters are; reached through a cable."""
+    """A store of adapters, reached through a faulty connection."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
-        self.cable = FaultyConnection()
+        self.connection = FaultyConnection()
 
     def deny(self) -> None:
         self.site.denies = 403
@@ -70,7 +70,7 @@ class WebFiles(SourceStore):
         server, self.client = certificate(self.tmp_path)
         netrc = self.tmp_path / "netrc"
         netrc.write_text(f"machine 127.0.0.1 login me password {SECRET}\n")
-        async with self.site.serving(server), self.cable.to(self.site.url) as self.url:
+        async with self.site.serving(server), self.connection.to(self.site.url) as self.url:
             yield self
 
     def source(self, **changes):
@@ -110,8 +110,8 @@ class HubStore(SourceStore):
     async def open(self):
         self.hub = StubHub()
         self.site = SourceServer(self.hub.respond)
-        async with self.site.serving(), self.cable.to(self.site.url) as self.url:
-            self.hub.url = self.url.replace("127.0.0.1", "localhost")  # another host: the token stays behind
+        async with self.site.serving(), self.connection.to(self.site.url) as self.url:
+            self.hub.url = self.url.replace("127.0.0.1", "localhost")  # another host: the token is not sent
             yield self
 
     def source(self, **changes):
@@ -129,7 +129,7 @@ class ObjectStore(SourceStore):
     async def open(self):
         self.objects = {}
         self.site = SourceServer(self.dialect(self.objects))
-        async with self.site.serving(), self.cable.to(self.site.url) as self.url:
+        async with self.site.serving(), self.connection.to(self.site.url) as self.url:
             yield self
 
     def put(self, name, files):
@@ -157,14 +157,14 @@ class AzureStore(ObjectStore):
 
 
 class S3Store(SourceStore):
-    server = ""  # the URL of one server for all tests
+    server = ""  # one server for all tests
 
     @contextlib.asynccontextmanager
     async def open(self):
         self.site = SourceServer(lambda ask: None)
         async with httpx.AsyncClient() as client:
             (await client.post(f"{self.server}/moto-api/reset")).raise_for_status()
-        async with self.cable.to(self.server) as self.url, self.site.serving():
+        async with self.connection.to(self.server) as self.url, self.site.serving():
             yield self
 
     def files(self, url):
@@ -206,7 +206,7 @@ class FolderStore(SourceStore):
         return f"file://{self.tmp_path / name}"
 
 
-SLOW_S3 = pytest.param(S3Store, marks=pytest.mark.slow)  # its client takes half a second for each test
+SLOW_S3 = pytest.param(S3Store, marks=pytest.mark.slow)  # its client takes half a second per test
 REMOTE = [WebFiles, WebTar, WebZip, HubStore, SLOW_S3, GoogleStore, AzureStore]
 
 
@@ -283,21 +283,21 @@ async def test_missing_adapter_is_not_found(store):
 @every
 async def test_too_large_adapter_is_not_fetched(store):
     ref = await put(store, "big", ADAPTER | {"adapter_model.safetensors": Random(6).randbytes(6 << 20)})
-    store.cable.carried = 0
+    store.connection.carried = 0
     error = await refusal(store, ref, max_bytes=1 << 20)
     assert (error.code, "are allowed" in str(error)) == ("source_too_big", True)
-    assert store.cable.carried < 4 << 20
+    assert store.connection.carried < 4 << 20
 
 
 @every
 @pytest.mark.parametrize("allow_pickle", [True, False])
 async def test_pickled_weights_are_fetched_if_allowed_and_without_safetensors(store, allow_pickle):
     pickled = {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"}
-    ref = await put(store, "pickled", pickled)  # moto's buckets outlive their server
+    ref = await put(store, "pickled", pickled)  # moto's buckets survive their server
     if allow_pickle:
         assert (await fetched(store, ref, allow_pickle=True))[0] == pickled
     else:
-        wanted = "source_not_found" if type(store) is WebFiles else "adapter_pickled"  # it asks for what it would take
+        wanted = "source_not_found" if type(store) is WebFiles else "adapter_pickled"  # it lists the accepted names
         assert (await refusal(store, ref)).code == wanted
 
 
@@ -310,17 +310,17 @@ async def test_too_large_config_is_refused(store):
 @remote
 async def test_broken_connection_is_resumed(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.cuts = [1 << 20]
+    store.connection.cuts = [1 << 20]
     found, transfer = await fetched(store, ref)
     assert found == ADAPTER
-    assert store.cable.cuts == []
+    assert store.connection.cuts == []
     assert transfer.progress.done_bytes == transfer.progress.total_bytes or transfer.progress.total_bytes is None
 
 
 @pytest.mark.parametrize("store", [WebFiles, SLOW_S3], indirect=True, ids=lambda cls: cls.__name__)
 async def test_unanswering_source_fails_after_all_attempts(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.is_dead = True
+    store.connection.is_dead = True
     error = await refusal(store, ref)
     assert (error.code, "tried 3 times" in str(error), error.retry_after_s) == ("source_failed", True, 30)
 
@@ -328,7 +328,7 @@ async def test_unanswering_source_fails_after_all_attempts(store):
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_silent_server_fails_after_the_timeout(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.stall_after = 1 << 20
+    store.connection.stall_after = 1 << 20
     error = await refusal(store, ref, timeout_s=0.1)
     assert (error.code, "ReadTimeout" in str(error)) == ("source_failed", True)
 
@@ -337,9 +337,9 @@ async def test_silent_server_fails_after_the_timeout(store):
 async def test_partial_file_is_dropped_when_the_server_has_a_new_version(store):
     ref = await put(store, "sql", ADAPTER)
     newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
-    store.cable.cuts = [2 << 20]
+    store.connection.cuts = [2 << 20]
     task = asyncio.create_task(fetched(store, ref))
-    while store.cable.cuts:
+    while store.connection.cuts:
         await asyncio.sleep(0)
     store.put("sql", newer)
     found, _ = await task
@@ -349,19 +349,19 @@ async def test_partial_file_is_dropped_when_the_server_has_a_new_version(store):
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_only_missing_parts_are_requested_again(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.cuts = [2 << 20]
+    store.connection.cuts = [2 << 20]
     await fetched(store, ref)
     assert store.site.asked[-1].headers["range"].startswith("bytes=1")
 
 
 async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
-    """Leaves the folder that a fetch had when so many bytes had come, and at least `kept` of them were on disk."""
+    """Leave the folder of a fetch that was killed after `after` bytes, with at least `kept` of them on disk."""
     into, found = store.tmp_path / "into", store.tmp_path / "found"
-    store.cable.carried = 0
-    store.cable.stall_at = after
+    store.connection.carried = 0
+    store.connection.stall_at = after
     task = asyncio.create_task(fetched(store, ref, parts=1))
     async with within(15):
-        await store.cable.stalled.wait()
+        await store.connection.stalled.wait()
         while sum(path.stat().st_size for path in into.rglob("*") if path.is_file()) < kept:
             await asyncio.sleep(0.01)
     await asyncio.to_thread(shutil.copytree, into, found)
@@ -369,7 +369,7 @@ async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.to_thread(shutil.rmtree, into, ignore_errors=True)
     found.rename(into)
-    store.cable.stall_at, store.cable.carried = math.inf, 0
+    store.connection.stall_at, store.connection.carried = math.inf, 0
 
 
 @resuming
@@ -379,7 +379,7 @@ async def test_later_fetch_resumes_a_killed_one(store):
     found, transfer = await fetched(store, ref, parts=1)
     assert found == ADAPTER
     assert transfer.progress.done_bytes == (transfer.progress.total_bytes or transfer.progress.done_bytes)
-    assert 0 < store.cable.carried < 5 << 19
+    assert 0 < store.connection.carried < 5 << 19
 
 
 @resuming
@@ -402,9 +402,9 @@ async def test_complete_file_of_a_killed_fetch_is_not_fetched_again(store):
     (into / f".{name}.tag").write_text(f'"{hashlib.md5(body).hexdigest()}"')
     (into / ".0").mkdir()  # half unpacked
     (into / ".0" / name).write_bytes(b"half")
-    store.cable.carried = 0
+    store.connection.carried = 0
     assert (await fetched(store, ref))[0] == ADAPTER
-    assert store.cable.carried < 1 << 19
+    assert store.connection.carried < 1 << 19
 
 
 @pytest.mark.parametrize("store", [HubStore], indirect=True)
@@ -434,10 +434,10 @@ async def test_netrc_passwords_are_sent_only_to_their_host(store):
 @remote
 async def test_cancelled_fetch_ends_at_once(store):
     ref = await put(store, "sql", ADAPTER)
-    store.cable.stall_after = 1 << 20
+    store.connection.stall_after = 1 << 20
     task = asyncio.create_task(fetched(store, ref))
     async with within(15):
-        await store.cable.stalled.wait()
+        await store.connection.stalled.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

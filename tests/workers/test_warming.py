@@ -1,4 +1,4 @@
-"""A new worker becomes ready once it has what the orchestrator wants there, and in any case."""
+"""A new worker becomes ready once its adapters are loaded, or after a deadline."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ SQL = "sql-expert/v1"
 
 @dataclass
 class StubOrchestrator:
-    """Takes heartbeats, and says what the test wants it to say."""
+    """Accepts heartbeats and answers as the test sets."""
 
-    is_warm: bool | None = False  # None: an orchestrator that knows nothing of warming
+    is_warm: bool | None = False  # None: an orchestrator without warming
     heard: list[dict] = field(default_factory=list)
-    key: str | None = None  # that the last one brought
+    key: str | None = None  # of the last heartbeat
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextlib.asynccontextmanager
@@ -43,7 +43,7 @@ class StubOrchestrator:
             yield url
 
     async def until(self, holds) -> dict:
-        """The first report for which it holds."""
+        """Wait for the first report for which the condition holds."""
         async with within(20):
             while not (found := [report for report in self.heard if holds(report)]):
                 self.news.clear()
@@ -81,7 +81,7 @@ async def test_new_worker_accepts_loads_while_warming_and_then_becomes_ready(wor
         assert not ready["is_warming"]
         assert (await client.get("/ready")).status_code == 200
         assert await loaded(client) == {SQL}
-    # What had adapters before is not new: it has its share.
+    # A worker that had adapters before is not new.
     orchestrator.is_warm = False
     async with orchestrator.serving() as url, worker.together("--orchestrator-url", url) as client:
         assert await loaded(client) == {SQL}
