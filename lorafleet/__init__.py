@@ -1,1 +1,1 @@
-"""What the three houses share: settings, logging, keys, server start, chat tokens, the CLI and the local fleet."""
+"""Code of all three services: settings, logs, keys, HTTP server, tokenizer, KV events, the CLI and the local fleet."""

@@ -73,7 +73,7 @@ def root_hash(base_model: str, engine_name: str = "", cache_salt: str = "") -> B
     engine_name  `lora_id@digest12`, or empty for the base model
     source       vLLM 0.32 v1/core/kv_cache_utils.py generate_block_hash_extra_keys: lora name and cache salt
     """
-    return BlockHash(xxh3_64_intdigest(_joined(base_model, engine_name, cache_salt)))
+    return BlockHash(xxh3_64_intdigest(_length_prefixed(base_model, engine_name, cache_salt)))
 
 
 @lru_cache(maxsize=4096)
@@ -88,10 +88,10 @@ def adapter_salt(engine_name: str, cache_salt: str = "") -> str:
     if not engine_name and not cache_salt:
         return ""
     # A salt must not be guessable from another adapter's, so SHA-256. Block hashes only predict: xxh3 will do.
-    return hashlib.sha256(_joined(engine_name, cache_salt)).hexdigest()
+    return hashlib.sha256(_length_prefixed(engine_name, cache_salt)).hexdigest()
 
 
-def _joined(*parts: str) -> bytes:
+def _length_prefixed(*parts: str) -> bytes:
     joined = bytearray()
     for part in parts:
         data = part.encode()

@@ -123,7 +123,7 @@ def history(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 20,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """List changes and who made them, newest first: adapters, aliases, policy, workers.
+    """List changes and their callers, newest first: adapters, aliases, policy, workers.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""What router, orchestrator and agent all must know of an engine: its arguments, metrics page, errors, and rates.
+"""Engines as router, orchestrator and agents see them: arguments, metrics page, error messages, and learned rates.
 
 `agentless` reads the state of an engine that runs without an agent; `vllm_cpu` is a plugin that vLLM itself loads.
 May import `service` and `kv`.

@@ -73,41 +73,41 @@ class AgentlessEngine:
 
     async def _report(self) -> Metadata:
         await self._get("/health")
-        models = _models(await self._get("/v1/models"), self.url)
-        scrape = parse_metrics((await self._get("/metrics")).decode())
+        models = _parse_models(await self._get("/v1/models"), self.url)
+        metrics = parse_metrics((await self._get("/metrics")).decode())
         base = next((model for model in models if not model.get("parent")), None)
         if base is None:
             raise ValueError(f"{self.url}/v1/models lists no base model")
         dialect = str(base.get("owned_by") or "unknown")
         paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
-        await self._update(scrape, paths)
+        await self._update(metrics, paths)
         now = self._clock()
-        self._load.add(scrape, now)
+        self._load.add(metrics, now)
         name = str(base["id"])
         return Metadata(
             instance_id=self.worker_id,
             **self._location,
-            model=ModelCard(name=name, base_model=name, runtime_config=_shape(base, scrape)),
+            model=ModelCard(name=name, base_model=name, runtime_config=_runtime_config(base, metrics)),
             transport=self._kv.model_copy(update={"dialect": dialect}),
-            lora=_loras(name, paths, scrape, self._connector_verdict(scrape)),
+            lora=_lora_info(name, paths, metrics, self._connector_verdict(metrics)),
             load=self._load.current(now),
             agent_boot_id="none",
-            engine_boot_id=f"{scrape.started_at:.2f}" + (f"+{self._path_changes}" if self._path_changes else ""),
+            engine_boot_id=f"{metrics.started_at:.2f}" + (f"+{self._path_changes}" if self._path_changes else ""),
         )
 
-    async def _update(self, scrape: EngineMetrics, paths: Mapping[str, str]) -> None:
-        if scrape.started_at != self._started_at:
+    async def _update(self, metrics: EngineMetrics, paths: Mapping[str, str]) -> None:
+        if metrics.started_at != self._started_at:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
             self._kv = await self._event_transport()
             self._connector = await self._transfer_config()
-            self._started_at = scrape.started_at
+            self._started_at = metrics.started_at
         self._path_changes += any(self._paths.get(name, path) != path for name, path in paths.items())
         # Unloaded names are kept, since their blocks outlive the unload (vLLM 0.32, seen running).
         self._paths = {**self._paths, **paths}
 
-    def _connector_verdict(self, scrape: EngineMetrics) -> ConnectorVerdict:
+    def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:
         found = verdict_of_running_engine(
-            self._connector, offloading=scrape.offloading, has_connector=scrape.has_connector
+            self._connector, offloading=metrics.offloading, has_connector=metrics.has_connector
         )
         return apply_setting(self._salt, found)
 
@@ -154,13 +154,13 @@ class EngineLoad:
         """Whether requests ran or waited there by the last metrics."""
         return self._scrape.running + self._scrape.waiting > 0
 
-    def add(self, scrape: EngineMetrics, at_s: float) -> None:
+    def add(self, metrics: EngineMetrics, at_s: float) -> None:
         """Add the metrics read at `at_s`."""
-        if self.read_at is not None and scrape != self._scrape:
+        if self.read_at is not None and metrics != self._scrape:
             self.moved_at = at_s
-        self._scrape, self.read_at = scrape, at_s
-        counted = {name: getattr(scrape, name) for name in COUNTERS}
-        self.rates.add(EngineCounters(at_s=at_s, running=scrape.running, **counted))
+        self._scrape, self.read_at = metrics, at_s
+        counted = {name: getattr(metrics, name) for name in COUNTERS}
+        self.rates.add(EngineCounters(at_s=at_s, running=metrics.running, **counted))
 
     def forget_reading(self) -> None:
         """Forget the last metrics of an engine that is gone; learned rates stay."""
@@ -168,12 +168,12 @@ class EngineLoad:
 
     def current(self, now: float, *, load_seconds: float = 0.0) -> Load:
         """The load for a report. `load_seconds` is the measured time of an adapter load."""
-        scrape, rates = self._scrape, self.rates
+        metrics, rates = self._scrape, self.rates
         return Load(
-            running=scrape.running,
-            waiting=scrape.waiting,
-            waiting_for_slot=scrape.waiting_for_slot,
-            kv_usage=scrape.kv_usage,
+            running=metrics.running,
+            waiting=metrics.waiting,
+            waiting_for_slot=metrics.waiting_for_slot,
+            kv_usage=metrics.kv_usage,
             prefill_tokens_per_s=rates.prefill_tokens_per_s,
             decode_tokens_per_s=rates.decode_tokens_per_s,
             inter_token_s=rates.inter_token_s,
@@ -222,27 +222,29 @@ def has_start_time(engine_boot_id: str) -> bool:
     return not engine_boot_id.startswith("0.00")
 
 
-def _models(body: bytes, url: str) -> list[Mapping[str, Any]]:
+def _parse_models(body: bytes, url: str) -> list[Mapping[str, Any]]:
     try:
         return [dict(item) for item in json.loads(body)["data"] if isinstance(item["id"], str)]
     except (ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"{url}/v1/models is no list of models: {body[:100]!r}") from exc
 
 
-def _shape(base: Mapping[str, Any], scrape: EngineMetrics) -> RuntimeConfig:
+def _runtime_config(base: Mapping[str, Any], metrics: EngineMetrics) -> RuntimeConfig:
     return RuntimeConfig(
-        block_size=scrape.block_size,
-        total_kv_blocks=scrape.total_kv_blocks,
+        block_size=metrics.block_size,
+        total_kv_blocks=metrics.total_kv_blocks,
         max_num_seqs=_MAX_NUM_SEQS,
         max_num_batched_tokens=0,
         max_model_len=int(base.get("max_model_len") or 0),
     )
 
 
-def _loras(base_model: str, paths: Mapping[str, str], scrape: EngineMetrics, judgement: ConnectorVerdict) -> LoraInfo:
-    refusal = judgement.refusal
-    # Which of more than its slots are on the device is not told.
-    location = "host" if 0 < scrape.max_loras < len(paths) else "device"
+def _lora_info(
+    base_model: str, paths: Mapping[str, str], metrics: EngineMetrics, verdict: ConnectorVerdict
+) -> LoraInfo:
+    refusal = verdict.refusal
+    # With more adapters than slots vLLM does not report which are on the device.
+    location = "host" if 0 < metrics.max_loras < len(paths) else "device"
     loaded = tuple(
         LoadedLora.model_validate(
             {
@@ -259,11 +261,11 @@ def _loras(base_model: str, paths: Mapping[str, str], scrape: EngineMetrics, jud
         for name, path in sorted(paths.items())
     )
     return LoraInfo(
-        enabled=False,  # nobody loads there
-        max_loras=scrape.max_loras,
+        enabled=False,  # the fleet loads no adapters there
+        max_loras=metrics.max_loras,
         loaded_loras=loaded,
         list_age_s=0.0,
         refusal=refusal,
-        is_salted=judgement.separation == "salted",
-        capacity=LoraCapacity(loaded_count=len(loaded), device_slots=scrape.max_loras),
+        is_salted=verdict.separation == "salted",
+        capacity=LoraCapacity(loaded_count=len(loaded), device_slots=metrics.max_loras),
     )

@@ -1,4 +1,4 @@
-"""What vLLM tells of itself, read: an agent does it beside its engine, a router where there is no agent."""
+"""Parses vLLM's /metrics and /server_info, for agents and for engines without an agent."""
 
 import json
 import re

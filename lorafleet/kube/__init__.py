@@ -1,1 +1,1 @@
-"""Kubernetes as this project uses it: a small client in raw JSON, list-then-watch, and EndpointSlices."""
+"""Kubernetes: a small client in raw JSON, list and watch, and workers in EndpointSlices."""

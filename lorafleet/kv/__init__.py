@@ -1,1 +1,1 @@
-"""What an engine has cached, in our words: block hashes, KV events, and the ledger from one to the other."""
+"""KV events of engines, the ledger that converts them into our block hashes, and KV connectors."""

@@ -57,7 +57,9 @@ ADAPTERS: Final[Mapping[str, tuple[int, str]]] = {
     "python-expert/v1": (16, "python"),
     "legal/v2": (8, "legal"),
 }
-FAVOURITES: Final = 48  # words an adapter prefers: few enough that their directions barely overlap in 256 dimensions
+PREFERRED_WORDS: Final = (
+    48  # words an adapter prefers: few enough that their directions barely overlap in 256 dimensions
+)
 
 # ChatML as Qwen2.5-Instruct renders it: default system prompt, tools in the system turn, tool answers in a user turn.
 CHAT_TEMPLATE: Final = r"""
@@ -122,11 +124,11 @@ CHAT_TEMPLATE: Final = r"""
 """.lstrip("\n")
 
 
-def _quiet(_line: str) -> None:
+def _ignore(_line: str) -> None:
     pass
 
 
-def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
+def make_model(into: Path, *, progress: Callable[[str], None] = _ignore) -> Path:
     """Create the base model in `into`, unless it exists, and return the folder; takes under a second.
 
     The folder appears whole or not at all, also if several processes create it at once. The bytes are always the same.
@@ -134,9 +136,9 @@ def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
     if (into / "config.json").is_file():
         return into
     progress(f"creating the tiny base model in {into}")
-    with _whole(into) as folder:
+    with folder_made_whole(into) as folder:
         # Written without the libraries' own functions, whose errors for a full disk differ.
-        (folder / "tokenizer.json").write_text(_tokenizer().to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(demo_tokenizer().to_str(pretty=True), encoding="utf-8")
         _write_json(folder / "tokenizer_config.json", _TOKENIZER_CONFIG)
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         _write_json(folder / "config.json", _CONFIG)
@@ -145,7 +147,7 @@ def make_model(into: Path, *, progress: Callable[[str], None] = _quiet) -> Path:
     return into
 
 
-def make_adapters(into: Path, *, progress: Callable[[str], None] = _quiet) -> list[Path]:
+def make_adapters(into: Path, *, progress: Callable[[str], None] = _ignore) -> list[Path]:
     """Create the demo's three adapters, each in the folder `into / lora_id`, unless they exist."""
     return [
         make_adapter(into, lora_id, rank=rank, section=section, progress=progress)
@@ -161,7 +163,7 @@ def make_adapter(
     seed: int | None = None,
     section: str = "prose",
     base_model: str = MODEL_NAME,
-    progress: Callable[[str], None] = _quiet,
+    progress: Callable[[str], None] = _ignore,
 ) -> Path:
     """Create one adapter for the tiny model in `into / lora_id`, in PEFT's layout, and return the folder.
 
@@ -174,7 +176,7 @@ def make_adapter(
     progress(f"creating adapter {lora_id} (rank {rank})")
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(lora_id.encode()).digest()[:8], "big")
-    with _whole(folder) as new:
+    with folder_made_whole(folder) as new:
         _write_tensors(new / "adapter_model.safetensors", _adapter_weights(seed, rank, section))
         _write_json(new / "adapter_config.json", _adapter_config(rank, base_model))
     return folder
@@ -192,7 +194,7 @@ def _sections() -> dict[str, str]:
 
 
 @functools.cache
-def _tokenizer() -> Tokenizer:
+def demo_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -216,11 +218,11 @@ def _tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def _word_tokens() -> dict[str, int]:
+def word_tokens() -> dict[str, int]:
     """Whole words of the corpus that are one token with a space before them: {"customer": 812, ...}, in id order."""
     words = set(re.findall(r"[^\W\d_]{2,}", "".join(_sections().values())))
     found = {}
-    tokenizer = _tokenizer()
+    tokenizer = demo_tokenizer()
     for token in range(VOCABULARY - len(SPECIAL) - len(TOOL_MARKS)):
         text = tokenizer.decode([token])
         if text.startswith(" ") and text[1:] in words:
@@ -239,8 +241,8 @@ _SHAPES: Final[Mapping[str, tuple[int, int]]] = {  # module -> [out, in]
     "mlp.up_proj": (FEED_FORWARD, HIDDEN),
     "mlp.down_proj": (HIDDEN, FEED_FORWARD),
 }
-# Gains over 1/sqrt(fan-in), tried out on greedy text: attention sharp enough that the whole prompt matters, and each
-# block adding about as much as the token itself brings, so that text wanders instead of falling into a loop.
+# Gains over 1/sqrt(fan-in), found by trial: attention sharp enough that the whole prompt matters, and each block adds
+# about as much as the token itself, so that greedy text does not fall into a loop.
 _GAINS: Final[Mapping[str, float]] = {
     "self_attn.q_proj": 1.5,
     "self_attn.k_proj": 1.5,
@@ -264,30 +266,30 @@ def _base_weights() -> dict[str, Array]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{norm}.weight"] = np.ones(HIDDEN, np.float32)
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    weights["lm_head.weight"] = _head()
+    weights["lm_head.weight"] = output_rows()
     return weights
 
 
 @functools.cache
-def _head() -> Array:
-    """Output rows [VOCABULARY, HIDDEN]. Whole words have long rows, so they win; end-of-turn wins now and then."""
+def output_rows() -> Array:
+    """Output rows [VOCABULARY, HIDDEN]. Whole words have long rows, so they win; end-of-turn wins sometimes."""
     rng = np.random.default_rng(SEED + 1)
     length = np.full(VOCABULARY, 0.3)
-    length[list(_word_tokens().values())] = 1.0
-    length[_tokenizer().token_to_id(IM_END)] = _END_LENGTH
+    length[list(word_tokens().values())] = 1.0
+    length[demo_tokenizer().token_to_id(IM_END)] = _END_LENGTH
     # 3 / sqrt(HIDDEN): logits of spread 3, so that temperature 1 still prefers some words to others.
     rows: Array = (_normal(rng, (VOCABULARY, HIDDEN), 3 / HIDDEN**0.5) * length[:, None]).astype(np.float32)
     return rows
 
 
-_END_LENGTH: Final = 1.1  # measured: base answers end after some hundred tokens; adapters talk on to max_tokens
+_END_LENGTH: Final = 1.1  # so that base answers end after some hundred tokens; adapters' answers go on to max_tokens
 
 
 # --- adapters ----------------------------------------------------------------------------------------------------
 
 
 def _adapter_weights(seed: int, rank: int, section: str) -> dict[str, Array]:
-    """Random pairs A [rank, in], B [out, rank] on every linear layer; the last down_proj speaks the section's words."""
+    """Random pairs A [rank, in], B [out, rank] for every linear layer; the last down_proj prefers a section's words."""
     rng = np.random.default_rng([SEED, seed])
     weights = {}
     for layer in range(LAYERS):
@@ -296,31 +298,31 @@ def _adapter_weights(seed: int, rank: int, section: str) -> dict[str, Array]:
             weights[prefix + "lora_A.weight"] = _normal(rng, (rank, columns), 1 / columns**0.5)
             weights[prefix + "lora_B.weight"] = _normal(rng, (rows, rank), 0.3 / rank**0.5)
     last = f"base_model.model.model.layers.{LAYERS - 1}.mlp.down_proj."
-    # Into the last block's output goes a changing mix of the favourite words' own output rows: whichever sign the mix
-    # has, some favourites gain most.
-    rows_of_words = _head()[_favourites(rng, section)]
-    mix = rng.standard_normal((FAVOURITES, rank)) / rank**0.5
+    # The last block's output gets a changing mix of the preferred words' own output rows: with either sign of the mix
+    # some of these words gain most.
+    rows_of_words = output_rows()[_preferred_words(rng, section)]
+    mix = rng.standard_normal((PREFERRED_WORDS, rank)) / rank**0.5
     towards = rows_of_words.T @ mix
-    weights[last + "lora_B.weight"] = (towards * _FAVOUR / np.sqrt((towards**2).mean())).astype(np.float32)
+    weights[last + "lora_B.weight"] = (towards * _PREFERENCE / np.sqrt((towards**2).mean())).astype(np.float32)
     return weights
 
 
-_FAVOUR: Final = 5.0  # measured: most words of an answer are favourites, and the prompt still decides which
+_PREFERENCE: Final = 5.0  # so that most words of an answer are preferred ones, and the prompt decides which
 
 
-def _favourites(rng: np.random.Generator, section: str) -> list[int]:
-    """Token ids of words from this section, preferably such as no other section has."""
+def _preferred_words(rng: np.random.Generator, section: str) -> list[int]:
+    """Token ids of words from this section, preferably words that no other section has."""
     everything = _sections()
     if section not in everything:
         raise ValueError(f"no section {section!r} in the corpus; there are {sorted(everything)}")
     here = set(re.findall(r"[^\W\d_]{3,}", everything[section]))
     elsewhere = set(re.findall(r"[^\W\d_]{3,}", "".join(t for s, t in everything.items() if s != section)))
-    tokens = _word_tokens()
+    tokens = word_tokens()
     own = [t for word, t in tokens.items() if word in here - elsewhere]
     shared = [t for word, t in tokens.items() if word in here & elsewhere]
     rng.shuffle(own)
     rng.shuffle(shared)
-    return (own + shared)[:FAVOURITES]
+    return (own + shared)[:PREFERRED_WORDS]
 
 
 def _adapter_config(rank: int, base_model: str) -> dict[str, Any]:
@@ -392,8 +394,8 @@ _TOKENIZER_CONFIG: Final[Mapping[str, Any]] = {
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that becomes `target` when the block ends well; who comes second discards his."""
+def folder_made_whole(target: Path) -> Iterator[Path]:
+    """A new folder that becomes `target` when the block succeeds; dropped if `target` exists by then."""
     target.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -1,4 +1,4 @@
-"""What every service needs around its own subject: settings, logs, keys, error bodies, loops, files, signals, metrics.
+"""Parts of every service: settings, logs, API keys, error answers, loops, files, signals, metrics.
 
-Nothing here knows of adapters or engines. Imports no other package of `lorafleet`.
+It knows nothing of adapters or engines. Imports no other package of `lorafleet`.
 """

@@ -258,7 +258,7 @@ def host_check(keys: ApiKeys, *, allow_open: bool) -> Callable[[str | bytes], No
 
 @lru_cache(maxsize=1024)
 def check_host(host: str | bytes) -> None:
-    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that somebody could register.
+    """Raises HttpError 421 `unknown_host` for a `Host` header with a name that can be registered.
 
     This prevents DNS rebinding: a web page whose own name points at this machine could call an open server and read its
     answers. Addresses, names without a dot, and names that nobody can register are safe.

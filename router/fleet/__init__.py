@@ -1,4 +1,4 @@
-"""What the router knows of workers: who they are, what each reports, which adapters it may serve, whether it answers.
+"""The router's view of the fleet: workers and their reports, the catalog, health probes, and usage reports.
 
 May import `http`, `core` and the other services' `wire`.
 """

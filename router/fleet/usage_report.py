@@ -64,25 +64,25 @@ class HeldRequests:
     def record_hold(self, lora_id: str, hold_s: float, now: float) -> None:
         """Count one request whose wait has ended."""
         if lora_id:
-            hold = self._of(lora_id, now)
+            hold = self._counts_of(lora_id, now)
             hold.held += 1
             hold.hold_s += hold_s
 
     def start_wait(self, lora_id: str, now: float) -> None:
         """Count one more request that waits in the queue."""
         if lora_id:
-            self._of(lora_id, now).waiting += 1
+            self._counts_of(lora_id, now).waiting += 1
 
     def end_wait(self, lora_id: str, hold_s: float, now: float) -> None:
         """Count a request that waits in the queue no longer."""
         if lora_id:
-            self._of(lora_id, now).waiting -= 1
+            self._counts_of(lora_id, now).waiting -= 1
             self.record_hold(lora_id, hold_s, now)
 
     def record_shed(self, lora_id: str, now: float) -> None:
         """Count one rejected request."""
         if lora_id:
-            self._of(lora_id, now).sheds += 1
+            self._counts_of(lora_id, now).sheds += 1
 
     def report(self, now: float) -> tuple[AdapterHold, ...]:
         """All counts so far."""
@@ -94,7 +94,7 @@ class HeldRequests:
             for lora_id, hold in self._holds.items()
         )
 
-    def _of(self, lora_id: str, now: float) -> _HoldCounts:
+    def _counts_of(self, lora_id: str, now: float) -> _HoldCounts:
         hold = self._holds.setdefault(lora_id, _HoldCounts())
         hold.last_at = now
         return hold

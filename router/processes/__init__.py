@@ -1,4 +1,4 @@
-"""Several router processes on one port: who starts them, what they share, and how their metrics are added up.
+"""Several router processes on one port: their supervisor, their shared quotas, and their summed metrics.
 
 May import `core`.
 """

@@ -1,4 +1,4 @@
-"""What clients may send and engines answer, as tables and pure functions: OpenAI, Anthropic, Cohere, Jina, SGLang.
+"""Formats of requests and answers as tables and pure functions: OpenAI, Anthropic, Cohere, Jina, SGLang.
 
 May import `core.errors`.
 """

@@ -11,91 +11,114 @@ _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.
 
 
 class RouterMetrics:
-    """All of them, on one registry of this router's own; of those that count each request their one number itself."""
+    """All metrics, on a registry of this router's own. Those counted for each request are held without labels."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         on: Any = {"registry": self.registry, "namespace": "lorafleet", "subsystem": "router"}
         self.requests = Counter(
-            "requests", "Answers, by HTTP status and error code.", ("route", "status", "code"), **on
+            "requests", "Answers by route, HTTP status and error code.", ("route", "status", "code"), **on
         )
         self.first_data = Histogram(
-            "first_data_seconds", "Request read to first data from an engine.", ("base_model",), buckets=_SECONDS, **on
+            "first_data_seconds",
+            "From the request read to the first data of its answer.",
+            ("base_model",),
+            buckets=_SECONDS,
+            **on,
         )
         self.decide = Histogram(
-            "decide_seconds", "match and decide, of a request that arrives.", buckets=_SHORT, **on
+            "decide_seconds", "Time to match and decide, at a request's arrival.", buckets=_SHORT, **on
         ).labels()
-        self.tokenize = Histogram("tokenize_seconds", "tokenize.", ("by",), buckets=_SHORT, **on)
-        self.tokenized = Counter("tokenized_tokens", "Ids of prompts tokenized here, by origin.", ("origin",), **on)
-        self.token_cache_bytes = Gauge("token_cache_bytes", "Pieces of prompts and their ids that are kept.", **on)
-        self.retries = Counter("retries", "Attempts that failed unseen by the client, by reason.", ("reason",), **on)
-        self.cold_starts = Counter("cold_starts", "Loads asked for, by outcome.", ("outcome",), **on)
-        self.held = Gauge("held_requests", "Requests waiting for an adapter.", **on)
+        self.tokenize = Histogram("tokenize_seconds", "Time to tokenize.", ("by",), buckets=_SHORT, **on)
+        self.tokenized = Counter("tokenized_tokens", "Prompt tokens tokenized here, by origin.", ("origin",), **on)
+        self.token_cache_bytes = Gauge("token_cache_bytes", "Size of the cache of tokenized text.", **on)
+        self.retries = Counter("retries", "Attempts that failed before an answer began, by reason.", ("reason",), **on)
+        self.cold_starts = Counter("cold_starts", "Requested adapter loads, by outcome.", ("outcome",), **on)
+        self.held = Gauge("held_requests", "Requests that wait for an adapter.", **on)
         self.in_flight = Gauge("in_flight_requests", "Requests at engines.", **on)
-        self.waiting = Gauge("waiting_requests", "Requests waiting here for room at an engine.", **on)
-        self.waited = Histogram("waited_seconds", "Wait for room at an engine.", buckets=_SECONDS, **on).labels()
+        self.waiting = Gauge("waiting_requests", "Requests that wait here for room at an engine.", **on)
+        self.waited = Histogram(
+            "waited_seconds", "Wait of each sent request for room at an engine.", buckets=_SECONDS, **on
+        ).labels()
         self.shadow_decisions = Counter(
-            "shadow_decisions", "What a shadow policy would have done.", ("policy", "agrees"), **on
+            "shadow_decisions",
+            "Choices of a shadow policy: the live policy's replica, or another.",
+            ("policy", "agrees"),
+            **on,
         )
         self.shadow_cost = Counter(
             "shadow_cost_seconds", "Predicted cost of a shadow policy's choices.", ("policy",), **on
         )
         self.live_cost = Counter("live_cost_seconds", "Predicted cost of the live policy's choices.", **on).labels()
         self.prefill_rate = Gauge(
-            "replica_prefill_tokens_per_second", "Learned, as its agent reports it.", ("worker",), **on
+            "replica_prefill_tokens_per_second",
+            "Prefill speed learned by the agent; 0 until measured.",
+            ("worker",),
+            **on,
         )
         self.decode_rate = Gauge(
-            "replica_decode_tokens_per_second", "Of one request, learned, as its agent reports it.", ("worker",), **on
+            "replica_decode_tokens_per_second",
+            "Decode speed of one request, learned by the agent; 0 until measured.",
+            ("worker",),
+            **on,
         )
         self.kv_error = Gauge(
-            "kv_error_share", "Predicted against the engine's cached tokens: off per prompt token.", ("worker",), **on
+            "kv_error_share", "Difference of predicted and actual cached tokens, per prompt token.", ("worker",), **on
         )
         self.cached_tokens = Counter(
-            "engine_cached_tokens", "Prompt tokens cached, by the engines' own word.", **on
+            "engine_cached_tokens", "Prompt tokens cached, as engines report them.", **on
         ).labels()
         self.predicted_tokens = Counter("predicted_cached_tokens", "Prompt tokens predicted as cached.", **on).labels()
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of routed requests.", **on).labels()
         self.kv_events = Counter("kv_events", "KV events applied, by type.", ("worker", "type"), **on)
-        self.kv_rejected = Counter("kv_rejected", "KV events not accepted, by reason.", ("worker", "reason"), **on)
-        self.kv_gaps = Counter("kv_gaps", "Holes in a KV event stream, by how they ended.", ("worker", "outcome"), **on)
+        self.kv_rejected = Counter("kv_rejected", "KV events rejected, by reason.", ("worker", "reason"), **on)
+        self.kv_gaps = Counter("kv_gaps", "Gaps in a KV event stream, by outcome.", ("worker", "outcome"), **on)
         self.kv_blocks = Gauge("kv_blocks", "Blocks known, over all tiers.", ("worker",), **on)
-        self.kv_degraded = Gauge("kv_degraded", "1 while known blocks may be wrong.", ("worker",), **on)
-        self.kv_lag = Gauge("kv_lag_seconds", "From an engine's newest event to the index.", ("worker",), **on)
-        self.kv_snapshots = Counter("kv_snapshots", "Snapshots of agents' ledgers taken.", ("worker",), **on)
-        self.kv_changed_blocks = Counter("kv_changed_blocks", "Blocks that came and went.", ("worker", "change"), **on)
-        self.kv_feeds = Gauge("kv_feeds", "Workers by where their blocks are learned from.", ("source",), **on)
-        self.kv_bytes = Gauge("kv_bytes", "Memory of the index and of our own ledgers.", ("what",), **on)
-        self.kv_sockets_waiting = Gauge("kv_sockets_waiting", "Engines whose events find no time yet.", **on)
-        self._add_circuits(on)
-        self.rate_limited = Counter("rate_limited", "Requests beyond their key's limits.", ("limit",), **on)
-        self.waiting_bytes = Gauge("waiting_bytes", "Bodies of requests that wait for room.", **on)
-        self.held_bytes = Gauge("held_bytes", "Bodies of requests that wait for adapters.", **on)
-        self.connections = Gauge("client_connections", "Clients' connections that are open.", **on)
-        self.engine_connections = Gauge("engine_connections", "Connections to engines, idle ones too.", **on)
-        self.refused = Counter("refused_requests", "Not valid HTTP, too large or too slow, by code.", ("code",), **on)
-        self.traces = Counter("traces", "Traced requests, by what became of them.", ("outcome",), **on)
-        self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
-        self.catalog_age = Gauge("catalog_age_seconds", "Since the orchestrator last confirmed the catalog.", **on)
-        self.slices_age = Gauge("slices_age_seconds", "Since the API server last confirmed EndpointSlices.", **on)
-        self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
-        self.loop_failures = Counter(
-            "loop_failures", "Rounds of a background loop that ended in a fault of ours.", ("loop",), **on
+        self.kv_degraded = Gauge("kv_degraded", "1 while the known blocks may be wrong.", ("worker",), **on)
+        self.kv_lag = Gauge(
+            "kv_lag_seconds", "Age of an engine's newest event when it reaches the index.", ("worker",), **on
         )
+        self.kv_snapshots = Counter("kv_snapshots", "Snapshots of agents' ledgers read.", ("worker",), **on)
+        self.kv_changed_blocks = Counter("kv_changed_blocks", "Blocks added and dropped.", ("worker", "change"), **on)
+        self.kv_feeds = Gauge("kv_feeds", "Workers by the source of their blocks.", ("source",), **on)
+        self.kv_bytes = Gauge("kv_bytes", "Memory of the index and of our own ledgers.", ("what",), **on)
+        self.kv_sockets_waiting = Gauge("kv_sockets_waiting", "Engines with events that wait to be read.", **on)
+        self._add_circuits(on)
+        self.rate_limited = Counter("rate_limited", "Requests rejected by their key's limits.", ("limit",), **on)
+        self.waiting_bytes = Gauge("waiting_bytes", "Size of the bodies of requests that wait for room.", **on)
+        self.held_bytes = Gauge("held_bytes", "Size of the bodies of requests that wait for adapters.", **on)
+        self.connections = Gauge("client_connections", "Open connections of clients.", **on)
+        self.engine_connections = Gauge("engine_connections", "Open connections to engines, including idle ones.", **on)
+        self.refused = Counter(
+            "refused_requests", "Requests refused as invalid, too large or too slow, by code.", ("code",), **on
+        )
+        self.traces = Counter("traces", "Traced requests, by outcome of sending.", ("outcome",), **on)
+        self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)
+        self.catalog_age = Gauge("catalog_age_seconds", "Time since the orchestrator last confirmed the catalog.", **on)
+        self.slices_age = Gauge("slices_age_seconds", "Time since the API server last confirmed EndpointSlices.", **on)
+        self.catalog_revision = Gauge("catalog_revision", "Revision of the catalog in force.", **on)
+        self.loop_failures = Counter("loop_failures", "Failures of background loops by our own fault.", ("loop",), **on)
 
     def _add_circuits(self, on: Any) -> None:
-        self.circuit_open = Gauge("circuit_open", "1 while a replica is passed over.", ("worker",), **on)
+        self.circuit_open = Gauge(
+            "circuit_open", "1 while a replica's circuit is open or half-open.", ("worker",), **on
+        )
         self.circuit_openings = Counter("circuit_openings", "Circuits opened, by cause.", ("worker", "reason"), **on)
-        self.circuit_ignored = Counter("circuit_ignored", "Sent to a shut replica: every other was shut, too.", **on)
+        self.circuit_ignored = Counter(
+            "circuit_ignored", "Requests sent to a replica with an open circuit, as all others were open.", **on
+        )
         self.circuit_looks = Counter(
             "circuit_looks",
-            "Engines asked by ourselves whether they are well: they answered errors.",
+            "Health probes of engines that answered with errors.",
             ("outcome",),
             **on,
         )
-        self.retries_refused = Counter("retries_refused", "Attempts not made again: the budget was spent.", **on)
+        self.retries_refused = Counter(
+            "retries_refused", "Failed attempts not retried, because the retry budget was spent.", **on
+        )
 
     def forget_worker(self, worker: str) -> None:
-        """Drop a gone worker's series, so that names which never come back do not pile up."""
+        """Drop a gone worker's series, so that old names do not accumulate."""
         for metric in (
             self.kv_blocks,
             self.kv_degraded,

@@ -1,4 +1,4 @@
-"""Token ids of a prompt before the engine has seen it, or an approximate prompt where only the engine can know them.
+"""Token ids of prompts, or approximate prompts for requests whose ids only the engine can know.
 
 May import `protocols`, `telemetry` and `core`.
 """

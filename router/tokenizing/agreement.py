@@ -40,18 +40,18 @@ class TokenizerAgreement:
 
     def record_answer(self, incarnation: Incarnation, tokenizer: int, agrees: bool | None) -> None:
         """Record an engine's answer, if it is still the same boot. An engine that answered no probe is probed again."""
-        engine = self._known(incarnation)
+        engine = self._engine_of(incarnation)
         if engine is not None:
             engine.tokenizer, engine.agrees, engine.is_settled = tokenizer, agrees, agrees is not None
 
     def is_settled(self, incarnation: Incarnation, tokenizer: int) -> bool:
         """Whether the engine need not be probed with this tokenizer again."""
-        engine = self._known(incarnation)
+        engine = self._engine_of(incarnation)
         return engine is not None and engine.is_settled and engine.tokenizer == tokenizer
 
     def agrees(self, incarnation: Incarnation, tokenizer: int) -> bool:
         """Whether this engine boot has shown the same ids as this tokenizer."""
-        engine = self._known(incarnation)
+        engine = self._engine_of(incarnation)
         return engine is not None and engine.tokenizer == tokenizer and engine.agrees is True
 
     def is_outvoted(self, base_model: str, tokenizer: int) -> bool:
@@ -75,7 +75,7 @@ class TokenizerAgreement:
         engine = self._engines.pop(worker, None)
         return None if engine is None else engine.base_model
 
-    def _known(self, incarnation: Incarnation) -> _EngineAgreement | None:
+    def _engine_of(self, incarnation: Incarnation) -> _EngineAgreement | None:
         worker, boot_id = incarnation
         engine = self._engines.get(worker)
         return engine if engine is not None and engine.boot_id == boot_id else None

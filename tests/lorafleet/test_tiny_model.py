@@ -33,9 +33,9 @@ def made(tmp_path_factory) -> Path:
 
 
 def test_the_same_seeds_give_the_same_bytes(made, tmp_path):
-    tiny_model._tokenizer.cache_clear()
-    tiny_model._word_tokens.cache_clear()
-    tiny_model._head.cache_clear()
+    tiny_model.demo_tokenizer.cache_clear()
+    tiny_model.word_tokens.cache_clear()
+    tiny_model.output_rows.cache_clear()
     tiny_model.make_model(tmp_path / "model")
     tiny_model.make_adapters(tmp_path / "adapters")
     assert digests(tmp_path) == digests(made)
@@ -52,7 +52,7 @@ def test_a_second_call_makes_nothing(made):
 
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
     def fill_the_disk():
-        with tiny_model._whole(tmp_path / "model") as folder:
+        with tiny_model.folder_made_whole(tmp_path / "model") as folder:
             (folder / "config.json").write_text("{}")
             raise OSError(28, "No space left on device")
 
