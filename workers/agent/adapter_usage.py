@@ -73,7 +73,7 @@ class ReportedAdapterUsage:
             routers = {(router, boot): (int(seq), dict(taken)) for router, boot, seq, taken in saved["routers"]}
             counts = {name: (int(count), last) for name, (count, last) in saved["adapters"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-            log.warning("the adapters' request counts may be too high: they were not saved", error=repr(exc))
+            log.warning("saved request counts unreadable: new counts may be too high", error=repr(exc))
             return
         self._routers = routers
         for adapter in self._installed.all():

@@ -187,7 +187,7 @@ class WorkerAgent:
             async with asyncio.timeout(settings.warm_deadline_s):
                 await self._warming.wait()
         except TimeoutError:
-            log.warning("ready without all that it should hold", after_s=settings.warm_deadline_s)
+            log.warning("ready before all its adapters were loaded", after_s=settings.warm_deadline_s)
         finally:
             self._warming = None
             self.set_state("starting")

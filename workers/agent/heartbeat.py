@@ -48,7 +48,7 @@ class HeartbeatSender:
             try:
                 await self._send(timeout_s=self._timeout_s)
                 if failures:
-                    log.info("orchestrator takes heartbeats again", url=self._url)
+                    log.info("heartbeats accepted again", url=self._url)
                 failures = 0
             except Exception as exc:  # noqa: BLE001  (top of a loop: without heartbeats the worker counts as lost)
                 failures += 1
@@ -56,7 +56,7 @@ class HeartbeatSender:
                 if failures > len(self._urls):
                     self._agent.end_warming()  # no orchestrator is there to place adapters
                 if failures in {1, 10} or failures % 100 == 0:
-                    log.warning("heartbeat not taken", url=self._url, failures=failures, error=repr(exc))
+                    log.warning("heartbeat failed", url=self._url, failures=failures, error=repr(exc))
                 self._url_index += 1
                 if failures < len(self._urls):
                     continue  # try the next orchestrator at once

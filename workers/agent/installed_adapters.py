@@ -128,7 +128,7 @@ class InstalledAdapters:
         except OSError as exc:
             if not self._unwritten:
                 why = write_error_text(exc, path.parent)
-                log.error("the worker's record is not kept", path=str(path), error=why)  # noqa: TRY400
+                log.error("state file not written", path=str(path), error=why)  # noqa: TRY400
             self._unwritten.add(path)
             return False
         self._unwritten.discard(path)
@@ -151,7 +151,7 @@ def _read_all(folder: Path) -> list[InstalledAdapter]:
             adapters.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in known}))
         except (OSError, ValueError, TypeError, AttributeError) as exc:
             # A damaged file costs one adapter's history, not the worker's start.
-            log.warning("record left out", path=str(path), error=str(exc))
+            log.warning("damaged state file ignored", path=str(path), error=str(exc))
     return adapters
 
 

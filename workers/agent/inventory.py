@@ -188,7 +188,7 @@ class Inventory:
             if adapter.is_loaded == (adapter.engine_name in listed):
                 continue
             kind: AgentEventType = "LOADED_TO_DEVICE" if adapter.engine_name in listed else "UNLOADED_FROM_DEVICE"
-            log.warning("the engine's list differs from the record", engine_name=adapter.engine_name, found=kind)
+            log.warning("the engine's list differs from the inventory", engine_name=adapter.engine_name, found=kind)
             self.installed.store(replace(adapter, is_loaded=adapter.engine_name in listed))
             self.events.add(kind, lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name)
         self.mark_changed()

@@ -243,14 +243,14 @@ class _RankLedger:
 
     def on_lost(self, first: int, last: int) -> None:
         """Record that the batches with these sequence numbers are lost."""
-        log.warning("the KV ledger is not whole any more", rank=self.number, first=first, last=last)
+        log.warning("KV ledger incomplete: events lost", rank=self.number, first=first, last=last)
         self._ledgers.mark_incomplete()
 
     def _on_unreadable(self, what: str) -> None:
         """Log unreadable events and mark the ledger incomplete."""
         # Logged once: an engine with unreadable events sends one per step.
         if self._ledgers.is_whole:
-            log.warning("the KV ledger is not whole any more: unreadable", rank=self.number, what=what)
+            log.warning("KV ledger incomplete: unreadable events", rank=self.number, what=what)
         self._ledgers.mark_incomplete()
 
     def on_malformed(self) -> None:

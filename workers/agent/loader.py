@@ -264,7 +264,7 @@ class Loader:
             self._engine.forget_adapter_blocks(adapter.engine_name)
             announced = self._inventory.mark_loaded(adapter, load_seconds=round(self._clock() - began_at, 4))
             if displaced := self._inventory.slots.displaced():
-                log.info("live adapters left the engine's host memory (estimated)", engine_names=displaced)
+                log.info("loaded adapters dropped from the engine's host memory (estimated)", engine_names=displaced)
             if victim is not None:
                 # Last: an agent killed before this line restores the victim.
                 self._inventory.mark_unwanted(victim)
@@ -320,7 +320,7 @@ class Loader:
         try:
             await client.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
-            log.warning("the evicted adapter could not be put back", lora_id=victim.lora_id, error=str(exc))
+            log.warning("evicted adapter not reloaded", lora_id=victim.lora_id, error=str(exc))
             if exc.code == "adapter_refused":
                 self._inventory.mark_unwanted(victim)
             return  # else the engine is down: after its restart the victim is loaded, as it is still wanted

@@ -156,7 +156,7 @@ class _EngineLog:
             self._file.write(line)
         except OSError as exc:
             if not self._is_failing:
-                log.warning("the engine's output is not kept", path=str(self._path), error=str(exc))
+                log.warning("engine output not written", path=str(self._path), error=str(exc))
             self._is_failing = True
         else:
             self._is_failing = False

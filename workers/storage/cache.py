@@ -173,7 +173,7 @@ class AdapterCache:
             try:
                 await asyncio.to_thread(self.folder.make_room, 0, await in_use())
             except EngineError as exc:
-                log.warning("nothing deleted from the cache: the engine cannot be asked what it uses", error=str(exc))
+                log.warning("nothing deleted from the cache: the engine does not answer", error=str(exc))
         folders = await asyncio.to_thread(self.folder.adapters, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
         self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_in_use)

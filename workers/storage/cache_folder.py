@@ -195,7 +195,7 @@ class CacheFolder:
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
         """Rename the adapter away and delete it; False if an agent or an engine uses it."""
         if engine_url := leases.engine_using(self.path(digest), self._agent_id, self._served_digests):
-            log.info("an engine without its agent keeps an adapter in the cache", digest=digest, engine_url=engine_url)
+            log.info("adapter kept in the cache: another agent's engine uses it", digest=digest, engine_url=engine_url)
             return False
         aside = Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder))
         try:

@@ -111,7 +111,7 @@ def base_model_or_none(folder: Path) -> BaseModel | None:
     try:
         return read_base_model(folder)
     except (SourceError, OSError, ValueError) as exc:
-        log.warning("adapters are not held against the base model's shapes", model=str(folder), error=str(exc))
+        log.warning("adapters are not compared with the base model's shapes", model=str(folder), error=str(exc))
         return None
 
 
