@@ -127,7 +127,7 @@ async def test_a_refusal_is_an_error_with_its_status_reason_and_message(kube: Ku
     assert type(told.value) is error
 
 
-async def test_what_is_no_answer_is_unreachable_whatever_came_instead(kube: KubeClient, api):
+async def test_a_malformed_response_counts_as_unreachable(kube: KubeClient, api):
     for nonsense in (Response("<html>"), JSONResponse([1])):
         api.answer = lambda request, nonsense=nonsense: nonsense
         with pytest.raises(KubeUnreachable, match="something other than"):
@@ -150,7 +150,7 @@ async def test_a_server_that_is_not_there_is_unreachable(tmp_path):
     await client.close()
 
 
-async def test_an_error_that_is_no_status_object_is_told_as_it_came(kube: KubeClient, api):
+async def test_an_error_without_a_status_object_is_reported_verbatim(kube: KubeClient, api):
     api.answer = lambda request: Response("upstream connect error", 502)
     with pytest.raises(KubeError, match="HTTP 502 : upstream connect error"):
         await kube.get("/api/v1/x")
@@ -170,7 +170,7 @@ async def test_a_refused_token_is_read_again_and_the_call_goes_through(kube: Kub
     assert len(api.asked) == 4, "the new token stays"
 
 
-async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unreachable(kube: KubeClient, api):
+async def test_watch_lines_are_reassembled_and_a_silent_stream_is_unreachable(kube: KubeClient, api):
     never = asyncio.Event()
 
     async def pieces():
@@ -205,7 +205,7 @@ async def test_lines_come_whole_however_they_were_cut_and_a_silent_stream_is_unr
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "automountServiceAccountToken"),
     ],
 )
-async def test_what_is_missing_to_connect_is_said(tmp_path, environ, expected):
+async def test_missing_connection_settings_are_named_in_the_error(tmp_path, environ, expected):
     with pytest.raises(KubeConfigError, match=expected):
         await connect(environ=environ, account=tmp_path)
 
@@ -259,7 +259,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-async def test_in_a_pod_its_account_is_used_over_tls_and_the_kubernetes_library_is_not_imported(tmp_path, api, host):
+async def test_a_pod_uses_its_service_account_without_importing_the_kubernetes_library(tmp_path, api, host):
     api.answer = lambda request: JSONResponse({"token": request.headers["authorization"]})
     certificate = _account(tmp_path, host, "pod-token")
     async with _serving_tls(api.app, host, certificate, tmp_path) as port:
@@ -312,7 +312,7 @@ async def test_a_kubeconfig_of_https_brings_its_own_authority(tmp_path, api):
 
 
 @pytest.mark.slow
-async def test_neither_house_imports_what_only_a_laptop_needs():
+async def test_services_do_not_import_the_kubernetes_library():
     """Importing `kubernetes` costs each process 58 MB and 0.4 s (37.0, measured)."""
     code = "import router.app, orchestrator.app, sys; print(sorted({'kubernetes', 'aiohttp'} & sys.modules.keys()))"
     done = await asyncio.to_thread(

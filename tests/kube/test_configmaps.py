@@ -20,7 +20,7 @@ def has(instance, lora_id):
     return lambda: lora_id in instance.store.adapters
 
 
-async def test_an_applied_manifest_registers_an_adapter_and_stays_as_it_was_written(instance, manifests):
+async def test_an_applied_manifest_registers_an_adapter_and_keeps_its_text(instance, manifests):
     text = "# ours\nlora_id: sql/v1\nsource: hf://acme/sql\npolicy: {min_replicas: 2, pinned: yes}\ntenants: [b, a]\n"
     await manifests.apply("my-sql", None, text=text)
     await until(has(instance, "sql/v1"))
@@ -37,7 +37,7 @@ async def test_an_applied_manifest_registers_an_adapter_and_stays_as_it_was_writ
     assert instance.taken
 
 
-async def test_what_an_agent_finds_is_written_where_no_tool_puts_manifests_in_order(instance, instances, manifests):
+async def test_inspection_results_are_written_to_annotations_that_apply_leaves_alone(instance, instances, manifests):
     found = await manifests.apply("my-sql", SQL)
     await until(has(instance, "sql/v1"))
     known = instance.store.adapters["sql/v1"]
@@ -59,7 +59,7 @@ def _inspected(adapter):
     return replace(adapter, digest="d" * 64, rank=8, base_model="tiny", size_bytes=7)
 
 
-async def test_an_edit_of_policy_and_tenants_counts_and_what_is_left_out_takes_its_default(instance, manifests):
+async def test_an_edit_changes_policy_and_tenants_and_missing_fields_take_defaults(instance, manifests):
     await manifests.apply("my-sql", SQL | {"policy": {"min_replicas": 2, "priority": 7}, "tenants": ["a"]})
     await until(has(instance, "sql/v1"))
     await manifests.apply("my-sql", SQL | {"policy": {"priority": 8}})
@@ -68,7 +68,7 @@ async def test_an_edit_of_policy_and_tenants_counts_and_what_is_left_out_takes_i
     assert (adapter.min_replicas, adapter.tenants) == (None, None)
 
 
-async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_was(instance, instances, manifests):
+async def test_another_digest_under_a_registered_name_is_refused(instance, instances, manifests):
     await manifests.apply("my-sql", SQL)
     await until(has(instance, "sql/v1"))
     await instance.store.wait_durable()
@@ -92,7 +92,7 @@ async def test_other_bytes_under_a_name_are_refused_and_the_adapter_stays_as_it_
     assert await manifests.status("my-sql") == "accepted"
 
 
-async def test_an_edit_that_is_refused_and_taken_back_is_forgotten(instance, manifests):
+async def test_a_refused_edit_that_is_reverted_leaves_no_trace(instance, manifests):
     await manifests.apply("my-sql", SQL)
     await until(has(instance, "sql/v1"))
     await manifests.apply("my-sql", SQL | {"source": "hf://acme/other"})
@@ -139,7 +139,7 @@ WRONG = {
 }
 
 
-async def test_what_is_wrong_is_said_once_in_the_words_of_rest_and_ignored(instance, instances, manifests):
+async def test_an_invalid_object_gets_one_event_with_the_rest_message(instance, instances, manifests):
     names = {case: case.replace(" ", "-").replace("'", "") for case in WRONG}
     for case, (kind, text, _) in WRONG.items():
         await manifests.apply(names[case], None, kind=kind, text=text)
@@ -163,7 +163,7 @@ async def test_what_is_wrong_is_said_once_in_the_words_of_rest_and_ignored(insta
         assert len(await manifests.events(name)) == 1
 
 
-async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(instance, manifests):
+async def test_the_older_of_two_objects_for_one_adapter_counts_until_deleted(instance, manifests):
     await manifests.apply("first", SQL)
     await until(has(instance, "sql/v1"))
     await manifests.apply("second", SQL | {"source": "hf://acme/second"})
@@ -178,7 +178,7 @@ async def test_of_two_objects_for_one_adapter_the_older_counts_until_it_is_gone(
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-async def test_an_object_that_is_renamed_takes_nothing_from_its_adapter(instance, manifests, is_told_first):
+async def test_renaming_an_object_keeps_its_adapter(instance, manifests, is_told_first):
     """As tools do it that put a hash into the name: the new one is made, then the old one is deleted."""
     await manifests.apply("sql-1", SQL)
     await manifests.said("sql-1", "accepted")
@@ -194,7 +194,7 @@ async def test_an_object_that_is_renamed_takes_nothing_from_its_adapter(instance
     await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
 
 
-async def test_a_copy_of_an_object_with_all_its_annotations_is_a_second_object_all_the_same(instance, manifests):
+async def test_a_copied_object_with_annotations_is_refused_as_a_duplicate(instance, manifests):
     await manifests.apply("first", SQL)
     await manifests.said("first", "accepted")
     copy = await manifests.get("first")
@@ -217,7 +217,7 @@ async def test_an_alias_may_be_applied_before_its_adapters(instance, manifests):
     await until(lambda: "sql" not in instance.store.aliases)
 
 
-async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(instance, manifests):
+async def test_an_adapter_stays_while_an_alias_points_at_it(instance, manifests):
     await manifests.apply("my-sql", SQL)
     await manifests.apply("my-alias", {"name": "sql", "targets": [{"lora_id": "sql/v1"}]}, kind="alias")
     await until(lambda: "sql" in instance.store.aliases)
@@ -229,7 +229,7 @@ async def test_an_adapter_that_an_alias_needs_stays_until_the_alias_does_not(ins
     await until(lambda: instance.store.adapters["sql/v1"].is_deleting)
 
 
-async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(instance, manifests):
+async def test_the_policy_object_can_be_changed_but_not_deleted(instance, manifests):
     await manifests.apply("our-policy", {"loading": "eager", "loads_per_worker": 2}, kind="policy")
     await until(lambda: instance.store.rules == PlacementPolicy(loading="eager", loads_per_worker=2))
     await manifests.said("our-policy", "accepted")
@@ -242,7 +242,7 @@ async def test_the_policy_is_an_object_that_can_be_changed_and_not_deleted(insta
     assert instance.store.rules.loads_per_worker == 2
 
 
-async def test_a_deleted_object_is_an_adapter_that_drains_and_leaves_a_tombstone(instance, instances, manifests):
+async def test_deleting_an_object_drains_its_adapter_and_leaves_a_tombstone(instance, instances, manifests):
     await manifests.apply("my-sql", SQL)
     await until(has(instance, "sql/v1"))
     instance.store.put_adapter(_inspected(instance.store.adapters["sql/v1"]))
@@ -264,7 +264,7 @@ async def test_a_deleted_object_is_an_adapter_that_drains_and_leaves_a_tombstone
     assert dict(again.store.adapters) == {}
 
 
-async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its_text(instance, manifests):
+async def test_registrations_and_changes_over_rest_are_written_to_the_object(instance, manifests):
     instance.registry.register(AdapterSpec(lora_id="legal/v2", source="s3://b/legal"), "me")
     await instance.store.wait_durable()
     name = adapter_object_name("legal/v2")
@@ -284,7 +284,7 @@ async def test_what_rest_registers_is_an_object_and_a_change_over_rest_is_in_its
     assert name not in {found["metadata"]["name"] for found in await manifests.all()}
 
 
-async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looked_at(instance, manifests):
+async def test_a_rest_change_never_overwrites_an_unprocessed_edit(instance, manifests):
     await manifests.apply("my-sql", SQL)
     await manifests.said("my-sql", "accepted")
     await instance.store.wait_durable()
@@ -303,7 +303,7 @@ async def test_a_change_over_rest_never_overwrites_an_edit_that_nobody_has_looke
     assert instance.store.adapters["sql/v1"].digest == "d" * 64
 
 
-async def test_an_object_of_somebody_elses_is_never_taken_for_ours(instance, manifests):
+async def test_a_foreign_object_is_never_overwritten(instance, manifests):
     name = adapter_object_name("legal/v2")
     await manifests.apply(name, None, text="precious", labels={})
     instance.registry.register(AdapterSpec(lora_id="legal/v2", source="x"), "me")
@@ -314,7 +314,7 @@ async def test_an_object_of_somebody_elses_is_never_taken_for_ours(instance, man
 
 
 @pytest.mark.parametrize("label", [FLEET, KIND])
-async def test_a_label_that_vanishes_deletes_nothing(instance, instances, manifests, label):
+async def test_removing_the_label_deletes_nothing(instance, instances, manifests, label):
     await manifests.apply("my-sql", SQL)
     await manifests.said("my-sql", "accepted")
     await manifests.patch("my-sql", {"labels": {label: None}})
@@ -334,20 +334,20 @@ async def test_a_label_that_vanishes_deletes_nothing(instance, instances, manife
 
 
 @pytest.mark.parametrize("sign", ["-", "."])
-async def test_an_object_with_a_long_name_is_told_of_too(instance, manifests, sign):
+async def test_an_object_with_a_long_name_gets_its_event(instance, manifests, sign):
     name = f"{'a' * 199}{sign}{'b' * 30}"
     await manifests.apply(name, {"lora_id": "a/v1"})
     assert (await manifests.event(name, "InvalidRequest"))["message"] == "source: Field required"
 
 
-async def test_a_kind_that_nobody_knows_is_said_so(instance, manifests):
+async def test_an_unknown_kind_gets_an_event(instance, manifests):
     await manifests.apply("odd", None, text="x", labels={KIND: "adaptor", FLEET: FLEET_NAME})
     event = await manifests.event("odd", "UnknownKind")
     assert "'adaptor', expected adapter, alias or policy" in event["message"]
     assert not instance.store.adapters
 
 
-async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(instance, manifests, kube):
+async def test_a_secret_is_referenced_and_never_read(instance, manifests, kube):
     ref = {"name": "acme-hub", "key": "token"}
     await manifests.apply("my-sql", SQL | {"secretRef": ref})
     await until(has(instance, "sql/v1"))
@@ -359,7 +359,7 @@ async def test_a_secret_is_named_and_nothing_of_it_is_ever_asked_for(instance, m
     assert kube.ours.count("", "/secrets") == 0
 
 
-async def test_what_is_applied_and_deleted_at_once_is_deleted(instance, manifests):
+async def test_an_object_applied_and_deleted_at_once_is_deleted(instance, manifests):
     """However that falls into the middle of our own writes of the object."""
     for number in range(12):
         await manifests.apply(f"short-{number}", {"lora_id": f"short/v{number}", "source": "x"})
@@ -374,7 +374,7 @@ async def test_what_is_applied_and_deleted_at_once_is_deleted(instance, manifest
     await until(all_gone)
 
 
-async def test_the_api_servers_own_bookkeeping_is_not_kept_and_not_sent(instance, manifests, kube):
+async def test_managed_fields_are_neither_kept_nor_sent(instance, manifests, kube):
     managed = [{"manager": "kubectl", "operation": "Update", "fieldsV1": {"f:data": {}}}]
     body = {
         "apiVersion": "v1",

@@ -208,7 +208,7 @@ async def _is_right(script):
 @pytest.mark.slow
 @given(SCRIPTS, st.integers(0, 2**32))
 @settings(max_examples=examples(120), phases=(Phase.explicit, Phase.generate))
-def test_what_people_and_rest_asked_for_last_is_what_stands(groups, seed):
+def test_the_last_change_by_manifest_or_rest_wins_in_any_order(groups, seed):
     assert asyncio.run(play(groups, seed)) == []
 
 

@@ -42,7 +42,7 @@ def failed_creations(kube):
     return failed
 
 
-async def test_a_write_waits_for_an_api_server_that_is_away_and_stands_when_it_is_back(instance, instances, kube):
+async def test_a_write_waits_until_the_api_server_is_back(instance, instances, kube):
     failed = failed_creations(instance.kube)
     await kube.faults.go_down()
     instance.store.put_adapter(SQL)
@@ -55,7 +55,7 @@ async def test_a_write_waits_for_an_api_server_that_is_away_and_stands_when_it_i
     assert dict((await instances.lead()).store.adapters) == {"sql/v1": SQL}
 
 
-async def test_a_write_waits_for_an_api_server_that_comes_back_and_has_not_read_its_roles_yet(instance, kube):
+async def test_a_write_waits_while_a_starting_api_server_forbids_everything(instance, kube):
     failed = failed_creations(instance.kube)
     await kube.faults.go_down()
     instance.store.put_adapter(SQL)
@@ -67,7 +67,7 @@ async def test_a_write_waits_for_an_api_server_that_comes_back_and_has_not_read_
     assert adapter_object_name("sql/v1") in {it["metadata"]["name"] for it in kube.ours.objects.list("configmaps")}
 
 
-async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known_any_more(instances, kube):
+async def test_a_write_that_is_never_accepted_is_given_up_and_taken_back(instances, kube):
     give_up_s = patience(0.2)
     instance = await instances.lead(give_up_s=give_up_s)
     instance.store.put_adapter(PYTHON)
@@ -85,7 +85,7 @@ async def test_a_write_that_the_api_server_never_takes_is_given_up_and_not_known
     assert adapter_object_name("sql/v1") in {it["metadata"]["name"] for it in kube.ours.objects.list("configmaps")}
 
 
-async def test_a_write_of_our_own_is_nobody_elses_where_the_watch_tells_of_it_first(instances, kube):
+async def test_our_own_write_is_no_foreign_edit_when_the_watch_is_faster(instances, kube):
     instance = await instances.lead(is_looking=False)
     await instance.edits.apply_edits()
     name = adapter_object_name("sql/v1")
@@ -103,7 +103,7 @@ async def test_a_write_of_our_own_is_nobody_elses_where_the_watch_tells_of_it_fi
 
 
 @pytest.mark.parametrize("is_alias", [False, True])
-async def test_what_is_deleted_before_a_new_leader_has_looked_at_it_stays_deleted(instances, kube, is_alias):
+async def test_an_object_deleted_before_a_new_leader_reads_it_stays_deleted(instances, kube, is_alias):
     before = await instances.lead()
     before.store.put_adapter(SQL)
     if is_alias:
@@ -123,7 +123,7 @@ async def test_what_is_deleted_before_a_new_leader_has_looked_at_it_stays_delete
     assert (instance.store.aliases if is_alias else instance.store.adapters) == {}
 
 
-async def test_the_end_of_a_term_gives_up_what_is_not_written_and_says_so(instance, kube):
+async def test_the_end_of_a_term_fails_pending_writes_with_not_leading(instance, kube):
     kube.faults.freeze()
     instance.store.put_adapter(SQL)
     saving = asyncio.create_task(instance.store.wait_durable())
@@ -137,7 +137,7 @@ async def test_the_end_of_a_term_gives_up_what_is_not_written_and_says_so(instan
     kube.faults.thaw()
 
 
-async def test_a_role_that_is_missing_is_named(instances, kube):
+async def test_a_missing_role_is_named_in_the_error(instances, kube):
     server = kube.ours
     server.tokens["t"] = "orchestrator"
     everything = {"apiGroups": [""], "resources": ["configmaps", "events"]}
@@ -156,7 +156,7 @@ def has(instance, lora_id):
     return lambda: lora_id in instance.store.adapters
 
 
-async def test_an_object_that_may_not_be_written_is_not_tried_without_end(instances, manifests, kube):
+async def test_a_forbidden_write_is_not_retried_without_end(instances, manifests, kube):
     await manifests.apply("my-sql", {"lora_id": "sql/v1", "source": "x"})
     server = kube.ours
     server.tokens["t"] = "orchestrator"
@@ -177,7 +177,7 @@ async def test_an_object_that_may_not_be_written_is_not_tried_without_end(instan
     assert "sql/v1" not in instance.store.adapters
 
 
-async def test_who_waits_for_one_object_is_not_told_of_what_is_refused_to_another(instance):
+async def test_a_caller_waiting_for_one_object_gets_no_error_of_another(instance):
     too_large = replace(PYTHON, tenants=tuple(f"tenant-{number:07}" for number in range(80_000)))
     with instance.store.together():  # a batch: what is refused of it is refused to whoever asked for that alone
         instance.store.put_adapter(SQL)
@@ -191,7 +191,7 @@ async def test_who_waits_for_one_object_is_not_told_of_what_is_refused_to_anothe
     await until(lambda: dict(instance.store.adapters) == {"sql/v1": SQL})
 
 
-async def test_no_object_goes_before_its_deletion_is_written_down(instances, kube):
+async def test_no_object_is_deleted_before_its_tombstone_is_written(instances, kube):
     instance = await instances.lead(give_up_s=patience(0.2))
     instance.store.put_adapter(SQL)
     await instance.store.wait_durable()
@@ -220,9 +220,7 @@ def _update(_cluster, name):
     return {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["update"], "resourceNames": [name]}
 
 
-async def test_what_is_deleted_while_nobody_leads_is_noticed_by_whoever_leads_next(
-    instance, instances, manifests, kube
-):
+async def test_an_object_deleted_without_a_leader_is_noticed_by_the_next(instance, instances, manifests, kube):
     await manifests.apply("my-sql", {"lora_id": "sql/v1", "source": "hf://acme/sql"})
     await until(has(instance, "sql/v1"))
     instance.store.put_adapter(replace(SQL))
@@ -242,7 +240,7 @@ async def test_what_is_deleted_while_nobody_leads_is_noticed_by_whoever_leads_ne
     assert last.store.tombstones == {"sql/v1": "d" * 64}
 
 
-async def test_what_is_deleted_while_the_api_server_cannot_be_watched_is_noticed_too(instance, kube):
+async def test_an_object_deleted_while_the_watch_is_down_is_noticed(instance, kube):
     instance.store.put_adapter(SQL)
     instance.store.put_adapter(PYTHON)
     await instance.store.wait_durable()
@@ -256,7 +254,7 @@ async def test_what_is_deleted_while_the_api_server_cannot_be_watched_is_noticed
     assert not instance.store.adapters["python/v1"].is_deleting
 
 
-async def test_a_store_that_is_put_back_from_before_an_adapter_deletes_it_nowhere(instance, kube):
+async def test_restoring_a_cluster_from_before_an_adapter_deletes_it_nowhere(instance, kube):
     instance.store.put_adapter(PYTHON)
     await instance.store.wait_durable()
     await remembered(kube, "python/v1")
@@ -279,7 +277,7 @@ async def test_a_store_that_is_put_back_from_before_an_adapter_deletes_it_nowher
 
 
 @pytest.mark.parametrize("seed", range(6))  # by which the API server's answers come in another order each time
-async def test_a_store_that_loses_everything_takes_nothing_from_the_fleet(instance, instances, kube, seed):
+async def test_losing_all_configmaps_removes_nothing_from_the_fleet(instance, instances, kube, seed):
     kube.faults.slow_down(random.Random(seed), requests_s=0.02, answers_s=0.04)
     instance.store.put_adapter(SQL)
     instance.store.put_alias("sql", (("sql/v1", 1.0),))
@@ -303,7 +301,7 @@ async def test_a_store_that_loses_everything_takes_nothing_from_the_fleet(instan
     assert (dict(again.store.adapters), again.store.tombstones) == ({}, {})
 
 
-async def test_what_is_remembered_in_a_copy_of_the_store_proves_no_deletion(instance, instances, kube):
+async def test_a_copied_state_object_proves_no_deletion(instance, instances, kube):
     instance.store.put_adapter(SQL)
     await instance.store.wait_durable()
     await remembered(kube, "sql/v1")
@@ -324,7 +322,7 @@ async def test_what_is_remembered_in_a_copy_of_the_store_proves_no_deletion(inst
     assert again.store.tombstones == {}
 
 
-async def test_of_two_who_raise_the_epoch_at_once_the_lower_and_the_later_do_not_lead(instances):
+async def test_when_two_raise_the_epoch_at_once_only_one_leads(instances):
     a, b = await instances.open(), await instances.open()
     for instance in (a, b):
         await until(lambda instance=instance: instance.backend.is_read)
@@ -338,7 +336,7 @@ async def test_of_two_who_raise_the_epoch_at_once_the_lower_and_the_later_do_not
     assert (await instances.lead()).store.epoch == 2
 
 
-async def test_what_the_last_leader_wrote_at_the_very_end_is_taken_over_by_the_next(instances, kube):
+async def test_the_last_writes_of_a_leader_are_taken_over_by_the_next(instances, kube):
     old, new = await instances.lead(), await instances.open()
     await new.lead()
     # The old one is slow: it does not know yet that it does not lead, and its write goes through.

@@ -157,7 +157,7 @@ async def running(
         yield it
 
 
-async def test_a_worker_that_only_slices_name_is_followed_like_any_other(kube):
+async def test_a_worker_that_only_slices_list_is_followed(kube):
     async with running(kube, EngineDouble("w0"), control=with_sql("w0")) as fleet:
         await fleet.until(fleet.discovery.is_synced)
         assert fleet.discovery.fleet.replicas == {}
@@ -169,7 +169,7 @@ async def test_a_worker_that_only_slices_name_is_followed_like_any_other(kube):
         assert (follow.metadata.zone, follow.metadata.node) == ("eu-1a", "n7"), "where the agent knows none"
 
 
-async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
+async def test_a_worker_in_catalog_and_slices_is_one_replica(kube):
     async with running(kube, EngineDouble("w0"), EngineDouble("w1"), named=["w0", "w1"]) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
@@ -181,7 +181,7 @@ async def test_a_worker_that_catalog_and_slices_name_is_one(kube):
 
 
 @pytest.mark.parametrize("named", [(), ("w0",)])
-async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_has(kube, named):
+async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_its_own(kube, named):
     slow, other = EngineDouble("w0"), EngineDouble("w1")
     async with running(kube, slow, other, named=named) as fleet:
         await fleet.name("w0")
@@ -203,7 +203,7 @@ async def test_a_terminating_endpoint_gets_no_new_requests_and_finishes_what_it_
             assert b"[DONE]" in rest
 
 
-async def test_a_pod_of_the_same_name_takes_the_place_of_the_one_that_ended(kube):
+async def test_a_new_pod_of_the_same_name_replaces_the_ended_one(kube):
     async with running(kube, EngineDouble("w0"), unreachable_after_s=0.3) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -215,7 +215,7 @@ async def test_a_pod_of_the_same_name_takes_the_place_of_the_one_that_ended(kube
             await fleet.until(lambda: fleet.states() == {"w0": "ready"} and not fleet.ending())
 
 
-async def test_a_pod_that_ends_serves_on_while_its_base_model_has_no_other(kube):
+async def test_a_terminating_pod_serves_while_its_base_model_has_no_other(kube):
     async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1", terminating=True)
@@ -231,7 +231,7 @@ async def test_a_pod_that_ends_serves_on_while_its_base_model_has_no_other(kube)
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "draining"})
 
 
-async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one_from_serving(kube):
+async def test_the_former_agents_catalog_state_does_not_block_a_new_agent(kube):
     async with running(kube, EngineDouble("w0"), named=["w0"]) as fleet:
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
         fleet.control.drained = {"w0": "another"}
@@ -246,7 +246,7 @@ async def test_what_a_catalog_says_of_the_agent_before_does_not_keep_the_new_one
 
 
 @pytest.mark.parametrize("how", ["deleted", "its label went", "a list without it"])
-async def test_a_worker_that_slices_no_longer_name_is_used_while_it_answers(kube, how):
+async def test_a_worker_gone_from_slices_is_used_while_it_answers(kube, how):
     async with running(kube, EngineDouble("w0"), unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -268,7 +268,7 @@ async def test_a_worker_that_slices_no_longer_name_is_used_while_it_answers(kube
         assert await fleet.worker_of() == "w0", "its engine answers: an agent's restart moves nothing"
 
 
-async def test_a_worker_that_nobody_names_and_that_answers_nothing_is_let_go(kube):
+async def test_an_unlisted_worker_that_does_not_answer_is_dropped(kube):
     engine = EngineDouble("w0")
     async with running(kube, engine, unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
@@ -279,7 +279,7 @@ async def test_a_worker_that_nobody_names_and_that_answers_nothing_is_let_go(kub
         await fleet.until(lambda: fleet.states() == {})
 
 
-async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(kube):
+async def test_an_unreachable_api_server_changes_nothing_and_is_asked_rarely(kube):
     async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
@@ -303,7 +303,7 @@ async def test_an_api_server_that_is_away_changes_nothing_and_is_asked_rarely(ku
 
 
 @pytest.mark.slow
-async def test_a_watch_that_falls_silent_is_noticed_and_meanwhile_requests_go_on(kube):
+async def test_a_silent_watch_is_noticed_while_requests_go_on(kube):
     async with running(kube, EngineDouble("w0"), EngineDouble("w1")) as fleet:
         await fleet.name("w0")
         await fleet.name("w1")
@@ -319,7 +319,7 @@ async def test_a_watch_that_falls_silent_is_noticed_and_meanwhile_requests_go_on
         await fleet.until(lambda: fleet.states() == {"w0": "ready", "w1": "draining"})
 
 
-async def test_a_router_that_starts_without_an_api_server_is_ready_with_the_catalog_alone_after_a_while(kube):
+async def test_a_router_without_an_api_server_becomes_ready_by_the_catalog(kube):
     await kube.faults.go_down()
     async with running(kube, EngineDouble("w0"), named=["w0"]) as fleet:
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -334,7 +334,7 @@ async def test_a_router_that_starts_without_an_api_server_is_ready_with_the_cata
         assert (await fleet.client.get("/ready")).status_code == 200
 
 
-async def test_of_several_namespaces_one_that_may_not_be_read_takes_nothing_from_the_others(kube, tmp_path):
+async def test_a_forbidden_namespace_does_not_affect_the_others(kube, tmp_path):
     server = kube.ours
     for name in ("a", "b"):
         server.objects.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
@@ -354,7 +354,7 @@ async def test_of_several_namespaces_one_that_may_not_be_read_takes_nothing_from
         assert fleet.discovery.slices.is_synced
 
 
-async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_catalog_calls_so(kube):
+async def test_a_worker_goes_by_its_agents_name_in_slices_and_catalog(kube):
     async with running(kube, EngineDouble("w0")) as fleet:
         await fleet.name("w0", pod="some-pod")
         await fleet.until(lambda: fleet.states() == {"w0": "ready"})
@@ -369,7 +369,7 @@ async def test_a_worker_goes_by_its_agents_own_name_and_is_one_with_what_the_cat
         assert fleet.ending() == {"w0"}
 
 
-async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_old_one(kube):
+async def test_an_address_reused_by_another_worker_does_not_answer_for_the_old(kube):
     w0 = EngineDouble("w0")
     async with running(kube, w0, EngineDouble("w1"), named=["w0", "w1"], unreachable_after_s=0.2) as fleet:
         await fleet.name("w0")
@@ -382,7 +382,7 @@ async def test_an_address_that_another_worker_has_by_now_does_not_speak_for_the_
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, tmp_path):
+async def test_an_agentless_engine_is_served_at_its_slice_address(kube, tmp_path):
     engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:
         async with running(kube, orchestrator_url="") as fleet:
@@ -396,7 +396,7 @@ async def test_an_engine_that_has_no_agent_is_served_where_its_slice_says(kube, 
 
 
 @pytest.mark.slow
-async def test_three_hundred_endpoints_that_flap_cost_little_and_disturb_nobody(kube):
+async def test_three_hundred_flapping_endpoints_cost_little_and_fail_no_request(kube):
     """Nodes whose word comes and goes: slices are written, emptied, deleted and made again many times a second."""
     server, control, chance = kube.ours, AgentDouble(), random.Random(1)
     names = [f"w{number}" for number in range(300)]

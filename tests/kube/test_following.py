@@ -34,7 +34,7 @@ def configmap(name, value="0", **labels):
     }
 
 
-async def test_what_there_is_comes_first_and_then_each_change(client, path):
+async def test_the_list_comes_first_and_then_each_change(client, path):
     await client.post(path, configmap("a", "1", app="x"))
     await client.post(path, configmap("other", app="y"))
     async with seeing(client, path, selector="app=x") as seen:
@@ -59,7 +59,7 @@ async def test_a_list_of_several_pages_is_one_list(client, path):
         assert (sorted(seen.state), seen.lists) == ([f"m{number}" for number in range(7)], 1)
 
 
-async def test_a_watch_that_the_server_ends_in_time_is_resumed_without_a_list(client, path):
+async def test_a_watch_that_ends_in_order_is_resumed_without_a_list(client, path):
     await client.post(path, configmap("a", "0"))
     async with seeing(client, path, times=BRIEF) as seen:
         await seen.until(lambda: seen.lists)
@@ -71,7 +71,7 @@ async def test_a_watch_that_the_server_ends_in_time_is_resumed_without_a_list(cl
         assert len(seen.events) == 15, "each of them once, over two watches"
 
 
-async def test_refusals_are_told_apart_by_what_a_caller_can_do(client, kube, path, tmp_path):
+async def test_refusals_are_distinguished_by_what_a_caller_can_do(client, kube, path, tmp_path):
     made = await client.post(path, configmap("a"))
     with pytest.raises(KubeConflict) as exists:
         await client.post(path, configmap("a"))

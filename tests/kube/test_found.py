@@ -101,7 +101,7 @@ async def test_a_fresh_orchestrator_knows_the_fleet_before_any_heartbeat(service
     assert service.pokes.is_set() or service.reconciler.is_pass_due, "a pass is due"
 
 
-async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(service):
+async def test_a_pod_is_asked_until_its_agent_listens(service):
     agent = FakeAgent("w0")
     async with serving(agent.app, host=service.kube.host) as url:
         pass
@@ -114,7 +114,7 @@ async def test_a_pod_whose_agent_does_not_listen_yet_is_asked_until_it_does(serv
         await service.until(lambda: service.states() == {"w0": "ready"})
 
 
-async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_none(service):
+async def test_zone_and_node_come_from_slices_where_the_agent_reports_none(service):
     await service.pod("w0")
     await service.pod("w1", zone="own", node="mine")
     await service.name("w0", zone="a", node="n1")
@@ -131,7 +131,7 @@ async def test_zone_and_node_of_a_slice_are_the_workers_where_its_agent_knows_no
     assert (item["zone"], item["node"], item["is_terminating"]) == ("a", "n1", False)
 
 
-async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_it_is_left_alone(service):
+async def test_adapters_of_a_terminating_worker_are_placed_elsewhere_at_once(service):
     for number in range(3):
         await service.pod(f"w{number}")
     await service.until(lambda: len(service.states()) == 3)
@@ -164,7 +164,7 @@ async def test_what_a_terminating_worker_holds_is_placed_elsewhere_at_once_and_i
 
 
 @pytest.mark.parametrize("how", ["deleted", "labels went", "listed empty after an outage"])
-async def test_workers_that_slices_no_longer_name_keep_everything_while_they_answer(service, kube, how):
+async def test_workers_gone_from_slices_keep_everything_while_they_answer(service, kube, how):
     for number in range(3):
         await service.pod(f"w{number}")
     await service.until(lambda: len(service.states()) == 3)
@@ -190,7 +190,7 @@ async def test_workers_that_slices_no_longer_name_keep_everything_while_they_ans
     assert {name: len(agent.calls) for name, agent in service.agents.items()} == calls
 
 
-async def test_a_worker_that_is_gone_from_slices_and_answers_nothing_is_lost_and_replaced(service):
+async def test_a_worker_gone_from_slices_that_does_not_answer_is_lost(service):
     async with contextlib.AsyncExitStack() as stack:
         for name in ("w0", "w1"):
             agent = service.agents[name] = FakeAgent(name)
@@ -221,7 +221,7 @@ async def ready(service):
         yield agent
 
 
-async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(service):
+async def test_a_restarted_pod_is_asked_at_its_new_address(service):
     async with ready(service):
         pass
     await service.name("w0", terminating=True)
@@ -233,7 +233,7 @@ async def test_a_pod_that_came_back_under_its_name_is_asked_where_it_is_now(serv
     await service.until(lambda: service.states() == {"w0": "ready"})
 
 
-async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(service):
+async def test_a_terminated_pod_is_dropped_as_soon_as_it_is_gone(service):
     async with ready(service) as agent:
         await service.name("w0", terminating=True)
         await service.until(lambda: service.states() == {"w0": "draining"})
@@ -248,7 +248,7 @@ async def test_a_pod_that_was_ended_is_forgotten_as_soon_as_it_is_gone(service):
     assert service.reconciler.catalog.catalog_json()[1].count(b"w0") == 0
 
 
-async def test_a_worker_by_another_name_than_its_pods_has_its_pods_place(service):
+async def test_a_worker_named_differently_than_its_pod_has_the_pods_zone(service):
     agent = service.agents["w0"] = FakeAgent("w0")
     agent.url = await service.stack.enter_async_context(serving(agent.app, host=service.kube.host))
     await put_slice(service.kube, slice_of("some-pod", agent=agent.url, zone="a", namespace=service.kube.namespace))
@@ -263,7 +263,7 @@ async def listed(browser):
     return (await browser.get("/v1/workers")).json()["data"]
 
 
-async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_old_they_are(kube, tmp_path):
+async def test_a_kube_selector_makes_the_orchestrator_follow_slices_and_show_their_age(kube, tmp_path):
     async with open_client(KubeConfig(kube.kubeconfig)) as client:
         settings = OrchestratorSettings(
             store=tmp_path / "store.db", kube_selector=SELECTOR, kubeconfig=kube.kubeconfig, settle_s=0
@@ -280,7 +280,7 @@ async def test_an_orchestrator_is_built_with_slices_when_told_to_and_says_how_ol
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_has_no_agent_is_in_the_fleet_where_its_slice_says(kube, tmp_path):
+async def test_an_agentless_engine_is_in_the_fleet_by_its_slice(kube, tmp_path):
     engine = await asyncio.to_thread(start_engine, "sim", make_model(tmp_path / "model"), host=kube.host)
     try:
         async with open_client(KubeConfig(kube.kubeconfig)) as client:

@@ -47,7 +47,7 @@ def path(kube):
     return f"/apis/coordination.k8s.io/v1/namespaces/{kube.namespace}/leases/{NAME}"
 
 
-async def test_a_lease_says_to_people_and_tools_what_it_says_to_us(api, kube, lease):
+async def test_a_lease_shows_people_and_tools_the_same_record(api, kube, lease):
     it = lease()
     assert await it.read() is None
     assert await it.write(HOLD, None)
@@ -71,7 +71,7 @@ async def test_a_lease_says_to_people_and_tools_what_it_says_to_us(api, kube, le
     assert (await it.read()).is_released
 
 
-async def test_a_lease_changes_only_by_whoever_saw_its_last_state(lease, api, kube):
+async def test_a_lease_changes_only_from_its_last_read_state(lease, api, kube):
     a, b = lease(), lease()
     assert (await a.read(), await b.read()) == (None, None)
     assert await a.write(HOLD, None)
@@ -85,7 +85,7 @@ async def test_a_lease_changes_only_by_whoever_saw_its_last_state(lease, api, ku
     assert await b.read() is None
 
 
-async def test_of_many_who_make_it_at_once_one_does(lease):
+async def test_only_one_of_many_concurrent_creators_gets_the_lease(lease):
     them = [lease() for _ in range(8)]
     await asyncio.gather(*(it.read() for it in them))
     won = await asyncio.gather(*(it.write(replace(HOLD, holder=str(n)), None) for n, it in enumerate(them)))
@@ -93,7 +93,7 @@ async def test_of_many_who_make_it_at_once_one_does(lease):
     assert (await them[0].read()).holder == str(won.index(True))
 
 
-async def test_what_others_keep_in_a_lease_stays_and_is_no_renewal(lease, api, kube):
+async def test_foreign_fields_in_a_lease_stay_and_are_no_renewal(lease, api, kube):
     it = lease()
     await it.read()
     await it.write(HOLD, None)
@@ -105,7 +105,7 @@ async def test_what_others_keep_in_a_lease_stays_and_is_no_renewal(lease, api, k
 
 
 @pytest.mark.parametrize("note", ["", "no json", "[]", json.dumps({"url": 7, "beat": "x", "duration_s": -1})])
-def test_a_lease_that_somebody_else_wrote_is_still_somebodys(note):
+def test_a_lease_written_by_a_foreign_holder_is_respected(note):
     found = {
         "metadata": {"annotations": {ANNOTATION: note}},
         "spec": {"holderIdentity": "x", "leaseDurationSeconds": 15},
@@ -114,7 +114,7 @@ def test_a_lease_that_somebody_else_wrote_is_still_somebodys(note):
     assert record_in_lease({"metadata": {}}).is_released
 
 
-async def test_an_api_server_that_refuses_is_a_lease_that_cannot_be_reached(lease, kube):
+async def test_an_api_server_error_makes_the_lease_unreachable(lease, kube):
     it = lease()
     await it.read()
     kube.faults.refuse(503)
@@ -189,7 +189,7 @@ async def test_a_standby_takes_over_from_a_dead_leader(candidates):
     await candidates.leads("b")
 
 
-async def test_a_lease_that_is_given_back_is_taken_at_the_next_look(candidates, lease):
+async def test_a_released_lease_is_taken_at_the_next_check(candidates, lease):
     there = lease()
     await there.read()
     await there.write(replace(HOLD, is_released=True), None)
@@ -202,7 +202,7 @@ async def test_a_lease_that_is_given_back_is_taken_at_the_next_look(candidates, 
     await candidates.leads("b")
 
 
-async def test_while_the_api_server_is_away_nobody_leads_and_when_it_is_back_one_does(candidates, kube):
+async def test_no_process_leads_while_the_api_server_is_away(candidates, kube):
     candidates.start("a")
     await candidates.leads("a")
     b = candidates.start("b")
@@ -217,7 +217,7 @@ async def test_while_the_api_server_is_away_nobody_leads_and_when_it_is_back_one
     assert len(candidates.leading()) == 1
 
 
-async def test_a_leader_whose_api_server_has_frozen_stops(candidates, kube):
+async def test_a_leader_stops_when_the_api_server_freezes(candidates, kube):
     candidates.start("a")
     await candidates.leads("a")
     kube.faults.freeze()
@@ -226,7 +226,7 @@ async def test_a_leader_whose_api_server_has_frozen_stops(candidates, kube):
     await candidates.leads("a")
 
 
-async def test_a_deleted_lease_is_made_again_by_its_holder(candidates, api, kube):
+async def test_a_deleted_lease_is_created_again_by_its_holder(candidates, api, kube):
     candidates.start("a")
     await candidates.leads("a")
     candidates.start("b")

@@ -64,7 +64,7 @@ async def worker(beating):  # noqa: F811
 
 
 @pytest.mark.fleet
-async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_leave(
+async def test_kubectl_apply_serves_an_adapter_and_kubectl_delete_removes_it(
     tmp_path,
     kube,
     client,
@@ -133,7 +133,7 @@ async def test_kubectl_apply_has_an_adapter_served_and_kubectl_delete_has_it_lea
     await process.stop()
 
 
-async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube, client, beating, worker):  # noqa: F811
+async def test_no_action_starts_before_its_change_is_durable(tmp_path, kube, client, beating, worker):  # noqa: F811
     settings = OrchestratorSettings(
         store=tmp_path / "s.db",
         lease="kubernetes",
@@ -161,7 +161,7 @@ async def test_nothing_is_done_for_a_change_before_it_is_written(tmp_path, kube,
         await until(lambda: "sql/v1" in worker.loaded)
 
 
-async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_when_it_is_back(tmp_path, kube, client):
+async def test_an_orchestrator_started_without_an_api_server_leads_once_it_is_back(tmp_path, kube, client):
     settings = OrchestratorSettings(
         store=tmp_path / "s.db",
         lease="kubernetes",
@@ -199,7 +199,7 @@ async def test_one_that_starts_while_the_api_server_is_away_says_so_and_leads_wh
         ("rank_too_big", "RankTooBig", "failed: rank_too_big: rank 512 is above every worker's max_lora_rank"),
     ],
 )
-async def test_an_adapter_that_fails_its_checks_says_so_at_its_object(
+async def test_a_failed_adapter_is_shown_in_its_objects_status(
     tmp_path,
     kube,
     beating,  # noqa: F811

@@ -47,7 +47,7 @@ def names(listed: Any) -> list[str]:
 
 
 class TestWriting:
-    async def test_what_is_made_twice_is_refused(self, api: KubeApi) -> None:
+    async def test_creating_an_existing_object_is_refused(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         assert made["metadata"]["uid"]
         assert int(made["metadata"]["resourceVersion"]) > 0
@@ -56,7 +56,7 @@ class TestWriting:
         assert said["message"] == 'leases.coordination.k8s.io "l" already exists'
         assert said["details"] == {"name": "l", "group": "coordination.k8s.io", "kind": "leases"}
 
-    async def test_a_stale_write_conflicts_and_one_without_a_version_is_invalid_for_a_lease(self, api: KubeApi) -> None:
+    async def test_a_lease_needs_the_current_version_to_be_written(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         code, newer = await api.ask("PUT", f"{LEASES}/l", made | {"spec": made["spec"] | {"holderIdentity": "b"}})
         assert code == 200
@@ -77,14 +77,14 @@ class TestWriting:
         code, said = await api.ask("PATCH", f"{LEASES}/l", stale, kind="application/merge-patch+json")
         assert (code, said["reason"]) == (409, "Conflict")
 
-    async def test_a_config_map_is_overwritten_without_a_version_and_not_made_by_put(self, api: KubeApi) -> None:
+    async def test_put_overwrites_a_config_map_without_a_version_but_creates_none(self, api: KubeApi) -> None:
         await api.make(MAPS, config_map("m", k="1"))
         code, written = await api.ask("PUT", f"{MAPS}/m", config_map("m", k="2"))
         assert (code, written["data"]) == (200, {"k": "2"})
         code, said = await api.ask("PUT", f"{MAPS}/other", config_map("other"))
         assert (code, said["message"]) == (404, 'configmaps "other" not found')
 
-    async def test_a_lease_that_is_gone_is_made_anew_by_put_unless_its_uid_is_named(self, api: KubeApi) -> None:
+    async def test_put_creates_a_missing_lease_unless_its_uid_is_named(self, api: KubeApi) -> None:
         made = await api.make(LEASES, lease("l"))
         await api.ask("DELETE", f"{LEASES}/l")
         code, said = await api.ask("PUT", f"{LEASES}/l", made)
@@ -151,11 +151,11 @@ class TestWriting:
             (LEASES, lease("l") | {"spec": {"renewTime": "2026-01-02T03:04:05Z"}}, 400),
         ],
     )
-    async def test_what_is_not_valid_is_refused(self, api: KubeApi, path: str, body: Any, code: int) -> None:
+    async def test_an_invalid_object_is_refused(self, api: KubeApi, path: str, body: Any, code: int) -> None:
         status, said = await api.ask("POST", path, body)
         assert (status, said["status"]) == (code, "Failure"), said
 
-    async def test_an_endpoint_on_loopback_is_refused_unless_our_server_is_told_to_take_it(self, api: KubeApi) -> None:
+    async def test_an_endpoint_on_loopback_is_refused_by_default(self, api: KubeApi) -> None:
         body = {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
@@ -169,7 +169,7 @@ class TestWriting:
         code, _ = await api.ask("POST", SLICES, body | {"endpoints": [{"addresses": ["10.0.0.1"]}]})
         assert code == 201
 
-    async def test_fields_that_nobody_knows_are_dropped(self, api: KubeApi) -> None:
+    async def test_unknown_fields_are_dropped(self, api: KubeApi) -> None:
         body = lease("l")
         body["spec"]["url"] = "http://here"
         made = await api.make(LEASES, body | {"more": 1})
@@ -184,7 +184,7 @@ class TestReading:
         assert (listed["kind"], names(listed)) == ("ConfigMapList", ["m"])
         assert "kind" not in listed["items"][0]
 
-    async def test_a_slice_without_pods_has_null_for_endpoints_and_ports(self, api: KubeApi) -> None:
+    async def test_a_slice_without_pods_has_null_endpoints_and_ports(self, api: KubeApi) -> None:
         head = {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4"}
         made = await api.make(SLICES, head | {"metadata": {"name": "s"}, "endpoints": [], "ports": []})
         assert (made["endpoints"], made["ports"]) == (None, None)
@@ -222,7 +222,7 @@ class TestReading:
         assert "continue" not in third["metadata"]
         assert len({page["metadata"]["resourceVersion"] for page in (first, second, third)}) == 1
 
-    async def test_what_is_not_there_is_404_with_a_status(self, api: KubeApi) -> None:
+    async def test_a_missing_object_is_404_with_a_status(self, api: KubeApi) -> None:
         code, said = await api.ask("GET", f"{LEASES}/none")
         assert (code, said["reason"]) == (404, "NotFound")
 
@@ -246,7 +246,7 @@ class TestWatching:
         async with api.watch(MAPS, labelSelector="w=1") as watched:
             assert await watched.said() == ("ADDED", "a")
 
-    async def test_what_loses_its_label_is_deleted_to_the_watch_and_what_gains_it_is_added(self, api: KubeApi) -> None:
+    async def test_a_watch_shows_label_changes_as_deleted_and_added(self, api: KubeApi) -> None:
         made = await api.make(MAPS, config_map("a", {"w": "1"}))
         since = made["metadata"]["resourceVersion"]
         async with api.watch(MAPS, resourceVersion=since, labelSelector="w=1") as watched:
@@ -345,7 +345,7 @@ class TestFaults:
         _, rest = await api.ask("GET", MAPS, **{"limit": 2, "continue": said["metadata"]["continue"]})
         assert names(rest) == ["m2"]
 
-    async def test_a_token_that_was_rotated_away_is_401_and_roles_are_all_that_is_granted(self, tmp_path: Path) -> None:
+    async def test_a_rotated_token_is_401_and_roles_grant_everything(self, tmp_path: Path) -> None:
         user = "system:serviceaccount:default:router"
         async with KubeServer(tls=True) as server:
             server.tokens["old"] = user

@@ -26,7 +26,7 @@ def slice_of(name, *endpoints, namespace="fleet", family="IPv4", ports=PORTS, la
     return {"metadata": metadata, "addressType": family, "endpoints": list(endpoints) or None, "ports": ports}
 
 
-def test_a_worker_has_its_urls_by_port_name_and_its_place():
+def test_a_worker_has_urls_by_port_name_with_zone_and_node():
     found = workers_in_slice(
         slice_of(
             "s",
@@ -49,7 +49,7 @@ def test_a_worker_has_its_urls_by_port_name_and_its_place():
     )
 
 
-def test_a_service_without_pods_names_nobody():
+def test_a_service_without_pods_lists_no_worker():
     assert workers_in_slice({"metadata": {"name": "s"}, "endpoints": None, "ports": None}) == ()
 
 
@@ -83,7 +83,7 @@ def test_conditions_mean_what_the_api_says_also_when_they_are_absent(conditions,
     assert (found.is_ready, found.is_serving, found.is_terminating) == expected
 
 
-def test_of_a_dual_stack_ipv4_speaks_whichever_slice_came_first():
+def test_ipv4_is_preferred_in_dual_stack_slices_in_any_order():
     four = slice_of("z", endpoint("w0", "10.0.0.7", zone="a"))
     six = slice_of("a", endpoint("w0", "fd00::7", zone="a", nodeName="n1"), family="IPv6")
     for order in ([four, six], [six, four]):
@@ -95,7 +95,7 @@ def test_of_a_dual_stack_ipv4_speaks_whichever_slice_came_first():
     assert book.workers()["w0"].agent_url == "http://[fd00::7]:8090"
 
 
-def test_any_slice_that_says_terminating_is_believed():
+def test_a_pod_terminating_in_any_slice_is_terminating():
     book = SliceTable()
     book.put(slice_of("a", endpoint("w0", "10.0.0.7", conditions={"ready": True})))
     book.put(slice_of("b", endpoint("w0", "10.0.0.7", conditions={"serving": True, "terminating": True})))
@@ -134,7 +134,7 @@ _ODD_ENDPOINT = st.fixed_dictionaries(
         },
     )
 )
-def test_whatever_is_in_a_slice_nothing_raises(odd):
+def test_a_malformed_slice_never_raises(odd):
     book = SliceTable()
     book.put(odd)
     assert all(worker.id for worker in book.workers().values())
@@ -150,7 +150,7 @@ def test_whatever_is_in_a_slice_nothing_raises(odd):
     ),
     seed=st.integers(0, 1000),
 )
-def test_however_pods_are_dealt_out_over_slices_each_is_found_once(pods, seed):
+def test_pods_spread_over_slices_are_each_found_once(pods, seed):
     rng, slices = random.Random(seed), {}
     for number, (name, (families, ready, terminating)) in enumerate(pods.items()):
         conditions = {"ready": ready and not terminating, "serving": ready, "terminating": terminating}
@@ -175,7 +175,7 @@ def test_however_pods_are_dealt_out_over_slices_each_is_found_once(pods, seed):
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "remove"]), st.integers(0, 3), st.sets(st.integers(0, 9), max_size=4)))
 )
-def test_events_in_any_order_leave_what_the_last_of_each_slice_said(events):
+def test_after_events_in_any_order_each_slice_has_its_last_state(events):
     book, model = SliceTable(), {}
     for kind, number, pods in events:
         changed = slice_of(f"s{number}", *(endpoint(f"w{pod}", f"10.0.0.{pod}") for pod in sorted(pods)))

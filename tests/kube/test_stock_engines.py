@@ -44,7 +44,7 @@ async def first_answer(ask, holds):
     return await until(found)
 
 
-async def test_a_stock_engine_of_a_slice_is_loaded_into_and_routed_to(kube, engine, shelf, tmp_path):
+async def test_an_agentless_engine_of_a_slice_is_loaded_and_routed_to(kube, engine, shelf, tmp_path):
     named = slice_of("vllm-0", engine=engine.url, namespace=kube.namespace, zone="a", node="n1")
     await put_slice(kube, named)
     settings = {"kube_selector": SELECTOR, "kubeconfig": kube.kubeconfig}

@@ -48,7 +48,7 @@ async def watched(server):
             await asyncio.sleep(0.002)
 
 
-async def test_an_orderly_end_of_a_watch_is_resumed_without_a_list_and_nothing_is_missed(server, tmp_path):
+async def test_a_watch_that_ends_in_order_resumes_and_misses_nothing(server, tmp_path):
     put(server, "a", "0")
     async with following(server, tmp_path) as seen:
         for number in range(1, 6):
@@ -73,9 +73,7 @@ async def test_a_version_that_is_no_longer_kept_is_listed_again(server, tmp_path
         assert [entry["why"] for entry in logs if entry["event"] == "objects listed"] == ["version no longer kept"]
 
 
-async def test_a_server_that_dies_and_comes_back_compacted_is_followed_again_and_meanwhile_nothing_is_told(
-    server, tmp_path
-):
+async def test_a_compacted_server_is_listed_again_and_meanwhile_nothing_changes(server, tmp_path):
     put(server, "a", "0")
     with structlog.testing.capture_logs() as logs:
         async with following(server, tmp_path, times=QUICK) as seen:
@@ -106,7 +104,7 @@ async def test_a_server_that_falls_silent_without_an_end_is_noticed(server, tmp_
 
 
 @pytest.mark.parametrize("status", [429, 500])
-async def test_a_server_that_refuses_is_asked_again_not_before_it_said(server, tmp_path, status):
+async def test_a_refusal_is_retried_no_sooner_than_retry_after(server, tmp_path, status):
     put(server, "a", "0")
     server.faults.refuse(status, retry_after_s=1, times=1)
     async with following(server, tmp_path) as seen:
@@ -134,7 +132,7 @@ async def test_a_token_that_rotates_is_read_again(server, tmp_path):
     await kube.close()
 
 
-async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(server, tmp_path):
+async def test_a_missing_role_is_logged_and_retried_ever_more_rarely(server, tmp_path):
     server.tokens["t0"] = "nobody"
     server.kubeconfig(tmp_path / "kubeconfig", token="t0")
     kube = await connect(tmp_path / "kubeconfig")
@@ -156,7 +154,7 @@ async def test_a_role_that_is_missing_is_said_and_asked_for_ever_more_rarely(ser
     assert min(gaps[-3:]) >= 0.04, "half of the longest pause"
 
 
-async def test_whoever_cannot_take_something_in_is_told_everything_again(server, tmp_path):
+async def test_a_failing_callback_gets_a_full_list_again(server, tmp_path):
     put(server, "a", "0")
     fails = iter([True, False])
     seen = FollowedState()
@@ -179,7 +177,7 @@ async def test_whoever_cannot_take_something_in_is_told_everything_again(server,
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_after_whatever_went_wrong_the_last_word_is_the_servers(server, tmp_path, seed):
+async def test_after_any_failure_the_state_agrees_with_the_server(server, tmp_path, seed):
     chance = random.Random(seed)
     times = WatchTimes(watch_s=(1.0, 1.0), silent_s=0.2, pause_s=(0.005, 0.03), steady_s=0.1, call_s=0.3)
     faults = [
@@ -257,7 +255,7 @@ class SleepRecorder:
 
 
 @pytest.mark.parametrize("how", ["refuses", "cuts", "expires", "ends", "tells and ends"])
-async def test_however_it_fails_an_api_server_is_asked_a_bounded_number_of_times_a_minute(how):
+async def test_a_failing_api_server_gets_a_bounded_number_of_requests_a_minute(how):
     clock = SleepRecorder()
     server = BrokenWatchClient(clock, how)
     told = [lambda *_: None] * 4

@@ -30,7 +30,7 @@ def pod(name: str, *, ready: bool = True, new: bool = True, going: bool = False)
 
 
 class TestDeployment:
-    def test_it_surges_first_and_lets_an_old_pod_go_for_each_new_one_that_is_ready(self) -> None:
+    def test_it_surges_first_and_replaces_pods_as_new_ones_are_ready(self) -> None:
         rolling = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
         wanted = workload("Deployment", 2, strategy=rolling)
         old = [pod("a", new=False), pod("b", new=False)]

@@ -27,7 +27,7 @@ def heard(book, *seconds, rate=3, boot="b0", first=0, router="r0"):
         )
 
 
-def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
+def test_constant_traffic_is_measured_after_a_quarter_of_a_window():
     book = DemandBook()
     heard(book, *range(1, 20))
     assert book.request_rate("a", 19.0) == pytest.approx(3, rel=0.1)
@@ -38,7 +38,7 @@ def test_constant_traffic_is_its_rate_from_the_first_quarter_of_a_window_on():
     assert book.snapshot(399.0).work["a"] == pytest.approx(0.3, rel=0.02)
 
 
-def test_what_waits_for_room_is_as_much_work_as_its_adapters_requests_usually_are():
+def test_backlog_counts_queued_requests_at_the_adapters_mean_work():
     book = DemandBook()
     heard(book, *range(1, 100))
     book.record_report(
@@ -66,7 +66,7 @@ def test_a_rate_fades_by_its_window():
     assert book.request_rate("a", 209.0) == pytest.approx(book.request_rate("a", 199.0) / 2.71828, rel=0.001)
 
 
-def test_a_history_found_after_our_own_start_is_no_rate():
+def test_totals_from_before_our_start_are_no_rate():
     book = DemandBook()
     book.record_report("r0", "b0", 1000, 0, [use(1_000_000)], 5.0)
     assert book.request_rate("a", 5.0) == 0
@@ -75,7 +75,7 @@ def test_a_history_found_after_our_own_start_is_no_rate():
     assert book.traffic_totals("a").requests == 3
 
 
-def test_a_router_that_was_cut_off_for_minutes_does_not_come_back_as_a_burst():
+def test_a_router_cut_off_for_minutes_does_not_return_as_a_burst():
     steady, gap = DemandBook(), DemandBook()
     heard(steady, *range(1, 601))
     heard(gap, *range(1, 301), 600)
@@ -94,7 +94,7 @@ def test_a_restarted_router_loses_nothing_and_doubles_nothing():
     assert book.traffic_totals("a").requests - before == 3 * 99
 
 
-def test_an_adapter_that_a_report_omits_is_not_counted_again_when_it_is_named_later():
+def test_an_adapter_omitted_by_a_report_is_not_counted_twice_later():
     book = DemandBook()
     book.record_report("r0", "b0", 1, 0, [], 1.0)
     book.record_report("r0", "b0", 2, 0, [use(50, in_flight=1)], 2.0)
@@ -104,14 +104,14 @@ def test_an_adapter_that_a_report_omits_is_not_counted_again_when_it_is_named_la
     assert book.traffic_totals("a").requests == 51
 
 
-def test_a_count_that_fell_began_again_from_nothing():
+def test_a_falling_count_has_restarted_from_zero():
     book = DemandBook()
     for seq, count in enumerate((0, 50, 4)):
         book.record_report("r0", "b0", seq, 0, [use(count)], float(seq))
     assert book.traffic_totals("a").requests == 54
 
 
-def test_holds_and_sheds_are_counted_of_an_adapter_that_is_nowhere():
+def test_queued_and_refused_requests_count_for_an_unplaced_adapter():
     book = DemandBook()
     book.record_report("r0", "b0", 1, 0, [], 1.0)
     book.record_report("r0", "b0", 2, 0, [], 2.0, holds=[AdapterQueueing(lora_id="a", held=3, hold_s=4.5, sheds=1)])
@@ -142,7 +142,7 @@ def test_lost_repeated_and_late_reports_change_no_total_and_hardly_a_rate(seed, 
     assert rough.request_rate("a", 240.0) == pytest.approx(clean.request_rate("a", 240.0), rel=0.1)
 
 
-def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
+def test_a_waiting_request_turns_a_repair_into_a_request():
     book = DemandBook()
     book.add_want("a", WantedReplicas(replicas=1, may_evict=False, is_repair=True), until=60.0)
     assert book.add_want("a", WantedReplicas(replicas=1), until=60.0)
@@ -150,7 +150,7 @@ def test_a_request_that_waits_makes_a_repair_more_than_a_repair():
     assert not book.add_want("a", replace(WantedReplicas(replicas=1), is_repair=True), until=60.0)
 
 
-def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none():
+def test_repeated_asking_keeps_the_turn_and_a_repair_gives_none():
     book = DemandBook()
     book.add_want("a", WantedReplicas(replicas=1, is_repair=True, since=10.0), until=70.0)
     assert book.add_want("a", WantedReplicas(replicas=1, since=20.0), until=80.0)
@@ -162,7 +162,7 @@ def test_who_waits_keeps_its_turn_however_often_it_asks_and_a_repair_gives_none(
     assert book.open_wants(50.0)["a"].since == 50.0
 
 
-def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_begins_is_a_turn_of_theirs():
+def test_waiting_tenants_are_kept_and_each_started_load_is_their_turn():
     book = DemandBook()
     book.add_want("a", WantedReplicas(replicas=1, since=10.0, tenants=frozenset({"acme"})), until=70.0)
     assert book.add_want("a", WantedReplicas(replicas=1, since=11.0, tenants=frozenset({"", "bolt"})), until=71.0)
@@ -177,7 +177,7 @@ def test_whose_requests_wait_is_remembered_until_it_is_there_and_each_load_that_
     assert book.snapshot(13.0 + 3600.0).last_load_at == {"bolt": 16.0}
 
 
-def test_what_nobody_asked_for_again_in_a_while_nobody_waits_for_until_somebody_does():
+def test_a_want_that_is_not_repeated_counts_as_abandoned():
     book = DemandBook()
     book.add_want("a", WantedReplicas(replicas=1, since=10.0), until=70.0)
     book.add_want("a", WantedReplicas(replicas=1, since=12.0), until=72.0)

@@ -18,7 +18,7 @@ def fail(book, now, pair=PAIR, *, first_s=60.0, most_s=3600.0, least_s=0.0, seed
     return book.record_failure(pair, "source_failed", "no", **more)
 
 
-def test_each_failure_in_a_row_counts_twice_as_long_up_to_a_limit():
+def test_each_repeated_failure_blocks_twice_as_long_up_to_a_limit():
     book, now, lasted = FailureBook(), 0.0, []
     for _ in range(10):
         until = fail(book, now).until
@@ -28,7 +28,7 @@ def test_each_failure_in_a_row_counts_twice_as_long_up_to_a_limit():
     assert lasted[-1] == pytest.approx(lasted[0] * 60)
 
 
-def test_a_success_and_a_long_peace_end_the_row():
+def test_a_success_or_a_long_time_ends_the_streak():
     book = FailureBook()
     first = fail(book, 0.0).until
     fail(book, first)
@@ -39,7 +39,7 @@ def test_a_success_and_a_long_peace_end_the_row():
     assert fail(book, 5000.0).until == 5000.0 + first
 
 
-def test_a_row_goes_on_through_the_wait_and_as_long_again_and_is_one_adapters_own():
+def test_a_streak_lasts_twice_the_wait_and_is_per_adapter():
     book = FailureBook()
     lasts_s = fail(book, 0.0).until
     fail(book, 0.0, ("b", "w0"))
@@ -56,7 +56,7 @@ STEPS = st.tuples(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_what_is_told_of_an_adapter_is_what_counts_of_its_failures(steps):
+def test_an_adapters_newest_failure_and_count_include_only_current_ones(steps):
     book, known, now = FailureBook(), {}, 0.0
     for step, lora_id, worker in steps:
         now += 20.0
@@ -81,7 +81,7 @@ def test_what_is_told_of_an_adapter_is_what_counts_of_its_failures(steps):
 
 
 @given(st.integers(0, 2**32), st.integers(1, 12))
-def test_chance_only_ever_shortens_and_by_no_more_than_a_quarter(seed, times):
+def test_jitter_only_shortens_an_expiry_by_at_most_a_quarter(seed, times):
     book, now = FailureBook(), 100.0
     for n in range(times):
         until = fail(book, now, seed=seed).until
@@ -90,11 +90,11 @@ def test_chance_only_ever_shortens_and_by_no_more_than_a_quarter(seed, times):
         now = until
 
 
-def test_what_the_worker_itself_asks_for_is_waited_out():
+def test_a_workers_retry_after_is_respected():
     assert fail(FailureBook(), 0.0, least_s=500.0).until == 500.0
 
 
-def test_a_failure_anywhere_counts_on_every_worker_and_forgetting_an_adapter_forgets_it():
+def test_a_fleet_failure_blocks_every_worker_until_the_adapter_is_forgotten():
     book = FailureBook()
     fail(book, 0.0, ("a", ANYWHERE))
     fail(book, 0.0, ("b", "w1"))
@@ -136,7 +136,7 @@ def one(name, failed=None, *, until=60.0, **shape):
         ([one("w1", slots=0)], "fleet"),
     ],
 )
-def test_one_engines_refusal_is_its_own_unless_nobody_else_can_be_asked_and_two_are_the_adapters(others, blame):
+def test_one_refusal_blocks_its_worker_and_two_quarantine_the_adapter(others, blame):
     fleet = [one("w0", ENGINE_REFUSED), *others]
     failures = {("a", worker.id): failure for worker, failure in fleet if failure is not None}
     observed = ObservedFleet(workers={worker.id: worker for worker, _ in fleet}, failures=failures)

@@ -87,7 +87,7 @@ def standby(url):
     return it
 
 
-async def test_a_request_goes_on_as_it_came_and_the_answer_comes_back_as_it_is(leader):
+async def test_requests_and_responses_are_forwarded_unchanged(leader):
     async with forwarding(standby(leader.url)) as client:
         answer = await client.post("/v1/adapters?dry_run=1", content=b"{}", headers={"authorization": "Bearer k"})
     assert (answer.status_code, answer.json(), answer.headers["etag"]) == (418, {"body": "{}"}, '"7"')
@@ -96,14 +96,14 @@ async def test_a_request_goes_on_as_it_came_and_the_answer_comes_back_as_it_is(l
     assert headers[FORWARDED] == "standby"
 
 
-async def test_events_come_as_they_happen_and_a_reader_that_leaves_is_gone_at_the_leader_too(leader):
+async def test_forwarded_events_are_live_and_a_leaving_reader_ends_the_stream(leader):
     async with forwarding(standby(leader.url)) as client, client.stream("GET", "/v1/events") as answer:
         assert await anext(answer.aiter_bytes()) == b"data: one\n\n"
     await asyncio.wait_for(leader.left.wait(), patience(5))
 
 
 @pytest.mark.parametrize("end", [{"is_stopping": True}, {"other_holder": None}], ids=["we stop", "it leads no longer"])
-async def test_a_stream_of_events_ends_in_order_with_who_forwards_it_or_with_a_term_that_ends_in_silence(leader, end):
+async def test_a_forwarded_event_stream_ends_with_its_forwarder_or_its_term(leader, end):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client, client.stream("GET", "/v1/events") as answer:
         pieces = answer.aiter_bytes()
@@ -114,7 +114,7 @@ async def test_a_stream_of_events_ends_in_order_with_who_forwards_it_or_with_a_t
         await asyncio.wait_for(leader.left.wait(), patience(5))
 
 
-async def test_a_stream_of_events_ends_in_order_when_the_leader_dies():
+async def test_a_forwarded_event_stream_ends_in_order_when_the_leader_dies():
     async def die(_reader, writer):
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         writer.write(head + b"b\r\ndata: one\n\n\r\n")
@@ -127,7 +127,7 @@ async def test_a_stream_of_events_ends_in_order_when_the_leader_dies():
             assert (await client.get("/v1/events")).content == b"data: one\n\n"
 
 
-async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
+async def test_a_forwarded_request_is_not_forwarded_again(leader):
     async with forwarding(standby(leader.url)) as client:
         for method in ("GET", "POST"):
             answer = await client.request(method, "/v1/adapters", headers={FORWARDED: "another"})
@@ -137,7 +137,7 @@ async def test_what_was_forwarded_once_is_not_forwarded_again(leader):
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9"])
-async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_is_refused(url):
+async def test_without_a_leader_only_reads_are_answered_from_the_store(url):
     async with forwarding(standby(url) if url else FakeLeadership()) as client:
         assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
         assert client.refreshed == [1]
@@ -146,7 +146,7 @@ async def test_without_a_leader_reads_are_answered_from_the_store_and_the_rest_i
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_leading")
 
 
-async def test_what_keeps_it_from_leading_is_in_the_refusal():
+async def test_a_refusal_says_why_no_process_leads():
     leadership = FakeLeadership()
     leadership.trouble = "lease /srv/store.db.lease: no space left in /srv: make room"
     async with forwarding(leadership) as client:
@@ -161,7 +161,7 @@ async def asked(client, leader):
     return waiting
 
 
-async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
+async def test_a_waiting_call_ends_when_the_leader_changes(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
@@ -171,7 +171,7 @@ async def test_a_call_that_waits_ends_when_the_leader_leads_no_longer(leader):
         leader.hang.set()
 
 
-async def test_a_call_that_waits_ends_with_a_word_of_it_when_the_orchestrator_that_forwards_it_stops(leader):
+async def test_a_waiting_call_ends_with_an_error_when_its_forwarder_stops(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
         waiting = await asked(client, leader)
@@ -186,7 +186,7 @@ async def test_a_call_that_waits_ends_with_a_word_of_it_when_the_orchestrator_th
         leader.hang.set()
 
 
-async def test_what_is_about_this_process_and_all_that_a_leader_is_asked_stays_here(leader):
+async def test_local_routes_and_the_leaders_own_requests_are_not_forwarded(leader):
     leadership = standby(leader.url)
     async with forwarding(leadership) as client:
         assert (await client.get("/health")).json() == {"answered": "here"}
@@ -204,7 +204,7 @@ class LateLeadership(FakeLeadership):
         self.is_late, self.is_leading = False, True
 
 
-async def test_a_request_waits_for_a_late_look_at_the_lease():
+async def test_a_request_waits_for_a_late_check_of_the_lease():
     async with forwarding(LateLeadership()) as client:
         assert (await client.get("/v1/adapters")).json() == {"answered": "here"}
         assert client.refreshed == []

@@ -86,7 +86,7 @@ def two():
     return record, clock, leadership(record, "a", clock), leadership(record, "b", clock)
 
 
-async def test_the_first_takes_it_at_once_and_the_second_knows_whom_to_ask(two):
+async def test_the_first_takes_the_lease_and_the_second_knows_the_leader(two):
     _, _, a, b = two
     await a.check_lease()
     await b.check_lease()
@@ -112,7 +112,7 @@ async def test_a_silent_leader_stops_before_the_standby_takes_over(two):
     assert a.other_holder.holder == "b"
 
 
-async def test_renewals_keep_it_however_long(two):
+async def test_renewals_keep_the_lease_for_any_time(two):
     _, clock, a, b = two
     for _ in range(20):
         await a.check_lease()
@@ -122,7 +122,7 @@ async def test_renewals_keep_it_however_long(two):
     assert a.terms == ["begin"]
 
 
-async def test_a_term_outlives_its_time_when_nobody_has_led_since(two):
+async def test_an_expired_term_goes_on_when_no_other_has_led(two):
     """As on a machine so starved that no renewal comes in time."""
     _, clock, a, _ = two
     await a.check_lease()
@@ -134,7 +134,7 @@ async def test_a_term_outlives_its_time_when_nobody_has_led_since(two):
     assert a.terms == ["begin"]
 
 
-async def test_a_term_ends_at_a_late_look_when_somebody_has_led_since(two):
+async def test_a_term_ends_at_a_late_check_when_another_has_led(two):
     _, clock, a, b = two
     await a.check_lease()
     await b.check_lease()
@@ -147,7 +147,7 @@ async def test_a_term_ends_at_a_late_look_when_somebody_has_led_since(two):
 
 
 @pytest.mark.parametrize(("is_safe", "terms"), [(True, ["begin"]), (False, ["begin", "end", "begin"])])
-async def test_a_late_look_is_taken_only_where_a_late_holder_does_no_harm(two, is_safe, terms):
+async def test_a_late_check_is_made_only_where_it_is_safe(two, is_safe, terms):
     record, clock, a, _ = two
     record.is_safe = is_safe
     await a.start()
@@ -161,7 +161,7 @@ async def test_a_late_look_is_taken_only_where_a_late_holder_does_no_harm(two, i
         running.cancel()
 
 
-async def test_a_late_holder_looks_while_no_other_process_could_have_led(tmp_path):
+async def test_a_late_holder_checks_while_no_other_process_could_have_led(tmp_path):
     a = FileLease(tmp_path / "lease", holder="a")
     assert await a.is_late_check_safe()
     b = FileLease(tmp_path / "lease", holder="b")
@@ -172,7 +172,7 @@ async def test_a_late_holder_looks_while_no_other_process_could_have_led(tmp_pat
     a.close()
 
 
-async def test_what_keeps_it_from_leading_is_known_until_nothing_does(two):
+async def test_the_trouble_with_the_lease_is_shown_until_it_is_over(two):
     record, _, a, _ = two
     record.fails = True
     await a.start()
@@ -202,7 +202,7 @@ async def test_a_leader_that_cannot_reach_the_lease_stops_in_time(two):
     assert not a.is_leading
 
 
-async def test_a_deleted_lease_is_made_again_by_its_holder_and_nobody_else_steps_in(two):
+async def test_a_deleted_lease_is_created_again_by_its_holder_only(two):
     record, clock, a, b = two
     await a.check_lease()
     await b.check_lease()
@@ -222,7 +222,7 @@ async def test_a_deleted_lease_is_made_again_by_its_holder_and_nobody_else_steps
     assert b.is_leading  # the holder was gone, too
 
 
-async def test_where_records_may_be_deleted_a_newcomer_that_finds_none_waits_for_whoever_may_have_held_it(two):
+async def test_a_newcomer_without_a_record_waits_for_a_possible_holder(two):
     record, clock, a, _ = two
     record.is_absence_new = False
     c = leadership(record, "c", clock)
@@ -239,7 +239,7 @@ async def test_where_records_may_be_deleted_a_newcomer_that_finds_none_waits_for
     assert c.is_leading
 
 
-async def test_a_lease_that_is_given_back_is_free_at_once(two):
+async def test_a_released_lease_is_free_at_once(two):
     _, _, a, b = two
     await a.check_lease()
     await b.check_lease()
@@ -263,7 +263,7 @@ async def test_a_term_that_cannot_begin_is_tried_again(two):
     assert a.is_leading
 
 
-async def test_a_doubt_ends_the_term_and_only_a_renewal_begins_another(two):
+async def test_a_newer_leader_ends_the_term_until_the_next_renewal(two):
     _, _, a, _ = two
     await a.check_lease()
     a.on_newer_leader("an agent has obeyed somebody newer")
@@ -281,7 +281,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), WAITS, SELDOM, SELDOM), min_size=2
 
 @settings(max_examples=examples(300))
 @given(STEPS, st.booleans())
-def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
+def test_two_processes_never_lead_at_once(steps, may_be_deleted):
     """Any order of looks, of waits, of losses between look and write: candidates with clocks far apart.
 
     Where the record may be deleted nobody may take its absence for a first start. Not before all who look have seen it:
@@ -312,7 +312,7 @@ def test_never_do_two_believe_that_they_may_act(steps, may_be_deleted):
         assert len(acting) <= 1
 
 
-def test_it_is_known_when_somebody_elses_hold_is_over():
+def test_the_expiry_of_another_holders_lease_is_known():
     one = LeaseCandidate(holder="one", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
     theirs = LeaseRecord(holder="other", url="http://other", beat=7, duration_s=9.0)
     assert one.free_in_s(100.0) == 0.0
@@ -329,7 +329,7 @@ def test_it_is_known_when_somebody_elses_hold_is_over():
     assert (one.free_in_s(111.0), one.other_holder(111.0)) == (0.0, None)
 
 
-def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_never_as_it_was():
+def test_a_deleted_record_is_rewritten_by_its_holder_with_a_new_beat():
     mine = LeaseCandidate(holder="mine", url="", duration_s=DURATION_S, margin_s=MARGIN_S)
     mine.observe_record(None, 100.0)
     first = mine.next_record(100.0, is_holder_gone=False)
@@ -345,7 +345,7 @@ def test_a_record_that_was_deleted_is_written_again_by_its_holder_alone_and_neve
     assert mine.next_record(104.5, is_holder_gone=False) is None
 
 
-async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):
+async def test_the_lease_file_changes_only_from_its_last_read_state(tmp_path):
     a, b = FileLease(tmp_path / "lease", holder="a"), FileLease(tmp_path / "lease", holder="b")
     first = LeaseRecord(holder="a", url="http://a", duration_s=5.0)
     assert await a.read() is None
@@ -358,7 +358,7 @@ async def test_the_file_changes_only_by_whoever_saw_its_last_state(tmp_path):
     b.close()
 
 
-async def test_many_who_write_at_once_are_told_apart(tmp_path):
+async def test_only_one_of_many_concurrent_writers_gets_the_lease_file(tmp_path):
     them = [FileLease(tmp_path / "lease", holder=str(n)) for n in range(8)]
     won = await asyncio.gather(
         *(it.write(LeaseRecord(holder=str(n), url="", duration_s=5.0), None) for n, it in enumerate(them))
@@ -369,7 +369,7 @@ async def test_many_who_write_at_once_are_told_apart(tmp_path):
         it.close()
 
 
-async def test_a_file_that_is_no_lease_is_named_and_left_alone(tmp_path):
+async def test_a_file_that_is_no_lease_is_named_and_unchanged(tmp_path):
     (tmp_path / "lease").write_text("not a database " * 500)
     it = FileLease(tmp_path / "lease", holder="a")
     with pytest.raises(LeaseUnreachable, match="delete it"):
@@ -387,7 +387,7 @@ time.sleep(60)
 """
 
 
-async def test_a_killed_holder_is_known_to_be_gone_and_a_stopped_one_is_not(tmp_path):
+async def test_only_a_killed_holder_is_known_to_be_gone(tmp_path):
     path = tmp_path / "lease"
     command = [sys.executable, "-c", HOLD_IT, str(path)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)

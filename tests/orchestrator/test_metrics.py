@@ -23,7 +23,7 @@ def series(text, name):
     return {labels: float(value) for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE)}
 
 
-def test_only_so_many_adapters_have_series_and_the_rest_are_one():
+def test_series_are_bounded_and_the_rest_are_one():
     labels = BoundedLabels(2)
     assert [labels.label(name) for name in "abca"] == ["a", "b", OTHER, "a"]
     assert labels.update({"a": 1.0, "b": 5.0}) == set()
@@ -32,7 +32,7 @@ def test_only_so_many_adapters_have_series_and_the_rest_are_one():
     assert labels.label("a") == OTHER
 
 
-def test_who_is_asked_for_now_takes_the_place_of_who_is_not_any_more():
+def test_a_busy_adapter_takes_the_series_of_an_idle_one():
     labels = BoundedLabels(3)
     for name in ("a/v1", "b/v1", "c/v1"):
         labels.label(name)
@@ -72,7 +72,7 @@ def test_every_request_is_counted_once_and_no_series_ever_falls():
         before = now
 
 
-async def test_evictions_say_why_and_loads_how_long(service, clock):
+async def test_evictions_are_counted_by_reason_and_loads_are_timed(service, clock):
     await service.worker(slots=1)
     await service.http.patch("/v1/policy", json={"min_residency_s": 0})
     for name in ("a/v1", "b/v1"):
@@ -93,7 +93,7 @@ async def test_evictions_say_why_and_loads_how_long(service, clock):
     assert series(text, "lora_usage_requests_total") == {'lora_id="b/v1"': 5.0}
 
 
-async def test_every_load_and_unload_is_in_the_history_with_who_asked_and_what_came_of_it(service, clock):
+async def test_every_load_and_unload_is_in_the_history_with_actor_and_result(service, clock):
     agent = await service.worker(slots=1)
     await service.http.patch("/v1/policy", json={"min_residency_s": 0})
     await service.register("a/v1")
@@ -158,7 +158,7 @@ async def large(tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_pass_over_200_workers_and_10_000_adapters_takes_less_than_half_a_second_of_cpu(large):
+async def test_a_pass_over_200_workers_takes_under_half_a_cpu_second(large):
     large.run_pass()  # the first one also makes every entry of the catalog
     took = []
     for _ in range(3):

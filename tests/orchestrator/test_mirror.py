@@ -11,7 +11,7 @@ def config_map(version: int, **data: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
 
 
-def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_comes_late() -> None:
+def test_a_late_response_to_our_write_does_not_undo_a_deletion() -> None:
     mirror = ConfigMapMirror()
     mirror.on_event("ADDED", config_map(5))
     mirror.on_event("DELETED", config_map(7))
@@ -19,7 +19,7 @@ def test_a_deletion_that_was_seen_stands_when_the_answer_to_our_write_before_it_
     assert mirror.doubtful == {"m": DoubtReason.DELETED}
 
 
-def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_before_it() -> None:
+def test_a_late_response_to_our_write_does_not_undo_an_edit() -> None:
     mirror = ConfigMapMirror()
     mirror.on_event("ADDED", config_map(5))
     mirror.on_event("MODIFIED", config_map(7, theirs="1"))
@@ -28,7 +28,7 @@ def test_an_edit_that_was_seen_is_not_undone_by_the_late_answer_to_our_write_bef
     assert mirror.changed == {"m"}
 
 
-def test_an_answer_that_is_the_newest_word_counts() -> None:
+def test_the_newest_response_counts() -> None:
     mirror = ConfigMapMirror()
     mirror.on_event("ADDED", config_map(5))
     mirror.add_doubt("m")
@@ -37,7 +37,7 @@ def test_an_answer_that_is_the_newest_word_counts() -> None:
     assert mirror.doubtful == {}
 
 
-def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_listed() -> None:
+def test_after_a_restore_lower_versions_count_once_listed() -> None:
     mirror = ConfigMapMirror()
     mirror.on_event("ADDED", config_map(500))
     mirror.on_list([config_map(3, old="1")])
@@ -46,7 +46,7 @@ def test_in_a_cluster_that_was_put_back_lower_versions_count_again_once_it_was_l
     assert mirror.objects["m"]["data"] == {"old": "1"}
 
 
-def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_bring_it_back() -> None:
+def test_a_late_watch_event_does_not_revive_a_deleted_object() -> None:
     mirror = ConfigMapMirror()
     mirror.record_object(config_map(5))
     mirror.forget("m")
@@ -58,7 +58,7 @@ def test_what_the_watch_tells_late_of_an_object_that_we_have_deleted_does_not_br
     assert mirror.objects["m"]["data"] == {"anew": "1"}
 
 
-def test_an_object_that_we_have_deleted_is_there_again_in_a_cluster_that_was_put_back() -> None:
+def test_a_restored_cluster_has_a_deleted_object_again() -> None:
     mirror = ConfigMapMirror()
     mirror.record_object(config_map(5))
     mirror.forget("m")
@@ -92,7 +92,7 @@ def test_our_deletion_of_an_object_takes_no_newer_one_of_its_name() -> None:
     assert mirror.objects["m"]["metadata"]["uid"] == "v"
 
 
-def test_what_a_list_lacks_is_doubted_more_than_what_only_an_answer_said() -> None:
+def test_absence_from_a_list_outweighs_absence_in_a_response() -> None:
     mirror = ConfigMapMirror()
     mirror.on_event("ADDED", config_map(5))
     mirror.add_doubt("m")
@@ -108,13 +108,13 @@ def state(version: int, uid: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {}}
 
 
-def test_memory_of_before_this_process_proves_deletions_at_once() -> None:
+def test_state_objects_from_before_the_start_prove_deletions_at_once() -> None:
     mirror = ConfigMapMirror()
     mirror.on_list([state(5, "a")])
     assert mirror.unproven == {}
 
 
-def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that_far() -> None:
+def test_a_new_state_object_proves_nothing_until_the_watch_reaches_it() -> None:
     proven: list[str] = []
     mirror = ConfigMapMirror(on_proven=proven.append)
     mirror.on_list([state(5, "a")])
@@ -126,7 +126,7 @@ def test_memory_that_was_made_again_proves_nothing_until_the_watch_has_come_that
     assert (list(mirror.unproven), proven) == ([], ["s"])
 
 
-def test_memory_that_was_made_again_proves_nothing_while_an_object_is_missing() -> None:
+def test_a_new_state_object_proves_nothing_while_an_object_is_missing() -> None:
     mirror = ConfigMapMirror()
     mirror.on_list([config_map(4), state(5, "a")])
     mirror.on_list([state(8, "b")])

@@ -45,7 +45,7 @@ def resolved(document, schema):
     return schema
 
 
-def test_every_body_and_every_answer_has_an_example(document):
+def test_every_body_and_response_has_an_example(document):
     lacking = []
     for method, path, operation in operations(document):
         contents = [operation.get("requestBody", {}).get("content", {})]
@@ -56,7 +56,7 @@ def test_every_body_and_every_answer_has_an_example(document):
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_every_example_is_one(name):
+def test_every_example_is_valid(name):
     getattr(wire, name).model_validate_json(json.dumps(EXAMPLES[name]))
 
 
@@ -115,7 +115,7 @@ def calls(draw, document):
     return method, url, query, headers, body
 
 
-def test_no_call_however_wrong_is_answered_with_a_500(document, tmp_path):
+def test_no_malformed_call_gets_a_500(document, tmp_path):
     built = application(tmp_path)
     built.leadership.lead_until(math.inf)
     transport = httpx.ASGITransport(built.app, raise_app_exceptions=False)

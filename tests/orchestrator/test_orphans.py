@@ -35,9 +35,7 @@ def state(agents):
 
 
 @pytest.mark.parametrize("kind", ["empty", "another one's", "old backup"])
-async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_with_one_call(
-    open_service, tmp_path, kind
-):
+async def test_a_fresh_orchestrator_unloads_nothing_and_adopts_with_one_call(open_service, tmp_path, kind):
     service = open_service()
     agents = await filled(service)
     before = state(agents)
@@ -75,7 +73,7 @@ async def test_a_fresh_orchestrator_on_a_full_fleet_unloads_nothing_and_adopts_w
     assert state(agents) == before
 
 
-async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_it_is_put_back(open_service, tmp_path):
+async def test_a_backup_from_during_a_deletion_deletes_nothing_when_restored(open_service, tmp_path):
     service = open_service()
     agents = await filled(service, 2)
     await service.http.delete("/v1/adapters/a0/v1")
@@ -95,7 +93,7 @@ async def test_a_backup_taken_in_the_middle_of_a_deletion_does_not_delete_when_i
         assert state(agents) == before, name
 
 
-async def test_what_cannot_be_adopted_says_why_and_holds_up_nothing_else(service):
+async def test_an_orphan_that_cannot_be_adopted_does_not_stop_others(service):
     one, two = await service.worker("w0"), await service.worker("w1")
     one.put("two-kinds", "file:///x")
     two.put("two-kinds", "file:///y")

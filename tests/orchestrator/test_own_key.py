@@ -8,7 +8,7 @@ from orchestrator.core.errors import WorkerFailed
 from orchestrator.reconcile.agent_client import AgentClient
 
 
-async def test_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
+async def test_agent_calls_use_the_key_now_in_the_file(tmp_path):
     now, seen, file = [0.0], [], tmp_path / "token"
     file.write_text("one")
 

@@ -172,7 +172,7 @@ def test_loads_go_only_where_the_adapter_fits_and_may_go(case):
 
 @settings(max_examples=examples(60))
 @given(fleets())
-def test_victims_are_never_pinned_in_use_young_unknown_asked_for_or_below_their_minimum(case):
+def test_victims_are_never_pinned_in_use_young_unknown_or_needed(case):
     wanted, observed, demand, rules = case
     desired = place(wanted, observed, demand, rules, NOW)
     after = applied(observed, desired)
@@ -239,7 +239,7 @@ def test_removing_one_of_n_workers_moves_only_its_adapters(count, adapters, data
     assert desired.removals == ()
 
 
-def test_an_adapter_that_nobody_asks_for_is_neither_loaded_nor_unloaded_when_lazy():
+def test_a_lazy_adapter_without_demand_is_neither_loaded_nor_unloaded():
     observed = fleet(worker("w0", held("a")), worker("w1"))
     desired = place(intent(adapter("a"), adapter("b")), observed, DemandSnapshot(), PlacementPolicy(), NOW)
     assert (desired.loads, desired.removals) == ((), ())
@@ -270,7 +270,7 @@ LEAST = {
 
 
 @pytest.mark.parametrize("why", LEAST)
-def test_the_victim_is_the_one_that_is_missed_least_and_it_is_named(why):
+def test_the_victim_is_the_least_missed_and_is_named(why):
     habits, last, sizes = LEAST[why]
     observed = fleet(worker("w0", held("ash"), held("oak"), held("yew"), slots=4))
     adapters = intent(*[adapter(name, size_bytes=sizes.get(name)) for name in AGO], adapter("new"))
@@ -280,14 +280,14 @@ def test_the_victim_is_the_one_that_is_missed_least_and_it_is_named(why):
     assert "yew" in load.reason
 
 
-def test_a_weighted_adapter_throws_out_no_other():
+def test_a_weighted_adapter_evicts_no_other():
     observed = fleet(worker("w0", held("old"), slots=1))
     for loading, loads in (("weighted", 0), ("lazy", 1)):
         adapters = intent(adapter("old"), adapter("new", loading=loading))
         assert len(place(adapters, observed, want("new"), PlacementPolicy(), NOW).loads) == loads
 
 
-def test_by_default_every_slot_is_filled_before_anybody_has_to_go():
+def test_by_default_every_slot_is_filled_before_an_eviction():
     observed = fleet(worker("w0", held("hot"), held("cold"), held("warm"), slots=4))
     adapters = intent(*map(adapter, ("hot", "cold", "warm", "new", "newer")))
     (load,) = place(adapters, observed, want("new"), PlacementPolicy(), NOW).loads
@@ -319,7 +319,7 @@ def test_the_only_slot_of_a_worker_is_not_kept_in_reserve():
         ([worker("w1", max_lora_rank=256, base_model="llama")], 64),
     ],
 )
-def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_for(others, limit):
+def test_an_adapter_too_large_for_every_worker_is_reported(others, limit):
     big = adapter("big", rank=128)
     for demand in (DemandSnapshot(), want("big")):
         desired = place(intent(big, adapter("a")), fleet(worker("w0"), *others), demand, PlacementPolicy(), NOW)
@@ -332,12 +332,12 @@ def test_what_is_too_large_for_every_worker_is_told_whether_or_not_it_is_asked_f
     "changes",
     [{"base_model": "llama"}, {"digest": None, "rank": None}, {"is_deleting": True}, {"rank": 64}],
 )
-def test_nothing_else_is_said_to_fit_nowhere(changes):
+def test_an_adapter_that_fits_somewhere_is_not_reported(changes):
     known = replace(adapter("big", rank=128), **changes)
     assert place(intent(known), fleet(worker("w0")), want("big"), PlacementPolicy(), NOW).fits_nowhere == {}
 
 
-def test_what_a_worker_holds_fits_there_whatever_it_says_of_ranks():
+def test_an_adapter_on_a_worker_fits_there_despite_its_rank():
     desired = place(
         intent(adapter("big", rank=128)), fleet(worker("w0", held("big"))), DemandSnapshot(), PlacementPolicy(), NOW
     )
@@ -358,7 +358,7 @@ def refusing(name, **changes):
         ([worker("w1", held("b"), slots=1)], False),
     ],
 )
-def test_worker_that_refuses_is_given_no_adapter_and_named_where_no_other_could_be(others, is_told):
+def test_a_refusing_worker_gets_no_adapter_and_is_named(others, is_told):
     for demand in (DemandSnapshot(), want("a")):
         desired = place(intent(adapter("a")), fleet(refusing("w0"), *others), demand, PlacementPolicy(), NOW)
         assert desired.loads == ()
@@ -374,7 +374,7 @@ def test_adapter_goes_to_the_worker_that_takes_it_whatever_ranks_others_name():
     assert "(at most 64)" in desired.unplaced["big"]
 
 
-def test_more_replicas_than_workers_that_can_have_one_are_not_said_to_lack_a_slot():
+def test_more_replicas_than_able_workers_are_not_reported_as_lacking_slots():
     here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_model="llama")]
     desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), DemandSnapshot(), PlacementPolicy(), NOW)
     assert desired.loads == ()
@@ -396,13 +396,13 @@ def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
     assert load.worker_id not in homes
 
 
-def test_a_tombstone_is_the_reason_for_a_removal_only_with_the_same_digest():
+def test_a_tombstone_removes_only_the_same_digest():
     observed = fleet(worker("w0", held("a")), worker("w1", held("a", digest="other")))
     desired = place(Intent(tombstones={"a": "digest-a"}), observed, DemandSnapshot(), PlacementPolicy(), NOW)
     assert [(step.lora_id, step.worker_id) for step in desired.removals] == [("a", "w0")]
 
 
-def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere():
+def test_a_draining_worker_keeps_an_adapter_until_ready_elsewhere():
     leaving = worker("w0", held("a"), state="draining")
     first = place(intent(adapter("a")), fleet(leaving, worker("w1")), DemandSnapshot(), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in first.loads] == [("a", "w1")]
@@ -424,7 +424,7 @@ def test_a_draining_worker_gives_up_an_adapter_only_once_it_is_ready_elsewhere()
     ).workers_to_drain == ("w0",)
 
 
-def test_a_load_at_a_worker_whose_agent_is_gone_is_no_copy_and_another_worker_is_asked():
+def test_a_load_on_an_unmanaged_worker_does_not_count_as_a_copy():
     observed = fleet(worker("w0", held("a", state="loading"), state="unmanaged"), worker("w1"))
     desired = place(intent(adapter("a")), observed, want("a"), PlacementPolicy(), NOW)
     assert [(load.lora_id, load.worker_id) for load in desired.loads] == [("a", "w1")]
@@ -433,7 +433,7 @@ def test_a_load_at_a_worker_whose_agent_is_gone_is_no_copy_and_another_worker_is
         assert not place(intent(adapter("a")), answers, want("a"), PlacementPolicy(), NOW).loads
 
 
-def test_nothing_is_done_to_an_unmanaged_worker_and_what_it_holds_counts():
+def test_an_unmanaged_worker_is_left_alone_and_its_copies_count():
     observed = fleet(worker("w0", held("a"), held("gone"), state="unmanaged"), worker("w1"))
     wanted = intent(adapter("a", loading="eager"), adapter("gone", is_deleting=True))
     desired = place(wanted, observed, DemandSnapshot(), PlacementPolicy(), NOW)
@@ -485,7 +485,7 @@ PROTECTED = {
 
 
 @pytest.mark.parametrize("why", PROTECTED)
-def test_an_adapter_that_is_protected_makes_room_for_nobody(why):
+def test_a_protected_adapter_is_never_evicted(why):
     case = PROTECTED[why]
     there = held("old", since=case.get("since", 0.0), state=case.get("state", "ready"))
     adapters = intent(adapter("old", **case.get("known", {})), adapter("new"))
@@ -501,7 +501,7 @@ USED = frozenset({("a", "w0"), ("b", "w0")})
 
 
 @pytest.mark.parametrize("used", [{"in_use": USED}, {"backlog": {"a": 1.0, "b": 1.0}}])
-def test_whoever_waits_for_long_has_the_slot_that_was_in_use_for_longest_however_hot(used):
+def test_a_long_wait_takes_the_slot_longest_in_use(used):
     adapters = intent(adapter("a"), adapter("b"), adapter("new"))
     observed = fleet(worker("w0", held("a", since=NOW - 500), held("b", since=NOW - 100), slots=2))
     demand = replace(want("new", since=NOW - PATIENCE_S), rates={"a": 9.0, "b": 1.0}, **used)
@@ -513,7 +513,7 @@ def test_whoever_waits_for_long_has_the_slot_that_was_in_use_for_longest_however
     assert load.evict == "b"
 
 
-def test_what_drains_to_make_room_goes_on_to_where_another_one_is_silent_for_a_moment():
+def test_a_started_eviction_goes_on_though_another_adapter_falls_silent():
     adapters = intent(adapter("a"), adapter("b"), adapter("new"))
     going = worker("w0", held("a", state="draining"), slots=1)
     observed = fleet(going, worker("w1", held("b"), slots=1))
@@ -522,7 +522,7 @@ def test_what_drains_to_make_room_goes_on_to_where_another_one_is_silent_for_a_m
     assert (load.worker_id, load.evict) == ("w0", "a")
 
 
-def test_what_drains_to_make_room_goes_on_to_though_it_is_asked_for_by_then():
+def test_a_started_eviction_goes_on_though_its_victim_is_asked_for():
     adapters = intent(adapter("a"), adapter("new"))
     observed = fleet(worker("w0", held("a", state="draining"), slots=1))
     demand = want("new", since=NOW - PATIENCE_S)
@@ -531,7 +531,7 @@ def test_what_drains_to_make_room_goes_on_to_though_it_is_asked_for_by_then():
         assert [load.evict for load in place(adapters, observed, both, PlacementPolicy(), NOW).loads] == evicted
 
 
-def test_what_only_lost_its_place_or_has_a_copy_takes_no_slot_that_is_in_use():
+def test_repairs_and_further_copies_take_no_slot_in_use():
     adapters = intent(adapter("old"), adapter("new"))
     observed = fleet(worker("w0", held("old"), slots=1), worker("w1", held("new"), slots=1))
     second = DemandSnapshot(in_use=frozenset({("old", "w0")}), wants={"new": WantedReplicas(replicas=2, since=0.0)})
@@ -540,7 +540,7 @@ def test_what_only_lost_its_place_or_has_a_copy_takes_no_slot_that_is_in_use():
     assert place(adapters, fleet(observed.workers["w0"]), repair, PlacementPolicy(), NOW).loads == ()
 
 
-def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
+def test_adapters_in_constant_demand_take_turns_in_one_slot():
     names = [f"a{i}" for i in range(4)]
     adapters = intent(*(adapter(name) for name in names))
     there, since, asked, had, drains_at = "a0", 0.0, dict.fromkeys(names[1:], 0.0), dict.fromkeys(names, 0), None
@@ -564,7 +564,7 @@ def test_adapters_asked_for_without_a_pause_all_have_the_only_slot_in_turn():
 
 
 @pytest.mark.parametrize("registered", ["other bytes", None])
-def test_a_copy_of_other_bytes_than_the_registered_ones_makes_room_as_well(registered):
+def test_a_copy_with_an_unregistered_digest_can_be_evicted(registered):
     adapters = intent(adapter("old", digest=registered), adapter("new"))
     observed = fleet(worker("w0", held("old"), slots=1))
     desired = place(adapters, observed, want("new"), PlacementPolicy(), NOW)
@@ -572,14 +572,14 @@ def test_a_copy_of_other_bytes_than_the_registered_ones_makes_room_as_well(regis
     assert "old" not in desired.replicas
 
 
-def test_nobody_is_thrown_out_for_an_adapter_that_only_lost_its_place():
+def test_a_repair_evicts_no_adapter_without_demand():
     observed = fleet(worker("w0", held("old"), slots=1))
     adapters = intent(adapter("old"), adapter("new"))
     assert place(adapters, observed, want("new", may_evict=False), PlacementPolicy(), NOW).loads == ()
 
 
 @pytest.mark.parametrize("owed", [{}, {("a", "w0"): "c"}])
-def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a_minimum_go(owed):
+def test_loading_and_leaving_copies_do_not_count_towards_a_minimum(owed):
     state = "ready" if owed else "draining"
     observed = fleet(
         worker("w0", held("a", state=state), slots=1), worker("w1", held("a"), slots=1), reserve_victims=owed
@@ -593,7 +593,7 @@ def test_a_copy_that_is_not_there_yet_or_not_any_more_does_not_let_the_last_of_a
     assert place(known, busy, want("b"), PlacementPolicy(), NOW).loads == ()
 
 
-def test_of_two_copies_one_is_too_many_and_the_other_is_worth_what_is_asked_of_it():
+def test_only_one_of_two_copies_is_surplus():
     # The one on w0 goes already: another load must not take the hot adapter's last copy for another one too many.
     going = worker("w0", held("hot", state="draining"), slots=1)
     observed = fleet(going, worker("w1", held("hot"), held("cold"), slots=2), busy={"w0": 1})

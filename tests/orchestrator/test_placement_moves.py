@@ -87,7 +87,7 @@ def test_under_constant_demand_everything_comes_to_rest_and_no_adapter_is_lost(c
 
 @settings(max_examples=examples(60))
 @given(served(), st.integers(0, 1000))
-def test_noise_in_the_same_demand_moves_hardly_anything_and_nothing_back_and_forth(case, seed):
+def test_noise_in_constant_demand_causes_hardly_any_moves(case, seed):
     wanted, observed, demand = case
     rng = Random(seed)
     observed, _, _ = settled(wanted, observed, demand)
@@ -118,7 +118,7 @@ def test_a_worker_that_joins_takes_no_more_than_its_fair_share(case):
 
 @settings(max_examples=examples(60))
 @given(served())
-def test_the_order_of_mappings_changes_nothing_of_what_moves(case):
+def test_moves_do_not_depend_on_mapping_order(case):
     wanted, observed, demand = case
     turned = replace(observed, workers=dict(reversed(observed.workers.items())))
     other = replace(demand, work=dict(reversed(demand.work.items())), rates=dict(reversed(demand.rates.items())))
@@ -135,7 +135,7 @@ def uneven():
     return intent(*map(adapter, parts)), observed, busy(parts)
 
 
-def test_a_move_makes_the_new_copy_before_it_breaks_the_old_one():
+def test_a_move_loads_the_new_copy_before_removing_the_old():
     wanted, observed, demand = uneven()
     first = place(wanted, observed, demand, RULES, NOW)
     (load,) = first.loads
@@ -184,7 +184,7 @@ def doubled():
     )
 
 
-def test_a_surplus_copy_goes_and_is_named_as_one():
+def test_a_surplus_copy_is_removed_with_that_reason():
     wanted, observed = doubled()
     (step,) = place(wanted, observed, DemandSnapshot(), RULES, NOW).removals
     assert step.reason == "surplus copy: 2 there, 1 needed"
@@ -211,7 +211,7 @@ def test_a_surplus_copy_stays_while_it_is(why):
     assert place(wanted, observed, demand, RULES, NOW).removals == ()
 
 
-def test_of_surplus_copies_one_that_drains_already_goes_first_even_in_use():
+def test_a_draining_surplus_copy_goes_first_even_in_use():
     wanted, observed = doubled()
     w1 = observed.workers["w1"]
     w1 = replace(w1, adapters={"a": replace(w1.adapters["a"], state="draining")})
@@ -220,7 +220,7 @@ def test_of_surplus_copies_one_that_drains_already_goes_first_even_in_use():
     assert [step.worker_id for step in steps] == ["w1"]
 
 
-def test_a_copy_that_a_crashed_worker_brought_back_makes_room_at_once_however_young():
+def test_a_surplus_copy_of_a_restarted_worker_can_be_evicted_at_once():
     young = NOW - 1
     observed = fleet(
         worker("w0", held("a", since=young), slots=1), worker("w1", held("a", since=young), held("b", since=young))
@@ -235,7 +235,7 @@ def test_a_copy_that_a_crashed_worker_brought_back_makes_room_at_once_however_yo
     assert place(names, alone, want("cold"), rules, NOW).loads == ()
 
 
-def test_the_victim_is_the_one_whose_loss_costs_least_and_a_small_one_is_fetched_sooner():
+def test_the_victim_is_the_cheapest_to_reload():
     observed = fleet(worker("w0", held("small"), held("large"), slots=2))
     names = intent(adapter("small", size_bytes=10**7), adapter("large", size_bytes=10**10), adapter("new"))
     demand = replace(want("new"), habits={"small": 0.3, "large": 0.2})
@@ -243,7 +243,7 @@ def test_the_victim_is_the_one_whose_loss_costs_least_and_a_small_one_is_fetched
     assert load.evict == "small"
 
 
-def test_who_was_asked_for_a_moment_ago_stays_before_who_was_asked_for_more_often():
+def test_recency_outweighs_frequency_for_victims():
     observed = fleet(worker("w0", held("talking"), held("over"), slots=2))
     names = intent(adapter("talking"), adapter("over"), adapter("new"))
     demand = replace(
@@ -253,7 +253,7 @@ def test_who_was_asked_for_a_moment_ago_stays_before_who_was_asked_for_more_ofte
     assert load.evict == "over"
 
 
-def test_a_scale_up_throws_out_only_what_is_worth_less():
+def test_a_scale_up_evicts_only_copies_worth_less():
     hot = {"hot": 1.6, "warm": 1.5}
     observed = fleet(worker("w0", held("hot"), slots=1), worker("w1", held("warm"), slots=1))
     names = intent(adapter("hot"), adapter("warm"))
@@ -263,7 +263,7 @@ def test_a_scale_up_throws_out_only_what_is_worth_less():
     assert (load.lora_id, load.evict) == ("hot", "warm")
 
 
-def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment():
+def test_a_repair_evicts_no_hotter_adapter_that_is_briefly_silent():
     observed = fleet(worker("w0", held("hot"), slots=1))
     names = intent(adapter("hot"), adapter("cool"))
     repair = {"cool": WantedReplicas(replicas=1, is_repair=True)}
@@ -278,7 +278,7 @@ def test_a_repair_takes_no_place_of_somebody_hotter_who_is_silent_for_a_moment()
     assert load.evict == "hot"
 
 
-def test_what_requests_wait_for_in_a_line_is_no_victim():
+def test_an_adapter_with_queued_requests_is_no_victim():
     observed = fleet(worker("w0", held("queued"), held("idle"), slots=2))
     names = intent(adapter("queued"), adapter("idle"), adapter("new"))
     demand = replace(want("new"), habits={"idle": 1.0}, last_request_at={"idle": NOW}, backlog={"queued": 0.5})
@@ -286,7 +286,7 @@ def test_what_requests_wait_for_in_a_line_is_no_victim():
     assert load.evict == "idle"
 
 
-def test_a_crowd_that_waits_in_a_line_gets_another_copy_though_its_engine_can_do_no_more():
+def test_queued_requests_raise_the_target_of_a_saturated_adapter():
     observed = fleet(*(worker(f"w{n}", *([held("a")] if n == 0 else [held(f"b{n}")])) for n in range(4)))
     names = intent(*map(adapter, ("a", "b1", "b2", "b3")))
     served = busy({"a": 0.7, "b1": 0.2, "b2": 0.2, "b3": 0.2})
@@ -295,7 +295,7 @@ def test_a_crowd_that_waits_in_a_line_gets_another_copy_though_its_engine_can_do
     assert load.lora_id == "a"
 
 
-def test_a_worker_that_requests_queue_for_gives_something_away_and_one_that_is_just_busy_does_not():
+def test_only_a_worker_with_queued_requests_gives_adapters_away():
     parts = {"a": 0.4, "b": 0.3, "c": 0.3, "d": 0.1}
     observed = fleet(worker("w0", held("a"), held("b"), held("c")), worker("w1", held("d")))
     names = intent(*map(adapter, parts))
@@ -304,7 +304,7 @@ def test_a_worker_that_requests_queue_for_gives_something_away_and_one_that_is_j
     assert (load.worker_id, "moves from w0" in load.reason) == ("w1", True)
 
 
-def test_nothing_is_moved_while_a_copy_more_is_on_its_way():
+def test_nothing_is_moved_while_a_further_copy_loads():
     names = intent(adapter("a"))
     observed = fleet(worker("w0", held("a")), worker("w1"), worker("w2"), worker("w3"))
     assert place(names, observed, busy({"a": 0.4}), RULES, NOW).loads == ()
@@ -319,7 +319,7 @@ def test_nothing_is_moved_while_a_copy_more_is_on_its_way():
     assert [load.reason.partition(" (")[0] for load in desired.loads] == ["replica 2 of 3", "replica 3 of 3"]
 
 
-def test_what_has_a_copy_on_its_way_does_not_move():
+def test_an_adapter_with_a_loading_copy_does_not_move():
     parts = {"hot": 0.8, "large": 1.2}
     names = intent(adapter("hot"), adapter("large", max_replicas=1))
 
@@ -330,7 +330,7 @@ def test_what_has_a_copy_on_its_way_does_not_move():
     assert (moved("ready"), moved("loading")) == (["hot"], [])
 
 
-def test_a_copy_that_is_named_takes_its_part_of_the_load_from_the_others_in_the_same_pass():
+def test_a_named_copy_takes_its_share_of_load_in_the_same_pass():
     parts = {"hot": 1.8, "warm": 0.5}
     names = intent(adapter("hot", max_replicas=3), adapter("warm"))
     observed = fleet(worker("w0", held("hot"), held("warm")), worker("w1"), worker("w2"), worker("w3"))
@@ -339,7 +339,7 @@ def test_a_copy_that_is_named_takes_its_part_of_the_load_from_the_others_in_the_
     assert [load.lora_id for load in moved.loads] == ["hot", "hot"]
 
 
-def test_for_a_request_that_waits_a_worker_that_loads_already_yields_to_one_that_does_not():
+def test_a_waiting_request_prefers_an_idle_worker_to_a_loading_one():
     names = intent(adapter("a"))
     idle = fleet(worker("w0"), worker("w1"))
     (first,) = place(names, idle, want("a"), RULES, NOW).loads
@@ -354,7 +354,7 @@ def frozen_storm(count=100):
     return ChurnHistory(step_counts=((int(NOW) - 5, count),))
 
 
-def test_in_a_storm_nothing_is_moved_or_scaled_and_the_pass_says_so():
+def test_under_churn_nothing_is_moved_or_scaled_and_the_reason_is_given():
     wanted, observed, demand = uneven()
     stormy = replace(observed, memory=PassMemory(churn=frozen_storm()))
     desired = place(wanted, stormy, demand, RULES, NOW)
@@ -365,7 +365,7 @@ def test_in_a_storm_nothing_is_moved_or_scaled_and_the_pass_says_so():
     assert place(intent(adapter("a")), replace(hot, memory=PassMemory()), busy({"a": 1.5}), RULES, NOW).loads != ()
 
 
-def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
+def test_under_churn_repairs_and_waiting_requests_are_still_served():
     observed = fleet(worker("w0"), worker("w1"), memory=PassMemory(churn=frozen_storm()))
     demand = DemandSnapshot(
         rates={"cool": 1.0, "hot": 9.0},
@@ -376,11 +376,11 @@ def test_in_a_storm_repairs_and_waiting_requests_are_served_hottest_first():
     assert [load.lora_id for load in desired.loads] == ["asked", "hot", "cool"]
 
 
-def test_a_fleet_without_workers_is_no_storm():
+def test_a_fleet_without_workers_is_never_frozen():
     assert place(intent(adapter("a")), fleet(), DemandSnapshot(), RULES, NOW).frozen_reason is None
 
 
-def test_where_no_moves_are_allowed_they_stand_still_in_every_pass():
+def test_with_no_moves_allowed_every_pass_is_frozen():
     forbidden, observed = replace(RULES, storm_moves_per_worker=0), fleet(worker("w0"))
     for number in range(3):
         desired = place(intent(adapter("a")), observed, DemandSnapshot(), forbidden, NOW + number)
@@ -395,7 +395,7 @@ def test_any_number_of_moves_may_be_allowed():
     )
 
 
-def test_a_storm_ends_only_when_half_of_what_is_allowed_is_left_of_it():
+def test_moves_resume_at_half_of_the_allowed_churn():
     rules = PlacementPolicy(storm_window_s=60.0, storm_moves_per_worker=4)
     calm = ChurnHistory(step_counts=((0, 3), (30, 5)))
     assert churn.is_frozen(calm, rules, 2, 40.0)
@@ -410,7 +410,7 @@ def test_a_step_that_takes_many_passes_is_counted_once():
     assert churn.steps_in_window(churn.history_after(once, steps, RULES, is_held=False, now=11.0), RULES, 11.0) == 1
 
 
-def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
+def test_constantly_changing_demand_is_stopped_by_the_churn_limiter():
     names = [f"a{i}" for i in range(8)]
     wanted = intent(*map(adapter, names))
     rules = PlacementPolicy(min_residency_s=0.0, scale_down_after_s=0.0, storm_moves_per_worker=2)
@@ -428,7 +428,7 @@ def test_demand_that_turns_over_all_the_time_is_stopped_by_the_storm():
     assert steps <= 3 * 4 * 2
 
 
-def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
+def test_removals_of_one_pass_stay_within_the_churn_limit():
     names = [f"a{i}" for i in range(40)]
     memory = PassMemory(standing_targets=dict.fromkeys(names, StandingTarget(replicas=1)))
     observed = fleet(*(worker(f"w{i}", *map(held, names), slots=64) for i in range(2)), memory=memory)
@@ -443,13 +443,13 @@ def test_what_one_pass_takes_away_stays_within_what_a_storm_allows():
     assert second.removals == first.removals
 
 
-def test_observed_memory_is_all_that_one_pass_knows_of_another():
+def test_pass_memory_is_the_only_state_between_passes():
     wanted, observed, demand = uneven()
     first = place(wanted, observed, demand, RULES, NOW)
     assert place(wanted, ObservedFleet(workers=observed.workers), demand, RULES, NOW) == first
 
 
-def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
+def test_an_earlier_wait_comes_before_a_hotter_adapter():
     turn = NOW // WAIT_BUCKET_S * WAIT_BUCKET_S
     now = turn + WAIT_BUCKET_S - 0.5
     wants = {
@@ -469,7 +469,7 @@ def test_whoever_began_to_wait_in_an_earlier_turn_comes_before_the_hotter():
     assert [load.lora_id for load in desired.loads] == in_turn
 
 
-def test_where_more_is_asked_for_than_fits_everybody_has_a_turn():
+def test_every_waiting_adapter_gets_a_turn_when_not_all_fit():
     """Four slots for twelve adapters, all asked for all the time, one of them by far the least."""
     rates = {f"a{number}": 1.0 + number for number in range(11)} | {"rare": 0.01}
     observed, every = fleet(worker("w0", slots=2), worker("w1", slots=2)), intent(*map(adapter, rates))

@@ -41,11 +41,11 @@ def routers(*words, now=105.0):
         ([(50, 0, 104.0), (40, 2, 90.0)], True),
     ],
 )
-def test_every_live_router_must_know_and_have_nothing_in_flight(words, is_over):
+def test_a_drain_ends_when_every_live_router_confirms_it(words, is_over):
     assert is_drained(MARK, routers(*words), replace(IDLE, running=9), 105.0) is is_over
 
 
-def test_without_a_router_only_a_report_younger_than_the_mark_counts():
+def test_without_a_router_only_a_newer_report_ends_a_drain():
     assert is_drained(MARK, [], IDLE, 105.0)
     assert not is_drained(MARK, [], replace(IDLE, running=1), 105.0)
     assert not is_drained(MARK, [], replace(IDLE, reported_at=100.0), 105.0)
@@ -65,14 +65,14 @@ def started(loads, observed, rules):
     return [action.worker_id for action in actions]
 
 
-def test_a_worker_is_given_no_more_loads_than_its_budget_less_what_is_under_way():
+def test_a_worker_gets_loads_within_its_remaining_budget():
     observed = ObservedFleet(workers={"w0": IDLE, "w1": replace(IDLE, id="w1")})
     assert started(many(3) + many(3, "w1"), observed, PlacementPolicy()) == ["w0", "w1"]
     assert started(many(3), observed, PlacementPolicy(loads_per_worker=2)) == ["w0", "w0"]
     assert started(many(3), replace(observed, busy={"w0": 1}), PlacementPolicy()) == []
 
 
-def test_the_fleet_is_given_no_more_loads_than_its_budget_less_what_is_under_way():
+def test_the_fleet_gets_loads_within_its_remaining_budget():
     workers = {f"w{i}": replace(IDLE, id=f"w{i}") for i in range(9)}
     loads = tuple(load for name in workers for load in many(1, name))
     assert len(started(loads, ObservedFleet(workers=workers), PlacementPolicy(loads_fleet_wide=4))) == 4
@@ -93,7 +93,7 @@ def test_a_removal_is_drained_first_and_unloaded_only_then():
     assert operations({("a", "w0"): True}) == ["unload"]
 
 
-def test_a_full_worker_waits_for_its_victim_and_one_with_a_slot_left_does_not():
+def test_only_a_full_worker_waits_for_its_victim():
     load = (PlannedLoad(lora_id="a", worker_id="w0", reason="wanted", evict="v"),)
     full = ObservedFleet(workers={"w0": replace(IDLE, slots=0)})
 

@@ -25,7 +25,7 @@ def wanted(members, needs):
     return {pool.name: pool.slots_wanted for pool in pool_figures(members, needs)}
 
 
-def test_a_copy_is_wanted_in_the_pool_of_the_smallest_rank_that_takes_it():
+def test_a_copy_counts_for_the_pool_of_the_smallest_fitting_rank():
     tiers = [member("small", rank=8), member("large", rank=64)]
     assert wanted(tiers, [need(3, rank=8), need(2, rank=32)]) == {"small": 3, "large": 2}
 
@@ -35,7 +35,7 @@ def test_pools_of_one_rank_share_by_their_slots():
     assert wanted([member("a", slots=0), member("b", slots=0)], [need(8)]) == {"a": 4, "b": 4}
 
 
-def test_what_no_worker_can_take_is_no_pools_need():
+def test_an_adapter_that_fits_nowhere_is_needed_in_no_pool():
     assert wanted([member("a", rank=8)], [need(rank=16), need(base_model="llama"), need(base_model=None)]) == {"a": 0}
 
 
@@ -50,7 +50,7 @@ def test_every_copy_that_fits_somewhere_is_wanted_once(workers, copies):
     assert sum(wanted(members, [need(count, rank) for count, rank in copies]).values()) == pytest.approx(fitting)
 
 
-def test_a_queue_is_what_waits_at_the_rate_at_which_requests_end():
+def test_queue_wait_follows_littles_law():
     assert engine_wait_s(running=10, waiting=20, request_s=3.0) == pytest.approx(6.0)
     assert engine_wait_s(running=0, waiting=4, request_s=0.0) == 4.0  # none has ended yet
     assert engine_wait_s(running=9, waiting=0, request_s=3.0) == 0.0
@@ -61,7 +61,7 @@ def test_the_wait_of_a_pool_is_the_mean_of_its_workers():
     assert (pool.slots, pool.queue_wait_s) == (16, 2.0)
 
 
-def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
+def test_router_queue_reports_expire_and_the_longest_counts():
     book = RouterQueues()
     book.record_report("r0", {"w0": 2.0}, {"w0": 3}, 0.0)
     book.record_report("r1", {"w0": 5.0, "w1": 1.0}, {"w0": 4, "w1": 1}, 4.0)
@@ -72,7 +72,7 @@ def test_a_routers_word_of_its_queues_expires_and_the_longest_counts():
     assert (book.wait_s("w0", 10.5), book.in_flight("w0", 10.5)) == (0.0, 0)
 
 
-async def test_an_agent_hears_how_many_requests_routers_have_at_its_engine(service, clock):
+async def test_the_heartbeat_answer_has_routers_requests_in_flight(service, clock):
     agent = FakeAgent("w0")
     await service.join(agent)
     names = ("tiny-qwen", "sql/v1@3f9a1c2b77aa")
@@ -95,7 +95,7 @@ class PooledAgent(FakeAgent):
         return super().metadata() | {"pool": "gold", "load": self.load}
 
 
-async def test_the_leader_tells_each_pools_slots_need_and_wait(service, clock):
+async def test_the_leader_exports_slots_need_and_wait_of_each_pool(service, clock):
     agent = PooledAgent("w0", slots=3)
     await service.join(agent)
     (await service.http.patch("/v1/policy", json={"reserve_slots": 1})).raise_for_status()
@@ -120,7 +120,7 @@ async def test_the_leader_tells_each_pools_slots_need_and_wait(service, clock):
     assert series((await service.http.get("/metrics")).text, "lorafleet_pool_slots") == {}
 
 
-async def test_a_lazy_adapter_needs_a_slot_while_it_is_asked_for(service, clock):
+async def test_a_lazy_adapter_needs_a_slot_while_in_demand(service, clock):
     await service.join(PooledAgent("w0", slots=4))
     await service.register("a/v1")
     await service.ensure("a/v1")

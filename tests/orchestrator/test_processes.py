@@ -143,9 +143,7 @@ async def beating():
 
 
 @pytest.mark.parametrize(("loads", "kills"), [(60, 1), pytest.param(200, 3, marks=pytest.mark.thorough)])
-async def test_killed_at_random_moments_of_many_loads_it_loses_nothing_and_loads_nothing_twice(
-    tmp_path, beating, loads, kills
-):
+async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_path, beating, loads, kills):
     agents = [FakeAgent(f"w{n}", slots=64) for n in range(4)]
     for agent in agents:
         agent.load_s = 0.01

@@ -29,7 +29,7 @@ async def ready(service, lora_id="sql/v1", **spec):
     assert (await service.adapter(lora_id))["state"] == "ready"
 
 
-async def test_an_adapter_is_inspected_then_loaded_when_somebody_asks_and_then_nothing_happens(service):
+async def test_an_adapter_is_inspected_and_loaded_once_on_request(service):
     agent = await service.worker()
     assert (await service.register())["state"] == "registered"
     await service.settle()
@@ -57,7 +57,7 @@ async def test_agents_are_called_directly_whatever_proxy_the_environment_names(o
     assert agent.operations() == [("inspect_lora", "sql/v1")]
 
 
-async def test_a_branch_is_fetched_from_the_commit_that_was_inspected_and_nothing_else_is_taken_for_one(service):
+async def test_a_branch_is_fetched_from_its_inspected_commit(service):
     agent = await service.worker()
     commit, elsewhere = f"hf://acme/sql@{'c' * 40}", f"hf://acme/other@{'c' * 40}"
     agent.pins = {"hf://acme/sql@main": commit, "hf://acme/legal": elsewhere}
@@ -82,7 +82,7 @@ async def test_an_adapter_registered_before_any_worker_is_inspected_when_one_app
     assert agent.operations() == [("inspect_lora", "sql/v1")]
 
 
-async def test_eager_adapters_are_there_without_being_asked_for(service):
+async def test_eager_adapters_are_loaded_without_a_request(service):
     for name in ("w0", "w1", "w2"):
         await service.worker(name)
     await service.register(policy={"loading": "eager", "min_replicas": 2})
@@ -111,7 +111,7 @@ async def test_a_restored_store_never_leaves_an_agent_refusing_everyone(service)
     assert agent.refused == []
 
 
-async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written_down(service):
+async def test_an_impossible_epoch_ends_no_term_and_is_not_stored(service):
     agent, liar = await service.worker("w0"), await service.worker("w1")
     liar.epoch = 2**63 - 1
     await service.beat()
@@ -124,7 +124,7 @@ async def test_an_epoch_that_nobody_can_have_had_ends_no_term_and_is_not_written
     assert (await service.adapter())["workers"] == ["w0"]
 
 
-async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_and_no_more(service):
+async def test_an_agent_that_refuses_every_epoch_ends_only_one_term(service):
     class ContraryAgent(FakeAgent):
         def metadata(self):
             return super().metadata() | {"epoch": 0}
@@ -147,7 +147,7 @@ async def test_an_agent_that_refuses_every_epoch_and_reports_none_ends_one_term_
     assert service.store.epoch == 2
 
 
-async def test_who_asks_waits_since_it_asked_first(service):
+async def test_a_wait_begins_with_the_first_request(service):
     began_at = service.clock.now
     service.reconciler.ensure_replicas("sql/v1", 1)
     service.clock.now += 5.0
@@ -157,7 +157,7 @@ async def test_who_asks_waits_since_it_asked_first(service):
     }
 
 
-async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing_else_is(service):
+async def test_only_a_started_load_counts_as_a_tenants_turn(service):
     await service.worker()
     await service.register("a/v1")
     await service.register("b/v1")
@@ -169,7 +169,7 @@ async def test_a_load_that_begins_is_a_turn_of_those_who_wait_for_it_and_nothing
     assert service.reconciler.demand.snapshot(service.clock.now).last_load_at == {"acme": service.clock.now}
 
 
-async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_no_catalog_from_anybody(service):
+async def test_an_agent_error_with_invalid_text_breaks_no_list(service):
     agent = await service.worker()
     await service.register()
     await service.settle()
@@ -180,7 +180,7 @@ async def test_an_agents_error_that_cannot_be_written_as_text_keeps_no_list_and_
     assert (await service.http.get("/v1/catalog")).status_code == 200
 
 
-async def test_a_replaced_leader_is_refused_where_the_new_one_has_claimed_and_steps_down(open_service):
+async def test_a_replaced_leader_is_refused_by_claimed_agents_and_steps_down(open_service):
     old = open_service()
     agent = await old.worker()
     await ready(old, "a/v1", source="a")
@@ -219,7 +219,7 @@ async def test_a_fresh_store_on_a_full_fleet_unloads_nothing_and_reports_orphans
     assert "no free slot" in (await service.adapter("c/v1"))["error"]
 
 
-async def test_what_an_agent_holds_already_becomes_ready_when_it_is_registered(service):
+async def test_an_orphan_becomes_ready_when_it_is_registered(service):
     agent = await service.worker()
     agent.put("sql/v1", SQL)
     await service.register()
@@ -246,7 +246,7 @@ async def test_a_lost_workers_adapters_are_placed_elsewhere_at_once(service, clo
     assert "sql/v1" in other.loaded
 
 
-async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_and_no_task_breaks(open_service, clock):
+async def test_a_worker_dropped_while_a_probe_is_due_breaks_no_task(open_service, clock):
     service = open_service(forget_after_s=60)
     agent = await service.worker()
     report = agent.metadata() | {"agent_url": "http://127.0.0.1:9", "transport": {"engine_url": "http://127.0.0.1:9"}}
@@ -264,9 +264,7 @@ async def test_a_lost_worker_is_forgotten_in_the_pass_that_would_ask_it_again_an
     assert unhandled == []
 
 
-async def test_a_copy_on_a_worker_that_serves_another_base_model_by_now_is_no_copy_and_gives_up_its_slot(
-    service, clock
-):
+async def test_a_copy_on_a_worker_of_another_base_model_is_unloaded(service, clock):
     for name in ("w0", "w1"):
         await service.worker(name)
     await ready(service)
@@ -283,7 +281,7 @@ async def test_a_copy_on_a_worker_that_serves_another_base_model_by_now_is_no_co
     assert (await service.ensure()).json()["ready"] == [name for name in ("w0", "w1") if name != home]
 
 
-async def test_a_worker_whose_address_another_one_has_is_lost_and_what_it_held_is_placed(service, clock):
+async def test_a_worker_whose_address_was_reused_is_lost(service, clock):
     agent = await service.worker("w0")
     await service.register(policy={"loading": "eager"})
     await service.settle()
@@ -298,9 +296,7 @@ async def test_a_worker_whose_address_another_one_has_is_lost_and_what_it_held_i
     assert "sql/v1" in agent.loaded
 
 
-async def test_a_worker_that_has_another_name_now_keeps_what_its_engine_holds_and_is_given_nothing_twice(
-    service, clock
-):
+async def test_a_renamed_worker_keeps_its_engines_adapters(service, clock):
     agent = await service.worker("w0")
     await ready(service)
     await service.worker("spare")
@@ -313,7 +309,7 @@ async def test_a_worker_that_has_another_name_now_keeps_what_its_engine_holds_an
     assert (await service.adapter())["workers"] == ["w1"]
 
 
-async def test_of_two_agents_by_one_name_the_second_is_refused_by_name_until_the_first_is_silent(service, clock):
+async def test_a_second_agent_with_the_same_worker_id_is_refused(service, clock):
     first = await service.worker("worker-0")
     await service.register(policy={"loading": "eager"})
     await service.settle()
@@ -334,7 +330,7 @@ async def test_of_two_agents_by_one_name_the_second_is_refused_by_name_until_the
     assert (await service.http.get("/v1/workers/worker-0")).json()["agent_url"] == second.url
 
 
-async def test_a_worker_whose_engine_still_answers_is_left_alone_and_keeps_its_adapters(service, clock):
+async def test_a_worker_whose_engine_still_answers_keeps_its_adapters(service, clock):
     agent = await service.worker()
     await service.worker("w1")
     await ready(service)
@@ -351,7 +347,7 @@ async def test_a_worker_whose_engine_still_answers_is_left_alone_and_keeps_its_a
     assert len(agent.calls) == before
 
 
-async def test_a_silent_agent_that_answers_when_asked_is_still_ready(service, clock):
+async def test_a_silent_agent_that_answers_a_probe_is_still_ready(service, clock):
     await service.worker()
     service.agents.clear()
     clock.now += 100
@@ -359,7 +355,7 @@ async def test_a_silent_agent_that_answers_when_asked_is_still_ready(service, cl
     assert (await service.http.get("/v1/workers/w0")).json()["state"] == "ready"
 
 
-async def test_an_engine_that_restarts_empty_gets_back_what_it_held(service):
+async def test_an_engine_that_restarts_empty_gets_its_adapters_back(service):
     agent = await service.worker()
     await ready(service)
     agent.loaded.clear()
@@ -368,7 +364,7 @@ async def test_an_engine_that_restarts_empty_gets_back_what_it_held(service):
     assert list(agent.loaded) == ["sql/v1"]
 
 
-async def test_bytes_of_the_right_digest_that_two_engines_refuse_are_quarantined_until_retry(service, clock):
+async def test_registered_bytes_that_two_engines_refuse_are_quarantined_until_retry(service, clock):
     agents = [await service.worker(f"w{i}") for i in range(3)]
     await service.register()
     await service.settle()
@@ -395,7 +391,7 @@ async def test_bytes_of_the_right_digest_that_two_engines_refuse_are_quarantined
     assert (await service.adapter())["state"] == "ready"
 
 
-async def test_what_one_engine_refuses_another_is_asked_for(service):
+async def test_an_adapter_refused_by_one_engine_is_tried_on_another(service):
     agents = {name: await service.worker(name) for name in ("w0", "w1")}
     await service.register()
     await service.settle()
@@ -407,7 +403,7 @@ async def test_what_one_engine_refuses_another_is_asked_for(service):
     assert (await service.adapter())["state"] == "ready"
 
 
-async def test_who_refuses_what_serves_elsewhere_takes_it_from_nobody(service, clock):
+async def test_a_refusal_does_not_unload_copies_elsewhere(service, clock):
     agents = {name: await service.worker(name) for name in ("w0", "w1", "w2")}
     await service.register()
     await service.settle()
@@ -422,7 +418,7 @@ async def test_who_refuses_what_serves_elsewhere_takes_it_from_nobody(service, c
     assert (await service.ensure()).json()["ready"] == [there]
 
 
-async def test_what_the_only_engine_refuses_is_tried_again_later(service, clock):
+async def test_an_adapter_refused_by_the_only_engine_is_retried_later(service, clock):
     agent = await service.worker()
     await service.register()
     await service.settle()
@@ -440,9 +436,7 @@ async def test_what_the_only_engine_refuses_is_tried_again_later(service, clock)
 
 
 @pytest.mark.parametrize("code", ["adapter_invalid", "adapter_refused", "source_not_found", "digest_mismatch"])
-async def test_an_adapter_that_nobody_ever_found_good_is_failed_and_looked_at_again_ever_more_seldom(
-    service, clock, code
-):
+async def test_a_never_inspected_adapter_fails_and_is_retried_ever_more_rarely(service, clock, code):
     agent = await service.worker()
     agent.refuse["sql/v1"] = code
     await service.register()
@@ -470,7 +464,7 @@ async def test_an_adapter_that_nobody_ever_found_good_is_failed_and_looked_at_ag
 @pytest.mark.parametrize(
     "code", ["source_forbidden", "adapter_invalid", "digest_mismatch", "disk_full", "rank_too_big"]
 )
-async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_was_found_good(service, code):
+async def test_one_workers_failure_does_not_fail_an_inspected_adapter(service, code):
     agents = [await service.worker(f"w{i}") for i in range(2)]
     await service.register()
     await service.settle()
@@ -488,7 +482,7 @@ async def test_what_one_worker_cannot_get_right_is_no_fault_of_an_adapter_that_w
     assert len([verb for verb, _ in first.operations() if verb == "load_lora"]) == 1
 
 
-async def test_of_many_that_are_not_inspected_yet_the_one_that_is_asked_for_is_looked_at_first(open_service):
+async def test_a_requested_adapter_is_inspected_before_others(open_service):
     service = open_service(inspects_in_flight=1)
     agent = await service.worker()
     for lora_id in ("a/v1", "b/v1", "z/v1"):
@@ -499,7 +493,7 @@ async def test_of_many_that_are_not_inspected_yet_the_one_that_is_asked_for_is_l
     assert inspected == ["z/v1", "a/v1", "b/v1"]
 
 
-async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_and_has_it_once_one_takes_it(service):
+async def test_ensure_reports_a_misfit_at_once_and_later_succeeds(service):
     agent = await service.worker()
     agent.ranks["file:///sql"] = 128
     await service.register(source="file:///sql")
@@ -517,7 +511,7 @@ async def test_who_asks_for_an_adapter_that_fits_on_no_worker_is_told_at_once_an
     assert list(larger.loaded) == ["sql/v1"]
 
 
-async def test_who_asks_for_an_adapter_where_every_worker_refuses_them_is_told_why_at_once(service):
+async def test_ensure_reports_at_once_that_every_worker_refuses_adapters(service):
     agent = await service.worker()
     agent.refusal = "KV connector ExampleConnector"
     await service.register(source="file:///sql")
@@ -538,7 +532,7 @@ async def test_who_asks_for_an_adapter_where_every_worker_refuses_them_is_told_w
     assert (await service.ensure(wait_s=600)).json()["ready"] == ["w0"]
 
 
-async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_before(service):
+async def test_a_reregistered_adapter_starts_without_failures(service):
     agent = await service.worker()
     agent.refuse["sql/v1"] = "source_not_found"
     await service.register(source="file:///wrong")
@@ -553,7 +547,7 @@ async def test_what_is_deleted_and_registered_anew_is_not_held_to_what_failed_be
     assert (await service.adapter())["state"] == "ready"
 
 
-async def test_what_failed_in_a_term_of_ours_is_not_held_against_what_another_leader_registered_since(open_service):
+async def test_failures_of_an_earlier_term_are_dropped(open_service):
     service = open_service()
     agent = await service.worker()
     agent.refuse["sql/v1"] = "source_not_found"
@@ -591,7 +585,7 @@ async def _with_a_secret(service):
 @pytest.mark.parametrize(
     ("code", "mend"), [("base_model_mismatch", _with_its_base_model), ("source_unauthorized", _with_a_secret)]
 )
-async def test_what_was_refused_is_asked_for_anew_once_it_is_registered_otherwise(service, code, mend):
+async def test_a_changed_registration_is_inspected_again_after_a_refusal(service, code, mend):
     agents = [await service.worker(name) for name in ("w0", "w1")]
     for agent in agents:
         agent.refuse["sql/v1"] = code
@@ -607,7 +601,7 @@ async def test_what_was_refused_is_asked_for_anew_once_it_is_registered_otherwis
     assert (await service.adapter())["rank"] == 8
 
 
-async def test_what_was_refused_as_it_was_registered_before_is_not_held_against_how_it_is_now(service):
+async def test_a_refusal_of_the_former_registration_is_ignored(service):
     agent = await service.worker()
     agent.refuse["sql/v1"] = "base_model_mismatch"
     await service.register()
@@ -621,7 +615,7 @@ async def test_what_was_refused_as_it_was_registered_before_is_not_held_against_
     assert (await service.adapter())["rank"] == 8
 
 
-async def test_a_digest_stated_during_an_inspection_is_what_the_next_one_is_held_to(service):
+async def test_a_digest_stated_during_an_inspection_binds_the_next_one(service):
     agent = await service.worker()
     inspect, may_answer = agent.inspect_lora, asyncio.Event()
 
@@ -647,7 +641,7 @@ async def test_a_digest_stated_during_an_inspection_is_what_the_next_one_is_held
     "code",
     ["source_not_found", "source_unauthorized", "source_address_forbidden", "source_extra_missing", "source_unsafe"],
 )
-async def test_a_source_is_looked_for_on_a_few_workers_and_not_on_every_one(service, code):
+async def test_a_missing_source_is_tried_on_a_few_workers_only(service, code):
     agents = [await service.worker(f"w{i}") for i in range(6)]
     for agent in agents:
         agent.refuse["sql/v1"] = code
@@ -657,7 +651,7 @@ async def test_a_source_is_looked_for_on_a_few_workers_and_not_on_every_one(serv
     assert sum(len(agent.calls) for agent in agents) == 3
 
 
-async def test_a_workers_trouble_is_kept_for_a_while_and_tried_elsewhere(service, clock):
+async def test_a_failed_load_is_tried_on_another_worker(service, clock):
     agents = [await service.worker(f"w{i}") for i in range(2)]
     await service.register()
     await service.settle()
@@ -677,9 +671,7 @@ async def test_a_workers_trouble_is_kept_for_a_while_and_tried_elsewhere(service
 
 
 @pytest.mark.parametrize(("code", "after_s"), [("engine_down", 1.5), ("not_ready", 1.5), ("source_failed", 61.0)])
-async def test_a_worker_that_is_starting_again_is_asked_again_at_once_and_another_failure_counts_longer(
-    service, clock, code, after_s
-):
+async def test_a_restarting_worker_is_retried_soon_and_other_failures_later(service, clock, code, after_s):
     agent = await service.worker()
     await service.register()
     await service.settle()
@@ -696,7 +688,7 @@ async def test_a_worker_that_is_starting_again_is_asked_again_at_once_and_anothe
     assert (await service.adapter())["state"] == "ready"
 
 
-async def test_an_adapter_of_unknown_base_model_is_tried_on_each_base_model_before_it_is_refused(service):
+async def test_an_adapter_of_unknown_base_model_is_tried_on_each(service):
     agents = {name: await service.worker(name, base_model=f"base-{name}") for name in ("w0", "w1")}
     for agent in agents.values():
         agent.refuse["sql/v1"] = "base_model_mismatch"
@@ -706,7 +698,7 @@ async def test_an_adapter_of_unknown_base_model_is_tried_on_each_base_model_befo
     assert (await service.adapter())["state"] == "failed"
 
 
-async def test_bytes_that_differ_from_the_registered_digest_are_a_failure(service):
+async def test_bytes_with_another_digest_are_a_failure(service):
     await service.worker()
     await service.register(digest="0" * 64)
     await service.settle()
@@ -716,7 +708,7 @@ async def test_bytes_that_differ_from_the_registered_digest_are_a_failure(servic
     assert item["digest"] == "0" * 64
 
 
-async def test_whichever_call_fails_the_next_passes_mend_it(open_service, clock, tmp_path):
+async def test_any_failed_call_is_mended_by_later_passes(open_service, clock, tmp_path):
     calls = ("inspect a", "load a", "inspect b", "load b into the reserve", "unload a", "unload b")
     for nth in range(1, len(calls) + 1):
         service = open_service(tmp_path / f"{nth}.db")
@@ -788,7 +780,7 @@ async def _story(service, clock):
 
 
 @pytest.mark.slow
-async def test_whichever_call_of_a_whole_story_fails_the_next_passes_mend_it(open_service, clock, tmp_path):
+async def test_any_failed_call_of_a_long_scenario_is_mended_by_later_passes(open_service, clock, tmp_path):
     counts, nth = [], 0
     agents = [FakeAgent(name, slots=2) for name in ("w0", "w1")]
     while nth == 0 or nth <= counts[0]:
@@ -831,7 +823,7 @@ async def test_a_victim_is_drained_before_it_makes_room(service, clock):
     assert (await service.catalog())["draining"] == []
 
 
-async def test_a_load_takes_the_reserve_at_once_and_its_victim_goes_when_it_has_drained(service, clock):
+async def test_a_load_takes_the_reserve_and_its_victim_leaves_once_drained(service, clock):
     agent = await service.worker(slots=2)
     await service.http.patch("/v1/policy", json={"reserve_slots": 1})
     await ready(service, "a/v1", source="a")
@@ -855,7 +847,7 @@ async def test_a_load_takes_the_reserve_at_once_and_its_victim_goes_when_it_has_
     assert (await service.catalog())["draining"] == []
 
 
-async def test_a_victim_that_is_asked_for_before_it_went_stays(service, clock):
+async def test_a_victim_that_is_requested_before_its_unload_stays(service, clock):
     agent = await service.worker(slots=2)
     await ready(service, "a/v1", source="a")
     clock.now += 1000
@@ -882,7 +874,7 @@ async def test_a_failed_attempt_does_not_keep_a_worker_from_trying_again(service
     assert agent.loaded["sql/v1"]["state"] == "ready"
 
 
-async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(service):
+async def test_a_deletion_waits_for_requests_in_flight_and_then_unloads(service):
     agent = await service.worker()
     await ready(service)
     use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 1, "in_flight": 1}
@@ -903,7 +895,7 @@ async def test_deleting_waits_for_what_is_in_flight_and_then_unloads(service):
     assert (await service.catalog())["adapters"] == []
 
 
-async def test_an_unload_that_is_under_way_is_not_started_again_however_many_actions_a_worker_may_have(service, clock):
+async def test_an_unload_in_progress_is_not_started_again(service, clock):
     agent = await service.worker()
     await ready(service)
     await service.http.patch("/v1/policy", json={"loads_per_worker": 3})
@@ -936,7 +928,7 @@ async def test_an_adapter_that_could_not_be_loaded_somewhere_can_be_deleted(serv
     assert (await service.http.get("/v1/adapters/sql/v1")).status_code == 404
 
 
-async def test_a_drain_ends_at_its_deadline_whatever_routers_say(service, clock):
+async def test_a_drain_ends_at_its_deadline_in_any_case(service, clock):
     agent = await service.worker()
     await ready(service)
     use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 1, "in_flight": 1}
@@ -988,7 +980,7 @@ async def test_a_deletion_survives_a_restart(open_service):
     assert "sql/v1" not in again.store.adapters
 
 
-async def test_a_worker_that_was_away_gives_up_what_was_deleted_meanwhile(service, clock):
+async def test_a_returning_worker_unloads_adapters_deleted_meanwhile(service, clock):
     agent = await service.worker()
     await ready(service)
     copy = agent.loaded["sql/v1"]
@@ -1023,7 +1015,7 @@ async def test_a_restart_keeps_everything_and_moves_nothing(open_service):
     assert len(agent.calls) == calls
 
 
-async def test_nothing_is_loaded_before_the_fleet_has_had_time_to_speak(tmp_path, open_service, clock):
+async def test_nothing_is_loaded_before_workers_had_time_to_report(tmp_path, open_service, clock):
     service = open_service()
     service.reconciler.settings = service.settings.model_copy(update={"settle_s": 5.0})
     agent = await service.worker()
@@ -1045,9 +1037,7 @@ def no_lock_wait(monkeypatch):
 
 @pytest.mark.usefixtures("no_lock_wait")
 @pytest.mark.parametrize("refusal", [None, "adapter_refused"])
-async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_action_breaks(
-    open_service, tmp_path, refusal
-):
+async def test_a_locked_store_refuses_writes_and_breaks_no_action(open_service, tmp_path, refusal):
     service = open_service()
     agents = [await service.worker(name) for name in (("w0", "w1") if refusal else ("w0",))]
     await service.register()
@@ -1080,7 +1070,7 @@ async def test_a_store_that_another_process_writes_refuses_for_a_while_and_no_ac
 
 
 @pytest.mark.parametrize("operation", ["inspect", "load"])
-async def test_what_a_term_began_in_its_last_moment_is_begun_again_in_the_next(service, operation):
+async def test_an_action_cancelled_at_a_terms_end_is_started_in_the_next(service, operation):
     agent = await service.worker()
     await service.register()
     if operation == "load":
@@ -1114,7 +1104,7 @@ async def test_one_slow_load_delays_no_other_worker(service):
     assert (await service.adapter("a/v1"))["replicas"] == {"desired": 2, "ready": 2}
 
 
-async def test_a_worker_gets_one_load_at_a_time_and_the_fleet_no_more_than_its_budget(service):
+async def test_loads_stay_within_worker_and_fleet_budgets(service):
     for name in ("w0", "w1", "w2"):
         await service.worker(name, slots=8)
     await service.http.patch("/v1/policy", json={"loads_fleet_wide": 2})
@@ -1131,7 +1121,7 @@ async def test_a_worker_gets_one_load_at_a_time_and_the_fleet_no_more_than_its_b
     assert all(len(agent.loaded) == 6 for agent in service.agents.values())
 
 
-async def test_a_drained_worker_hands_its_adapters_on_and_is_then_told(service):
+async def test_a_drained_worker_is_told_once_its_adapters_are_elsewhere(service):
     for name in ("w0", "w1"):
         await service.worker(name)
     await ready(service)
@@ -1150,7 +1140,7 @@ async def test_a_drained_worker_hands_its_adapters_on_and_is_then_told(service):
     assert ("load_lora", "sql/v1") in service.agents[other].operations()
 
 
-async def test_routers_are_told_of_a_drain_when_what_the_worker_has_is_elsewhere_or_its_time_is_over(service, clock):
+async def test_the_catalog_shows_a_drain_once_adapters_are_elsewhere(service, clock):
     agent = await service.worker()
     await ready(service)
 
@@ -1189,7 +1179,7 @@ async def test_a_drained_worker_serves_again_once_it_is_uncordoned(service):
     assert [call for call in agent.calls if call[0] == "undrain"] == [("undrain", {"wire": 1})]
 
 
-async def test_who_does_not_lead_takes_for_lost_what_went_with_an_engine_and_not_what_the_leader_unloads(service):
+async def test_a_standby_tells_lost_adapters_from_the_leaders_unloads(service):
     await service.worker()
     await ready(service)
     report = service.reconciler.reports.workers["w0"].report
@@ -1203,7 +1193,7 @@ async def test_who_does_not_lead_takes_for_lost_what_went_with_an_engine_and_not
     assert [(line["event"], line["lora_id"]) for line in told] == [("adapter lost its place", "sql/v1")]
 
 
-async def test_a_worker_in_which_a_load_hangs_is_given_nothing_new(service):
+async def test_a_worker_with_a_hanging_load_gets_nothing_new(service):
     agent = await service.worker()
     report = service.reconciler.reports.workers["w0"].report
     service.reconciler.monitor.record_heartbeat(report.model_copy(update={"is_suspect": True}))
@@ -1213,7 +1203,7 @@ async def test_a_worker_in_which_a_load_hangs_is_given_nothing_new(service):
     assert agent.calls == []
 
 
-async def test_a_cordoned_worker_keeps_what_it_has_and_gets_nothing_new(service):
+async def test_a_cordoned_worker_keeps_its_adapters_and_gets_nothing_new(service):
     agent = await service.worker()
     await ready(service)
     await service.http.post("/v1/workers/w0/cordon")
@@ -1227,7 +1217,7 @@ async def test_a_cordoned_worker_keeps_what_it_has_and_gets_nothing_new(service)
     assert set(agent.loaded) == {"sql/v1", "b/v1"}
 
 
-async def test_ensure_waits_until_the_adapter_is_there(open_service):
+async def test_ensure_waits_until_the_adapter_is_ready(open_service):
     service = open_service(pass_interval_s=30)
     await service.worker()
     loop = asyncio.create_task(service.reconciler.run())
@@ -1254,7 +1244,7 @@ async def test_the_loop_survives_a_pass_that_raises(service, monkeypatch):
     assert len(passes) == 2
 
 
-async def test_usage_that_repeats_or_comes_late_changes_nothing(service):
+async def test_repeated_and_late_usage_reports_change_nothing(service):
     await service.worker()
     use = {"worker_id": "w0", "engine_name": SQL_ENGINE, "requests": 6, "in_flight": 0}
     now = service.clock()
@@ -1284,7 +1274,7 @@ async def test_an_adapter_in_use_is_not_a_victim(service, clock):
     assert (plan["actions"], plan["unplaced"]) == ([], ["b/v1"])
 
 
-async def test_a_plan_says_what_the_next_pass_does_and_does_nothing(service):
+async def test_a_plan_shows_the_next_pass_and_starts_nothing(service):
     agent = await service.worker()
     await service.register(policy={"loading": "eager"})
     await service.settle()

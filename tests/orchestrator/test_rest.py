@@ -23,7 +23,7 @@ def code(answer):
     return answer.json()["error"]["code"]
 
 
-async def test_registering_is_201_then_200_and_another_source_is_409_that_names_the_way_out(service):
+async def test_registering_is_201_then_200_and_another_source_is_409(service):
     assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 201
     assert (await service.http.post("/v1/adapters", json=SPEC)).status_code == 200
     answer = await service.http.post("/v1/adapters", json=SPEC | {"source": "file:///other"})
@@ -34,7 +34,7 @@ async def test_registering_is_201_then_200_and_another_source_is_409_that_names_
     assert (other.status_code, code(other)) == (409, "already_registered")
 
 
-async def test_a_digest_said_later_is_taken_and_another_one_is_immutable(service):
+async def test_a_digest_can_be_added_later_but_not_changed(service):
     await service.register()
     assert (await service.http.post("/v1/adapters", json=SPEC | {"digest": "a" * 64})).status_code == 200
     assert (await service.adapter())["digest"] == "a" * 64
@@ -76,7 +76,7 @@ async def test_a_body_that_is_wrong_is_400_and_registers_nothing(service, body):
     ],
 )
 @pytest.mark.parametrize("said", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_readable(service, method, path, body, said):
+async def test_json_that_only_python_accepts_is_400(service, method, path, body, said):
     answer = await service.http.request(method, path, content=body, headers={"content-type": said})
     assert (answer.status_code, code(answer)) == (400, "invalid_request")
     assert answer.json()["error"]["message"].startswith("the body is not JSON: ")
@@ -84,7 +84,7 @@ async def test_what_only_python_takes_for_json_is_400_and_leaves_every_list_read
         assert (await service.http.get(listed)).status_code == 200
 
 
-async def test_a_body_that_is_not_said_to_be_json_is_400_that_names_the_header(service):
+async def test_a_body_without_a_json_content_type_is_400(service):
     for said in ({}, {"content-type": "application/x-www-form-urlencoded"}):
         answer = await service.http.post("/v1/adapters", content=json.dumps(SPEC), headers=said)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "content-type")
@@ -93,7 +93,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_400_that_names_the_header(s
 
 @pytest.mark.parametrize("count", ["NaN", "1e400", "1e308", "-1", "1" + 400 * "0"])
 @pytest.mark.parametrize("name", ["work_s", "requests", "first_token_s"])
-async def test_a_router_that_counts_nonsense_is_refused_and_placement_goes_on(service, clock, name, count):
+async def test_an_impossible_usage_report_is_refused(service, clock, name, count):
     await service.worker()
     await service.register()
     await service.settle()
@@ -121,7 +121,7 @@ async def test_names_of_base_models_aliases_and_adapters_exclude_each_other(serv
         assert (answer.status_code, code(answer)) == (409, "name_taken")
 
 
-async def test_an_alias_needs_targets_that_exist_and_keeps_them_from_being_deleted(service):
+async def test_an_alias_needs_existing_targets_and_protects_them_from_deletion(service):
     answer = await service.http.put("/v1/aliases/sql", json={"targets": [{"lora_id": "sql/v1"}]})
     assert (answer.status_code, code(answer)) == (404, "adapter_not_found")
     await service.register()
@@ -158,7 +158,7 @@ async def test_an_adapter_that_is_nowhere_is_deleted_at_once_and_then_unknown(se
         ("https://host/a.zip#hunter2?x", "a fragment", "https://host/a.zip"),
     ],
 )
-async def test_a_source_with_credentials_in_it_is_not_registered_and_not_repeated(service, source, what, shown):
+async def test_a_source_with_credentials_is_refused_and_not_repeated(service, source, what, shown):
     answer = await service.http.post("/v1/adapters", json=SPEC | {"source": source})
     assert (answer.status_code, code(answer)) == (400, "source_has_credentials")
     assert f"{shown!r} has {what}" in answer.text
@@ -169,11 +169,11 @@ async def test_a_source_with_credentials_in_it_is_not_registered_and_not_repeate
 
 
 @pytest.mark.parametrize("source", ["hf://acme/sql@main", "file:///srv/odd?name#1", "/srv/me@home", "s3://bucket/a@b"])
-async def test_what_only_looks_like_credentials_is_registered(service, source):
+async def test_a_source_that_only_resembles_credentials_is_registered(service, source):
     assert (await service.http.post("/v1/adapters", json=SPEC | {"source": source})).status_code == 201
 
 
-async def test_a_patch_changes_what_it_names_and_nothing_else(service):
+async def test_a_patch_changes_only_the_named_fields(service):
     await service.register(policy={"pinned": True}, tenants=["acme"])
     item = (await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 4}})).json()
     assert (item["policy"]["pinned"], item["policy"]["priority"], item["tenants"]) == (True, 4, ["acme"])
@@ -197,7 +197,7 @@ async def test_lists_are_paged_by_cursor_and_filtered(service):
     assert [item["lora_id"] for item in only["data"]] == ["a3"]
 
 
-async def test_a_batch_takes_what_it_can_and_says_what_it_could_not(service):
+async def test_a_batch_registers_what_it_can_and_reports_the_rest(service):
     await service.register("a")
     adapters = [
         {"lora_id": "a", "source": "file:///a"},
@@ -242,7 +242,7 @@ async def test_a_dry_run_inspects_and_registers_nothing(service):
     assert (await service.http.post("/v1/adapters?dry_run=1", json=SPEC)).json()["rank"] == 65
 
 
-async def test_the_policy_is_changed_only_by_who_has_seen_it(service):
+async def test_the_policy_is_replaced_only_with_a_matching_etag(service):
     seen = await service.http.get("/v1/policy")
     tag = {"if-match": seen.headers["etag"]}
     changed = await service.http.patch("/v1/policy", json={"loading": "eager"}, headers=tag)
@@ -277,7 +277,7 @@ async def test_a_heartbeat_that_says_nothing_new_changes_no_revision(service):
 
 
 @pytest.mark.parametrize("name", ["", "w0\r\nset-cookie: a=b", "w0\n", "w\x1b[31m0", "w\u2192", "w" * 254])
-async def test_a_worker_by_a_name_that_no_header_can_have_is_not_taken(service, name):
+async def test_a_worker_id_invalid_in_a_header_is_refused(service, name):
     agent = await service.worker()
     beat = {"metadata": {**agent.metadata(), "instance_id": name}}
     answer = await service.http.post("/v1/workers/register", json=beat)
@@ -285,7 +285,7 @@ async def test_a_worker_by_a_name_that_no_header_can_have_is_not_taken(service, 
     assert [worker["id"] for worker in (await service.http.get("/v1/workers")).json()["data"]] == [agent.worker_id]
 
 
-async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(service):
+async def test_ensure_needs_no_body_and_respects_max_replicas(service):
     await service.worker()
     await service.register(policy={"max_replicas": 1})
     assert (await service.http.post("/v1/adapters/sql/v1/ensure")).status_code == 200
@@ -293,7 +293,7 @@ async def test_ensure_takes_no_body_and_asks_for_no_more_than_the_policy_allows(
     assert (await service.ensure(replicas=5)).json()["expected_s"] == 0.0
 
 
-async def test_placements_show_what_is_there_and_what_should_be(service):
+async def test_placements_show_present_and_desired_copies(service):
     agent = await service.worker()
     agent.put("orphan", "o")
     await service.register()
@@ -308,7 +308,7 @@ async def test_placements_show_what_is_there_and_what_should_be(service):
     assert len(rows) == 1
 
 
-async def test_a_worker_that_never_registered_is_404_with_those_that_did(service):
+async def test_an_unknown_worker_is_404_with_the_known_ones(service):
     await service.worker()
     answer = await service.http.post("/v1/workers/w9/cordon")
     assert (answer.status_code, code(answer)) == (404, "worker_not_found")
@@ -316,7 +316,7 @@ async def test_a_worker_that_never_registered_is_404_with_those_that_did(service
     assert (await service.http.get("/v1/workers/w9")).status_code == 404
 
 
-async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(service):
+async def test_an_adapter_on_no_worker_is_deleted_without_a_pass(service):
     await service.register()
     await service.turn()
     before = (await service.http.get("/metrics")).text
@@ -327,7 +327,7 @@ async def test_what_is_held_nowhere_is_deleted_at_once_and_for_less_than_a_pass(
     assert (await service.catalog())["adapters"] == []
 
 
-async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_service):
+async def test_a_dropped_worker_can_still_be_uncordoned(open_service):
     before = open_service()
     await before.worker("w0")
     await before.http.post("/v1/workers/w0/cordon")
@@ -339,7 +339,7 @@ async def test_a_worker_that_is_forgotten_can_still_be_uncordoned(open_service):
     assert (await service.http.post("/v1/workers/w0/uncordon")).status_code == 404
 
 
-async def test_a_base_model_that_no_ready_worker_serves_is_named_with_those_that_are(service):
+async def test_an_unserved_base_model_is_named_with_the_served_ones(service):
     await service.register("x/v1", base_model="tiny-qwne")
     await service.settle()
     assert (await service.adapter("x/v1"))["error"] is None  # there may be one in a moment
@@ -368,7 +368,7 @@ async def test_an_alias_whose_targets_do_not_add_up_is_refused(service, targets,
     assert says in answer.json()["error"]["message"]
 
 
-async def test_who_may_use_an_adapter_can_be_changed_whatever_bounds_its_policy_has_by_now(service):
+async def test_tenants_can_be_changed_despite_policy_bounds(service):
     await service.register("sql/v1", policy={"min_replicas": 100})
     answer = await service.http.patch("/v1/adapters/sql/v1", json={"tenants": ["acme"]})
     assert (answer.status_code, answer.json()["tenants"]) == (200, ["acme"])
@@ -387,7 +387,7 @@ async def test_metrics_count_operations_and_replicas_and_bound_their_labels(serv
     assert 'lorafleet_orchestrator_workers{state="ready"} 1.0' in text
 
 
-async def test_scopes_keep_everyone_to_their_own_calls(open_service, tmp_path):
+async def test_scopes_limit_callers_to_their_routes(open_service, tmp_path):
     keys = [{"sha256": hash_key(name), "scopes": [name]} for name in ("admin", "load", "infer", "register")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
     service = open_service(key_files=(tmp_path / "keys.yaml",))
@@ -481,7 +481,7 @@ async def test_events_older_than_the_buffer_are_410(open_service):
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
-async def test_a_stream_of_events_ends_with_the_term_of_whoever_tells_them(open_service):
+async def test_an_event_stream_ends_with_its_leaders_term(open_service):
     service = open_service()
     async with (
         serving(service.built.app) as url,
@@ -510,7 +510,7 @@ async def test_events_of_another_leaders_term_are_410(open_service):
         assert (answer.status_code, code(answer)) == (410, "events_expired")
 
 
-async def test_an_idle_event_stream_says_that_it_is_alive(open_service):
+async def test_an_idle_event_stream_sends_keep_alive_comments(open_service):
     service = open_service(keep_alive_s=0.01)
     stream = service.reconciler.catalog.event_stream(
         service.reconciler.catalog.revision, keep_alive_s=0.01, is_stopping=lambda: False
@@ -560,7 +560,7 @@ async def start(tmp_path):
 
 
 @pytest.mark.fleet
-async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_somebody_follows(start):
+async def test_sigterm_ends_the_process_despite_waiting_and_following_clients(start):
     process, line = await start("--settle-s", "0")
     url = f"http://127.0.0.1:{json.loads(line)['port']}"
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
@@ -580,7 +580,7 @@ async def test_the_process_serves_and_ends_on_sigterm_while_somebody_waits_and_s
     await again.wait()
 
 
-async def test_who_leaves_while_it_waits_is_not_waited_for(service):
+async def test_a_client_that_leaves_abandons_its_want(service):
     def waited_for():
         return [
             name for name, want in service.reconciler.demand.open_wants(service.clock.now).items() if want.is_waited_for
@@ -611,9 +611,7 @@ async def test_who_leaves_while_it_waits_is_not_waited_for(service):
         ([], {"tenants": [], "unheard_of": 1}, set()),
     ],
 )
-async def test_who_asks_for_an_adapter_says_whose_requests_wait_and_else_it_is_its_only_tenant(
-    service, registered, said, waits
-):
+async def test_ensure_names_tenants_or_defaults_to_the_only_one(service, registered, said, waits):
     await service.register(tenants=registered)
     assert (await service.ensure(**said)).status_code == 200
     assert service.reconciler.demand.open_wants(service.clock.now)["sql/v1"].tenants == waits

@@ -77,7 +77,7 @@ async def ready(service, lora_id):
     return (await service.adapter(lora_id))["replicas"]["ready"]
 
 
-async def test_a_switch_waits_until_the_new_version_is_where_the_old_one_is(two_versions):
+async def test_a_switch_waits_for_the_new_versions_replicas(two_versions):
     service = two_versions
     answer = await point(service, V2)
     assert answer.status_code == 202
@@ -97,7 +97,7 @@ async def test_a_switch_waits_until_the_new_version_is_where_the_old_one_is(two_
     assert [entry["body"]["targets"][0][0] for entry in history if entry["kind"] == "alias_set"] == [V2, V1]
 
 
-async def test_a_switch_to_what_is_there_already_and_one_that_may_not_wait_are_made_at_once(two_versions):
+async def test_a_switch_to_placed_targets_or_without_waiting_is_immediate(two_versions):
     service = two_versions
     assert (await point(service, V2, place_s=0)).status_code == 200
     assert await told(service) == {V2: 1.0}
@@ -107,7 +107,7 @@ async def test_a_switch_to_what_is_there_already_and_one_that_may_not_wait_are_m
     assert await told(service) == {V1: 1.0}
 
 
-async def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_the_answer_says_why(two_versions, clock):
+async def test_an_unplaceable_version_leaves_the_old_one_with_a_reason(two_versions, clock):
     service = two_versions
     for agent in service.agents.values():
         agent.ranks["file:///big"] = 512
@@ -122,7 +122,7 @@ async def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_the_answer
     assert "512" in pending["error"]
 
 
-async def test_a_second_writer_with_what_it_saw_before_does_not_undo_a_pending_switch(two_versions):
+async def test_a_stale_writer_does_not_undo_a_pending_switch(two_versions):
     service = two_versions
     seen = (await service.http.get("/v1/aliases/sql")).headers["etag"]
     assert (await point(service, V2)).status_code == 202
@@ -135,7 +135,7 @@ async def test_a_second_writer_with_what_it_saw_before_does_not_undo_a_pending_s
     assert (await told(service), await ready(service, V2)) == ({V1: 1.0}, 0)
 
 
-async def test_a_rollout_goes_step_by_step_places_before_it_shifts_and_ends_at_the_new_version(two_versions, clock):
+async def test_a_rollout_places_and_shifts_step_by_step(two_versions, clock):
     service, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     assert (await start(service)).status_code == 201
@@ -157,7 +157,7 @@ async def test_a_rollout_goes_step_by_step_places_before_it_shifts_and_ends_at_t
 
 
 @pytest.mark.parametrize(("bad", "why"), [({"errors": 15}, "error rate"), ({"first_token_s": 0.9}, "first token")])
-async def test_a_version_that_fails_or_is_slow_goes_back_by_itself_and_says_why(two_versions, clock, bad, why):
+async def test_a_failing_or_slow_version_is_rolled_back_with_a_reason(two_versions, clock, bad, why):
     service, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     await start(service)
@@ -176,7 +176,7 @@ async def test_a_version_that_fails_or_is_slow_goes_back_by_itself_and_says_why(
     assert why in entry["body"]["why"]
 
 
-async def test_a_version_that_its_only_engine_lost_and_takes_no_more_goes_back_at_once(service):
+async def test_a_version_that_becomes_unusable_is_rolled_back_at_once(service):
     agent = await service.worker()
     for version in (V1, V2):
         await service.register(version)
@@ -196,7 +196,7 @@ async def test_a_version_that_its_only_engine_lost_and_takes_no_more_goes_back_a
     assert ended["reason"].startswith(f"{V2} cannot be used: adapter_refused")
 
 
-async def test_while_a_rollout_runs_the_alias_cannot_be_set_and_its_adapters_cannot_be_deleted(two_versions):
+async def test_a_running_rollout_protects_its_alias_and_adapters(two_versions):
     service = two_versions
     await start(service)
     for answer in (await point(service, V1), await start(service, to=V2, min_requests=1)):
@@ -238,7 +238,7 @@ async def test_a_paused_rollout_stays_until_it_is_resumed_over_a_restart_too(ope
     assert await told(again) == {V1: 0.5, V2: 0.5}
 
 
-async def test_what_a_rollout_needs_stays_where_it_is_though_nobody_asks_for_it(two_versions, clock):
+async def test_replicas_of_a_rollout_stay_without_demand(two_versions, clock):
     service = two_versions
     await start(service, min_requests=1000)
     await service.settle()
@@ -252,7 +252,7 @@ async def test_what_a_rollout_needs_stays_where_it_is_though_nobody_asks_for_it(
     assert (await ready(service, V1), await ready(service, V2)) == (2, 1)
 
 
-async def test_what_was_counted_is_shown_and_requests_under_way_are_not_over(two_versions):
+async def test_a_rollout_shows_counts_of_finished_requests_only(two_versions):
     service, router = two_versions, ReportingRouter(two_versions)
     await router.report()
     await start(service)
@@ -276,7 +276,7 @@ async def test_what_was_counted_is_shown_and_requests_under_way_are_not_over(two
         {"to": V2, "min_request": 5},
     ],
 )
-async def test_a_rollout_that_makes_no_sense_is_400_and_starts_nothing(two_versions, body):
+async def test_an_invalid_rollout_is_400_and_starts_nothing(two_versions, body):
     service = two_versions
     answer = await service.http.post("/v1/aliases/sql/rollout", json=body)
     assert answer.status_code == 400
@@ -295,7 +295,7 @@ async def test_a_rollout_needs_an_alias_and_another_version(two_versions):
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-async def test_a_rollout_from_a_canary_arrives_on_as_many_workers_as_there_are(service, clock, workers):
+async def test_a_rollout_from_a_canary_completes_on_any_fleet_size(service, clock, workers):
     for number in range(workers):
         await service.worker(f"w{number}")
     for lora_id, replicas in ((V1, workers), (V2, 1)):

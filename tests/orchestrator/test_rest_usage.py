@@ -31,7 +31,7 @@ async def test_every_count_of_a_report_is_added_up_once(service):
     assert service.reconciler.demand.traffic_totals("sql/v1") == flow
 
 
-async def test_a_router_of_the_version_before_counts_requests_alone(service):
+async def test_an_older_router_reports_requests_only(service):
     assert await report(service, 1)
     uses = [{"worker_id": "w0", "engine_name": "sql/v1@ab", "requests": 4}, {"worker_id": "w0", "engine_name": "base"}]
     assert await report(service, 2, uses=uses)

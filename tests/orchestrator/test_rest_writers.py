@@ -10,7 +10,7 @@ def code(answer):
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_whole_policy_is_put_only_over_the_one_that_was_seen(service):
+async def test_a_policy_is_replaced_only_over_the_version_read(service):
     seen = await service.http.get("/v1/policy")
     body = seen.json() | {"loading": "eager"}
     assert code(await service.http.put("/v1/policy", json=body)) == (428, "precondition_required")
@@ -33,7 +33,7 @@ async def test_a_policy_is_in_force_at_the_next_pass(service):
     assert [len(agent.loaded) for agent in agents] == [1, 1]
 
 
-async def test_bounds_that_the_policy_has_cut_short_since_keep_nothing_else_of_an_adapter_from_changing(service):
+async def test_tightened_policy_bounds_block_no_other_change_of_an_adapter(service):
     await service.register(policy={"min_replicas": 2})
     await service.http.patch("/v1/policy", json={"max_replicas": 1})
     changed = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}})
@@ -42,7 +42,7 @@ async def test_bounds_that_the_policy_has_cut_short_since_keep_nothing_else_of_a
     assert code(refused) == (400, "invalid_request")
 
 
-async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(service):
+async def test_if_match_guards_changes_and_deletion_of_an_adapter(service):
     await service.register()
     tag = {"if-match": (await service.http.get("/v1/adapters/sql/v1")).headers["etag"]}
     mine = await service.http.patch("/v1/adapters/sql/v1", json={"policy": {"priority": 3}}, headers=tag)
@@ -55,7 +55,7 @@ async def test_an_adapter_is_changed_and_deleted_only_as_it_was_seen(service):
     assert (await service.http.delete("/v1/adapters/sql/v1", headers=now)).status_code == 204
 
 
-async def test_what_agents_find_does_not_change_the_etag_that_a_writer_has_seen(service):
+async def test_inspection_results_do_not_change_the_etag(service):
     await service.worker()
     await service.register()
     before = (await service.http.get("/v1/adapters/sql/v1")).headers["etag"]
@@ -65,7 +65,7 @@ async def test_what_agents_find_does_not_change_the_etag_that_a_writer_has_seen(
     assert (await service.http.get("/v1/adapters/sql/v1")).headers["etag"] == before
 
 
-async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(service):
+async def test_if_match_guards_changes_of_an_alias(service):
     await service.register("a/v1")
     one = {"targets": [{"lora_id": "a/v1", "weight": 1.0}]}
     two = {"targets": [{"lora_id": "a/v1", "weight": 2.0}]}
@@ -80,7 +80,7 @@ async def test_an_alias_is_pointed_elsewhere_only_as_it_was_seen(service):
     )
 
 
-async def test_the_same_change_twice_is_one_change_and_one_line_of_history(service):
+async def test_a_repeated_change_is_one_history_entry(service):
     alias = {"targets": [{"lora_id": "sql/v1"}]}
     await service.worker()
     for _ in range(2):
@@ -97,7 +97,7 @@ async def test_the_same_change_twice_is_one_change_and_one_line_of_history(servi
     assert sorted(kinds) == [*intent, "worker_cordoned", "worker_uncordoned"]
 
 
-async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(service):
+async def test_a_second_deletion_changes_nothing(service):
     agent = await service.worker()
     await service.register()
     await service.ensure()
@@ -110,7 +110,7 @@ async def test_the_second_of_two_deletions_finds_it_going_and_changes_nothing(se
     assert agent.loaded == {}
 
 
-async def test_the_history_says_what_was_changed_and_by_whom(open_service, tmp_path):
+async def test_the_history_shows_each_change_and_its_actor(open_service, tmp_path):
     keys = [
         {"sha256": hash_key("mine"), "scopes": ["admin"], "tenant": "acme"},
         {"sha256": hash_key("root"), "scopes": ["admin"]},
@@ -146,7 +146,7 @@ async def test_the_history_says_what_was_changed_and_by_whom(open_service, tmp_p
     assert second["next"] is None
 
 
-async def test_a_list_has_what_is_all_that_was_asked_for(service):
+async def test_list_filters_are_combined_with_and(service):
     await service.worker()
     await service.register("sql/v1", tenants=["acme"])
     await service.register("sql/v2", base_model="llama")
@@ -175,14 +175,14 @@ async def test_a_list_has_what_is_all_that_was_asked_for(service):
         ("/v1/history?cursor=x", ("'x'", "integer")),
     ],
 )
-async def test_a_wrong_parameter_is_400_that_says_what_was_found_and_what_is_allowed(service, path, says):
+async def test_an_invalid_parameter_is_400_with_found_and_allowed_values(service, path, says):
     answer = await service.http.get(path)
     assert code(answer) == (400, "invalid_request")
     assert all(text in answer.json()["error"]["message"] for text in says)
 
 
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/adapters/sql/v1/ensure"])
-async def test_tenants_that_are_no_list_are_refused_in_the_words_of_json(service, path):
+async def test_tenants_of_a_wrong_type_are_refused_in_json_terms(service, path):
     await service.register("sql/v1")
     answer = await service.http.post(path, json={"lora_id": "law/v1", "source": "file:///law", "tenants": "acme"})
     assert code(answer) == (400, "invalid_request")
@@ -196,7 +196,7 @@ async def test_a_backup_over_rest_is_the_store_as_a_file(service, tmp_path):
     assert answer.content.startswith(b"SQLite format 3")
 
 
-async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(service):
+async def test_a_secret_reference_is_passed_to_the_fetching_worker(service):
     agent = await service.worker()
     ref = {"name": "acme-hub", "key": "token"}
     item = await service.register("sql/v1", source="hf://acme/sql", secretRef=ref)
@@ -220,7 +220,7 @@ async def test_a_secret_is_passed_on_by_name_and_key_to_whoever_fetches(service)
         ("hf://acme/sql", {"name": "acme", "key": "k", "value": "hunter2"}, "value: there is no such field"),
     ],
 )
-async def test_a_secret_that_no_worker_could_have_is_refused(service, source, ref, why):
+async def test_an_impossible_secret_reference_is_refused(service, source, ref, why):
     answer = await service.http.post("/v1/adapters", json={"lora_id": "sql/v1", "source": source, "secretRef": ref})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]

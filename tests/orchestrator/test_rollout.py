@@ -68,7 +68,7 @@ def walked(rollout, looks):
     return rollout, said
 
 
-def test_each_step_waits_for_its_share_of_the_old_ones_replicas_and_then_shifts():
+def test_each_step_waits_for_its_share_of_replicas():
     rollout, said = walked(a_rollout(), [(0, seen(4, 0))])
     assert (rollout.phase, said, replica_floors(rollout)) == ("placing", [], {OLD: 4, NEW: 1})
     rollout, said = walked(rollout, [(5, seen(4, 1))])
@@ -101,7 +101,7 @@ def test_a_paused_rollout_stays_where_it_is_and_still_goes_back():
     assert walked(rollout, [(1051, seen(4, 4))])[1] == [{OLD: 0.5, NEW: 0.5}]
 
 
-def test_a_step_without_enough_requests_to_tell_goes_on_until_there_are():
+def test_a_step_lasts_until_it_has_enough_requests():
     few = RequestTally(10, 0, 10, 1.0)
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4, tally=few))])
     rollout, said = walked(rollout, [(1000, seen(4, 4, tally=few))])
@@ -110,7 +110,7 @@ def test_a_step_without_enough_requests_to_tell_goes_on_until_there_are():
     assert said == [{OLD: 0.5, NEW: 0.5}]
 
 
-def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_says_why():
+def test_an_unplaceable_version_fails_with_a_reason():
     look = seen(4, 1, unplaced={NEW: "no free slot on 3 workers"})
     rollout, said = walked(a_rollout(WeightStep(1.0, 0)), [(0, look), (299, look)])
     assert (rollout.phase, said) == ("placing", [])
@@ -123,14 +123,14 @@ def test_a_version_that_cannot_be_placed_leaves_the_old_one_and_says_why():
     assert "rank 512" in rollout.reason
 
 
-def test_a_later_step_that_cannot_be_placed_goes_back():
+def test_an_unplaceable_later_step_is_rolled_back():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 1)), (61, seen(4, 1))])
     assert (rollout.phase, rollout.step) == ("placing", 1)
     rollout, said = walked(rollout, [(400, seen(4, 1))])
     assert (rollout.phase, said) == ("rolled_back", [{OLD: 1.0}])
 
 
-def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were_counted():
+def test_an_unusable_version_is_rolled_back_without_enough_requests():
     rollout, said = walked(a_rollout(), [(0, seen(4, 4)), (10, seen(4, 4, tally=RequestTally()))])
     assert (rollout.phase, said) == ("watching", [{OLD: 0.9, NEW: 0.1}])
     look = seen(4, 4, tally=RequestTally(), unusable={NEW: "adapter_refused: the engine says no"})
@@ -140,14 +140,14 @@ def test_a_version_that_no_request_may_reach_any_more_goes_back_however_few_were
         assert ended.reason == "sql/v2 cannot be used: adapter_refused: the engine says no"
 
 
-def test_where_the_old_version_is_nowhere_nothing_is_waited_for_but_that_the_new_one_is_sound():
+def test_an_unplaced_old_version_needs_no_replicas_of_the_new():
     assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(0, 0))])[1] == [{NEW: 1.0}]
     look = RolloutObservation(known=frozenset({OLD}))
     assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), look) == {NEW: "not inspected yet"}
     assert missing_by_adapter(a_rollout(WeightStep(1.0, 0)), RolloutObservation()) == {}
 
 
-def test_the_policys_most_replicas_are_enough():
+def test_max_replicas_of_the_policy_are_enough_to_shift():
     assert walked(a_rollout(WeightStep(1.0, 0)), [(0, seen(4, 2, most={NEW: 2}))])[1] == [{NEW: 1.0}]
 
 
@@ -156,24 +156,24 @@ def canary(*steps, **more):
 
 
 @pytest.mark.parametrize("weight", [0.3, 0.5, 0.95])
-def test_a_canary_gets_the_very_share_that_a_step_says(weight):
+def test_a_canary_gets_exactly_the_steps_share(weight):
     rollout = canary(WeightStep(weight, 60))
     assert dict(targets_at(rollout, 0)) == pytest.approx({OLD: 1 - weight, NEW: weight})
     assert dict(targets_at(rollout, 1)) == {NEW: 1.0}
 
 
-def test_a_canary_loses_nothing_of_the_share_that_it_has():
+def test_a_canary_keeps_a_larger_share_it_already_has():
     assert dict(targets_at(canary(WeightStep(0.05, 60)), 0)) == pytest.approx({OLD: 0.9, NEW: 0.1})
 
 
 @pytest.mark.parametrize(("old", "new", "whole"), [(1, 1, 1), (4, 1, 4), (9, 1, 10), (3, 0, 3), (0, 0, 0)])
-def test_a_rollout_from_a_canary_needs_what_one_version_would_need_alone(old, new, whole):
+def test_a_rollout_from_a_canary_needs_replicas_for_all_traffic(old, new, whole):
     looks = [(0, seen(old, new)), (61, seen(old, whole)), (122, seen(old, whole))]
     rollout, said = walked(canary(WeightStep(0.5, 60)), looks)
     assert (rollout.phase, said[-1], rollout.scale) == ("done", {NEW: 1.0}, whole)
 
 
-def test_a_version_waits_for_no_more_replicas_than_workers_can_hold_it():
+def test_a_version_waits_for_at_most_as_many_replicas_as_fit():
     look = seen(5, 2, room={NEW: 2})
     assert walked(a_rollout(WeightStep(1.0, 0)), [(0, look)])[1] == [{NEW: 1.0}]
     assert missing_by_adapter(replace(a_rollout(), scale=4), seen(4, 0, room={NEW: 0})) == {
@@ -188,7 +188,7 @@ def test_a_version_waits_for_no_more_replicas_than_workers_can_hold_it():
     st.integers(1, 6),
     st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4, unique=True).map(sorted),
 )
-def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, target, workers, weights):
+def test_a_sound_version_completes_from_any_former_targets(old, target, workers, weights):
     """Each old target has a weight and replicas, none has more than there are workers; placement does what it can."""
     names = [f"sql/v{number}" for number in range(len(old))]
     to = f"sql/v{target}"
@@ -211,14 +211,14 @@ def test_a_sound_version_arrives_whatever_the_alias_pointed_at_before(old, targe
     assert rollout.phase == "done"
 
 
-def test_an_abort_goes_back_and_one_that_is_over_stays_over():
+def test_an_abort_restores_the_old_targets_only_while_active():
     rollout, _ = walked(a_rollout(), [(0, seen(4, 4))])
     rollout, targets = aborted_rollout(rollout, 5.0)
     assert (rollout.phase, targets) == ("aborted", ((OLD, 1.0),))
     assert aborted_rollout(rollout, 6.0) == (rollout, None)
 
 
-def test_what_a_later_version_stored_is_read_as_far_as_it_is_known():
+def test_unknown_fields_of_a_newer_version_are_ignored():
     rollout = a_rollout(scale=3)
     body = rollout_json(rollout) | {"later": 1}
     body["guard"] |= {"later": 1}
@@ -228,7 +228,7 @@ def test_what_a_later_version_stored_is_read_as_far_as_it_is_known():
         rollout_in('{"alias": "sql"}', "it")
 
 
-def test_two_versions_that_do_alike_are_not_told_apart_by_chance():
+def test_equal_versions_are_not_told_apart_by_chance():
     """A sound version under a bad time: 5 % errors of either, looked at every 20 requests, 200 rollouts."""
     rng, rolled_back = Random(7), 0
     for _ in range(200):
@@ -260,7 +260,7 @@ COUNTS = st.integers(10, 2000).flatmap(lambda n: st.builds(RequestTally, st.just
 
 
 @given(COUNTS, COUNTS)
-def test_a_version_is_worse_where_newcombes_interval_of_the_difference_lies_above_nothing(old, new):
+def test_a_version_is_worse_when_newcombes_interval_is_above_zero(old, new):
     increase = new.error_rate - old.error_rate
     spread = hypot(new.error_rate - bounds(new)[0], bounds(old)[1] - old.error_rate)
     assume(abs(increase - spread) > 1e-9)
@@ -278,7 +278,7 @@ def test_first_tokens_are_compared_once_there_are_enough_of_both():
     assert regression_reason(GUARD, RequestTally(100, 0, 50, 5.0), RequestTally(100, 0, 49, 49.0)) is None
 
 
-def test_a_version_with_a_tenth_more_errors_is_found_within_a_few_hundred_requests():
+def test_a_tenth_more_errors_is_detected_within_a_few_hundred_requests():
     rng = Random(7)
     for _ in range(50):
         old, new = RequestTally(1000, 10), RequestTally()
@@ -311,7 +311,7 @@ WAYS = st.lists(
 
 @settings(max_examples=examples(200))
 @given(WAYS, LOOKS, st.booleans())
-def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_all_the_way_back(steps, looks, watched):
+def test_a_rollout_shifts_only_to_ready_targets_or_fully_back(steps, looks, watched):
     rollout = a_rollout(*steps, guard=GUARD if watched else None)
     points_at, share, now = rollout.before, 0.0, 0.0
     for after_s, old, new, old_tally, new_tally in looks:
@@ -340,7 +340,7 @@ def test_whatever_happens_it_shifts_only_to_what_is_ready_and_only_forward_or_al
 
 @settings(max_examples=examples(50))
 @given(WAYS)
-def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
+def test_an_equally_good_version_completes(steps):
     rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3)) for look in range(3 * len(steps))])
     assert (rollout.phase, said[-1]) == ("done", {NEW: 1.0})
     assert len(said) == len(steps)
@@ -348,7 +348,7 @@ def test_a_version_that_does_as_well_as_the_old_one_arrives(steps):
 
 @settings(max_examples=examples(50))
 @given(WAYS)
-def test_a_version_that_fails_its_requests_never_arrives_where_somebody_watches(steps):
+def test_a_failing_version_never_completes_under_a_guard(steps):
     steps = tuple(WeightStep(step.weight, max(1.0, step.for_s)) for step in steps)
     rollout, said = walked(a_rollout(*steps), [(100.0 * look, seen(3, 3, tally=BAD)) for look in range(9)])
     assert (rollout.phase, said[-1]) == ("rolled_back", {OLD: 1.0})

@@ -24,7 +24,7 @@ from tests.orchestrator.test_store_contract import ADAPTER
 
 
 @pytest.mark.parametrize("bad", [replace(ADAPTER, rank=2**70), replace(ADAPTER, quarantine="half a pair: \ud800")])
-def test_what_sqlite_has_no_form_for_is_not_written_and_leaves_nothing_half_done(tmp_path, bad):
+def test_a_value_that_sqlite_cannot_store_writes_nothing(tmp_path, bad):
     store = IntentStore(tmp_path / "s.db")
 
     def put_both():
@@ -42,7 +42,7 @@ def test_what_sqlite_has_no_form_for_is_not_written_and_leaves_nothing_half_done
     again.close()
 
 
-def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
+def test_revisions_grow_after_an_old_backup_is_restored(tmp_path):
     IntentStore(tmp_path / "s.db", wall=lambda: 1_000.0).close()
     shutil.copy(tmp_path / "s.db", tmp_path / "copy.db")
     store = IntentStore(tmp_path / "s.db", wall=lambda: 2_000.0)
@@ -53,7 +53,7 @@ def test_revisions_grow_when_an_old_copy_of_the_store_is_put_back(tmp_path):
     restored.close()
 
 
-def test_orchestrators_that_start_together_on_a_new_store_all_have_it(tmp_path):
+def test_orchestrators_can_start_together_on_a_new_store(tmp_path):
     """By chance: where nobody waits for anybody one of nearly every round finds a table that is there already."""
     together = Barrier(3)
 
@@ -70,12 +70,12 @@ def test_orchestrators_that_start_together_on_a_new_store_all_have_it(tmp_path):
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
-def test_every_older_schema_has_a_store_that_it_wrote():
+def test_a_sample_store_exists_for_every_older_schema():
     assert sorted(int(path.stem) for path in SCHEMAS.glob("*.sql")) == list(range(1, SCHEMA))
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.sql")), ids=lambda path: path.name)
-def test_a_store_of_any_older_schema_is_brought_up_to_date_with_all_that_is_in_it(tmp_path, path):
+def test_a_store_of_any_older_schema_is_migrated_without_loss(tmp_path, path):
     with closing(sqlite3.connect(tmp_path / "s.db")) as db:
         db.executescript(path.read_text())
     for _ in range(2):
@@ -189,7 +189,7 @@ def _text(path):
         (_changed("REPLACE INTO rollouts VALUES ('sql', 'null')"), r"rollout of 'sql': Expected `object`"),
     ],
 )
-def test_a_file_that_is_not_ours_to_read_is_refused_and_left_as_it_is(tmp_path, spoil, says):
+def test_a_foreign_or_damaged_file_is_refused_unchanged(tmp_path, spoil, says):
     path = tmp_path / "s.db"
     spoil(path)
     before = path.read_bytes()
@@ -217,7 +217,7 @@ def _as_nobody():
         os.seteuid(0)
 
 
-def test_a_file_that_may_only_be_read_is_refused_and_left_as_it_is():
+def test_a_read_only_file_is_refused_unchanged():
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "s.db"
@@ -251,7 +251,7 @@ def test_the_history_is_kept_over_restarts_and_bounded_for_each_kind(tmp_path):
     again.close()
 
 
-def test_a_store_in_a_folder_that_is_not_there_is_refused_with_advice(tmp_path):
+def test_a_store_in_a_missing_folder_is_refused_with_advice(tmp_path):
     with pytest.raises(StoreError, match="folder that exists"):
         IntentStore(tmp_path / "nowhere" / "s.db")
 
@@ -271,7 +271,7 @@ def no_room(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_room")
-async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_are_damaged(tmp_path):
+async def test_a_full_disk_is_reported_by_store_and_lease(tmp_path):
     full = f"no space left in {tmp_path}: make room"
     with pytest.raises(StoreError) as refusal:
         IntentStore(tmp_path / "s.db")
@@ -285,7 +285,7 @@ async def test_on_a_full_disk_a_new_store_and_a_lease_say_so_and_not_that_they_a
     lease.close()
 
 
-def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_path, monkeypatch):
+def test_a_change_on_a_full_disk_is_refused_and_changes_nothing(tmp_path, monkeypatch):
     connect, opened = sqlite3.connect, []
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", lambda *args, **named: opened.append(connect(*args, **named)) or opened[-1])
@@ -300,7 +300,7 @@ def test_a_change_for_which_there_is_no_room_says_so_and_changes_nothing(tmp_pat
 
 
 @pytest.mark.parametrize(("free", "is_said"), [(0, True), (10**9, False)])
-def test_an_io_error_is_a_full_disk_only_where_nothing_is_free(tmp_path, monkeypatch, free, is_said):
+def test_an_io_error_counts_as_full_disk_only_without_free_space(tmp_path, monkeypatch, free, is_said):
     failure = sqlite3.OperationalError("disk I/O error")
     failure.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))

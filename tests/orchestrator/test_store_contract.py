@@ -117,7 +117,7 @@ async def stores(request, tmp_path, kube):  # noqa: F811
     await clusters.close_all()
 
 
-async def test_everything_asked_for_is_there_after_a_restart(stores):
+async def test_all_intent_survives_a_restart(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     store.put_alias("sql", (("sql/v1", 1.0),))
@@ -148,7 +148,7 @@ async def test_everything_asked_for_is_there_after_a_restart(stores):
     await stores.close(last)
 
 
-async def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(stores):
+async def test_revisions_grow_over_a_restart_with_a_clock_set_back(stores):
     store = await stores.open(wall=lambda: 2_000_000.0)
     last = [store.next_revision() for _ in range(2500)][-1]
     await store.wait_durable()
@@ -158,7 +158,7 @@ async def test_revisions_grow_over_a_restart_even_when_the_clock_runs_backwards(
     await stores.close(again)
 
 
-async def test_compare_and_set_refuses_what_somebody_changed_in_between(stores):
+async def test_compare_and_set_refuses_an_adapter_changed_in_between(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     seen = store.adapters["sql/v1"]
@@ -168,7 +168,7 @@ async def test_compare_and_set_refuses_what_somebody_changed_in_between(stores):
     await stores.close(store)
 
 
-async def test_registering_a_name_again_takes_its_tombstone_away(stores):
+async def test_registering_a_name_again_drops_its_tombstone(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     store.drop_adapter("sql/v1")
@@ -219,7 +219,7 @@ async def test_history_is_kept_over_a_restart_and_found_by_kind_and_subject(stor
     await stores.close(again)
 
 
-async def test_of_writes_that_belong_together_none_stays_when_one_fails(stores):
+async def test_writes_made_together_all_fail_with_one(stores):
     store = await stores.open()
     store.put_alias("keep", (("x", 1.0),))
 
@@ -242,7 +242,7 @@ async def test_of_writes_that_belong_together_none_stays_when_one_fails(stores):
     await stores.close(again)
 
 
-async def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_above(stores):
+async def test_a_standby_reads_the_leaders_writes_and_counts_on(stores):
     leader = await stores.open()
     standby = await stores.look()
     leader.put_adapter(ADAPTER)
@@ -264,7 +264,7 @@ async def test_a_standby_reads_what_the_leader_wrote_and_its_counters_go_on_abov
     await stores.close(standby)
 
 
-async def test_a_backup_leaves_out_what_would_take_from_a_fleet(stores, tmp_path):
+async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_path):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     store.put_adapter(RegisteredAdapter(lora_id="going", source="x", digest="e" * 64, is_deleting=True))

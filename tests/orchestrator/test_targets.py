@@ -20,7 +20,7 @@ def zipf(count, exponent=0.9):
     return [weight / sum(weights) for weight in weights]
 
 
-def test_of_a_hundred_adapters_with_zipf_popularity_only_the_hottest_needs_two_of_eight_workers():
+def test_with_zipf_popularity_only_the_hottest_adapter_needs_two_workers():
     busy = 8 * 0.7
     replicas = [replicas_for_demand(share, 8, busy * share, RULES.target_utilisation) for share in zipf(100)]
     assert [replica > 1 for replica in replicas] == [True] + [False] * 99
@@ -36,7 +36,7 @@ def test_a_target_rises_at_once(copies, scale):
     assert standing_target(4, 5, copies, scale, NOW, 300.0)[0] == 4
 
 
-def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
+def test_a_target_falls_only_after_lasting_low_demand():
     target, scale = standing_target(1, 1, 3, StandingTarget(replicas=3), NOW, 300.0)
     assert (target, scale.below_since) == (3, NOW)
     assert standing_target(1, 1, 3, scale, NOW + 299, 300.0)[0] == 3
@@ -46,12 +46,12 @@ def test_a_target_falls_only_after_demand_was_clearly_less_for_the_whole_time():
     assert standing_target(1, 1, 3, again, NOW + 400, 300.0)[0] == 3
 
 
-def test_copies_found_after_a_restart_stand_like_targets_of_our_own():
+def test_copies_found_after_a_restart_count_as_targets():
     target, scale = standing_target(1, 1, 3, None, NOW, 300.0)
     assert (target, scale) == (3, StandingTarget(replicas=3, below_since=NOW))
 
 
-def test_a_copy_that_went_while_its_target_cooled_is_not_brought_back():
+def test_a_copy_lost_while_its_target_falls_is_not_reloaded():
     assert standing_target(1, 1, 2, StandingTarget(replicas=3, below_since=NOW), NOW + 10, 300.0)[0] == 2
 
 
@@ -85,19 +85,19 @@ def test_a_lazy_adapter_that_is_hot_gets_another_copy_in_another_zone():
     assert observed.workers[load.worker_id].zone == "z1"
 
 
-def test_a_hot_adapter_that_is_nowhere_is_not_brought_before_somebody_asks():
+def test_a_hot_adapter_without_copies_waits_for_a_request():
     observed = fleet(*(worker(f"w{i}") for i in range(8)))
     assert place(intent(adapter("hot")), observed, demanded(hot=5.0), RULES, NOW).loads == ()
 
 
-def test_demand_never_asks_for_more_than_max_replicas_nor_than_workers_that_fit():
+def test_demand_respects_max_replicas_and_fitting_workers():
     observed = fleet(worker("w0", held("hot")), worker("w1"), worker("w2"), worker("w3", max_lora_rank=4))
     wanted = intent(adapter("hot", max_replicas=2))
     assert place(wanted, observed, demanded(hot=3.0), RULES, NOW).targets == {"hot": 2}
     assert place(intent(adapter("hot")), observed, demanded(hot=3.0), RULES, NOW).targets == {"hot": 3}
 
 
-def test_while_no_router_speaks_nothing_is_taken_away():
+def test_nothing_is_removed_while_no_router_reports():
     observed = fleet(worker("w0", held("a")), worker("w1", held("a")))
     blind = DemandSnapshot(is_blind=True)
     for step in range(4):

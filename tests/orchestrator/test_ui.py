@@ -5,7 +5,7 @@ import re
 from orchestrator.api.ui import PAGE, content_security_policy
 
 
-async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(service):
+async def test_the_page_needs_no_key_and_forbids_foreign_content(service):
     answer = await service.http.get("/ui")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
@@ -15,7 +15,7 @@ async def test_the_page_is_served_without_a_key_and_allows_nothing_but_itself(se
     assert content_security_policy(PAGE.replace("look()", "evil()")) != rule
 
 
-def test_the_page_names_no_other_place_and_never_writes_markup():
+def test_the_page_has_no_foreign_url_and_writes_no_markup():
     assert re.findall(r"https?://|//[a-z]|src=|@import|url\(", PAGE) == []
     assert re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE) == []
     assert re.findall(r"localStorage|sessionStorage|cookie", PAGE) == []
@@ -29,7 +29,7 @@ async def test_every_call_of_the_page_is_a_route(service):
     assert called <= set(paths)
 
 
-async def test_what_is_asked_for_is_shown_as_demand(service):
+async def test_requested_adapters_are_shown_as_demand(service):
     agent = await service.worker()
     await service.register()
     await service.ensure()

@@ -54,12 +54,12 @@ def loads(outcome):
     return [(s.action.lora_id, s.action.worker_id) for s in outcome.steps if s.action.operation == "load"]
 
 
-def test_supposing_nothing_on_a_fleet_at_rest_moves_nothing():
+def test_an_empty_hypothesis_on_a_settled_fleet_moves_nothing():
     outcome = asked(scene([worker("w0", "a"), worker("w1")], [adapter("a")], rates={"a": 1.0}, work={"a": 0.1}))
     assert (outcome.steps, outcome.is_settled, outcome.seconds) == ((), True, 0.0)
 
 
-def test_ten_times_the_demand_is_more_replicas_with_their_cost_in_bytes_and_seconds():
+def test_ten_times_the_demand_plans_more_replicas_with_cost():
     workers = [worker("w0", "a"), *(worker(f"w{n}") for n in range(1, 4))]
     outcome = asked(scene(workers, [adapter("a")], rates={"a": 1.0}, work={"a": 0.2}), factors={"a": 10.0})
     assert outcome.after["a"] > outcome.before.get("a", 0)
@@ -70,25 +70,25 @@ def test_ten_times_the_demand_is_more_replicas_with_their_cost_in_bytes_and_seco
     assert outcome.is_settled
 
 
-def test_so_many_requests_a_second_weigh_what_the_adapters_own_requests_weigh():
+def test_assumed_request_rates_use_the_adapters_mean_work():
     workers = [worker("w0", "a"), *(worker(f"w{n}") for n in range(1, 4))]
     where = scene(workers, [adapter("a")], rates={"a": 1.0}, work={"a": 0.2})
     assert loads(asked(where, rates={"a": 10.0})) == loads(asked(where, factors={"a": 10.0})) != []
 
 
-def test_what_is_asked_for_and_nowhere_is_loaded_as_by_its_first_request():
+def test_assumed_demand_loads_an_unplaced_adapter():
     outcome = asked(scene([worker("w0", "b"), worker("w1")], [adapter("a"), adapter("b")]), rates={"a": 1.0})
     assert [name for name, _ in loads(outcome)] == ["a"]
     assert loads(asked(scene([worker("w0", "b")], [adapter("a"), adapter("b")]), rates={"a": 0.0})) == []
 
 
-def test_what_would_be_asked_for_waits_its_turn_behind_what_waits_already():
+def test_assumed_requests_wait_behind_real_ones():
     where = scene([worker("w0", slots=1)], [adapter("a"), adapter("b")])
     waiting = replace(where, demand=DemandSnapshot(wants={"b": WantedReplicas(replicas=1, since=NOW - 30.0)}))
     assert loads(asked(waiting, rates={"a": 9.0}))[0] == ("b", "w0")
 
 
-def test_tenants_take_turns_in_what_is_foretold_as_well():
+def test_tenants_take_turns_in_plans_too():
     where = scene([worker("w0")], [adapter(name) for name in ("a0", "a1", "a2", "b")])
     since, acme, bolt = NOW - 1, frozenset({"acme"}), frozenset({"bolt"})
     wants = {f"a{number}": WantedReplicas(replicas=1, since=since, tenants=acme) for number in range(3)}
@@ -97,7 +97,7 @@ def test_tenants_take_turns_in_what_is_foretold_as_well():
     assert [name for name, _ in loads(foretold)] == ["a0", "b", "a1", "a2"]
 
 
-def test_what_a_lost_worker_held_is_loaded_elsewhere():
+def test_adapters_of_a_lost_worker_are_loaded_elsewhere():
     workers = [worker("w0", "a", "b"), worker("w1", "c"), worker("w2")]
     outcome = asked(scene(workers, [adapter("a"), adapter("b"), adapter("c")]), workers_gone=("w0",))
     assert {name for name, _ in loads(outcome)} == {"a", "b"}
@@ -105,7 +105,7 @@ def test_what_a_lost_worker_held_is_loaded_elsewhere():
     assert outcome.is_settled
 
 
-def test_workers_more_take_what_had_no_place():
+def test_additional_workers_take_unplaced_adapters():
     adapters = [adapter(name, loading="eager") for name in "abcd"]
     where = scene([worker("w0", "a", "b", slots=2)], adapters)
     tight = asked(where)
@@ -115,14 +115,14 @@ def test_workers_more_take_what_had_no_place():
     assert wide.unplaced == {}
 
 
-def test_another_policy_is_followed():
+def test_a_plan_uses_the_assumed_policy():
     where = scene([worker("w0"), worker("w1")], [adapter("a")])
     assert loads(asked(where)) == []
     assert len(loads(asked(where, policy=replace(RULES, loading="eager", min_replicas=2)))) == 2
     assert len(loads(asked(where, adapters={"a": adapter("a", min_replicas=1)}))) == 1
 
 
-def test_an_adapter_that_nobody_has_seen_is_taken_for_an_ordinary_one():
+def test_an_unknown_adapter_gets_median_rank_and_size():
     new = RegisteredAdapter(lora_id="new", source="s", loading="eager")
     known = [adapter("a", size_bytes=500), adapter("b", size_bytes=500), adapter("c", size_bytes=9)]
     outcome = asked(scene([worker("w0")], known), adapters={"new": new})
@@ -139,7 +139,7 @@ def test_a_drained_worker_is_emptied_and_told_to_leave_once():
     assert outcome.is_settled
 
 
-def test_passes_that_do_not_suffice_are_said_not_to():
+def test_too_few_passes_are_reported_as_not_settled():
     workers = [worker("w0", *"abcd", slots=4, state="draining"), worker("w1")]
     outcome = asked(scene(workers, [adapter(n) for n in "abcd"]), passes=1)
     assert not outcome.is_settled
@@ -153,7 +153,7 @@ async def plan(service, body=None):
     return answer.status_code, answer.json()
 
 
-async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(service):
+async def test_a_plan_shows_actions_reasons_targets_and_cost(service):
     agents = [await service.worker(f"w{n}") for n in range(3)]
     await service.register()
     await service.ensure()
@@ -179,7 +179,7 @@ async def test_a_plan_says_moves_reasons_targets_and_cost_and_does_nothing(servi
     assert await service.turn() == []
 
 
-async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_it_is(service):
+async def test_a_plan_with_another_policy_leaves_the_policy_unchanged(service):
     for number in range(3):
         await service.worker(f"w{number}")
     await service.register()
@@ -206,7 +206,7 @@ async def test_a_plan_of_ten_times_the_replicas_by_policy_leaves_the_policy_as_i
         ({"passes": 0}, 400, "passes"),
     ],
 )
-async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(service, body, status, says):
+async def test_a_hypothesis_about_unknown_names_is_refused(service, body, status, says):
     await service.worker()
     await service.register()
     found, answer = await plan(service, body)
@@ -215,7 +215,7 @@ async def test_a_hypothesis_about_what_is_not_there_is_refused_by_name(service, 
 
 
 @pytest.mark.slow
-async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile(service, tmp_path):
+async def test_many_plans_do_not_delay_lease_renewal(service, tmp_path):
     await service.worker()
     with service.store.together():
         for number in range(300):
@@ -234,7 +234,7 @@ async def test_however_many_plans_are_asked_for_the_lease_is_looked_at_meanwhile
     lease.close()
 
 
-async def test_more_workers_than_can_be_thought_through_are_refused(service):
+async def test_too_many_assumed_workers_are_refused(service):
     await service.worker()
     answer = await service.http.post("/v1/placements/plan", json={"workers_more": [{"count": 1000}] * 3})
     assert answer.status_code == 400

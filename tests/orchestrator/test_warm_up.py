@@ -35,7 +35,7 @@ def two_and_a_new_one(*loras, slots=16):
     return fleet(*old, worker("new", *loras, slots=slots, state=WARMING))
 
 
-def test_a_worker_that_is_warming_gets_its_part_of_what_is_asked_for_and_of_nothing_else():
+def test_a_warming_worker_gets_its_share_of_adapters_in_demand():
     share = named(shares(two_and_a_new_one(), demand(*NAMES))["new"])
     assert 4 <= len(share) <= 12  # a third of 24, as the hashes fall
     cold = named(shares(two_and_a_new_one(), demand(*NAMES[:12]))["new"])
@@ -43,7 +43,7 @@ def test_a_worker_that_is_warming_gets_its_part_of_what_is_asked_for_and_of_noth
     assert cold <= set(NAMES[:12])
 
 
-def test_no_more_is_loaded_than_the_slots_that_placement_fills_and_the_hottest_come_first():
+def test_warm_up_fills_usable_slots_hottest_first():
     asked = DemandSnapshot(rates={name: 1.0 + i for i, name in enumerate(NAMES)})
     full = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked)["new"]]
     few = [load.lora_id for load in shares(two_and_a_new_one(slots=16), asked, reserve_slots=13)["new"]]
@@ -52,7 +52,7 @@ def test_no_more_is_loaded_than_the_slots_that_placement_fills_and_the_hottest_c
     assert rates == sorted(rates, reverse=True)
 
 
-def test_what_is_loaded_already_does_not_change_what_else_should_be():
+def test_loaded_adapters_do_not_change_the_rest_of_the_share():
     everything = shares(two_and_a_new_one(), demand(*NAMES))["new"]
     some = [held(load.lora_id) for load in everything[:2]]
     loading = held(everything[2].lora_id, state="loading")
@@ -61,20 +61,20 @@ def test_what_is_loaded_already_does_not_change_what_else_should_be():
     assert shares(two_and_a_new_one(*(held(load.lora_id) for load in everything)), demand(*NAMES))["new"] == ()
 
 
-def test_nobody_waits_for_what_cannot_be_there():
+def test_warm_up_skips_adapters_that_cannot_load():
     adapters = [adapter("huge", rank=128), adapter("bad", quarantine="bad bytes"), adapter("gone", is_deleting=True)]
     asked = demand("huge", "bad", "gone")
     assert shares(fleet(worker("new", state=WARMING)), asked, adapters)["new"] == ()
 
 
-def test_without_demand_nothing_is_waited_for():
+def test_without_demand_there_is_no_warm_up():
     assert shares(two_and_a_new_one(), DemandSnapshot())["new"] == ()
     assert shares(fleet(worker("w0")), demand(*NAMES)) == {}
 
 
 @settings(max_examples=examples(60))
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.sets(st.sampled_from(NAMES)), st.integers(0, 3))
-def test_a_share_fits_and_a_worker_that_is_warming_changes_nothing_for_the_others(ready, new, slots, hot, reserve):
+def test_a_warming_worker_does_not_change_placement_of_others(ready, new, slots, hot, reserve):
     old = [worker(f"w{i}", slots=slots) for i in range(ready)]
     asked, rules = demand(*hot), PlacementPolicy(reserve_slots=reserve)
     adapters = intent(*(adapter(name) for name in NAMES))
@@ -133,7 +133,7 @@ async def busy_house(service):
     return names
 
 
-async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(service):
+async def test_a_new_worker_waits_until_its_share_is_loaded(service):
     names = await busy_house(service)
     agent = await joined(service, slots=16)
     assert not await is_warm(service, agent)  # nobody has looked yet
@@ -149,7 +149,7 @@ async def test_a_new_worker_is_told_to_wait_until_its_share_is_there(service):
     assert before <= set(agent.loaded)
 
 
-async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(service):
+async def test_a_starting_worker_is_not_warm_before_a_pass_saw_it(service):
     await busy_house(service)
     agent = FakeAgent("new", slots=16)
     agent.state = "starting"
@@ -162,7 +162,7 @@ async def test_a_pass_that_saw_the_worker_start_has_not_seen_what_it_lacks(servi
     assert await is_warm(service, agent)
 
 
-async def test_copies_on_a_worker_that_is_warming_are_nobodys_replicas_and_the_catalog_calls_it_starting(service):
+async def test_copies_on_a_warming_worker_are_no_replicas(service):
     names = await busy_house(service)
     agent = await joined(service, slots=16)
     await service.settle()
@@ -183,7 +183,7 @@ async def test_a_share_that_cannot_be_loaded_keeps_no_worker_waiting(service):
     assert await is_warm(service, agent)
 
 
-async def test_a_worker_that_is_given_nothing_waits_for_nothing(service):
+async def test_a_worker_without_loads_is_warm_at_once(service):
     await busy_house(service)
     agent = await joined(service, slots=16)
     (await service.http.post("/v1/workers/new/cordon")).raise_for_status()
@@ -199,7 +199,7 @@ async def test_a_worker_without_demand_for_anything_is_warm_after_one_pass(servi
     assert await is_warm(service, agent)
 
 
-def test_the_new_workers_share_is_of_what_is_hot_now_with_more_weight_on_nobody():
+def test_a_new_workers_share_is_of_adapters_hot_now():
     """Ties and orders are those of the ids, so that each pass decides the same."""
     observed, asked = two_and_a_new_one(), demand(*NAMES)
     first = shares(observed, asked)

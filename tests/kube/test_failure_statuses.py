@@ -28,7 +28,7 @@ class StatusBench:
         self.update = self.statuses.update
 
 
-async def test_a_failure_is_told_once_and_stands_until_the_adapter_can_be_used(instances, manifests):
+async def test_a_failure_is_shown_once_and_until_the_adapter_is_usable(instances, manifests):
     instance = await instances.lead()
     judged = StatusBench(instance)
     await manifests.apply("my-sql", SQL)
@@ -58,7 +58,7 @@ async def test_a_failure_is_told_once_and_stands_until_the_adapter_can_be_used(i
     assert judged.warned == []
 
 
-async def test_an_edit_that_is_refused_is_said_before_a_failure(instances, manifests):
+async def test_a_refused_edit_is_shown_before_a_failure(instances, manifests):
     instance = await instances.lead()
     judged = StatusBench(instance)
     await manifests.apply("my-sql", SQL)

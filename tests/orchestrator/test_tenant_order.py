@@ -64,7 +64,7 @@ def crowds(draw):
 
 @settings(max_examples=examples(400))
 @given(crowds())
-def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
+def test_a_pass_orders_loads_as_if_it_compared_all_before_each(case):
     wants, rates, turns, stuck = case
     found = order_of(wants, fits=lambda name: name not in stuck, rates=rates, last_load_at=turns)
     assert found == naive(wants, rates, turns, stuck)
@@ -72,7 +72,7 @@ def test_a_pass_names_loads_as_if_it_looked_at_everybody_before_each(case):
 
 @settings(max_examples=examples(200))
 @given(crowds())
-def test_where_all_are_one_tenants_or_nobody_says_whose_they_are_the_earlier_and_then_the_hotter_come_first(case):
+def test_within_one_tenant_earlier_and_then_hotter_adapters_come_first(case):
     wants, rates, turns, _ = case
     unsaid = {name: replace(want, tenants=frozenset()) for name, want in wants.items()}
     alone = {name: replace(want, tenants=frozenset({"acme"})) for name, want in wants.items()}
@@ -119,7 +119,7 @@ def test_while_a_tenant_waits_no_other_has_more_than_two_loads(case):
     assert not [name for name, (at, _, _) in left.items() if at < len(room)]
 
 
-def test_a_tenant_that_asks_for_many_does_not_push_back_one_that_asks_later_for_one():
+def test_a_tenant_with_many_wants_does_not_delay_another():
     wants = {f"a{number}": waits(NOW - 30, "acme") for number in range(9)} | {"b": waits(NOW - 5, "bolt")}
     rates = dict.fromkeys(wants.keys() - {"b"}, 9.0)
     assert order_of(wants, rates=rates)[:3] == ["a0", "b", "a1"]
@@ -128,12 +128,12 @@ def test_a_tenant_that_asks_for_many_does_not_push_back_one_that_asks_later_for_
     assert order_of(wants, rates=rates, last_load_at={"acme": NOW - 6, "bolt": NOW - 3})[:2] == ["a0", "b"]
 
 
-def test_what_cannot_be_loaded_costs_its_tenant_no_turn():
+def test_an_adapter_that_cannot_load_costs_no_turn():
     wants = {"a0": waits(NOW - 60, "acme"), "a1": waits(NOW - 30, "acme"), "b": waits(NOW, "bolt")}
     assert order_of(wants, fits=lambda name: name != "a0") == ["a1", "b"]
 
 
-def test_an_adapter_of_several_tenants_comes_by_the_turn_of_the_first_and_each_has_had_it():
+def test_a_shared_adapter_uses_the_first_turn_and_counts_for_all():
     wants = {
         "a0": waits(NOW - 30, "acme"),
         "a1": waits(NOW - 20, "acme"),

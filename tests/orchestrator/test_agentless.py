@@ -86,9 +86,7 @@ def register(service, shelf, name="sql", *, lora_id=SQL, **more):
 
 
 @pytest.mark.fleet
-async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_unloaded_when_deleted(
-    house_of, engine, shelf
-):
+async def test_an_adapter_on_the_engines_disk_is_loaded_and_unloaded(house_of, engine, shelf):
     service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
     await register(service, shelf)
     await service.settle()
@@ -107,7 +105,7 @@ async def test_an_adapter_on_the_engines_own_disk_is_loaded_when_asked_for_and_u
 
 
 @pytest.mark.fleet
-async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
+async def test_the_catalog_gives_routers_the_engines_url(house_of, engine):
     service = house_of(engine)
     await service.turn()
     (worker,) = (await service.http.get("/v1/catalog")).json()["workers"]
@@ -117,7 +115,7 @@ async def test_routers_are_told_to_ask_the_engine_itself(house_of, engine):
 
 
 @pytest.mark.fleet
-async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(house_of, engine, shelf):
+async def test_a_full_engine_unloads_the_named_victim(house_of, engine, shelf):
     service = house_of(engine, engine_slots=2, engine_roots=(shelf,))
     await service.http.patch("/v1/policy", json={"min_residency_s": 0, "reserve_slots": 0})
     for number, name in enumerate(("sql", "legal", "code")):
@@ -131,7 +129,7 @@ async def test_a_full_engine_gives_up_the_adapter_that_is_named_to_make_room(hou
 
 
 @pytest.mark.fleet
-async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_of, engine, shelf):
+async def test_an_adapter_listed_at_engine_start_is_an_orphan_and_stays(house_of, engine, shelf):
     load = {"lora_name": "own", "lora_path": str(shelf / "legal")}
     async with httpx.AsyncClient() as client:
         (await client.post(f"{engine.url}/v1/load_lora_adapter", json=load)).raise_for_status()
@@ -145,7 +143,7 @@ async def test_what_an_engine_listed_from_its_start_is_nobodys_and_stays(house_o
     assert item["orphans"] == ["own"]
 
 
-async def test_nothing_is_loaded_into_an_engine_that_does_not_tell_its_connector(house_of, model, shelf):
+async def test_no_adapter_is_loaded_into_an_engine_with_an_unknown_connector(house_of, model, shelf):
     config = '{"kv_connector": "Mine", "kv_role": "kv_both"}'
     async with sim_inside(model, "--kv-transfer-config", config) as url:
         own = {"lora_name": "own", "lora_path": str(shelf / "legal")}
@@ -194,9 +192,7 @@ async def models_of(url):
     ],
 )
 @pytest.mark.fleet
-async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_engine(
-    house_of, engine, shelf, spec, why
-):
+async def test_a_forbidden_source_fails_with_its_reason_before_the_engine(house_of, engine, shelf, spec, why):
     service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
     spec = {key: value.format(shelf=shelf) if value else value for key, value in spec.items()}
     await register(service, shelf, **spec)
@@ -210,7 +206,7 @@ async def test_what_nobody_may_load_there_fails_with_the_reason_and_reaches_no_e
 
 
 @pytest.mark.fleet
-async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of, engine, shelf):
+async def test_a_missing_path_is_reported_without_quarantine(house_of, engine, shelf):
     service = house_of(engine, engine_slots=4, engine_roots=(shelf,))
     await register(service, shelf, "absent")
     await service.settle()
@@ -223,7 +219,7 @@ async def test_a_path_that_is_not_there_is_told_and_quarantines_nothing(house_of
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
-async def test_only_what_an_engine_says_of_the_adapter_itself_is_held_against_it(house_of, status, code):
+async def test_only_engine_errors_about_the_adapter_count_against_it(house_of, status, code):
     """Were a wrong key or a moment's overload the adapter's fault, it would be quarantined everywhere."""
     models = {"data": [{"id": "tiny-qwen", "owned_by": "vllm"}]}
     refusing = Starlette(
@@ -247,7 +243,7 @@ async def test_only_what_an_engine_says_of_the_adapter_itself_is_held_against_it
 
 
 @pytest.mark.parametrize("fails", ["unload", "load"])
-async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_the_adapter_to_come(house_of, fails):
+async def test_a_failed_unload_does_not_count_against_the_new_adapter(house_of, fails):
     old = {"id": f"team/old@{DIGEST[:12]}", "root": "/adapters/old", "parent": "tiny-qwen"}
     models = {"data": [{"id": "tiny-qwen", "owned_by": "vllm"}, *([old] if fails == "unload" else [])]}
 
@@ -278,7 +274,7 @@ async def test_an_engine_that_fails_to_unload_or_is_dying_is_not_held_against_th
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, model, shelf):
+async def test_an_engine_without_runtime_loading_gets_no_adapter(house_of, model, shelf):
     closed = start_engine("sim", model, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"})
     try:
         service = house_of(closed, engine_slots=4, engine_roots=(shelf,))
@@ -292,7 +288,7 @@ async def test_an_engine_that_does_not_allow_it_is_given_no_adapter(house_of, mo
 
 
 @pytest.mark.fleet
-async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_can(house_of, engine):
+async def test_an_adapter_to_be_fetched_goes_to_a_worker_with_an_agent(house_of, engine):
     service = house_of(engine)
     await service.join(FakeAgent("w0"))
     await service.register("sql/v1", source="hf://org/sql")
@@ -303,7 +299,7 @@ async def test_beside_agents_an_adapter_that_has_to_be_fetched_goes_to_one_that_
 
 
 @pytest.mark.fleet
-async def test_an_engine_that_goes_away_is_a_lost_worker_and_its_adapters_are_wanted_back(house_of, model, shelf):
+async def test_a_gone_engine_is_a_lost_worker_whose_adapters_are_replaced(house_of, model, shelf):
     first, second = (start_engine("sim", model) for _ in range(2))
     try:
         service = house_of(first, second, engine_slots=4, engine_roots=(shelf,))
@@ -348,7 +344,7 @@ async def test_a_worker_without_an_agent_is_drained_and_used_again(house_of, eng
         {"engines": ("e0:8100",)},
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings):
+def test_contradictory_engine_settings_are_refused(settings):
     with pytest.raises(ValueError, match="engine"):
         OrchestratorSettings(**settings)
     assert OrchestratorSettings(engine_slots=1, engine_roots=("/a",)).engine_roots == (PurePosixPath("/a"),)
