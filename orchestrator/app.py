@@ -32,7 +32,7 @@ from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMapBackend
 from orchestrator.configmaps.edits import ObjectEdits
 from orchestrator.configmaps.events import KubeEvents
-from orchestrator.configmaps.verdicts import FailureStatuses
+from orchestrator.configmaps.failure_statuses import FailureStatuses
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
 from orchestrator.intent.registry import AdapterRegistry

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from lorafleet.identity import rendezvous_score
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_after
+from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import (
     InvalidAdapter,

@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.history import ALIAS_KINDS, HistoryCursor, history_page
+from orchestrator.api.parameters import Actor, Cursor, IfMatch, Limit, page_after
 from orchestrator.api.rollouts import pending_of
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.catalog import alias_item

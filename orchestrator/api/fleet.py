@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, Limit, page_after
+from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import StateConflict
 from orchestrator.intent.registry import AdapterRegistry

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from starlette.background import BackgroundTask
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Limit
+from orchestrator.api.parameters import Limit
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import KINDS, IntentStore

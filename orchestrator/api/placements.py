@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, Cursor, Limit, page_after
+from orchestrator.api.parameters import Actor, Cursor, Limit, page_after
 from orchestrator.api.views import WireViews
 from orchestrator.core.errors import NotFound, OrchestratorRequestError
 from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, what_if

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor, IfMatch
+from orchestrator.api.parameters import Actor, IfMatch
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.wire import Policy

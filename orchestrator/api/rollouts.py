@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor
+from orchestrator.api.parameters import Actor
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, current_targets
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from lorafleet.service.auth import ApiKeys, requires
-from orchestrator.api.given import Actor
+from orchestrator.api.parameters import Actor
 from orchestrator.api.views import WireViews
 from orchestrator.core.demand import ENSURE_REPEAT_S, AdapterQueueing, AdapterUsage
 from orchestrator.core.errors import NotFound, StateConflict

@@ -26,7 +26,7 @@ from orchestrator.core.state import RegisteredAdapter, ReportedAdapter
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import SOURCE_CODES, AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.in_flight import FleetOperations
+from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import WorkerReports

@@ -12,7 +12,7 @@ from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import LeaseLost, WorkerFailed
 from orchestrator.core.state import WantedReplicas
 from orchestrator.reconcile.agent_client import AgentClient
-from orchestrator.reconcile.in_flight import FleetOperations
+from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries
 from orchestrator.reconcile.tasks import BackgroundTasks
 from orchestrator.reconcile.worker_reports import KnownWorker, ReportChange, WorkerReports

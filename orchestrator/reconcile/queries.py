@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.state import DesiredPlacement, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
-from orchestrator.reconcile.in_flight import FleetOperations
+from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import CatalogWorker, Draining

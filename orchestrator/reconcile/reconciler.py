@@ -34,7 +34,7 @@ from orchestrator.reconcile.actor import ActionRunner
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.heartbeats import HeartbeatMonitor
-from orchestrator.reconcile.in_flight import FleetOperations
+from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.tasks import BackgroundTasks

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from orchestrator.configmaps.events import KubeEvents
-from orchestrator.configmaps.verdicts import FailureStatuses
+from orchestrator.configmaps.failure_statuses import FailureStatuses
 from tests.patience import until
 
 SQL = {"lora_id": "sql/v1", "source": "hf://acme/sql"}
