@@ -38,7 +38,7 @@ class TestSimWorkers(FleetSuite):
         assert len(asked) > WORKERS // 2
 
 
-def test_a_signal_ends_everything_and_the_same_folder_again_knows_what_it_knew(tmp_path: Path) -> None:
+def test_a_stopped_fleet_resumes_from_its_folder(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with running(state, *FLAGS, "2") as fleet:
         assert cli(fleet, "aliases", "set", "sql", SQL).returncode == 0
@@ -61,7 +61,7 @@ def ended_by(fleet: RunningFleet, how: signal.Signals) -> None:
     assert "nothing is left running" in fleet.said()
 
 
-def test_a_worker_drained_before_is_told_of_and_serves_once_uncordoned(tmp_path: Path) -> None:
+def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Path) -> None:
     state, empty = tmp_path / "state", tmp_path / "empty"
     empty.mkdir()
     with running(state, *FLAGS, "1", "--adapters", str(empty)) as fleet:
@@ -79,14 +79,14 @@ def test_a_worker_drained_before_is_told_of_and_serves_once_uncordoned(tmp_path:
         until(lambda: fleet.ask(prompt=fresh_prompt(), lora_id=SQL).is_success, within_s=30, what="an answer")
 
 
-def test_a_stop_works_though_children_are_dead_already(tmp_path: Path) -> None:
+def test_a_stop_works_with_dead_children(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         for word in ("router", "orchestrator", "workers"):
             fleet.kill("-m", word)
         assert fleet.stop() == 0
 
 
-def test_a_killed_up_takes_everything_with_it(tmp_path: Path) -> None:
+def test_a_killed_up_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         fleet.process.kill()
         fleet.process.wait(patience(10))
@@ -136,7 +136,7 @@ def small(shelf: Path) -> Iterator[RunningFleet]:
 
 
 @pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
-def test_a_dead_child_is_started_again_and_said_so(small: RunningFleet, house: str) -> None:
+def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, house: str) -> None:
     before = small.kill("-m", house)
     name = "w0" if house == "workers" else house
     until(lambda: f"{name}: ended with SIGKILL" in small.said(), within_s=10, what="it says so")
@@ -174,7 +174,7 @@ def test_the_demo_shows_the_hit_and_leaves_nothing_in_a_folder_with_packages_nam
     assert said.count("curl ") == 3
 
 
-def test_a_folder_that_is_no_adapter_is_said_and_stops_nobody(small: RunningFleet) -> None:
+def test_a_folder_that_is_no_adapter_is_reported(small: RunningFleet) -> None:
     assert "adapter bad/v1: failed" in small.said()
     assert text(small.ask(prompt=fresh_prompt(), lora_id="good/v1"))
 
@@ -229,7 +229,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningF
         yield fleet, keys
 
 
-def test_without_a_key_every_house_says_401(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
+def test_without_a_key_every_service_answers_401(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     nobody = _as(guarded[0], "")
     for url in (f"{nobody.router}/v1/models", f"{nobody.orchestrator}/v1/adapters"):
         answer = nobody.http("GET", url)
@@ -241,7 +241,7 @@ def test_without_a_key_every_house_says_401(guarded: tuple[RunningFleet, dict[st
     assert "LORAFLEET_TOKEN" in said.stderr
 
 
-def test_no_house_reads_a_body_of_who_may_not_send_one(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
+def test_no_service_reads_an_unauthorised_body(guarded: tuple[RunningFleet, dict[str, str]]) -> None:
     fleet, keys = guarded
     agent = fleet.http("GET", f"{fleet.orchestrator}/v1/workers").json()["data"][0]["agent_url"]
     for url in (
@@ -316,7 +316,7 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
         assert f"settings of the router: {file}" in fleet.said()
 
 
-def test_an_engine_that_refuses_its_arguments_ends_the_start_with_its_words(tmp_path: Path) -> None:
+def test_an_engine_that_refuses_its_arguments_ends_the_start(tmp_path: Path) -> None:
     fleet = start(tmp_path / "state", *FLAGS, "1", "--", "--no-such-flag")
     try:
         assert fleet.process.wait(patience(60)) == 1

@@ -90,7 +90,7 @@ def test_the_ids_of_a_long_text_are_the_tokenizers_own(name, text):
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama 3", "gpt 2"])
-def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_splits_them(name):
+def test_three_ascii_characters_are_split_as_the_tokenizer_splits_them(name):
     for text in map("".join, product("a1 \n\r\t\x0b\x1c\x1f'.s", repeat=3)):
         for whole in (text, f"{BEFORE}{text} fox"):
             found, own = asked(name, whole)
@@ -98,7 +98,7 @@ def test_every_three_characters_of_ascii_that_matter_are_split_as_the_tokenizer_
             assert list(found) == own, repr(whole)
 
 
-def test_what_stands_between_spaces_is_split_once_in_a_long_text():
+def test_text_between_spaces_is_split_once_in_a_long_text():
     words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
@@ -125,17 +125,17 @@ def test_short_texts_between_markers_are_split_once(monkeypatch):
     assert not any(len(stretch) > 16 for stretch in words.stretch_cache)
 
 
-def test_what_no_word_covers_is_left_to_the_tokenizer():
+def test_text_without_a_word_match_is_left_to_the_tokenizer():
     assert asked("letters", "fine words")[0] is not None
     assert asked("letters", "fine, words")[0] is None
 
 
 @pytest.mark.parametrize("text", ["naïve", "a\u0130", "x" * (MAX_CHARS + 1)])
-def test_what_is_not_plain_or_too_long_is_left_to_the_tokenizer(text):
+def test_text_beyond_ascii_or_too_long_is_left_to_the_tokenizer(text):
     assert asked("qwen", text)[0] is None
 
 
-def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
+def test_many_new_words_are_learned_in_several_calls():
     words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
     learned = []
 
@@ -153,7 +153,7 @@ def test_of_many_new_words_some_are_learned_each_time_until_all_are_known():
     assert learned == []
 
 
-def test_the_table_is_bounded_in_words_and_in_their_length(monkeypatch):
+def test_the_cache_bounds_words_and_their_length(monkeypatch):
     monkeypatch.setattr(ascii_bpe, "_MAX_WORDS", 50)
     words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
@@ -203,7 +203,7 @@ TOKEN = {"id": 1, "content": "<x>", "single_word": False, "lstrip": False, "rstr
     ],
     ids=str,
 )
-def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
+def test_a_tokenizer_with_further_steps_has_no_word_cache(changes):
     assert AsciiBpeCache.from_json(*changed()) is not None
     assert AsciiBpeCache.from_json(*changed(**changes)) is None
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_that_does_more_than_split_and_merge_has_no_table(changes):
         "[", r"[\S]", r"\bx", r"[a--b]",
     ],
 )  # fmt: skip
-def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
+def test_a_pattern_with_another_meaning_in_python_has_no_word_cache(pattern):
     assert (
         AsciiBpeCache.from_json(*changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(pattern), BYTES]}))
         is None
@@ -232,7 +232,7 @@ def test_an_expression_that_may_mean_something_else_here_has_no_table(pattern):
     ],
     ids=["behind a hole", "with the number of another", "a word already", "twice"],
 )
-def test_a_tokenizer_whose_library_numbers_otherwise_than_its_file_has_no_table(added):
+def test_a_tokenizer_renumbered_by_its_library_has_no_word_cache(added):
     file = json.loads(TOKENIZERS["qwen"].to_str())
     file["added_tokens"] += [TOKEN | {"special": False} | token for token in added]
     library = Tokenizer.from_str(json.dumps(file))

@@ -41,7 +41,7 @@ class KeyFileClock:
         return self.now
 
 
-def test_without_a_file_everybody_may_do_everything():
+def test_without_a_key_file_every_caller_may_do_everything():
     assert ApiKeys([]).caller(None) is ANYONE
     assert ApiKeys([]).caller("Bearer whatever") is ANYONE
 
@@ -54,7 +54,7 @@ def test_a_missing_or_unknown_key_is_refused(tmp_path, header):
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
 
-def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
+def test_a_known_key_gives_its_tenant_and_scopes(tmp_path):
     keys = ApiKeys(
         [key_file(tmp_path / "a", ("one", "acme", "infer")), key_file(tmp_path / "b", ("two", "null", "admin"))]
     )
@@ -63,7 +63,7 @@ def test_a_known_key_is_its_tenant_with_its_scopes(tmp_path):
     assert keys.caller(b"Bearer one") == keys.caller("Bearer one")
 
 
-def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_never(tmp_path):
+def test_a_valid_header_is_cached_until_a_file_changes(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     assert keys.caller("Bearer one").tenant == "acme"
@@ -77,20 +77,20 @@ def test_a_known_header_is_remembered_until_a_file_changes_and_an_unknown_one_ne
         keys.caller("Bearer one")
 
 
-def test_a_header_that_is_mostly_blanks_is_known_and_not_remembered(tmp_path):
+def test_a_header_of_mostly_blanks_is_valid_and_not_cached(tmp_path):
     keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     assert keys.caller(b"Bearer " + b" " * 60_000 + b"one").tenant == "acme"
     assert not keys.cached_callers
 
 
-def test_however_many_headers_a_key_comes_in_few_are_remembered(tmp_path):
+def test_the_header_cache_is_bounded(tmp_path):
     keys = ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))])
     for spaces in range(10_000):
         assert keys.caller("Bearer " + " " * (spaces % 9000) + "one").tenant == "acme"
     assert len(keys.cached_callers) <= 4096
 
 
-def test_a_key_may_have_limits_and_each_of_them_may_be_left_out(tmp_path):
+def test_every_limit_of_a_key_is_optional(tmp_path):
     path = tmp_path / "k"
     entries = [("one", "{requests_per_minute: 60, concurrent_requests: 3}"), ("two", "{}"), ("three", "null")]
     lines = [f"- {{sha256: {hash_key(key)}, scopes: [infer], limits: {limits}}}" for key, limits in entries]
@@ -124,7 +124,7 @@ def test_a_limit_with_a_typo_is_refused_and_named(tmp_path, limits, says):
     assert says in str(refused.value)
 
 
-def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
+def test_a_new_key_has_the_given_limits(tmp_path):
     path = tmp_path / "k"
     key = add_key(path, "acme", ["infer"], limits={"requests_per_minute": 5, "tokens_per_minute": None})
     plain = add_key(path, None, ["admin"])
@@ -146,7 +146,7 @@ def test_a_new_key_gets_the_limits_it_was_made_with(tmp_path):
         pytest.param(b"keys: " + b"[" * 1000, id="a deep nest"),
     ],
 )
-def test_a_broken_new_version_of_any_kind_leaves_the_last_good_one_in_force(tmp_path, broken):
+def test_an_invalid_key_file_leaves_the_last_good_one_in_force(tmp_path, broken):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     path.write_bytes(broken)
@@ -155,7 +155,7 @@ def test_a_broken_new_version_of_any_kind_leaves_the_last_good_one_in_force(tmp_
         ApiKeys([path])
 
 
-def test_a_changed_file_is_in_force_at_once_and_a_broken_one_changes_nothing(tmp_path):
+def test_a_changed_key_file_takes_effect_unless_it_is_invalid(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     assert keys.caller("Bearer one")
@@ -180,7 +180,7 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_key_is_revoked_however_often_the_new_file_could_not_be_read_at_first(tmp_path):
+def test_a_key_is_revoked_after_failed_reads_of_its_file(tmp_path):
     path = key_file(tmp_path / "k", ("leaked", "acme", "infer"), ("good", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     key_file(path, ("good", "acme", "infer"))
@@ -194,7 +194,7 @@ def test_a_key_is_revoked_however_often_the_new_file_could_not_be_read_at_first(
     assert [line["log_level"] for line in said] == ["error", "info"]
 
 
-def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
+def test_an_invalid_file_is_read_once_and_each_new_error_is_logged(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     with capture_logs() as said:
@@ -210,7 +210,7 @@ def test_a_broken_file_is_read_once_and_every_new_trouble_is_said(tmp_path):
     assert "No such file" in said[1]["error"]
 
 
-def test_a_file_that_is_put_back_as_it_was_is_said_to_be_read_and_so_is_its_next_loss(tmp_path):
+def test_a_restored_file_and_its_next_loss_are_logged(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     with capture_logs() as said:
@@ -237,7 +237,7 @@ def test_a_file_that_is_put_back_as_it_was_is_said_to_be_read_and_so_is_its_next
         "keys: [",
     ],
 )
-def test_a_file_that_breaks_its_form_is_refused_at_the_start_by_name(tmp_path, text):
+def test_an_invalid_file_is_refused_at_the_start_by_name(tmp_path, text):
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(KeyFileError, match=r"keys\.yaml"):
@@ -245,14 +245,14 @@ def test_a_file_that_breaks_its_form_is_refused_at_the_start_by_name(tmp_path, t
 
 
 @given(st.sets(st.sampled_from(["infer", "load", "admin"]), min_size=1))
-def test_a_wider_scope_holds_the_narrower_ones(scopes):
+def test_a_wider_scope_includes_the_narrower_ones(scopes):
     caller = Caller("acme", frozenset(scopes))
     assert caller.may("infer")
     assert caller.may("load") == bool(scopes & {"load", "admin"})
     assert caller.may("admin") == ("admin" in scopes)
 
 
-def test_an_adapter_belongs_to_its_tenants_and_to_those_above_tenants():
+def test_an_adapter_may_be_used_by_its_tenants_and_operators():
     user, nobody = Caller("acme", frozenset({"infer"})), Caller(None, frozenset({"infer"}))
     assert user.may_use(None)
     assert user.may_use(("acme", "other"))
@@ -266,7 +266,7 @@ def test_an_adapter_belongs_to_its_tenants_and_to_those_above_tenants():
     ("host", "refused"),
     [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("worker-7", True)],
 )
-def test_a_server_without_keys_stays_on_loopback_unless_told_otherwise(host, refused):
+def test_a_server_without_keys_listens_on_loopback_unless_allowed(host, refused):
     if refused:
         with pytest.raises(KeyFileError, match=r"--key-files"):
             refuse_open_server(ApiKeys([]), host, allow_open=False)
@@ -291,7 +291,7 @@ def test_a_server_without_keys_stays_on_loopback_unless_told_otherwise(host, ref
     ],
 )
 @pytest.mark.parametrize("below", ["", ".localhost", ".local", ".internal", ".svc.cluster.local."])
-def test_what_calls_an_open_server_by_an_address_or_by_a_name_that_nobody_can_own_is_answered(host, below):
+def test_an_open_server_answers_requests_to_addresses_and_reserved_names(host, below):
     check_host(host)
     check_host(f"router{below}:8000")
 
@@ -299,20 +299,20 @@ def test_what_calls_an_open_server_by_an_address_or_by_a_name_that_nobody_can_ow
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "local.evil", "a.b.", "x.[::1]"]
 )
-def test_a_page_whose_name_was_pointed_at_an_open_server_is_refused(host):
+def test_dns_rebinding_to_an_open_server_is_refused(host):
     for _ in range(2):
         with pytest.raises(HttpError, match="not a name of this machine") as refused:
             check_host(host)
         assert (refused.value.status, refused.value.code) == (421, "unknown_host")
 
 
-def test_a_name_matters_only_where_no_key_does(tmp_path):
+def test_the_host_is_checked_only_without_keys(tmp_path):
     assert host_check(ApiKeys([]), allow_open=False) is check_host
     assert host_check(ApiKeys([]), allow_open=True) is None
     assert host_check(ApiKeys([key_file(tmp_path / "k", ("one", "acme", "infer"))]), allow_open=False) is None
 
 
-def test_new_keys_differ_and_are_not_in_their_own_hash():
+def test_new_keys_differ_from_each_other_and_their_hashes():
     keys = {new_key() for _ in range(50)}
     assert len(keys) == 50
     assert all(len(key) > 40 and key not in hash_key(key) for key in keys)

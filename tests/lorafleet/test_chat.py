@@ -38,7 +38,7 @@ def test_a_plain_chat_renders_as_chatml_with_the_default_system_prompt(chat):
     )
 
 
-def test_tools_are_shown_as_vllm_dumps_them_again(chat):
+def test_tools_are_rendered_as_vllm_dumps_them(chat):
     tool = {"function": {"parameters": {"b": 1, "a": "<x>"}, "name": "f", "unknown": 1}, "type": "function", "q": 2}
     prompt = chat.render({"messages": HI, "tools": [tool]})
     expected = (
@@ -75,7 +75,7 @@ AS_PARTS = (
         (AS_PARTS, "tool", "tool:\none\n\ntwo\n;"),
     ],
 )
-def test_an_empty_text_is_no_part_of_a_text_and_one_of_parts(model, template, role, expected):
+def test_an_empty_text_part_is_dropped_from_text_and_kept_in_parts(model, template, role, expected):
     message = {"role": role, "tool_call_id": "1", "content": TEXTS}
     assert with_template(model, template).render({"messages": [message]}) == expected
 
@@ -122,7 +122,7 @@ def test_a_developers_tools_are_shown_in_the_order_of_their_type(model):
     ],
     ids=str,
 )
-def test_a_developers_tools_that_are_read_by_another_type_are_for_the_engine_to_show(model, tools):
+def test_a_developers_tools_of_other_types_are_left_to_the_engine(model, tools):
     with pytest.raises(Untokenizable, match="developer"):
         with_template(model, DEVELOPER).render({"messages": [{"role": "developer", "content": "x", "tools": tools}]})
 
@@ -142,7 +142,7 @@ def test_a_final_message_to_continue_stays_open(chat):
 
 
 @pytest.mark.parametrize(("name", "body"), CHAT_BODIES, ids=[name for name, _ in CHAT_BODIES])
-def test_rendering_leaves_the_body_as_it_was(chat, name, body):
+def test_rendering_does_not_change_the_body(chat, name, body):
     before = copy.deepcopy(body)
     chat.chat_ids(body)
     assert body == before
@@ -185,7 +185,7 @@ def test_decoding_the_ids_of_a_prompt_gives_its_visible_text(chat, prompt):
         ({"messages": HI, "continue_final_message": True}, "add_generation_prompt"),
     ],
 )
-def test_what_cannot_be_tokenized_here_says_why(chat, body, why):
+def test_an_untokenizable_body_says_why(chat, body, why):
     with pytest.raises(Untokenizable, match=why):
         chat.chat_ids(body)
 
@@ -206,12 +206,12 @@ FUNCTION = {"name": "f"}
         ("defer_loading", lambda odd: {"messages": HI, "tools": [{"function": FUNCTION, "defer_loading": odd}]}),
     ],
 )
-def test_what_is_neither_true_nor_false_is_for_the_engine_to_read(chat, name, body, odd):
+def test_a_flag_that_is_no_boolean_is_left_to_the_engine(chat, name, body, odd):
     with pytest.raises(Untokenizable, match=f"{name} is .*, not true or false"):
         chat.prompt_text(body(odd))
 
 
-def test_a_template_that_refuses_gives_its_own_reason(model):
+def test_a_templates_error_gives_its_own_reason(model):
     strict = with_template(model, "{{ raise_exception('only one turn, please') }}")
     with pytest.raises(Untokenizable, match="only one turn, please"):
         strict.render({"messages": HI})

@@ -95,9 +95,7 @@ def test_an_adapter_is_added_listed_shown_and_removed(ask: Run, tmp_path: Path) 
     wait_until(lambda: "sql/v1" not in ask("adapters", "list").out)
 
 
-def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
-    ask: Run, run: Run, orchestrator: str
-) -> None:
+def test_adding_an_adapter_again_works_unless_its_source_differs(ask: Run, run: Run, orchestrator: str) -> None:
     ask("adapters", "add", "again/v1", "file:///a", "--base-model", "tiny")
     ask("adapters", "add", "again/v1", "file:///a", "--base-model", "tiny")
     said = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///b")
@@ -108,7 +106,7 @@ def test_adding_the_same_adapter_again_is_fine_and_another_source_is_refused(
     assert "PATCH /v1/adapters/again/v1 changes those (lorafleet adapters set LORA_ID)" in said.err
 
 
-def test_what_is_named_of_an_adapter_changes_and_the_rest_stays(ask: Run) -> None:
+def test_only_named_fields_of_an_adapter_change(ask: Run) -> None:
     ask("adapters", "add", "set/v1", "file:///a", "--base-model", "tiny", "--min-replicas", "1", "--tenant", "acme")
     said = ask("adapters", "set", "set/v1", "priority=5", "pinned=true", "min-replicas=null").out
     assert re.search(r"priority +5\n", said)
@@ -146,9 +144,7 @@ def test_a_wrong_change_of_an_adapter_is_one_line_and_changes_nothing(
     assert ask("adapters", "show", "unset/v1").out == before
 
 
-def test_an_adapter_is_changed_only_where_it_is_still_the_one_that_was_seen(
-    ask: Run, run: Run, orchestrator: str
-) -> None:
+def test_an_adapter_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     ask("adapters", "add", "seen/v1", "file:///a", "--base-model", "tiny")
     tag = next(line.split()[1] for line in ask("adapters", "show", "seen/v1").out.splitlines() if "etag" in line)
     ask("adapters", "set", "seen/v1", "priority=1", "--if-match", tag)
@@ -157,9 +153,7 @@ def test_an_adapter_is_changed_only_where_it_is_still_the_one_that_was_seen(
     assert "read it again" in said.err
 
 
-def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_for_it(
-    run: Run, orchestrator: str
-) -> None:
+def test_an_unknown_adapter_gives_one_line_with_the_command_to_add_it(run: Run, orchestrator: str) -> None:
     said = run("--orchestrator-url", orchestrator, "adapters", "show", "nope")
     assert said.status == 1
     assert said.err.endswith("(lorafleet adapters add LORA_ID SOURCE)\n")
@@ -177,7 +171,7 @@ def test_an_adapter_that_is_not_registered_is_one_line_that_names_the_command_fo
         (["rollout", "status", "x/../y"], "x/../y: no name has a '.' or '..'"),
     ],
 )
-def test_what_is_no_name_and_no_number_is_one_line_and_not_sent(
+def test_an_invalid_name_or_number_gives_one_line_and_is_not_sent(
     run: Run, orchestrator: str, args: list[str], says: str
 ) -> None:
     said = run("--orchestrator-url", orchestrator, *args)
@@ -186,7 +180,7 @@ def test_what_is_no_name_and_no_number_is_one_line_and_not_sent(
     assert len(said.err.splitlines()) == 1
 
 
-def test_no_terminal_obeys_what_others_wrote(ask: Run, run: Run, orchestrator: str) -> None:
+def test_control_characters_in_names_are_escaped(ask: Run, run: Run, orchestrator: str) -> None:
     said = ask(
         "adapters", "add", "esc/v1", "file:///\x1b[31mred", "--tenant", "a\x1b]0;title\x07", "--tenant", "b\nc\u202ed"
     )
@@ -206,7 +200,7 @@ def test_no_terminal_obeys_what_others_wrote(ask: Run, run: Run, orchestrator: s
 
 
 @pytest.mark.parametrize("answer", ["<html>", '{"foo": 1}', "[1]", '{"data": 1}', None])
-def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
+def test_another_server_gives_one_line_that_names_the_flag(run: Run, answer: str | None) -> None:
     class PageHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if answer else 404)
@@ -230,9 +224,7 @@ def test_a_server_that_is_another_is_one_line_that_names_the_flag(run: Run, answ
     assert len(said.err.splitlines()) == 1
 
 
-def test_a_kind_of_history_that_there_is_not_is_refused_with_those_there_are(
-    ask: Run, run: Run, orchestrator: str
-) -> None:
+def test_an_unknown_history_kind_is_refused_with_the_known_ones(ask: Run, run: Run, orchestrator: str) -> None:
     said = run("--orchestrator-url", orchestrator, "history", "--kind", "nope")
     assert said.status == 1
     assert "'nope'" in said.err
@@ -249,9 +241,7 @@ def test_a_relative_folder_is_registered_by_its_whole_path(
     assert f"{tmp_path}/here" in ask("adapters", "show", "here/v1").out
 
 
-def test_a_folder_that_is_not_on_this_machine_is_registered_and_said(
-    run: Run, orchestrator: str, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_machine_is_registered_with_a_note(run: Run, orchestrator: str, tmp_path: Path) -> None:
     said = run("--orchestrator-url", orchestrator, "adapters", "add", "elsewhere/v1", str(tmp_path / "nothing"))
     assert said.status == 0
     assert f"this machine has no folder {tmp_path / 'nothing'}" in said.err
@@ -273,7 +263,7 @@ def test_the_policy_is_shown_and_changed(ask: Run) -> None:
     ask("policy", "set", "loading=lazy")
 
 
-def test_a_wrong_policy_name_is_one_line_that_names_it(run: Run, orchestrator: str) -> None:
+def test_an_unknown_policy_field_gives_one_line_with_its_name(run: Run, orchestrator: str) -> None:
     said = run("--orchestrator-url", orchestrator, "policy", "set", "lodaing=eager")
     assert said.status == 1
     assert "lodaing: not in the policy; known: loading, min_replicas" in said.err
@@ -288,7 +278,7 @@ def test_an_empty_fleet_has_headings_and_no_rows(ask: Run) -> None:
     assert "0 of 0 workers ready" in ask("top").out
 
 
-def test_a_worker_whose_pod_ends_is_told_from_one_that_somebody_drains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_whose_pod_ends_differs_from_a_drained_one(capsys: pytest.CaptureFixture[str]) -> None:
     worker = {"base_model": "tiny", "adapters": [], "capacity": {}, "agent_url": "", "engine_url": ""}
     w0 = worker | {"id": "w0", "state": "draining", "zone": "eu-1a", "node": "n7", "is_terminating": True}
     w1 = worker | {"id": "w1", "state": "draining", "zone": "eu-1b", "node": "n8"}
@@ -330,13 +320,13 @@ def test_no_name_url_or_time_is_broken_at_any_width(width: int, monkeypatch: pyt
     )
 
 
-def test_a_row_for_which_a_terminal_is_too_narrow_is_one_line_without_filling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_too_wide_for_the_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(tables.workers(WORKERS), 80, monkeypatch)
     assert len(lines) == 4
     assert [line for line in lines if line.endswith(" ")] == []
 
 
-def test_where_a_row_fits_by_breaking_between_words_it_is_broken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_broken_between_words_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(tables.fields({"policy": "loading=lazy, min_replicas=0, weight=1"}), 30, monkeypatch)
     assert lines == ["field   value", "policy  loading=lazy,", "        min_replicas=0,", "        weight=1"]
 
@@ -355,9 +345,7 @@ def test_zone_and_node_are_columns_only_where_a_worker_has_one(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("width", "text"), [(80, False), (100, True), (140, True)])
-def test_the_demo_shows_worker_and_first_token_at_any_width_and_the_text_where_there_is_room(
-    width: int, text: bool
-) -> None:
+def test_the_demo_shows_texts_only_if_they_fit(width: int, text: bool) -> None:
     out = io.StringIO()
     words = "local After traffic filename Their Coffee " * 3
     rows = [demo.DemoRow("python-expert/v1@73baeb0f6a1d", f"w{n}", 221, 192, 192, 1505.0, words) for n in range(4)]
@@ -377,7 +365,7 @@ def test_an_unknown_worker_is_one_line(run: Run, orchestrator: str) -> None:
 
 
 @pytest.mark.parametrize("args", [["adapters", "list"], ["explain", "hello"], ["decisions"], ["top"]])
-def test_a_server_that_is_away_is_one_line_that_names_the_flag(run: Run, args: list[str]) -> None:
+def test_an_unreachable_server_gives_one_line_that_names_the_flag(run: Run, args: list[str]) -> None:
     away = "http://127.0.0.1:9"
     said = run("--orchestrator-url", away, "--router-url", away, *args)
     assert said.status == 1
@@ -388,7 +376,7 @@ def test_a_server_that_is_away_is_one_line_that_names_the_flag(run: Run, args: l
 @pytest.mark.parametrize(
     ("flag", "words"), [("--orchestrator-url", ["adapters", "list"]), ("--router-url", ["decisions"])]
 )
-def test_what_is_no_address_is_one_line_that_names_the_flag(run: Run, flag: str, words: list[str]) -> None:
+def test_an_invalid_address_gives_one_line_that_names_the_flag(run: Run, flag: str, words: list[str]) -> None:
     said = run(flag, "localhost:8080", *words)
     assert said.status == 2
     assert said.err == f"lorafleet: {flag} 'localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
@@ -420,7 +408,7 @@ def test_the_address_comes_from_the_environment(run: Run, orchestrator: str, mon
         ["nonsense"],
     ],
 )
-def test_a_wrong_word_has_status_2(run: Run, args: list[str]) -> None:
+def test_an_unknown_argument_has_status_2(run: Run, args: list[str]) -> None:
     assert run(*args).status == 2
 
 
@@ -438,7 +426,7 @@ def test_a_new_key_is_printed_once_and_the_file_holds_only_its_hash(run: Run, tm
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_file_that_is_no_key_file_is_left_alone(run: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_key_file_is_not_changed(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "notes.yaml"
     path.write_text("shopping: [milk]\n")
     said = run("keys", "new", "--file", str(path))
@@ -449,7 +437,7 @@ def test_a_file_that_is_no_key_file_is_left_alone(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scopes", ["admin", "infer,admin", "load", "register", "drain", "metrics"])
-def test_no_key_of_a_tenant_gets_a_scope_of_the_whole_fleet(run: Run, tmp_path: Path, scopes: str) -> None:
+def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes: str) -> None:
     path = tmp_path / "keys.yaml"
     said = run("keys", "new", "--tenant", "acme", "--scopes", scopes, "--file", str(path))
     assert said.status == 2
@@ -505,7 +493,7 @@ def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(r
     assert trust == "exact"
 
 
-def test_decisions_that_a_process_of_the_router_did_not_tell_are_said_to_be_missing(run: Run) -> None:
+def test_decisions_of_a_silent_router_process_are_reported_missing(run: Run) -> None:
     class PartialAnswerHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"data": [], "next": None, "missing": [1, 3]}).encode()
@@ -554,7 +542,7 @@ def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worke
     assert {"w0", "w1"} <= set(said.out.split())
 
 
-def test_no_number_of_a_decision_is_broken_on_a_narrow_terminal_and_who_was_left_out_is_named() -> None:
+def test_a_decision_fits_a_narrow_terminal_and_names_rejected_replicas() -> None:
     score = {"trust": "exact", "depth_blocks": 3, "cached_tokens": 48, "queue_s": 1.2345, "cost_s": 123.4567}
     answer = {
         "scores": [
@@ -583,7 +571,7 @@ def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) ->
 
 
 @pytest.mark.fleet
-def test_recorded_decisions_come_out_the_same_again(
+def test_replayed_decisions_equal_the_recorded_ones(
     routed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = routed("decisions", "--json").out
@@ -599,7 +587,7 @@ def test_recorded_decisions_come_out_the_same_again(
 
 
 @pytest.mark.fleet
-def test_a_bare_record_is_made_again_and_a_changed_one_comes_out_differently(
+def test_a_bare_record_is_replayed_and_a_changed_one_differs(
     routed: Run, run: Run, router: str, tmp_path: Path
 ) -> None:
     one = json.loads(routed("decisions", "request-3", "--json").out)["data"][0]
@@ -616,9 +604,7 @@ def test_a_bare_record_is_made_again_and_a_changed_one_comes_out_differently(
 
 
 @pytest.mark.fleet
-def test_another_policy_can_be_asked_what_it_would_have_done(
-    routed: Run, run: Run, router: str, tmp_path: Path
-) -> None:
+def test_decisions_can_be_replayed_with_another_policy(routed: Run, run: Run, router: str, tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(routed("decisions", "--limit", "1", "--json").out)
     assert "by least_loaded" in routed("explain", "--replay", str(file), "--policy", "least_loaded").out
@@ -632,7 +618,7 @@ def test_another_policy_can_be_asked_what_it_would_have_done(
     "text",
     ["[1", "[]x", "{}", "[7]", '{"record": 3}', '{"record": {"policy": []}}', '{"record": {"policy": "kv_lora"}}'],
 )
-def test_what_is_no_record_is_one_line(run: Run, router: str, tmp_path: Path, text: str) -> None:
+def test_an_invalid_record_gives_one_line(run: Run, router: str, tmp_path: Path, text: str) -> None:
     file = tmp_path / "no.json"
     file.write_text(text)
     said = run("--router-url", router, "explain", "--replay", str(file))
@@ -641,7 +627,7 @@ def test_what_is_no_record_is_one_line(run: Run, router: str, tmp_path: Path, te
 
 
 @pytest.mark.fleet
-def test_every_part_that_a_record_lacks_is_a_400_that_says_what_is_expected(routed: Run, router: str) -> None:
+def test_a_record_with_a_missing_part_is_a_400_with_the_expected_form(routed: Run, router: str) -> None:
     one = json.loads(routed("decisions", "request-3", "--json").out)["data"][0]["record"]
     broken = [
         {name: value for name, value in one.items() if name != gone} for gone in ("policy", "ask", "replicas", "loads")
@@ -691,7 +677,7 @@ def test_the_page_about_the_command_line_has_every_command() -> None:
         assert any(re.search(rf"`([a-z]+ )?{word}\b", row) for word in rest or [group] for row in mine), (group, rest)
 
 
-def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orchestrator: str, tmp_path: Path) -> None:
+def test_a_rollout_is_started_shown_paused_and_aborted(ask: Run, run: Run, orchestrator: str, tmp_path: Path) -> None:
     for version in ("v1", "v2"):
         ask("adapters", "add", f"moving/{version}", str(tmp_path / version))
     ask("aliases", "set", "moving", "moving/v1")
@@ -711,7 +697,7 @@ def test_a_rollout_is_started_looked_at_held_and_ended(ask: Run, run: Run, orche
     assert "0.1:600" in wrong.err
 
 
-def test_a_plan_says_what_would_have_no_place_and_changes_nothing(ask: Run, run: Run, orchestrator: str) -> None:
+def test_a_plan_reports_adapters_without_a_place_and_changes_nothing(ask: Run, run: Run, orchestrator: str) -> None:
     before = ask("policy", "show").out
     assert ask("plan", "--policy", "reserve_slots=0").out == "0 loads, 0 unloads; 0 bytes; about 0.0 s\n"
     assert ask("policy", "show").out == before
@@ -728,7 +714,7 @@ def test_a_plan_says_what_would_have_no_place_and_changes_nothing(ask: Run, run:
         assert says in said.err.splitlines()[-1]
 
 
-def test_a_policy_is_set_only_where_it_is_still_the_one_that_was_seen(ask: Run, run: Run, orchestrator: str) -> None:
+def test_a_policy_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     tag = next(line.split()[1] for line in ask("policy", "show").out.splitlines() if line.startswith("etag"))
     ask("policy", "set", "min_residency_s=61", "--if-match", tag)
     said = run("--orchestrator-url", orchestrator, "policy", "set", "min_residency_s=62", "--if-match", tag)
@@ -738,9 +724,7 @@ def test_a_policy_is_set_only_where_it_is_still_the_one_that_was_seen(ask: Run, 
     assert ", 61.0" in changed
 
 
-def test_a_backup_is_a_store_that_an_orchestrator_starts_on_and_overwrites_nothing(
-    ask: Run, run: Run, orchestrator: str, tmp_path: Path
-) -> None:
+def test_an_orchestrator_starts_on_a_backup(ask: Run, run: Run, orchestrator: str, tmp_path: Path) -> None:
     ask("adapters", "add", "kept/v1", "file:///kept", "--base-model", "tiny")
     file = tmp_path / "backup.db"
     assert "bytes" in ask("backup", str(file)).out
@@ -752,7 +736,7 @@ def test_a_backup_is_a_store_that_an_orchestrator_starts_on_and_overwrites_nothi
     store.close()
 
 
-def test_a_backup_for_which_there_is_no_room_leaves_nothing_that_is_in_the_way_of_the_next(
+def test_a_backup_on_a_full_disk_leaves_no_file(
     ask: Run, run: Run, orchestrator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "backup.db"
@@ -768,7 +752,7 @@ def test_a_backup_for_which_there_is_no_room_leaves_nothing_that_is_in_the_way_o
     assert "bytes" in ask("backup", str(file)).out
 
 
-def test_orphans_are_none_where_there_are_no_workers(ask: Run, run: Run, orchestrator: str) -> None:
+def test_without_workers_there_are_no_orphans(ask: Run, run: Run, orchestrator: str) -> None:
     assert len(ask("orphans", "list").out.splitlines()) == 1
     assert ask("orphans", "adopt").out == "0 adopted\n"
     said = run("--orchestrator-url", orchestrator, "orphans", "adopt", "nobody/v1")

@@ -52,20 +52,20 @@ CHANGES = {
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 @pytest.mark.parametrize("said", FOREIGN)
-def test_a_change_that_another_origins_page_sends_is_refused(method, said):
+def test_a_change_from_a_page_of_another_origin_is_refused(method, said):
     with pytest.raises(HttpError, match=r"a page of .* may change nothing here: send this from a program") as refused:
         site_check()(method, {b"host": b"here:8080", **said})
     assert (refused.value.status, refused.value.code) == (403, "cross_site")
 
 
 @pytest.mark.parametrize("said", OWN)
-def test_a_program_and_the_services_own_page_may_change_what_they_like(said):
+def test_programs_and_the_services_own_page_may_send_changes(said):
     site_check()("POST", {b"host": b"here:8080", **said})
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
 @pytest.mark.parametrize("said", FOREIGN)
-def test_what_changes_nothing_is_not_looked_at(method, said):
+def test_reads_are_not_checked(method, said):
     site_check()(method, {b"host": b"here:8080", **said})
 
 
@@ -89,7 +89,7 @@ def test_pages_of_allowed_origins_may_send_changes(said):
         ({b"sec-fetch-site": b"cross-site", b"origin": EVIL, b"authorization": b"Bearer a"}, True),
     ],
 )
-def test_what_a_browser_asks_about_before_is_trusted_where_that_is_wanted(more, passes):
+def test_preflighted_requests_are_trusted_if_configured(more, passes):
     check = site_check(trusts_preflight=True)
     if passes:
         check("POST", {b"host": b"here:8080", **more})
@@ -135,7 +135,7 @@ async def test_no_page_changes_anything_at_a_keyless_service(service, tmp_path):
                 assert "cross_site" not in answer.text, path
 
 
-async def test_no_page_has_a_keyless_router_do_anything():
+async def test_no_page_can_use_a_router_without_keys():
     engine = EngineDouble("w0")
     foreign = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
     async with fleet(engine) as (client, _, _):

@@ -35,11 +35,11 @@ def exposed(kind):
     return sorted(line for line in lines if "_created" not in line)
 
 
-def test_what_is_exposed_is_what_prometheus_own_client_exposes():
+def test_the_exposition_equals_prometheus_clients():
     assert exposed(fast_metrics) == exposed(prometheus_client)
 
 
-def test_a_name_is_taken_once_and_labels_are_as_many_as_their_names():
+def test_a_metric_name_is_unique_and_labels_match_their_names():
     registry = CollectorRegistry()
     counter = fast_metrics.Counter("x", "X.", ("one",), registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):

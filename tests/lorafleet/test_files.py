@@ -25,7 +25,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_bytes", no_space)
 
 
-def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_with_the_given_mode(tmp_path: Path) -> None:
     path = tmp_path / "f"
     for content, mode in ((b"one", 0o600), (b"two", 0o640)):
         write_atomically(path, content, mode=mode)
@@ -34,7 +34,7 @@ def test_a_file_is_replaced_whole_with_the_mode_that_is_asked_for(tmp_path: Path
 
 
 @pytest.mark.usefixtures("full")
-def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_and_no_partial_one(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.touch()
     with pytest.raises(OSError, match="No space") as refusal:
@@ -43,7 +43,7 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_of_the_new_one(tmp_path: 
     assert (path.read_bytes(), [it.name for it in tmp_path.iterdir()]) == (b"", ["f"])
 
 
-def test_a_key_file_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_an_unreadable_key_file_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
     path = tmp_path / "k.yaml"
     path.symlink_to(tmp_path / ("x" * 300))  # for root, too, an error, as behind a folder that is not ours to search
     with pytest.raises(CommandFailed, match="File name too long"):
@@ -52,14 +52,14 @@ def test_a_key_file_that_cannot_be_looked_at_is_not_taken_for_none(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("full")
-def test_a_key_for_which_there_is_no_room_leaves_no_file(tmp_path: Path) -> None:
+def test_a_key_on_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=f"k.yaml: no space left in {tmp_path}: make room$"):
         add_key(tmp_path / "k.yaml", None, ["infer"])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("full")
-async def test_a_fleet_for_which_there_is_no_room_is_one_line_that_names_the_folder(tmp_path: Path) -> None:
+async def test_a_fleet_on_a_full_disk_gives_one_line_with_the_folder(tmp_path: Path) -> None:
     fleet = LocalFleet(options(tmp_path, state_dir=tmp_path))
     try:
         with pytest.raises(CommandFailed) as failure:

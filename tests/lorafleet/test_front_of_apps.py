@@ -35,14 +35,14 @@ async def served(limits: ClientLimits | None = None):
         await server.shutdown([sock])
 
 
-def test_a_service_has_the_front_and_its_limits_by_default():
+def test_a_service_has_the_http_servers_limits_by_default():
     http = serve.configured(length, grace_s=1.0).http
     assert isinstance(http, HttpListener)
     assert http.limits == ClientLimits(body_bytes=16 * 2**20)
     assert (http.limits.head_s, http.limits.body_s, http.limits.idle_s) == (15.0, 60.0, 75.0)
 
 
-async def test_a_connection_that_says_nothing_is_closed():
+async def test_a_silent_connection_is_closed():
     async with served(SOON) as client, await client() as silent:
         assert await silent.rest() == b""
 
@@ -97,7 +97,7 @@ async def test_an_upgrade_is_ignored_and_its_body_is_read():
             assert (await java.answer())[2] == b"%d" % len(body)
 
 
-async def test_what_is_not_http_is_answered_in_the_envelope():
+async def test_invalid_http_is_answered_in_the_error_envelope():
     async with served() as client, await client() as odd:
         odd.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         async with within(10):

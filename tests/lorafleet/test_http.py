@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI
 from lorafleet.service.http import add_routes
 
 
-async def test_a_route_is_served_as_it_was_made():
+async def test_an_added_route_is_served_unchanged():
     """Made anew for each router around it, an orchestrator's routes took 0.1 s of each start."""
     inner, outer, app = APIRouter(), APIRouter(), FastAPI()
 

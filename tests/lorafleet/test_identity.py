@@ -68,7 +68,7 @@ def test_extra_keys_follow_the_ids_with_their_length_before_them():
 
 
 @given(tokens_of)
-def test_any_sequence_of_ids_hashes_alike_and_is_left_as_it_was(tokens):
+def test_any_sequence_of_ids_hashes_alike_and_is_not_changed(tokens):
     packed = array("I", tokens)
     forms = [tokens, tuple(tokens), packed, array("Q", tokens)]
     assert len({tuple(block_hashes(form, block_size=4, root=root_hash("m"))) for form in forms}) == 1
@@ -76,6 +76,6 @@ def test_any_sequence_of_ids_hashes_alike_and_is_left_as_it_was(tokens):
 
 
 @pytest.mark.parametrize(("token", "error"), [(-1, OverflowError), (2**32, OverflowError), ("7", TypeError)])
-def test_what_is_no_token_id_is_refused(token, error):
+def test_an_invalid_token_id_is_refused(token, error):
     with pytest.raises(error):
         block_hashes([token], block_size=1, root=root_hash("m"))

@@ -32,7 +32,7 @@ def counted(value) -> int:
 
 @settings(max_examples=examples(300))
 @given(JSON, st.integers(0, 40), st.booleans())
-def test_values_are_counted_exactly_whatever_texts_hold(value, most, is_ascii):
+def test_values_are_counted_exactly_whatever_strings_contain(value, most, is_ascii):
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     assert has_more(body, most, VALUES) is (counted(value) > most)
     assert has_more(body, most, ITEMS) <= has_more(body, most, VALUES)
@@ -74,7 +74,7 @@ async def test_an_orchestrator_refuses_bodies_of_many_values_unread(path, tmp_pa
             assert await refused(app, path, body) == (413, "body_too_large"), name
 
 
-def test_a_report_of_a_hundred_thousand_uses_fits_into_an_orchestrators_bounds():
+def test_a_usage_report_of_100_000_entries_is_accepted():
     use = AdapterUse(worker_id="w0", engine_name="a/v1@0123456789ab", last_dispatch_age_s=1.0).model_dump_json()
     assert 100_000 * (counted(json.loads(use)) + 1) < 3_000_000
 
@@ -88,13 +88,13 @@ def test_a_report_of_a_hundred_thousand_uses_fits_into_an_orchestrators_bounds()
         (UsageReport, USAGE | {"waits_s": {f"w{number}": "x" for number in range(10_001)}}, 1),
     ],
 )
-def test_of_a_list_that_programs_send_the_first_fault_is_told(kind, body, faults):
+def test_the_first_fault_of_a_list_is_reported(kind, body, faults):
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() == faults
 
 
-def test_a_heartbeat_of_many_faults_tells_the_first():
+def test_a_heartbeat_with_many_faults_reports_the_first():
     with pytest.raises(ValidationError) as refused:
         Heartbeat.model_validate({"metadata": {"lora": {"loaded_loras": [{}] * 1000}}})
     assert refused.value.error_count() < 30

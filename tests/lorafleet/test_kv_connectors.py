@@ -127,7 +127,7 @@ FETCHES = 'vllm:num_requests_kv_fetch_by_stage{engine="0",model_name="m",stage="
         (PLAIN.replace("None", "4.0").replace("native", "other") + FETCHES, "refused"),
     ],
 )
-def test_engine_that_is_asked_tells_its_connector_by_its_metrics(page, separation):
+def test_a_running_engines_metrics_show_its_connector(page, separation):
     scrape = parse_metrics(page)
     found = verdict_of_running_engine(None, offloading=scrape.offloading, has_connector=scrape.has_connector)
     assert found.separation == separation
@@ -165,7 +165,7 @@ def test_salts_are_different_wherever_adapter_or_clients_salt_are():
     assert adapter_salt("a@1", "s") == "77f02b5caa30944bd382cfbc9072929ddfea4df7ceadc0f86baaedf4d1963d46"
 
 
-def test_each_row_says_what_is_in_the_key():
+def test_each_connectors_separation_matches_its_key():
     rows: list[KvConnector] = [
         *CONNECTORS.values(),
         *(row for rows in OTHER_PACKAGES.values() for row in rows.values()),

@@ -31,7 +31,7 @@ def decoded(*events, rank=0, decoder=None):
     return (decoder or KvEventDecoder()).decode(msgspec.msgpack.encode([1.5, list(events), rank]))
 
 
-def test_vllms_own_bytes_are_understood():
+def test_vllms_own_bytes_are_decoded():
     batch = KvEventDecoder().decode(GOLDEN)
     assert [type(event) for event in batch.events] == [BlocksStored, BlocksRemoved, BlocksCleared]
     assert (batch.ts, batch.rank, batch.rejected) == (1.5, 0, None)
@@ -39,7 +39,7 @@ def test_vllms_own_bytes_are_understood():
 
 
 @pytest.mark.parametrize("name", [7, 2**64 - 1, -(2**63), b"\x07" * 32])
-def test_a_map_and_an_array_say_the_same_with_int_and_bytes_hashes(name):
+def test_maps_and_arrays_decode_alike_with_int_and_bytes_hashes(name):
     event = {**STORED, "block_hashes": [name]}
     decoder = KvEventDecoder()
     from_map = decoded(event, decoder=decoder).events[0]
@@ -53,12 +53,12 @@ def test_a_map_and_an_array_say_the_same_with_int_and_bytes_hashes(name):
 
 
 @pytest.mark.parametrize("cut", [5, 7, 9])
-def test_an_older_engines_shorter_array_is_understood(cut):
+def test_an_older_engines_shorter_array_is_decoded(cut):
     event = decoded(list(STORED.values())[:cut]).events[0]
     assert (event.block_hashes, event.group_idx) == ([7], None)
 
 
-def test_fields_that_we_do_not_know_are_skipped():
+def test_unknown_fields_are_skipped():
     assert decoded({**STORED, "session_id": "s", "ownership": {"a": 1}}).events[0].block_hashes == [7]
     assert decoded([*STORED.values(), None, "LOCAL", {"a": 1}]).events[0].block_hashes == [7]
     assert decoded(STORED, rank=3).rank == 3
@@ -77,7 +77,7 @@ def test_fields_that_we_do_not_know_are_skipped():
         ({"type": "BlockRemoved", "block_hashes": 7}, "shape"),
     ],
 )
-def test_one_odd_event_is_counted_and_its_neighbours_are_taken(odd, reason, as_array):
+def test_an_invalid_event_is_counted_and_its_neighbours_are_decoded(odd, reason, as_array):
     def form(event):
         return list(event.values()) if as_array else event
 
@@ -89,7 +89,7 @@ def test_one_odd_event_is_counted_and_its_neighbours_are_taken(odd, reason, as_a
 
 
 @pytest.mark.parametrize("odd", [7, None, [], "BlockStored", {"no": "type"}, {"type": 7}])
-def test_what_is_no_event_at_all_is_counted(odd):
+def test_values_that_are_no_events_are_counted(odd):
     batch = decoded(odd, STORED)
     assert len(batch.events) == 1
     assert sum(batch.rejected.values()) == 1
@@ -98,6 +98,6 @@ def test_what_is_no_event_at_all_is_counted(odd):
 @pytest.mark.parametrize(
     "payload", [b"", b"\xc1", b"\x93", msgspec.msgpack.encode({"ts": 1}), msgspec.msgpack.encode([1, 2])]
 )
-def test_what_is_no_batch_is_refused(payload):
+def test_an_invalid_batch_is_refused(payload):
     with pytest.raises(UndecodableBatch):
         KvEventDecoder().decode(payload)

@@ -186,7 +186,7 @@ def chain(tokens, adapter="", salt="", **more):
         (BlocksRemoved([1], "GPU", 1), "group"),
     ],
 )
-def test_what_is_not_exact_is_not_accepted_and_says_why(event, reason):
+def test_an_inexact_event_is_rejected_with_a_reason(event, reason):
     book, heard = ledger()
     apply(book, event)
     assert book.rejected == {reason: 1}
@@ -194,14 +194,14 @@ def test_what_is_not_exact_is_not_accepted_and_says_why(event, reason):
     assert not any(heard.tiers.values())
 
 
-def test_a_contradiction_of_what_is_known_is_not_accepted():
+def test_an_event_that_contradicts_known_blocks_is_rejected():
     book, heard = ledger()
     apply(book, stored([1], [1, 2], block_size=2), stored([1], [3, 4], block_size=2))
     assert book.rejected == {"conflict": 1}
     assert heard.tiers["device"] == set(chain([1, 2]))
 
 
-def test_an_adapters_blocks_a_salts_and_an_images_are_their_own():
+def test_blocks_of_adapters_salts_and_images_are_distinct():
     book, heard = ledger()
     tokens = [1, 2, 3, 4]
     image = media_key([("cat.png", -1)])
@@ -251,11 +251,11 @@ def test_an_adapters_blocks_a_salts_and_an_images_are_their_own():
         ([["salt", b"embeds"]], "", True, None),
     ],
 )
-def test_a_blocks_keys_are_told_apart(keys, adapter, is_start, expected):
+def test_extra_keys_of_a_block_are_distinguished(keys, adapter, is_start, expected):
     assert extra_hash_inputs(keys, adapter, is_start=is_start) == expected
 
 
-def test_two_lists_of_images_are_never_packed_alike():
+def test_different_lists_of_images_give_different_bytes():
     lists = [[("a", 1)], [("a", 2)], [("b", 1)], [("a", 1), ("b", 1)], [("b", 1), ("a", 1)], [("", 1)], []]
     assert len({media_key(items) for items in lists}) == len(lists)
 
@@ -268,7 +268,7 @@ def test_bytes_and_integers_of_one_hash_are_the_same_block():
     assert not heard.tiers["device"]
 
 
-def test_a_block_goes_when_its_last_copy_goes():
+def test_a_block_is_dropped_with_its_last_copy():
     book, heard = ledger()
     store = stored([1], [1, 2], block_size=2)
     apply(book, store, store, store, BlocksRemoved([1], "GPU"), BlocksRemoved([1], "GPU"))
@@ -277,7 +277,7 @@ def test_a_block_goes_when_its_last_copy_goes():
     assert not heard.tiers["device"]
 
 
-def test_two_engine_hashes_of_one_block_of_ours_are_counted():
+def test_two_engine_hashes_of_one_block_are_counted():
     book, heard = ledger()
     apply(book, stored([1], [1, 2], block_size=2), stored([2], [1, 2], block_size=2), stored([3], [1, 2], block_size=2))
     apply(book, BlocksRemoved([1], "GPU"), BlocksRemoved([2], "GPU"))
@@ -286,7 +286,7 @@ def test_two_engine_hashes_of_one_block_of_ours_are_counted():
     assert not heard.tiers["device"]
 
 
-def test_a_whole_prompt_told_again_is_a_report_of_what_is_there_and_no_copy_though_nobody_said_so():
+def test_a_repeated_whole_prompt_counts_as_a_reuse_report():
     book, heard = ledger()
     apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
     for _ in range(3):
@@ -300,7 +300,7 @@ def test_a_whole_prompt_told_again_is_a_report_of_what_is_there_and_no_copy_thou
     assert not book.rejected
 
 
-def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost():
+def test_expected_repeats_add_no_copy_and_restore_lost_blocks():
     book, heard = ledger()
     store = stored([1, 2], [1, 2, 3, 4], block_size=2)
     apply(book, store, store)
@@ -311,7 +311,7 @@ def test_repetitions_that_are_expected_add_no_copy_and_bring_back_what_was_lost(
     assert not book.rejected
 
 
-def test_a_ledger_that_missed_removals_keeps_what_it_heard_of_last_and_no_more_than_it_may():
+def test_a_ledger_with_missed_removals_keeps_the_newest_blocks():
     book, heard = ledger(most_blocks=4)
     for each in range(4):
         apply(book, stored([each], [each, each], block_size=2))
@@ -326,7 +326,7 @@ def test_a_ledger_that_missed_removals_keeps_what_it_heard_of_last_and_no_more_t
     assert set(book.blocks("device")) == heard.tiers["device"]
 
 
-def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
+def test_a_block_on_the_host_alone_is_still_a_parent():
     book, heard = ledger()
     apply(
         book,
@@ -339,14 +339,14 @@ def test_a_block_that_left_the_device_is_still_a_parent_while_the_host_has_it():
     assert (heard.tiers["device"], heard.tiers["host"]) == (set(chain([1, 2, 3, 4])[1:]), set(chain([1, 2])))
 
 
-def test_a_salt_that_an_event_has_in_a_field_of_its_own_keeps_its_blocks_apart():
+def test_a_salt_in_its_own_event_field_separates_blocks():
     book, heard = ledger(traits=TRAITS["sglang"])
     salted = stored([1], [1, 2], block_size=2, cache_salt="tenant")
     apply(book, salted, stored([2], [3, 4], 1, block_size=2, cache_salt="tenant"))
     assert heard.tiers["device"] == set(chain([1, 2, 3, 4], salt="tenant"))
 
 
-def test_an_adapter_loaded_afresh_has_no_blocks_where_loads_start_afresh_and_keeps_them_elsewhere():
+def test_reloading_an_adapter_drops_its_blocks_only_with_forgets_on_load():
     for dialect, left in (("sglang", set(chain([5, 6]))), ("vllm", {*chain([1, 2], "sql@1"), *chain([5, 6])})):
         book, heard = ledger(traits=TRAITS[dialect])
         own = stored([1], [1, 2], block_size=2, lora_name="sql@1")
@@ -358,7 +358,7 @@ def test_an_adapter_loaded_afresh_has_no_blocks_where_loads_start_afresh_and_kee
         assert heard.tiers["device"] == left | set(chain([1, 2], "sql@1"))
 
 
-def test_a_block_costs_about_150_bytes_and_nothing_is_left_of_those_that_go():
+def test_a_block_takes_about_150_bytes_and_frees_them():
     book, heard = ledger()
     names = [hash(("n", i)) & (1 << 64) - 1 for i in range(20_000)]
     events = [stored([each], [i, i], block_size=2) for i, each in enumerate(names)]

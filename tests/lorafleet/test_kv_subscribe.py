@@ -65,7 +65,7 @@ async def connected(engine, told):
     return len(engine.batches)
 
 
-async def test_the_engines_past_is_told_first_then_what_comes_all_in_order():
+async def test_buffered_batches_come_first_then_live_ones_in_order():
     engine = KvEngine()
     for number in range(5):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
@@ -79,7 +79,7 @@ async def test_the_engines_past_is_told_first_then_what_comes_all_in_order():
         assert not told.losses
 
 
-async def test_a_hole_is_filled_from_the_replay_socket():
+async def test_a_gap_is_filled_from_the_replay_socket():
     engine = KvEngine()
     async with following(engine) as (told, _hub):
         count = await connected(engine, told)
@@ -93,7 +93,7 @@ async def test_a_hole_is_filled_from_the_replay_socket():
 
 
 @pytest.mark.parametrize("has_topic", [True, False])
-async def test_a_replay_with_a_hole_in_it_is_asked_for_again(has_topic):
+async def test_a_replay_with_a_gap_is_requested_again(has_topic):
     engine = KvEngine()
     engine.has_topic_in_replay = has_topic
     for number in range(6):
@@ -105,7 +105,7 @@ async def test_a_replay_with_a_hole_in_it_is_asked_for_again(has_topic):
         assert engine.replays == 2
 
 
-async def test_a_hole_that_nothing_can_fill_is_told_and_passed():
+async def test_a_gap_that_cannot_be_filled_is_reported_and_skipped():
     engine = KvEngine()
     async with following(engine) as (told, _hub):
         count = await connected(engine, told)
@@ -118,7 +118,7 @@ async def test_a_hole_that_nothing_can_fill_is_told_and_passed():
         assert told.numbers == [*range(count), count + 3, count + 4]
 
 
-async def test_without_a_replay_socket_a_hole_is_a_loss_and_the_next_batch_is_told():
+async def test_without_a_replay_socket_a_gap_is_a_loss():
     engine = KvEngine()
     async with following(engine, replay=False) as (told, _hub):
         count = await connected(engine, told)
@@ -129,7 +129,7 @@ async def test_without_a_replay_socket_a_hole_is_a_loss_and_the_next_batch_is_to
         assert told.losses[earlier:] == [(count, count)]
 
 
-async def test_a_loss_at_the_tail_is_found_by_asking():
+async def test_a_loss_of_the_last_batch_is_found_by_polling():
     engine = KvEngine()
     async with following(engine, tail_poll_s=0.05) as (told, _hub):
         await engine.publish(0, lost=True)
@@ -137,7 +137,7 @@ async def test_a_loss_at_the_tail_is_found_by_asking():
         assert not told.losses
 
 
-async def test_a_late_subscriber_is_told_what_it_missed():
+async def test_a_late_subscriber_gets_the_buffered_batches():
     engine = KvEngine()
     for number in range(9):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
@@ -147,7 +147,7 @@ async def test_a_late_subscriber_is_told_what_it_missed():
         assert told.losses == [(0, 3)]
 
 
-async def test_odd_messages_and_a_listeners_fault_do_not_stop_the_rest():
+async def test_malformed_messages_and_listener_errors_stop_nothing_else():
     engine = KvEngine()
     async with following(engine) as (told, hub):
         count = await connected(engine, told)
@@ -161,7 +161,7 @@ async def test_odd_messages_and_a_listeners_fault_do_not_stop_the_rest():
         assert hub.waiting == 0
 
 
-async def test_many_engines_share_one_hub_and_a_forgotten_one_is_silent():
+async def test_many_engines_share_one_hub_and_a_stopped_one_is_silent():
     engines = [KvEngine(f"kv@{number}") for number in range(8)]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:
@@ -207,7 +207,7 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
         await hub.close()
 
 
-async def test_an_engine_that_goes_and_comes_back_is_heard_again():
+async def test_a_restarted_engine_is_followed_again():
     engine = KvEngine(f"kv@{uuid.uuid4().hex}")
     hub = SubscriberHub(tail_poll_s=0.1)
     told = RecordedBatches()

@@ -30,7 +30,7 @@ async def same_without_body(client, path) -> None:
 
 
 @pytest.mark.parametrize("service", [orchestrator, agent])
-async def test_head_is_answered_as_get_without_the_body(service, tmp_path):
+async def test_head_is_answered_as_get_without_a_body(service, tmp_path):
     async with service(tmp_path) as app, asking(app) as client:
         for path in (*READS[service.__name__], "/nowhere"):
             await same_without_body(client, path)
@@ -74,7 +74,7 @@ async def test_a_router_answers_head_where_it_answers_get():
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
 
-async def test_a_slash_behind_a_routers_path_means_nothing():
+async def test_a_trailing_slash_of_a_router_path_is_ignored():
     engine = EngineDouble("w0")
     async with fleet(engine) as (client, _, _):
         plain = await client.post("/v1/chat/completions", json=CHAT)
@@ -90,7 +90,7 @@ async def test_a_slash_behind_a_routers_path_means_nothing():
         assert '"/v1/chat/completions/' not in (await client.get("/metrics")).text, "counted as what it means"
 
 
-async def test_a_slash_behind_an_orchestrators_path_means_nothing(tmp_path):
+async def test_a_trailing_slash_of_an_orchestrator_path_is_ignored(tmp_path):
     async with orchestrator(tmp_path) as app, asking(app) as client:
         for path in ("/v1/adapters", "/v1/aliases", "/v1/workers", "/v1/policy"):
             with_slash, plain = await client.get(f"{path}/"), await client.get(path)

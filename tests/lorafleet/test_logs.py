@@ -49,7 +49,7 @@ def ran(text: str, **kwargs) -> subprocess.CompletedProcess:
     ("end", "status"),
     [("pass", 0), ("sys.exit(3)", 3), ("raise ValueError('at the end')", 1), ("interrupted()", -2)],
 )
-def test_nothing_is_lost_at_an_end_of_any_kind(end, status):
+def test_no_line_is_lost_at_any_kind_of_exit(end, status):
     done = ran(f"for n in range(300): log.info('a line', n=n)\n{end}")
     assert done.returncode == status
     said = lines_of(done.stderr)
@@ -58,7 +58,7 @@ def test_nothing_is_lost_at_an_end_of_any_kind(end, status):
     assert last == {1: ["ValueError"], -2: ["KeyboardInterrupt"]}.get(status, [])
 
 
-def test_the_libraries_lines_come_the_same_way_and_in_order():
+def test_the_libraries_lines_are_written_in_order_too():
     said = lines_of(
         ran("log.info('ours')\nlogging.getLogger('uvicorn').error('theirs')\nlog.info('ours again')").stderr
     )
@@ -66,7 +66,7 @@ def test_the_libraries_lines_come_the_same_way_and_in_order():
     assert {line["component"] for line in said} == {"test"}
 
 
-def test_a_reader_that_is_gone_costs_lines_and_nothing_else():
+def test_a_reader_that_is_gone_only_loses_lines():
     text = """
         sys.stdin.read()
         for n in range(100): log.info("nobody hears", n=n)
@@ -82,7 +82,7 @@ def test_a_reader_that_is_gone_costs_lines_and_nothing_else():
         assert process.wait(30) == 0
 
 
-def test_a_reader_that_stalls_holds_nobody_up_and_hears_later_how_much_it_missed():
+def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines():
     text = f"""
         for n in range({MANY}): log.info("a line", n=n)
         print("went on", flush=True)
@@ -105,13 +105,13 @@ def test_a_reader_that_stalls_holds_nobody_up_and_hears_later_how_much_it_missed
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("raise ValueError", 1)])
-def test_a_reader_that_never_comes_back_does_not_keep_the_process_from_its_end(end, status):
+def test_a_stalled_reader_does_not_delay_the_exit(end, status):
     text = f"for n in range({MANY}): log.info('a line')\n{end}"
     with subprocess.Popen(program(text), stderr=subprocess.PIPE) as process:
         assert process.wait(30) == status
 
 
-def test_a_full_disk_that_has_room_again_gets_the_count_and_whole_lines(tmp_path):
+def test_a_disk_with_room_again_gets_the_count_and_whole_lines(tmp_path):
     text = f"""
         os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
         for n in range(7): log.info("lost", n=n)
@@ -125,7 +125,7 @@ def test_a_full_disk_that_has_room_again_gets_the_count_and_whole_lines(tmp_path
     assert said[0] | {"level": "warning", "component": "test", "lines": 7} == said[0]
 
 
-def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
+def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path):
     text = f"""
         import resource, signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -143,7 +143,7 @@ def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
     assert [json.loads(line)["event"] for line in whole] == ["1 log lines were dropped", "whole"]
 
 
-def test_a_pipe_that_somebody_made_non_blocking_loses_nothing():
+def test_a_non_blocking_pipe_loses_no_line():
     text = """
         os.set_blocking(2, False)
         for n in range(3000): log.info("a line", n=n)
@@ -168,7 +168,7 @@ def test_a_forked_child_writes_its_own_lines_and_none_of_its_parents():
     assert [line["event"] for line in lines_of(ran(text).stderr)] == ["before", "child", "parent"]
 
 
-def test_a_process_without_a_stderr_writes_its_lines_into_no_other_file(tmp_path):
+def test_a_process_without_stderr_writes_into_no_other_file(tmp_path):
     text = f"""
         file = open({str(tmp_path / "other")!r}, "wb")
         log.info("into nothing")
@@ -178,7 +178,7 @@ def test_a_process_without_a_stderr_writes_its_lines_into_no_other_file(tmp_path
     assert (tmp_path / "other").read_bytes() == b""
 
 
-def test_more_threads_are_not_needed_to_log():
+def test_logging_works_without_new_threads():
     text = """
         start = threading.Thread.start
         def refused(self): raise RuntimeError("can't start new thread")

@@ -10,7 +10,7 @@ from lorafleet.service.loops import ChangeSignal, DelayedCalls, backoff_s, forev
 from tests.patience import patience, until, within
 
 
-def test_waits_after_failures_double_up_to_the_most_and_nobody_waits_as_long_as_the_next():
+def test_pauses_after_failures_double_with_jitter_up_to_a_limit():
     waits = [[backoff_s(failures, 0.2, 5.0, random.Random(seed)) for seed in range(50)] for failures in range(1, 8)]
     for full, drawn in zip([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], waits, strict=True):
         assert full / 2 <= min(drawn) < max(drawn) <= full
@@ -18,7 +18,7 @@ def test_waits_after_failures_double_up_to_the_most_and_nobody_waits_as_long_as_
     assert 2.5 <= backoff_s(10**6, 0.2, 5.0) <= 5.0
 
 
-async def test_a_loop_survives_its_worst_round_and_counts_it():
+async def test_a_loop_survives_and_counts_errors():
     rounds, failures, done = [], [], asyncio.Event()
 
     async def step():
@@ -43,7 +43,7 @@ async def test_a_loop_survives_its_worst_round_and_counts_it():
 
 
 @pytest.mark.parametrize(("exc", "ours"), [(ConnectionRefusedError(), 0), (httpx.ReadTimeout(""), 0), (KeyError(), 1)])
-async def test_of_failures_those_of_ours_are_counted_and_all_are_logged_with_what_the_loop_is_about(exc, ours):
+async def test_own_failures_are_counted_and_all_failures_logged(exc, ours):
     failures, again = [], asyncio.Event()
 
     async def step():
@@ -75,7 +75,7 @@ async def test_of_failures_those_of_ours_are_counted_and_all_are_logged_with_wha
     assert logs[0]["exc_info"] == bool(ours)
 
 
-async def test_of_whom_httpx_could_not_reach_the_log_says_the_address_and_no_more():
+async def test_an_unreachable_peers_address_is_logged_without_its_path():
     async def step():
         async with httpx.AsyncClient() as client:
             await client.get("http://user:secret@127.0.0.1:9/v1/catalog?key=hush")
@@ -102,7 +102,7 @@ async def test_a_poke_starts_the_next_round_at_once():
     loop.cancel()
 
 
-async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
+async def test_every_waiter_sees_a_change_until_its_deadline():
     changes, value = ChangeSignal(), []
     waiting = [asyncio.create_task(changes.until(lambda: len(value) > 1, timeout_s=5)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -117,7 +117,7 @@ async def test_everyone_who_waits_sees_a_change_and_a_deadline_ends_the_wait():
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_not_forgotten(turns):
+async def test_a_cancellation_together_with_the_change_is_not_lost(turns):
     changes, poke, told = ChangeSignal(), asyncio.Event(), []
 
     async def step():
@@ -138,7 +138,7 @@ async def test_a_cancellation_that_comes_together_with_what_was_waited_for_is_no
     assert all(task.cancelled() for task in tasks)
 
 
-async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_delay():
+async def test_delayed_calls_are_made_in_order_after_their_delay():
     loop, later, made, all_made = asyncio.get_running_loop(), DelayedCalls(0.05), [], asyncio.Event()
 
     def fails():
@@ -165,7 +165,7 @@ async def test_calls_that_are_put_off_are_made_in_order_each_no_sooner_than_its_
     assert made == [(1, True), (2, True), (3, True), (5, True)]
 
 
-async def test_calls_that_were_put_off_let_others_have_their_turn():
+async def test_delayed_calls_yield_to_the_event_loop():
     loop, later, made, over = asyncio.get_running_loop(), DelayedCalls(0.0), [], asyncio.Event()
 
     def call(number):

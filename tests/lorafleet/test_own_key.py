@@ -51,7 +51,7 @@ def test_without_a_file_the_key_stays_and_without_a_key_nothing_is_sent():
 
 
 @pytest.mark.parametrize("broken", ["", " \n", "two words", None])
-def test_a_file_that_breaks_leaves_the_last_good_key_until_it_is_mended(file, broken):
+def test_an_unreadable_file_leaves_the_last_good_key(file, broken):
     clock = OwnKeyClock()
     own = OwnKey("", file, clock=clock)
     if broken is None:
@@ -66,7 +66,7 @@ def test_a_file_that_breaks_leaves_the_last_good_key_until_it_is_mended(file, br
 
 
 @pytest.mark.parametrize(("text", "says"), [("", "is empty"), ("a b", "must be one key"), (None, "No such file")])
-def test_a_file_that_is_no_key_at_the_start_is_named(tmp_path, text, says):
+def test_an_invalid_token_file_at_the_start_is_named(tmp_path, text, says):
     path = tmp_path / "token"
     if text is not None:
         path.write_text(text)
@@ -74,7 +74,7 @@ def test_a_file_that_is_no_key_at_the_start_is_named(tmp_path, text, says):
         OwnKey("", path)
 
 
-async def test_a_client_asks_for_it_at_each_request_and_leaves_anothers_key_alone(file):
+async def test_each_request_gets_the_current_key_unless_it_has_one(file):
     clock, seen = OwnKeyClock(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -94,7 +94,7 @@ async def test_a_client_asks_for_it_at_each_request_and_leaves_anothers_key_alon
 
 @pytest.mark.fleet
 @pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
-def test_a_house_whose_key_cannot_be_read_ends_with_one_line(tmp_path, house):
+def test_a_service_with_an_unreadable_key_ends_with_one_line(tmp_path, house):
     model = ["--model", str(make_model(tmp_path / "model"))] if house == "workers" else []
     flags = ["--token-file", str(tmp_path / "none"), "--engine", "sim"][: 4 if model else 2]
     state = {"workers": "--state-dir", "orchestrator": "--store"}.get(house)

@@ -60,7 +60,7 @@ serve.run(main)
 
 
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\r\n", b"GET /", b"GET / HTTP/1.1\r\nx: "])
-async def test_a_head_without_end_is_cut_off(start):
+async def test_an_endless_head_is_refused(start):
     piece = b"x: " + b"a" * 1000 + b"\r\n" if start.endswith(b"1.1\r\n") else b"a" * 1000
     async with served() as (host, port):
         _, writer = await asyncio.open_connection(host, port)
@@ -91,7 +91,7 @@ async def test_large_bodies_follow_each_other_on_one_connection():
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
-async def test_a_body_without_end_is_refused_before_it_is_taken(is_declared):
+async def test_an_endless_body_is_refused_early(is_declared):
     size = 16 * 2**20 + 1
 
     async def pieces():
@@ -130,7 +130,7 @@ def forks():
     ],
     ids=lambda words: "-".join(words[:2]),
 )
-def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(tmp_path, forks, words):
+def test_a_port_in_use_ends_every_service_with_a_hint(tmp_path, forks, words):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         it = forks.run(*words, "--port", str(port), folder=tmp_path)
@@ -158,7 +158,7 @@ def test_a_port_in_use_ends_every_house_alike_and_the_last_line_says_what_to_do(
         ),
     ],
 )
-def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_it(tmp_path, forks, words, says):
+def test_a_missing_folder_or_file_ends_a_service_with_one_line(tmp_path, forks, words, says):
     it = forks.run(*words, "--port", "0", folder=tmp_path)
     assert it.returncode == 2
     assert says in it.stderr
@@ -167,7 +167,7 @@ def test_a_folder_or_file_that_is_not_there_ends_a_house_in_one_line_that_names_
 
 @pytest.mark.fleet
 @pytest.mark.parametrize("house", ["router", "orchestrator"])
-def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_traceback(tmp_path, forks, house):
+def test_an_unwritable_port_file_ends_a_service_without_a_traceback(tmp_path, forks, house):
     it = forks.run(house, "--port", "0", "--port-file", "none/port", folder=tmp_path)
     says = f"python -m {house}: port file none/port: No such file or directory; name one that can be written"
     assert (it.returncode, "Traceback" in it.stderr) == (2, False)
@@ -175,18 +175,18 @@ def test_a_port_file_that_cannot_be_written_ends_a_house_that_says_so_without_a_
 
 
 @pytest.mark.parametrize(("under", "hears"), [((), True), (("nohup",), False)])
-def test_a_terminal_that_is_gone_stops_whoever_was_not_started_to_outlive_it(under, hears):
+def test_a_terminals_hang_up_stops_a_service_unless_under_nohup(under, hears):
     code = "import signal; from lorafleet.service import signals; print(signal.SIGHUP in signals.stop_signals())"
     done = subprocess.run([*under, sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{hears}\n"
 
 
-def test_an_address_that_is_not_this_machines_is_named():
+def test_an_address_of_another_machine_is_named():
     with pytest.raises(OSError, match=r"port 0 of 192\.0\.2\.1 cannot be had \(.*--host"):
         serve.bind("192.0.2.1", 0)
 
 
-def test_of_two_that_have_a_port_without_listening_only_one_listens():
+def test_of_two_sockets_bound_to_a_port_only_one_listens():
     first = serve.bind_only("127.0.0.1", 0)
     with first:
         first.listen()

@@ -25,7 +25,7 @@ def loaded(*argv):
     return load(ExampleSettings, argv, prog="example")
 
 
-def test_a_flag_beats_the_environment_which_beats_the_file_which_beats_the_default(monkeypatch, tmp_path):
+def test_settings_come_from_flag_environment_file_default_in_this_order(monkeypatch, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("port: 3\nwait-s: 3.0\nnames: [c]\n")
     monkeypatch.setenv("LORAFLEET_EXAMPLE_PORT", "4")
@@ -50,9 +50,7 @@ def test_a_list_repeats_its_flag_or_is_json_in_the_environment(monkeypatch):
         ("COSTS", "x=1", """a mapping is JSON: '{"NAME": VALUE}', found 'x=1'"""),
     ],
 )
-def test_a_list_or_mapping_in_the_environment_that_is_no_json_is_one_line_that_shows_how(
-    monkeypatch, capsys, name, text, says
-):
+def test_an_invalid_list_or_mapping_in_the_environment_shows_the_form(monkeypatch, capsys, name, text, says):
     monkeypatch.setenv(f"LORAFLEET_EXAMPLE_{name}", text)
     with pytest.raises(SystemExit) as ended:
         load_or_exit(ExampleSettings, [], prog="example")
@@ -64,12 +62,12 @@ def test_a_list_or_mapping_in_the_environment_that_is_no_json_is_one_line_that_s
 
 
 @pytest.mark.parametrize("argv", [["--names", "[a"], ["--costs", "{a"]])
-def test_a_list_or_mapping_of_a_flag_that_does_not_end_is_refused_and_named(argv):
+def test_an_unclosed_list_or_mapping_of_a_flag_is_refused(argv):
     with pytest.raises(SettingsError, match=argv[0].removeprefix("--")):
         loaded(*argv)
 
 
-def test_a_mapping_without_names_is_told_how_it_is_written():
+def test_a_mapping_without_names_shows_the_form():
     assert loaded("--costs", "x=1", "--costs", "y=2").costs == {"x": 1.0, "y": 2.0}
     with pytest.raises(SettingsError, match=r"^costs: expected NAME=VALUE"):
         loaded("--costs", "1")
@@ -81,7 +79,7 @@ def test_the_file_may_be_named_in_the_environment(monkeypatch, tmp_path):
     assert loaded().port == 3
 
 
-def test_unknown_names_are_refused_by_name_wherever_they_stand_with_the_one_that_was_meant(monkeypatch, tmp_path):
+def test_unknown_settings_are_refused_with_a_suggestion(monkeypatch, tmp_path):
     (tmp_path / "c.yaml").write_text("prot: 3")
     with pytest.raises(SettingsError, match=r"prot: there is no such setting; did you mean port\?"):
         loaded("--config", str(tmp_path / "c.yaml"))
@@ -107,7 +105,7 @@ def test_a_wrong_flag_is_one_line(capsys, argv):
     assert "did you mean" not in said
 
 
-def test_help_prints_every_flag_and_ends_well(capsys):
+def test_help_prints_every_flag_and_exits_0(capsys):
     with pytest.raises(SystemExit) as ended:
         loaded("--help")
     assert ended.value.code == 0
@@ -115,7 +113,7 @@ def test_help_prints_every_flag_and_ends_well(capsys):
 
 
 @pytest.mark.parametrize("word", ["", "=x", "--", "- -", "stray"])
-def test_a_word_that_is_no_flag_is_refused(word):
+def test_an_argument_that_is_no_flag_is_refused(word):
     with pytest.raises(SettingsError, match="unrecognized arguments"):
         loaded(word)
 
@@ -153,7 +151,7 @@ def test_settings_are_frozen_and_do_not_show_the_token():
         (WorkerSettings, "--advertise-url"),
     ],
 )
-def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
+def test_an_invalid_address_is_refused_at_the_start_by_name(house, flag):
     given = ["--model", "m", flag] if house is WorkerSettings else [flag]
     refused = rf"{flag.removeprefix('--')}: .* must be an address, such as http://host:port"
     for text in (
@@ -175,7 +173,7 @@ def test_what_is_no_address_is_refused_at_the_start_and_named(house, flag):
     load(house, [*given, "https://[::1]:8080/below"], prog="it")
 
 
-def test_of_several_orchestrators_each_has_to_be_an_address():
+def test_each_of_several_orchestrators_must_be_an_address():
     several = ["--model", "m", "--orchestrator-url"]
     assert load(WorkerSettings, [*several, "http://a:1, http://b:2"], prog="it").orchestrator_urls == (
         "http://a:1",
@@ -185,7 +183,7 @@ def test_of_several_orchestrators_each_has_to_be_an_address():
         load(WorkerSettings, [*several, "http://a:1,b:2"], prog="it")
 
 
-def test_a_token_is_what_its_file_has_without_the_line_break(monkeypatch):
+def test_a_token_file_may_end_with_a_line_break(monkeypatch):
     monkeypatch.setenv("LORAFLEET_EXAMPLE_TOKEN", "lf-secret\n")
     assert loaded().token == "lf-secret"
 
@@ -225,6 +223,6 @@ def test_an_engines_key_is_read_as_a_token_is(monkeypatch, house):
         (WorkerSettings, "--stop-grace-s"),
     ],
 )
-def test_a_stop_that_would_have_no_end_is_refused_at_the_start(house, flag):
+def test_an_endless_stop_time_is_refused_at_the_start(house, flag):
     with pytest.raises(SettingsError, match=f"{flag.removeprefix('--')}: Input should be a finite number"):
         load(house, ["--model=m", flag, "inf"] if house is WorkerSettings else [flag, "inf"], prog="it")

@@ -6,7 +6,7 @@ from lorafleet.service.sockets import socket_folder
 
 
 @pytest.mark.parametrize("depth", [1, 60, 75, 90, 200])
-def test_a_socket_with_the_longest_name_can_be_bound_wherever_temporary_files_go(tmp_path, monkeypatch, depth):
+def test_a_long_socket_name_can_be_bound_under_any_tmpdir(tmp_path, monkeypatch, depth):
     deep = tmp_path / ("x" * depth)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))

@@ -105,7 +105,7 @@ def test_the_ids_of_the_pieces_are_the_ids_of_the_whole(family, text, min_chars)
 
 @settings(max_examples=examples(100))
 @given(text=TEXTS, more=TEXTS)
-def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text, more):
+def test_a_continuation_shares_every_whole_piece(text, more):
     cuts = SplitPoints.from_json(FAMILIES["llama 2's prepended blank"]())
     whole = replace(cuts, min_chars=20).pieces(text + "<|im_end|>" + more)
     before = replace(cuts, min_chars=20).pieces(text)
@@ -115,7 +115,7 @@ def test_a_continuation_has_every_whole_piece_of_the_text_that_it_continues(text
 
 @settings(max_examples=examples(300))
 @given(before=TEXTS, after=TEXTS, data=st.data())
-def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, before, after, data):
+def test_a_text_is_split_after_every_certain_token(family, before, after, data):
     tokenizer, cuts = family
     markers = [token for token in FRAGMENTS if cuts.sure is not None and cuts.sure.fullmatch(token)]
     marker = data.draw(st.sampled_from(markers)) if markers else ""
@@ -136,7 +136,7 @@ def test_behind_a_sure_marker_there_is_a_cut_whatever_stands_around_it(family, b
         (["  "], set()),
     ],
 )
-def test_a_marker_is_sure_when_no_other_can_take_its_letters(tokens, sure):
+def test_a_token_is_certain_if_no_other_overlaps_it(tokens, sure):
     cuts = SplitPoints.from_json(bpe(added=raw(*tokens)))
     found = {token for token in tokens if cuts.sure.fullmatch(token)}
     assert found == sure
@@ -151,7 +151,7 @@ LOOKS_ACROSS = {
 
 
 @pytest.mark.parametrize("name", LOOKS_ACROSS)
-def test_a_tokenizer_that_looks_across_a_cut_has_none(name):
+def test_a_tokenizer_that_looks_across_tokens_has_no_split_points(name):
     text = LOOKS_ACROSS[name]()
     if name == "no raw marker":
         # The special <unk> is raw, so there is one; without it there is nothing left to cut behind.
@@ -161,13 +161,13 @@ def test_a_tokenizer_that_looks_across_a_cut_has_none(name):
     assert SplitPoints.from_json(text) is None
 
 
-def test_such_a_tokenizer_would_indeed_give_other_ids_in_pieces():
+def test_such_a_tokenizer_gives_other_ids_in_pieces():
     tokenizer = Tokenizer.from_str(LOOKS_ACROSS["metaspace at the start only"]())
     apart = ids(tokenizer, "the<|im_end|>") + ids(tokenizer, "fox")
     assert apart != ids(tokenizer, "the<|im_end|>fox")
 
 
-def test_an_unknown_pre_tokenizer_and_dropout_have_no_cuts():
+def test_an_unknown_pre_tokenizer_and_dropout_have_no_split_points():
     file = json.loads(bpe(pre_tokenizer=pre_tokenizers.ByteLevel()))
     assert SplitPoints.from_json(json.dumps(file)) is not None
     assert (

@@ -112,7 +112,7 @@ def assert_rendered(chat: ChatTokenizer, body: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", *FRAMED])
-def test_conversations_by_their_frame_are_as_rendered(files, name):
+def test_cached_conversations_equal_rendered_ones(files, name):
     chat = templated(files, FRAMED[name]) if name in FRAMED else ChatTokenizer.from_files(files)
     assert_rendered(chat, said(("system", "Be brief."), ("user", "Hi")))
     assert chat.template_cache.pieces(("system", "user"), ["a", "b"]) is not None
@@ -127,7 +127,7 @@ def test_conversations_by_their_frame_are_as_rendered(files, name):
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_template_that_looks_at_its_texts_is_rendered_or_asked_first(files, look):
+def test_a_template_that_inspects_texts_is_rendered_correctly(files, look):
     chat = templated(
         files, "{% for m in messages %}{% set c = m.content %}" + look + "<|im_end|>{% endfor %}<|im_start|>"
     )
@@ -145,13 +145,13 @@ def test_a_template_that_looks_at_its_texts_is_rendered_or_asked_first(files, lo
 
 
 @pytest.mark.parametrize("fickle", ["{{ strftime_now('%f') }}", "{{ [1, 2, 3] | random }}", "{{ lipsum(1, false) }}"])
-def test_a_template_that_differs_from_time_to_time_has_no_frame(files, fickle):
+def test_a_template_with_changing_output_is_not_cached(files, fickle):
     chat = templated(files, CHATML + fickle)
     chat.prompt_pieces(said(("user", "a")))
     assert not chat.template_cache.templates
 
 
-def test_a_body_with_more_than_texts_is_rendered(files):
+def test_a_body_with_further_fields_is_rendered(files):
     chat = ChatTokenizer.from_files(files)
     plain = said(("system", "Be brief."), ("user", "Hi"))
     tool = {"type": "function", "function": {"name": "f"}}
@@ -170,14 +170,14 @@ def test_a_body_with_more_than_texts_is_rendered(files):
             chat.prompt_pieces({"messages": [strange]})
 
 
-def test_a_template_is_watched_a_few_times_for_an_order_of_speakers_and_no_more(files):
+def test_learning_an_order_of_roles_is_tried_a_few_times(files):
     chat = templated(files, CHATML.replace("m.content", "m.content.upper()"))
     for _ in range(20):
         chat.prompt_pieces(said(("user", "a")))
     assert chat.template_cache.tries == {("user",): 4}
 
 
-def test_the_frames_kept_are_bounded(files):
+def test_the_number_of_cached_templates_is_bounded(files):
     chat = ChatTokenizer.from_files(files)
     for number in range(600):
         speakers = ["user" if number >> bit & 1 else "assistant" for bit in range(10)]
@@ -188,7 +188,7 @@ def test_the_frames_kept_are_bounded(files):
     assert max(map(len, chat.template_cache.templates)) < 300
 
 
-def test_a_kept_piece_of_a_conversation_is_one_of_its_continuation(files):
+def test_pieces_of_a_conversation_are_pieces_of_its_continuation(files):
     chat = ChatTokenizer.from_files(files)
     turns = [("user", "a" * 300), ("assistant", "b" * 20), ("user", "c" * 300), ("assistant", "d" * 300), ("user", "e")]
     for count in range(1, 5):
@@ -197,7 +197,7 @@ def test_a_kept_piece_of_a_conversation_is_one_of_its_continuation(files):
         assert pieces == chat.pieces(chat.render(said(*turns[:count])), add_special_tokens=False)
 
 
-def test_behind_a_token_that_another_may_reach_into_there_is_no_cut_without_a_look_at_the_text(files):
+def test_tokens_that_others_overlap_are_not_cached_split_points(files):
     file = json.loads(files["tokenizer.json"])
     # One that begins within another's letters, and takes them.
     begun = [
@@ -210,5 +210,5 @@ def test_behind_a_token_that_another_may_reach_into_there_is_no_cut_without_a_lo
     assert not chat.template_cache.templates
 
 
-def test_a_model_folder_without_template_has_no_frames(files, tmp_path: Path):
+def test_a_model_without_template_has_no_template_cache(files, tmp_path: Path):
     assert ChatTokenizer.from_files({"tokenizer.json": files["tokenizer.json"]}).template_cache is None

@@ -41,7 +41,7 @@ def test_the_same_seeds_give_the_same_bytes(made, tmp_path):
     assert digests(tmp_path) == digests(made)
 
 
-def test_a_second_call_makes_nothing(made):
+def test_a_second_call_creates_nothing(made):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     said: list[str] = []
     tiny_model.make_model(made / "model", progress=said.append)
@@ -50,7 +50,7 @@ def test_a_second_call_makes_nothing(made):
     assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*")}
 
 
-def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
+def test_a_failed_creation_leaves_nothing(tmp_path):
     def fill_the_disk():
         with tiny_model.folder_made_whole(tmp_path / "model") as folder:
             (folder / "config.json").write_text("{}")
@@ -62,7 +62,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.slow
-def test_many_makers_at_once_leave_one_whole_model(tmp_path):
+def test_concurrent_creation_leaves_one_whole_model(tmp_path):
     threads = [threading.Thread(target=tiny_model.make_adapter, args=(tmp_path, "a/v1")) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -124,13 +124,13 @@ def test_every_name_and_every_seed_is_another_adapter(tmp_path):
     assert len(set(weights.values())) == 3
 
 
-def test_an_unknown_section_is_refused_with_those_there_are(tmp_path):
+def test_an_unknown_section_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"poetry.*legal"):
         tiny_model.make_adapter(tmp_path, "a", section="poetry")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_says_what_it_made(tmp_path, capsys):
+def test_the_command_prints_what_it_created(tmp_path, capsys):
     assert tiny_model.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(tmp_path / "tiny-qwen") in said

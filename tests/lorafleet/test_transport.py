@@ -22,7 +22,7 @@ from tests.serving import serving
 _TIMES = 50
 
 
-def test_a_connection_that_is_reset_as_soon_as_it_is_open_is_an_error_of_the_network():
+def test_a_connection_reset_at_once_is_a_network_error():
     assert uvloop.run(_refusals()) <= {httpx.ConnectError, httpx.ReadError}
 
 
@@ -57,7 +57,7 @@ async def _keep_busy() -> None:
 
 
 @pytest.mark.parametrize("how", ["read", "left", "streamed"])
-async def test_an_answer_that_nobody_has_any_more_waits_for_no_collector(how):
+async def test_a_dropped_answer_is_freed_without_the_collector(how):
     async with (
         serving(Starlette(routes=[Route("/", _long)])) as url,
         httpx.AsyncClient(transport=DirectTransport()) as client,
@@ -98,7 +98,7 @@ async def _long(_request: Request) -> PlainTextResponse:
 
 
 @pytest.mark.parametrize("when", ["connection.connect_tcp.complete", "http11.response_closed.started"])
-async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when):
+async def test_a_cancelled_call_leaves_no_connection(when):
     async def answer(_request: Request) -> PlainTextResponse:
         return PlainTextResponse("x")
 
@@ -117,6 +117,6 @@ async def test_a_call_that_is_called_off_at_any_moment_keeps_no_connection(when)
         assert (await client.get(url)).text == "x"
 
 
-def test_the_authorities_are_read_once_for_all_clients_of_a_process():
+def test_certificate_authorities_are_read_once_a_process():
     first, second = DirectTransport(), DirectTransport()
     assert first._pool._ssl_context is second._pool._ssl_context

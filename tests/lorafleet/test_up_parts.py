@@ -35,7 +35,7 @@ def options(tmp_path: Path, **changes: object) -> FleetOptions:
 
 
 @pytest.mark.parametrize("flag", ["--router-port", "--orchestrator-port"])
-def test_a_port_in_use_is_one_line_that_names_the_flag(tmp_path: Path, flag: str) -> None:
+def test_a_port_in_use_gives_one_line_that_names_the_flag(tmp_path: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommandFailed) as failure:
@@ -63,7 +63,7 @@ def test_a_wrong_flag_is_refused_by_name_before_anything_starts(
     assert failure.value.status == 2
 
 
-def test_a_hubs_name_for_a_model_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+def test_a_hub_name_as_model_gives_the_download_command(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"`hf download Qwen/Qwen2.5-0.5B-Instruct` fetches"):
         check(options(tmp_path, model=Path("Qwen/Qwen2.5-0.5B-Instruct")))
     with pytest.raises(CommandFailed, match=r"give the folder of a Hugging Face model$"):
@@ -77,7 +77,7 @@ def test_a_missing_vllm_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
         run(options(tmp_path, engine="vllm"))
 
 
-def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model() -> None:
+def test_adapters_of_earlier_runs_are_reported() -> None:
     known = {"now/v1": "tiny", "old/v1": "tiny", "new/v1": None, **{f"o{number}": "other" for number in range(7)}}
     same, foreign = earlier_adapter_notices(known, ["now/v1"], "tiny")
     assert same.endswith(": new/v1, old/v1")
@@ -86,7 +86,7 @@ def test_adapters_of_earlier_runs_are_told_of_with_those_of_another_base_model()
     assert earlier_adapter_notices({"now/v1": "tiny"}, ["now/v1"], "tiny") == []
 
 
-def test_a_worker_that_is_held_back_is_told_with_the_command_that_lifts_it() -> None:
+def test_a_cordoned_worker_is_reported_with_the_uncordon_command() -> None:
     command = "lorafleet --orchestrator-url http://127.0.0.1:9 --token KEY"
     for state, said in (("cordoned", "it gets no adapters"), ("draining", "it takes no requests")):
         line = held_back_notice("w3", state, command)
@@ -94,7 +94,7 @@ def test_a_worker_that_is_held_back_is_told_with_the_command_that_lifts_it() -> 
         assert said in line
 
 
-def test_a_worker_that_starts_says_for_what_it_waits() -> None:
+def test_a_starting_worker_shows_its_reason() -> None:
     assert starting_status("vllm", "starting") == "starting vllm"
     assert starting_status("vllm", "starting: not registered yet") == "starting vllm (not registered yet)"
     assert starting_status("vllm", "lost\nmore") == "starting vllm (lost)"
@@ -146,12 +146,12 @@ def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFi
     assert all("Bearer $KEY" in line for line in curls)
 
 
-def test_without_an_adapter_no_line_to_try_is_there_twice() -> None:
+def test_without_adapters_no_command_is_repeated() -> None:
     lines = welcome.curl_lines("http://r", "tiny", [], has_keys=False)
     assert len(lines) == len(set(lines)) == 2
 
 
-def test_of_our_settings_a_child_gets_those_of_its_own_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_its_own_services_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LORAFLEET_ROUTER_PORT", "LORAFLEET_WORKERS_SEED", "LORAFLEET_TOKEN"):
         monkeypatch.setenv(name, "1")
 
@@ -163,7 +163,7 @@ def test_of_our_settings_a_child_gets_those_of_its_own_service(monkeypatch: pyte
     assert ours("") == {"LORAFLEET_FLEET_MARK"}
 
 
-def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
+def test_without_a_terminal_steps_are_timed_lines() -> None:
     out = io.StringIO()
     with StartProgress(out) as steps:
         steps.begin("w0", "starting")
@@ -174,7 +174,7 @@ def test_steps_are_whole_lines_with_the_time_where_nobody_watches() -> None:
     assert all(line.startswith("[") and line[7:11] == " s] " for line in lines)
 
 
-async def test_a_child_that_ignores_sigterm_is_killed_and_said_so(tmp_path: Path) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEPER}"
     child = ChildProcess(
         name="stubborn",
@@ -189,7 +189,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_and_said_so(tmp_path: Path
     assert await child.stop(0.1) is True
 
 
-def test_what_is_marked_is_found_and_killed_in_whatever_session() -> None:
+def test_marked_processes_are_killed_in_every_session() -> None:
     mark = os.urandom(8).hex()
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER], env=clean_environment(mark), start_new_session=True
@@ -200,7 +200,7 @@ def test_what_is_marked_is_found_and_killed_in_whatever_session() -> None:
     assert marked_processes(mark) == []
 
 
-def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> None:
+def test_the_guard_cleans_up_after_a_killed_parent(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     mark = os.urandom(8).hex()
@@ -220,7 +220,7 @@ def test_the_guard_sweeps_up_after_a_parent_that_was_killed(tmp_path: Path) -> N
     wait_until(lambda: not is_running(grandchild) and not scratch.exists())
 
 
-def test_a_released_guard_has_swept_and_is_gone(tmp_path: Path) -> None:
+def test_a_released_guard_cleans_up_and_ends(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     guard = ProcessGuard(os.urandom(8).hex(), scratch)

@@ -59,7 +59,7 @@ TURNS = st.sampled_from(["messages", "input"])
 
 @settings(max_examples=examples(150))
 @given(TURNS, st.lists(ITEM, min_size=1, max_size=8), st.lists(ITEM, max_size=4), TOOLS, TEXT)
-def test_the_keys_of_a_longer_conversation_begin_with_those_of_the_shorter(name, items, more, tools, instructions):
+def test_hashes_of_a_longer_conversation_begin_with_the_shorters(name, items, more, tools, instructions):
     known = {"tools": tools, "instructions": instructions, "chat_template_kwargs": {"unheard_of": 1}}
     shorter, longer = known | {name: items}, known | {name: items + more}
     assert keys(longer)[: len(keys(shorter))] == keys(shorter)
@@ -70,14 +70,14 @@ def test_the_keys_of_a_longer_conversation_begin_with_those_of_the_shorter(name,
 
 @settings(max_examples=examples(100))
 @given(st.sampled_from(["prompt", "input"]), TEXT, TEXT)
-def test_the_keys_of_a_text_that_goes_on_begin_with_those_of_the_text(name, text, more):
+def test_hashes_of_a_continued_text_begin_with_the_texts(name, text, more):
     shorter = keys({name: "begin:" + text})
     assert keys({name: "begin:" + text + more})[: len(shorter)] == shorter
 
 
 @settings(max_examples=examples(100))
 @given(st.lists(ITEM, min_size=1, max_size=5), st.lists(ITEM, min_size=1, max_size=5))
-def test_other_conversations_share_no_more_than_their_common_beginning(items, others):
+def test_conversations_share_only_their_common_prefix(items, others):
     common = 0
     for ours, theirs in zip(items, others, strict=False):
         if ours != theirs:
@@ -94,7 +94,7 @@ def test_other_conversations_share_no_more_than_their_common_beginning(items, ot
 
 @settings(max_examples=examples(100))
 @given(st.lists(ITEM, min_size=1, max_size=5), TEXT, TEXT)
-def test_another_adapter_or_salt_shares_no_key(items, adapter, salt):
+def test_another_adapter_or_salt_shares_no_hash(items, adapter, salt):
     body = {"messages": items}
     plain = keys(body)
     for other in (keys(body, adapter=f"a{adapter}"), keys(body, salt=f"s{salt}")):
@@ -103,7 +103,7 @@ def test_another_adapter_or_salt_shares_no_key(items, adapter, salt):
 
 @settings(max_examples=examples(100))
 @given(st.lists(ITEM, min_size=1, max_size=5))
-def test_no_approximate_key_is_the_hash_of_a_block(items):
+def test_no_approximate_hash_is_an_exact_block_hash(items):
     made = approximated({"messages": items})
     assert made is not None
     exact = block_hashes(made.units, block_size=BLOCK, root=root_hash(BASE))
@@ -114,7 +114,7 @@ def said(role: str, *parts: Body | str, **more: Any) -> Body:
     return {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]} | more
 
 
-def test_what_moves_with_each_turn_is_no_part_of_the_key():
+def test_cache_marks_are_not_part_of_the_prompt():
     marked = {"type": "text", "text": "one " * 40, "cache_control": {"type": "ephemeral"}}
     plain = {"type": "text", "text": "one " * 40}
     billing = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in (1, 2)]
@@ -127,7 +127,7 @@ def test_what_moves_with_each_turn_is_no_part_of_the_key():
     assert len(keys(shorter)) > 4
 
 
-def test_tools_stand_behind_the_first_system_messages():
+def test_tools_follow_the_first_system_messages():
     tools = [[{"name": f"{letter * 200}"}] for letter in "ab"]
     system = said("system", "You are kind. " * 40)
     first, second = (keys({"messages": [system, said("user", "hi")], "tools": some}) for some in tools)
@@ -157,7 +157,7 @@ def test_a_very_long_prompt_is_cut_and_counts_in_full():
     assert [len(made.chain(size, root_hash(BASE))) for size in (1, 16, 64)] == [4096, 4096, 1024]
 
 
-def test_all_turns_of_a_conversation_have_one_hash_in_common():
+def test_all_turns_of_a_conversation_share_one_hash():
     asked = [{"role": "developer", "content": "Be brief."}, said("user", "in /home/x"), said("user", "list it")]
     call = {"type": "local_shell_call", "call_id": "c"}
     root = root_hash(BASE)
@@ -180,14 +180,14 @@ ODD = [
 
 
 @pytest.mark.parametrize("raw", ODD)
-def test_an_odd_body_has_a_key_of_its_own(raw):
+def test_a_malformed_body_has_its_own_hashes(raw):
     made = approximated(raw)
     assert made is not None
     assert made.tokens == len(made.units)
     assert approximated(raw) == made
 
 
-def test_a_body_without_a_prompt_has_no_key():
+def test_a_body_without_a_prompt_has_no_hashes():
     for body in ({}, {"model": "x", "temperature": 1}, {"messages": None, "tools": None}):
         assert approximated(body) is None
 
@@ -307,7 +307,7 @@ def test_a_conversation_of_every_route_that_computes_is_tried():
 
 
 @pytest.mark.parametrize(("kind", "path", "body"), CONVERSATIONS)
-async def test_all_turns_of_a_conversation_go_to_one_engine_and_conversations_to_both(kind, path, body):
+async def test_turns_stay_on_one_engine_and_conversations_spread(kind, path, body):
     async with fleet(EveryRoute("w0"), EveryRoute("w1")) as (client, _, parts):
         homes = []
         for c in range(12):
@@ -318,7 +318,7 @@ async def test_all_turns_of_a_conversation_go_to_one_engine_and_conversations_to
         assert {d.tokens_from for d in parts.decisions} == {"approximate"}
 
 
-async def test_a_conversation_is_known_by_its_adapter_and_salt():
+async def test_a_conversation_is_identified_with_its_adapter_and_salt():
     body = chat(1, 9)
     async with fleet(EveryRoute("w0"), EveryRoute("w1"), control=with_sql("w0", "w1")) as (client, _, parts):
         await ask(client, CHATS, body)
@@ -328,7 +328,7 @@ async def test_a_conversation_is_known_by_its_adapter_and_salt():
         assert len(parts.feeds.index(BASE, BLOCK)) == 0, "no approximate key is among the engines' blocks"
 
 
-async def test_two_routers_that_know_nothing_of_each_other_keep_a_conversation_together():
+async def test_two_independent_routers_send_a_conversation_to_one_engine():
     engines = [EveryRoute(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (one, _, parts), fleet(*engines) as (other, _, _):
         # What one of them has sent besides is news to the other: to it that replica is a little dearer.
@@ -342,7 +342,7 @@ async def test_two_routers_that_know_nothing_of_each_other_keep_a_conversation_t
         parts.scheduler.load.remove(busy, parts.clock(), is_answered=True)
 
 
-async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do():
+async def test_a_conversation_leaves_an_overloaded_engine():
     async with fleet(EveryRoute("w0"), EveryRoute("w1")) as (client, _, parts):
         home = await ask(client, CHATS, chat(1, 5))
         now = parts.clock()
@@ -372,7 +372,7 @@ async def test_a_conversation_stays_at_its_data_parallel_rank():
         assert not parts.feeds.index(BASE, BLOCK, is_approximate=True).block_counts()
 
 
-async def test_what_was_sent_is_forgotten_with_its_engine():
+async def test_sent_prompts_are_forgotten_with_their_engine():
     async with fleet(EveryRoute("w0")) as (client, control, parts):
         body = {"model": BASE, **chat(1, 9)}
 
@@ -389,7 +389,7 @@ async def test_what_was_sent_is_forgotten_with_its_engine():
         assert await depth() > 20
 
 
-async def test_what_was_sent_is_bounded_in_number_and_time():
+async def test_remembered_prompts_are_bounded_in_number_and_time():
     async with fleet(EveryRoute("w0")) as (client, _, parts):
         replica = parts.discovery.fleet.replicas["w0"]
         sent, now = parts.feeds, parts.clock()
@@ -404,7 +404,7 @@ async def test_what_was_sent_is_bounded_in_number_and_time():
         assert await ask(client, CHATS, chat(1, 1)) == "w0"
 
 
-async def test_an_approximate_decision_says_so_and_predicts_nothing():
+async def test_an_approximate_decision_is_marked_and_predicts_nothing():
     async def with_usage(engine, body):
         usage = {"prompt_tokens": 640, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 512}}
         return JSONResponse({"id": "1", "model": body["model"], "choices": [], "usage": usage})
@@ -428,7 +428,7 @@ async def test_an_approximate_decision_says_so_and_predicts_nothing():
         assert parts.accuracy.error_share("w0") == parts.accuracy.error_share("w1") == 0.0
 
 
-async def test_without_kv_matching_nothing_is_approximated():
+async def test_without_kv_matching_no_prompt_is_approximated():
     async with fleet(EveryRoute("w0"), tokenizer="off") as (client, _, parts):
         await client.post("/v1/chat/completions", json=CHAT)
         assert parts.decisions[0].tokens_from == "none"

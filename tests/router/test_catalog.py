@@ -5,7 +5,7 @@ from router.fleet.catalog import load_catalog
 
 
 @pytest.mark.parametrize("name", ["nothing", "x" * 300, "no-folder/catalog.json", "broken"])
-def test_a_saved_catalog_that_cannot_be_read_is_none_and_said_unless_there_is_none(tmp_path, name):
+def test_an_unreadable_saved_catalog_is_logged_and_ignored(tmp_path, name):
     (tmp_path / "no-folder").write_text("")
     (tmp_path / "broken").write_text("{")
     with capture_logs() as said:

@@ -25,7 +25,7 @@ def speaking(control: AgentDouble, **dialects: str) -> AgentDouble:
     return control
 
 
-async def test_a_kind_that_nobody_knows_serves_the_base_model_and_hides_no_other_worker():
+async def test_an_unknown_engine_kind_serves_the_base_model():
     engines = [EngineDouble("w0"), EngineDouble("w1")]
     async with fleet(*engines, control=speaking(with_sql("w0", "w1"), w0="mlx")) as (client, _, parts):
         assert {replica.dialect for replica in parts.discovery.fleet.replicas.values()} == {"mlx", "vllm"}
@@ -36,7 +36,7 @@ async def test_a_kind_that_nobody_knows_serves_the_base_model_and_hides_no_other
     assert engine_name("sql/v1", DIGEST) in {body["model"] for body in engines[1].bodies}
 
 
-async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_sent():
+async def test_an_adapter_on_an_unknown_engine_kind_alone_is_refused():
     async def nowhere(_control, _lora_id):
         return JSONResponse({"error": {"message": "no room", "type": "x", "param": None, "code": "no_capacity"}}, 503)
 
@@ -48,7 +48,7 @@ async def test_an_adapter_that_only_an_unknown_kind_holds_is_refused_and_never_s
     assert engine.bodies == []
 
 
-async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name_it_used():
+async def test_sglang_gets_its_own_names_and_the_client_sees_its_own():
     engine = EngineDouble("w0")
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, _):
         for stream in (False, True):
@@ -72,7 +72,7 @@ async def test_sglang_is_asked_for_base_and_adapter_and_the_client_sees_the_name
         ("/v1/decisions", {"input": "x", "questions": []}),
     ],
 )
-async def test_where_sglang_answers_for_an_adapter_from_the_base_model_it_is_not_asked(path, body):
+async def test_sglang_gets_no_adapter_request_it_would_answer_from_the_base_model(path, body):
     engine = EngineDouble("w0")
     async with fleet(engine, control=speaking(with_sql("w0"), w0="sglang")) as (client, _, parts):
         refused = await client.post(path, json={**body, "model": "sql/v1"})
@@ -97,11 +97,11 @@ async def test_sglangs_own_errors_reach_the_client_in_openais_envelope():
 
 
 @pytest.mark.parametrize("body", [b'{"error": {"message": "m"}}', b"plain words", b'["m"]', b'{"status": "odd"}', b""])
-def test_an_error_that_is_an_envelope_or_nothing_we_know_is_left_as_it_is(body):
+def test_an_error_in_the_envelope_or_an_unknown_form_is_unchanged(body):
     assert enveloped(400, body) == body
 
 
-def test_fastapis_own_refusals_are_enveloped_whole():
+def test_fastapis_own_errors_are_enveloped():
     told = json.loads(enveloped(422, b'{"detail": [{"loc": ["body"]}]}'))
     wanted = {"message": '[{"loc":["body"]}]', "type": "invalid_request_error", "param": None, "code": 422}
     assert told == {"error": wanted}

@@ -57,7 +57,7 @@ def refused(status):
         (refused(404), EngineLost("no_answer_in_time", "no"), "unknown"),
     ],
 )
-async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(completions, pooling, found):
+async def test_a_finding_follows_the_engines_answers(completions, pooling, found):
     asked = ScriptedEngines(completions=completions, pooling=pooling)
     asked.go_on.set()
     asked.probes.probe(REPLICA)
@@ -67,7 +67,7 @@ async def test_an_engine_is_as_well_as_what_it_answers_of_what_it_is_made_for(co
     assert asked.paths == ["/v1/completions", "/pooling"][: 1 if pooling is None else 2]
 
 
-async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
+async def test_an_engine_has_one_probe_at_a_time():
     asked = ScriptedEngines(completions=b"{}")
     for _ in range(5):
         asked.probes.probe(REPLICA)
@@ -79,7 +79,7 @@ async def test_an_engine_is_asked_once_at_a_time_and_again_afterwards():
     await until(lambda: len(asked.found) == 3)
 
 
-async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and_the_next_one_is_taken():
+async def test_an_unexpected_error_gives_no_finding_and_the_next_probe_runs():
     asked = ScriptedEngines(completions=ZeroDivisionError())
     asked.go_on.set()
     asked.probes.probe(REPLICA)
@@ -90,7 +90,7 @@ async def test_a_look_that_fails_in_a_way_that_nobody_expected_finds_nothing_and
     await until(lambda: asked.found == [("w0", "well")])
 
 
-async def test_nothing_is_asked_any_more_when_the_router_has_stopped():
+async def test_closing_cancels_running_probes():
     asked = ScriptedEngines(completions=b"{}")
     asked.probes.probe(REPLICA)
     await until(lambda: asked.paths)

@@ -13,7 +13,7 @@ CHATS = "/v1/chat/completions"
 RARELY = {"catalog_poll_s": 60.0}
 
 
-async def test_requests_that_come_before_any_worker_was_met_wait_for_the_first():
+async def test_early_requests_wait_for_the_first_worker():
     engine, control = EngineDouble("w0"), with_sql("w0")
     control.silent = True
     async with (
@@ -43,7 +43,7 @@ async def test_requests_that_come_before_any_worker_was_met_wait_for_the_first()
         assert not parts.discovery.is_starting_up
 
 
-async def test_a_stored_response_is_not_gone_before_its_worker_was_met():
+async def test_a_stored_response_is_not_missing_before_its_worker_is_known():
     engine, control = Keeper("w0"), AgentDouble(silent=True)
     kept = tagged_response_id("mine", "", tenant=None, worker="w0")
     engine.kept[kept] = {"id": kept, "status": "completed"}
@@ -61,13 +61,13 @@ async def test_a_stored_response_is_not_gone_before_its_worker_was_met():
         assert (await asking).json()["id"] == kept
 
 
-async def test_what_cannot_be_met_is_said_when_the_wait_is_over():
+async def test_the_missing_part_is_named_after_the_wait():
     async with fleet(control=AgentDouble(down=True), first_sync_wait_s=0.1) as (client, _, _):
         assert error_of(await client.post(CHATS, json=CHAT)) == (503, "catalog_unavailable")
         assert error_of(await client.get("/v1/models")) == (503, "catalog_unavailable")
 
 
-async def test_what_was_registered_before_a_request_was_sent_is_known_to_it():
+async def test_a_request_sees_adapters_registered_before_it():
     control = with_sql("w0")
     async with fleet(EngineDouble("w0"), control=control, **RARELY) as (client, _, _):
         assert (await client.post(CHATS, json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
@@ -92,7 +92,7 @@ async def test_what_was_registered_before_a_request_was_sent_is_known_to_it():
         assert (await client.post(CHATS, json={**CHAT, "lora_id": "sql/v3"})).status_code == 200
 
 
-async def test_names_that_nobody_knows_cost_the_orchestrator_a_few_looks_at_the_catalog():
+async def test_unknown_names_cost_the_orchestrator_few_catalog_reads():
     async with fleet(EngineDouble("w0"), **RARELY) as (client, control, _):
         before = control.catalogs
         asks = [client.post(CHATS, json={**CHAT, "model": f"no-{n}"}) for n in range(200)]
@@ -101,7 +101,7 @@ async def test_names_that_nobody_knows_cost_the_orchestrator_a_few_looks_at_the_
         assert 0 < control.catalogs - before < 100
 
 
-async def test_while_the_orchestrator_is_away_an_unknown_name_is_refused_by_what_is_known():
+async def test_without_an_orchestrator_an_unknown_name_is_refused():
     async with fleet(EngineDouble("w0")) as (client, control, parts):
         control.down = True
         await until(lambda: not parts.discovery.can_refresh_catalog)

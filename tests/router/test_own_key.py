@@ -34,7 +34,7 @@ class GuardedControl(AgentDouble):
         return app
 
 
-async def test_orchestrator_and_agents_are_asked_with_the_key_that_is_in_the_file_now(tmp_path):
+async def test_calls_to_other_services_have_the_files_current_key(tmp_path):
     file, control = tmp_path / "token", GuardedControl()
     file.write_text("one\n")
     async with fleet(EngineDouble("w0"), control=control, token_file=file) as (client, _, _):

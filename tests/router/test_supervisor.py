@@ -189,7 +189,7 @@ async def rest(pieces) -> bytes:
     return b"".join([piece async for piece in pieces])
 
 
-async def test_every_process_holds_what_comes_before_it_has_met_a_worker(tmp_path):
+async def test_every_process_holds_requests_until_it_knows_a_worker(tmp_path):
     patient = ("--first-sync-wait-s", "600")
     async with routers(tmp_path, *patient, silent=True) as fleet, contextlib.AsyncExitStack() as stack:
         clients = await fleet.clients(stack, await fleet.pids())
@@ -213,7 +213,7 @@ async def test_every_process_serves_the_one_port_under_its_own_name(tmp_path):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_killed_process_comes_back_and_no_other_request_fails(shared):
+async def test_a_killed_process_is_restarted_and_no_other_request_fails(shared):
     fleet = shared
     async with contextlib.AsyncExitStack() as stack:
         pids = await fleet.pids()
@@ -257,7 +257,7 @@ async def test_a_replacement_gets_no_connection_before_it_can_route(shared):
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_metrics_are_summed_and_a_killed_process_takes_none_with_it(shared):
+async def test_metrics_are_summed_and_survive_a_killed_process(shared):
     fleet, labels = shared, {"route": "/v1/chat/completions", "status": "200", "code": ""}
 
     async def shown(client: httpx.AsyncClient) -> tuple[float | None, ...]:
@@ -296,7 +296,7 @@ async def test_metrics_are_summed_and_a_killed_process_takes_none_with_it(shared
             await shows(client, before + 7, 2, fleet.control.revision)
 
 
-async def test_a_keys_limits_hold_over_all_processes_and_a_killed_ones_requests_are_over(tmp_path):
+async def test_a_keys_limits_hold_over_all_processes(tmp_path):
     keys, limits = tmp_path / "keys.yaml", {"requests_per_minute": 6, "concurrent_requests": 2}
     entry = {"sha256": hash_key("mine"), "tenant": "mine", "scopes": ["infer"], "limits": limits}
     keys.write_text(json.dumps({"keys": [entry]}))
@@ -323,7 +323,7 @@ async def test_a_keys_limits_hold_over_all_processes_and_a_killed_ones_requests_
         assert (refused.status_code, "6 requests per minute" in refused.text) == (429, True)
 
 
-async def test_ctrl_c_at_a_terminal_is_one_signal_to_each_process(tmp_path):
+async def test_ctrl_c_sends_one_signal_to_each_process(tmp_path):
     async with bare(tmp_path, "--grace-s", "600") as fleet, contextlib.AsyncExitStack() as stack:
         pids = await fleet.pids()
         streams = await all_begun(fleet, pids, stack)
@@ -367,7 +367,7 @@ async def test_a_hang_up_lets_every_process_finish_and_ends_with_0(tmp_path):
         assert not fleet.left()
 
 
-async def test_processes_of_a_killed_parent_finish_and_end_by_themselves(tmp_path):
+async def test_processes_of_a_killed_parent_drain_and_end(tmp_path):
     async with bare(tmp_path, "--grace-s", "600") as fleet, contextlib.AsyncExitStack() as stack:
         pids = await fleet.pids()
         streams = await all_begun(fleet, pids, stack)
@@ -416,7 +416,7 @@ line.recv(1)
 """
 
 
-async def test_a_process_that_cannot_be_started_is_started_later_and_the_others_serve_on(tmp_path):
+async def test_a_process_that_cannot_start_is_retried_while_others_serve(tmp_path):
     def pids():
         return {int(path.stem) for path in tmp_path.glob("*.pid")}
 
@@ -474,7 +474,7 @@ sys.exit(7)
 """
 
 
-async def test_a_process_that_begins_once_more_when_none_could_start_is_stopped_in_order(tmp_path):
+async def test_giving_up_stops_a_restarting_process_in_order(tmp_path):
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable} -IS{WELL_TOO_LATE}")
     program.chmod(0o700)
@@ -499,7 +499,7 @@ async def test_a_port_file_that_cannot_be_written_ends_all_with_an_error(tmp_pat
         assert await fleet.ends() == 1
 
 
-async def test_a_long_path_for_temporary_files_hinders_nobody(tmp_path):
+async def test_a_long_tmpdir_works(tmp_path):
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     async with bare(tmp_path, TMPDIR=str(deep)) as fleet, contextlib.AsyncExitStack() as stack:
@@ -507,7 +507,7 @@ async def test_a_long_path_for_temporary_files_hinders_nobody(tmp_path):
             assert len(await fleet.get("/ask", client)) == 1
 
 
-async def test_a_parent_takes_the_port_over_from_a_killed_parents_processes(tmp_path):
+async def test_a_new_parent_gets_the_port_of_a_killed_parents_processes(tmp_path):
     drain_s, said = 6000, tmp_path / "said"
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(routers(tmp_path / "first", drain_s=drain_s))
@@ -528,7 +528,7 @@ async def test_a_parent_takes_the_port_over_from_a_killed_parents_processes(tmp_
 
 
 @pytest.mark.parametrize("by", ["another parent", "somebody who shares it with nobody"])
-async def test_a_port_that_will_not_come_free_is_refused_at_once(tmp_path, by):
+async def test_a_port_of_another_program_is_refused_at_once(tmp_path, by):
     async with contextlib.AsyncExitStack() as stack:
         if by == "another parent":
             fleet = await stack.enter_async_context(bare(tmp_path / "first"))

@@ -119,7 +119,7 @@ async def test_a_request_is_a_span_and_each_of_its_stages_a_child_from_one_end_t
     assert made.counted == {"sent": 1}
 
 
-async def test_a_clients_trace_goes_on_through_us_to_the_engine():
+async def test_a_clients_trace_is_continued_to_the_engine():
     collector = Collector()
     async with tracing_to(collector, ratio=0.0) as made:
         trace = made.begin(CHAT, time.monotonic(), THEIRS)
@@ -131,7 +131,7 @@ async def test_a_clients_trace_goes_on_through_us_to_the_engine():
     assert sent == f"traceparent: 00-{root.trace_id.hex()}-{root.span_id.hex()}-01\r\ntracestate: vendor=1\r\n"
 
 
-async def test_the_state_of_a_trace_that_is_not_ours_is_not_sent_on():
+async def test_a_foreign_tracestate_is_not_forwarded():
     async with tracing_to(Collector()) as made:
         for broken in (None, b"00-zz-1-01"):
             sent = made.begin(CHAT, 0.0, broken).headers(b"vendor=1")
@@ -160,7 +160,7 @@ async def test_only_a_valid_traceparent_is_a_parent(given, goes_on):
         assert (trace.trace_id == int(THEIRS[3:35], 16)) == goes_on
 
 
-async def test_a_client_that_does_not_record_is_not_recorded_and_else_a_share_is():
+async def test_an_unsampled_client_is_not_traced_and_else_a_share_is():
     class DiscardingSender:
         def send(self, traces):
             return True
@@ -185,7 +185,7 @@ async def test_a_route_is_named_by_its_method_and_its_pattern():
     assert attributes(root)["http.request.method"] == "GET"
 
 
-async def test_failures_are_told_apart():
+async def test_failures_have_their_own_error_types():
     collector = Collector()
     async with tracing_to(collector) as made:
         ours, theirs = made.begin(CHAT, time.monotonic(), None), made.begin(CHAT, time.monotonic(), None)
@@ -206,7 +206,7 @@ async def test_failures_are_told_apart():
 
 
 @pytest.mark.parametrize("settings", [{}, {"tokenizer": "off"}])  # off: nothing is waited for but the engine
-async def test_a_request_through_a_router_is_told_by_its_stages_and_what_it_came_to(settings):
+async def test_a_routed_requests_trace_has_its_stages_and_outcome(settings):
     refusals = []
     usage = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
 
@@ -266,7 +266,7 @@ async def test_traces_are_sent_while_the_router_serves():
         await until(lambda: len(collector.spans) == 40)
 
 
-async def test_a_collector_that_hangs_costs_requests_nothing_and_the_stop_little(monkeypatch):
+async def test_a_hanging_collector_delays_no_request(monkeypatch):
     monkeypatch.setattr(tracing, "MAX_QUEUED", 100)
     collector = Collector()
     collector.go_on.clear()
@@ -289,7 +289,7 @@ async def test_a_collector_that_refuses_is_counted(caplog):
     assert made.counted == {"failed": 1}
 
 
-async def test_the_environment_turns_it_on_and_off_and_says_more(monkeypatch):
+async def test_the_environment_configures_tracing(monkeypatch):
     def made(endpoint="", **environment):
         return make_tracer(endpoint, ratio=1.0, instance="i", on_outcome=TraceCounts(), environment=environment)
 

@@ -96,7 +96,7 @@ async def test_a_gauge_or_counter_of_one_process_is_shown_while_it_lives(tmp_pat
         assert (sample_value(text, "count_total", by="x"), sample_value(text, "took_bucket", le="1.0")) == (10, 1)
 
 
-async def test_a_count_never_falls_whoever_is_asked_and_whoever_left(tmp_path):
+async def test_counts_never_fall_when_processes_end(tmp_path):
     async with process(tmp_path, 0) as a:
         async with process(tmp_path, 1) as b:
             a.count.labels("x").inc(1)
@@ -207,7 +207,7 @@ async def test_an_unknown_question_gets_no_answer_and_is_logged(tmp_path):
         ]
 
 
-async def test_a_sibling_that_stops_waiting_for_an_answer_causes_no_error(tmp_path):
+async def test_a_process_that_stops_waiting_causes_no_error(tmp_path):
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(_question):
@@ -236,7 +236,7 @@ async def test_a_sibling_that_stops_waiting_for_an_answer_causes_no_error(tmp_pa
     assert not unexpected
 
 
-async def test_a_question_waits_no_longer_than_its_asker_says(tmp_path):
+async def test_a_question_times_out_as_its_asker_set(tmp_path):
     go_on, gone = asyncio.Event(), asyncio.Event()
 
     async def hang(_reader, writer):
@@ -252,7 +252,7 @@ async def test_a_question_waits_no_longer_than_its_asker_says(tmp_path):
     await gone.wait()
 
 
-async def test_a_process_that_does_not_answer_delays_nobody_and_its_counts_stay(tmp_path):
+async def test_a_silent_process_is_left_out_and_keeps_its_counts(tmp_path):
     async def shown() -> float | None:
         return sample_value((await a.place.metrics()).decode(), "count_total", by="x")
 
@@ -275,7 +275,7 @@ async def test_a_process_that_does_not_answer_delays_nobody_and_its_counts_stay(
         await hanging.wait_closed()
 
 
-async def test_an_answer_that_breaks_off_counts_as_none(tmp_path):
+async def test_a_truncated_answer_counts_as_none(tmp_path):
     async with process(tmp_path, 0) as a:
 
         async def break_off(reader, writer):

@@ -23,7 +23,7 @@ def far_and_near(**near):
     return [a_replica("far", is_far=True), a_replica("near", **near)]
 
 
-def test_of_equal_replicas_the_one_in_the_same_zone_is_taken_every_time():
+def test_equal_replicas_in_the_same_zone_are_preferred():
     assert {choose(ASK, far_and_near(), seed=s).replica.id for s in range(40)} == {"near"}
 
 
@@ -33,14 +33,14 @@ def test_a_zone_yields_to_a_cached_prompt_and_to_a_queue():
     assert choose(ASK, far_and_near(), {}, {"near": ReplicaLoad(busy_until=0.02)}).replica.id == "near"
 
 
-def test_what_a_zone_is_worth_is_a_setting():
+def test_the_value_of_a_zone_is_a_setting():
     anywhere = {choose(ASK, far_and_near(), seed=s, costs=CostSettings(other_zone_s=0.0)).replica.id for s in range(40)}
     assert anywhere == {"far", "near"}
     strict = choose(ASK, far_and_near(), {"far": 60}, costs=CostSettings(other_zone_s=10.0))
     assert strict.replica.id == "near"
 
 
-def test_a_replica_elsewhere_is_taken_where_there_is_no_other():
+def test_a_replica_in_another_zone_is_used_if_it_is_the_only_one():
     assert choose(ASK, far_and_near(state="draining")).replica.id == "far"
 
 
@@ -70,7 +70,7 @@ class ZonedControl(AgentDouble):
 
 
 @pytest.mark.parametrize(("zone", "far"), [("a", {"b0"}), ("b", {"a0"}), ("c", {"a0", "b0"}), ("", set())])
-async def test_where_a_replica_is_comes_from_its_agent_and_the_router_tells_it(zone, far):
+async def test_a_replicas_zone_comes_from_its_agent(zone, far):
     engines = [EngineDouble(name) for name in ZonedControl.zones]
     async with fleet(*engines, control=ZonedControl(), zone=zone) as (client, _, parts):
         assert {replica.id for replica in parts.discovery.fleet.replicas.values() if replica.is_far} == far

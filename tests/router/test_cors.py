@@ -36,7 +36,7 @@ async def asked_before(client, path: str, origin: str = PAGE):
     return await client.options(path, headers=headers)
 
 
-async def test_without_origins_no_page_of_another_one_may_ask_or_read():
+async def test_without_allowed_origins_no_other_page_may_read():
     async with router() as client:
         for path in PATHS[:2]:
             assert (await asked_before(client, path)).status_code == 405
@@ -46,7 +46,7 @@ async def test_without_origins_no_page_of_another_one_may_ask_or_read():
 
 
 @pytest.mark.parametrize("allowed", [PAGE, "*"])
-async def test_a_page_of_an_allowed_origin_may_ask_and_read_every_answer(allowed, tmp_path):
+async def test_a_page_of_an_allowed_origin_may_read_every_answer(allowed, tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"keys:\n- {{sha256: {hash_key('mine')}, scopes: [infer]}}\n")
     async with router(allowed, key_files=(keys,), max_body_bytes=2000) as client:
@@ -75,7 +75,7 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_every_answer(allowed
         assert await status("GET", "/nowhere") == 404
 
 
-async def test_a_page_of_another_origin_is_not_told_and_caches_know_that_answers_differ():
+async def test_answers_to_other_origins_have_vary_and_no_permission():
     async with router(PAGE, "http://localhost:3000") as client:
         assert (await asked_before(client, PATHS[0], OTHER)).status_code == 400
         for origin in (OTHER, "null", f"{PAGE}.evil.example", PAGE.upper()):
@@ -89,7 +89,7 @@ async def test_a_page_of_another_origin_is_not_told_and_caches_know_that_answers
         assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_what_an_engine_says_of_origins_does_not_reach_a_page():
+async def test_an_engines_cors_headers_are_dropped():
     async def loose(engine, body):
         answer = await echo(engine, body)
         answer.headers["access-control-allow-origin"] = "*"
@@ -103,7 +103,7 @@ async def test_what_an_engine_says_of_origins_does_not_reach_a_page():
 
 
 @pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://a.example/x", "", "ftp://a", "**"])
-def test_what_is_no_origin_is_refused_with_what_one_looks_like(origin):
+def test_an_invalid_origin_is_refused_with_an_example(origin):
     with pytest.raises(ValidationError, match=r"is no origin: expected https://host or http://host:port"):
         RouterSettings(allowed_origins=(origin,))
     assert RouterSettings(allowed_origins=("https://App.Example",)).allowed_origins == ("https://app.example",)

@@ -69,7 +69,7 @@ async def test_an_answers_tokens_and_work_are_counted_and_its_first_token_where_
 
 
 @pytest.mark.parametrize(("answer", "errors"), [(failing, 1), (broken, 1), (refusing, 0), (full, 0)])
-async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(answer, errors):
+async def test_an_engines_failure_counts_as_error_and_its_refusal_does_not(answer, errors):
     async with fleet(EngineDouble("w0", answer), control=with_sql("w0"), max_tries=1, failover_wait_s=0.01) as (
         client,
         _,
@@ -84,7 +84,7 @@ async def test_what_the_engine_failed_is_an_error_and_what_it_refused_is_none(an
 
 
 @pytest.mark.parametrize("question", [SQL, CHAT], ids=["adapter", "base model"])
-async def test_a_client_that_leaves_is_no_error_of_the_engines(question):
+async def test_a_client_that_leaves_is_no_engine_error(question):
     engine = EngineDouble("w0", streamed)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
@@ -113,7 +113,7 @@ async def without_room(control, lora_id):
         (never, {"x-lorafleet-timeout-s": "0.05"}, (504, "deadline_exceeded")),
     ],
 )
-async def test_a_held_request_is_a_hold_and_one_that_is_turned_away_is_a_shed_too(ensure, headers, told):
+async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, headers, told):
     control = with_sql()
     control.ensure = ensure
     async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
@@ -143,7 +143,7 @@ def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():
     assert (read.uses[0].errors, read.uses[0].work_s, read.holds) == (0, 0.0, ())
 
 
-def test_what_waits_for_room_is_reported_as_long_as_it_does_however_long_that_is():
+def test_queued_requests_are_reported_while_they_wait():
     holds = HeldRequests()
     for _ in range(2):
         holds.start_wait("sql/v1", 0.0)
@@ -164,7 +164,7 @@ def test_the_base_models_holds_are_not_kept_and_old_ones_are_forgotten():
     assert holds.report(10_000.0) == ()
 
 
-async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
+async def test_expected_waits_for_each_worker_are_reported():
     engine = EngineDouble("w0", streamed)
     async with fleet(engine, control=with_sql("w0"), max_in_flight_tokens=1) as (client, control, parts):
         engine.go_on.clear()
@@ -177,7 +177,7 @@ async def test_how_long_what_waits_for_a_worker_will_have_to_wait_is_reported():
         assert parts.usage.report(1, time.monotonic()).waits_s == {}
 
 
-def test_what_ends_after_a_long_stream_is_told_and_forgotten_a_while_after_that():
+def test_counts_of_a_long_stream_are_kept_for_a_while_after_its_end():
     load = LoadBook()
     usage = UsageCounts("r0", load)
     flight = load.add("w0", "sql/v1@ab", 0.2, 0.0)

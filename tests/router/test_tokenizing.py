@@ -119,7 +119,7 @@ def conversation(turns: int, words: str = "") -> dict:
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
-async def test_a_conversation_so_far_is_not_tokenized_again(tokens, metrics, chat):
+async def test_earlier_turns_are_not_tokenized_again(tokens, metrics, chat):
     first = await tokens.ids(conversation(9), base_model=BASE, engine_url="")
     await tokens.ids(conversation(9), base_model=BASE, engine_url="")
     new = counted(metrics, "tokenizer")
@@ -178,7 +178,7 @@ def test_the_cache_stays_within_its_bytes_and_answers_only_what_was_put(asked):
         assert cache.size_bytes == 0
 
 
-def test_what_was_asked_for_last_is_kept_longest():
+def test_the_least_recently_used_piece_is_evicted_first():
     cache = PieceTokenCache(2_000)
     for number in (*range(4), *range(4)):
         cache.put(BASE, str(number), array("I", range(20)))
@@ -190,7 +190,7 @@ def test_what_was_asked_for_last_is_kept_longest():
 
 
 @pytest.mark.parametrize(("chars", "times"), [(100, 2), (10_000, 1)])
-def test_a_short_piece_is_held_from_the_second_time_on_and_a_long_one_at_once(chars, times):
+def test_short_pieces_are_cached_the_second_time_and_long_ones_at_once(chars, times):
     cache = PieceTokenCache(1_000_000)
     for number in range(1, times + 1):
         assert cache.get(BASE, "a" * chars) is None
@@ -200,7 +200,7 @@ def test_a_short_piece_is_held_from_the_second_time_on_and_a_long_one_at_once(ch
     assert len(cache) == 1
 
 
-async def test_ids_say_how_many_of_them_were_seen_before_and_how_many_will_be_again(tokens, chat):
+async def test_tokens_have_the_lengths_of_seen_and_kept_prefixes(tokens, chat):
     first = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
     await tokens.ids(conversation(2), base_model=BASE, engine_url="")
     again = await tokens.ids(conversation(2), base_model=BASE, engine_url="")
@@ -218,7 +218,7 @@ ROOT = root_hash(BASE)
         st.tuples(st.sampled_from([1, 2]), st.integers(0, 3), *[st.integers(0, 400)] * 3), min_size=1, max_size=30
     )
 )
-def test_a_chain_that_was_kept_is_that_of_hashing_from_scratch(asked):
+def test_cached_block_hashes_equal_fresh_ones(asked):
     chains = BlockHashCache(500)
     for block_size, branch, length, *marks in asked:
         ids = array("I", [*range(min(length, 150)), *range(1000 * branch, 1000 * branch + max(0, length - 150))])
@@ -237,7 +237,7 @@ def test_the_beginning_of_a_long_conversation_is_hashed_once():
     assert not set(other) & set(first)
 
 
-def test_what_conversations_begin_with_that_then_part_is_hashed_twice_and_no_more():
+def test_a_shared_prefix_is_hashed_at_most_twice():
     chains = BlockHashCache()
     first, second, third = (
         chains.chain(array("I", [*range(2000), *[n] * 500]), block_size=16, root=ROOT, seen=min(n, 1) * 2000, kept=2500)
@@ -248,7 +248,7 @@ def test_what_conversations_begin_with_that_then_part_is_hashed_twice_and_no_mor
     assert len({*first, *second, *third}) == 125 + 3 * 31
 
 
-async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
+async def test_a_cache_of_0_bytes_stores_nothing(client, chat):
     tokenizers = Tokenizers(client, cache_bytes=0)
     tokenizers.adopt(BASE, chat)
     await tokenizers.ids(conversation(5), base_model=BASE, engine_url="")
@@ -259,7 +259,7 @@ async def test_a_cache_of_no_bytes_keeps_nothing(client, chat):
 # --- where the tokenizer comes from --------------------------------------------------------------------------------
 
 
-async def test_when_one_worker_has_no_files_the_next_is_asked_and_the_first_left_alone(client, chat, model):
+async def test_a_worker_without_files_is_skipped_for_the_next(client, chat, model):
     now = [100.0]
     tokenizers = Tokenizers(client, clock=lambda: now[0])
     broken, failing, whole = (
@@ -308,9 +308,7 @@ async def test_a_tokenizer_that_differs_from_the_engine_is_not_used(client, work
     ],
     ids=str,
 )
-async def test_a_token_that_the_engine_makes_of_a_name_in_its_files_and_we_do_not_is_found_out(
-    client, model, file, named
-):
+async def test_an_added_token_that_only_the_engine_has_is_detected(client, model, file, named):
     files = read_files(model)
     engine = json.loads(files["tokenizer.json"])
     added = dict(engine["added_tokens"][-1], content="[PAD]", id=4096)
@@ -364,7 +362,7 @@ async def learned(tokenizers, url, worker="w0", boot="1") -> None:
     await tokenizers.learn(BASE, agent_url=url, engine_url=url, incarnation=(worker, boot))
 
 
-async def test_an_engine_agrees_for_the_boot_that_was_asked_and_for_no_other(client, worker):
+async def test_an_engine_agrees_for_the_probed_boot_only(client, worker):
     tokenizers = Tokenizers(client)
     async with serving(worker.app) as url:
         await learned(tokenizers, url)
@@ -386,7 +384,7 @@ async def test_an_engine_agrees_for_the_boot_that_was_asked_and_for_no_other(cli
     tokenizers.close()
 
 
-async def test_ids_of_engines_or_clients_are_never_said_to_be_agreed_on(client, worker):
+async def test_ids_from_engines_or_clients_never_count_as_agreed(client, worker):
     tokenizers = Tokenizers(client)
     async with serving(worker.app) as url:
         await learned(tokenizers, url)
@@ -395,7 +393,7 @@ async def test_ids_of_engines_or_clients_are_never_said_to_be_agreed_on(client, 
     tokenizers.close()
 
 
-async def test_an_engine_whose_restarts_nobody_notices_never_agrees(client, worker):
+async def test_an_engine_with_unnoticed_restarts_never_agrees(client, worker):
     tokenizers = Tokenizers(client)
     async with serving(worker.app) as url:
         await tokenizers.learn(BASE, agent_url=url, engine_url=url)
@@ -406,9 +404,7 @@ async def test_an_engine_whose_restarts_nobody_notices_never_agrees(client, work
     tokenizers.close()
 
 
-async def test_an_engine_of_another_mind_changes_nothing_for_the_others_until_most_are_of_that_mind(
-    client, chat, model
-):
+async def test_a_disagreeing_minority_of_engines_changes_nothing(client, chat, model):
     tokenizers = Tokenizers(client)
     old, new = TokenizingWorker(chat, read_files(model)), another(model)
     async with serving(old.app) as old_url, serving(new.app) as new_url:
@@ -435,7 +431,7 @@ async def test_an_engine_of_another_mind_changes_nothing_for_the_others_until_mo
     tokenizers.close()
 
 
-async def test_when_most_disagree_and_none_has_files_that_agree_the_engines_are_asked(client, worker):
+async def test_prompts_go_to_engines_if_most_disagree_with_every_tokenizer(client, worker):
     now = [100.0]
     tokenizers = Tokenizers(client, clock=lambda: now[0])
     async with serving(worker.app) as url:
@@ -454,7 +450,7 @@ async def test_when_most_disagree_and_none_has_files_that_agree_the_engines_are_
     tokenizers.close()
 
 
-async def test_when_the_last_that_agreed_is_gone_those_that_are_left_are_asked_for_their_files(client, chat, model):
+async def test_files_are_read_again_when_the_last_agreeing_engine_leaves(client, chat, model):
     tokenizers = Tokenizers(client)
     old, new = TokenizingWorker(chat, read_files(model)), another(model)
     async with serving(old.app) as old_url, serving(new.app) as new_url:
@@ -468,7 +464,7 @@ async def test_when_the_last_that_agreed_is_gone_those_that_are_left_are_asked_f
     tokenizers.close()
 
 
-async def test_an_engine_that_cannot_be_asked_now_has_not_agreed_and_is_asked_again(client, worker):
+async def test_an_unreachable_engine_is_probed_again(client, worker):
     now = [100.0]
     tokenizers = Tokenizers(client, clock=lambda: now[0])
     async with serving(worker.app) as url:
@@ -483,7 +479,7 @@ async def test_an_engine_that_cannot_be_asked_now_has_not_agreed_and_is_asked_ag
     tokenizers.close()
 
 
-async def test_an_engine_that_answers_no_probe_has_not_agreed_and_has_no_vote(client, worker):
+async def test_an_engine_that_answers_no_probe_has_no_vote(client, worker):
     tokenizers, refusing = Tokenizers(client), TokenizingWorker(worker.chat, worker.files)
     refusing.tokenize_status = 401
     async with serving(worker.app) as url, serving(refusing.app) as other:
@@ -501,7 +497,7 @@ async def test_an_engine_that_answers_no_probe_has_not_agreed_and_has_no_vote(cl
     tokenizers.close()
 
 
-async def test_few_engines_are_asked_at_a_time(client, worker):
+async def test_few_engines_are_probed_at_a_time(client, worker):
     tokenizers = Tokenizers(client)
     async with serving(worker.app) as url:
         await learned(tokenizers, url)
@@ -517,7 +513,7 @@ async def test_few_engines_are_asked_at_a_time(client, worker):
     tokenizers.close()
 
 
-async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_that_has_not(chat, model):
+async def test_ids_replace_the_text_only_for_agreeing_boots(chat, model):
     def ids_of(body):
         text, special = chat.prompt_text(body)
         return chat.encode(text, add_special_tokens=special)
@@ -558,9 +554,7 @@ async def test_a_text_goes_as_ids_to_the_boot_that_agreed_and_as_it_came_to_one_
 @pytest.mark.parametrize(
     ("setting", "with_ids"), [("off", set()), ("completions", {"completion"}), ("all", {"completion", "chat"})]
 )
-async def test_which_prompts_go_as_ids_is_what_the_setting_says_and_short_ones_and_efforts_never_do(
-    chat, model, setting, with_ids
-):
+async def test_the_setting_decides_which_prompts_go_as_ids(chat, model, setting, with_ids):
     def ids_of(body):
         text, special = chat.prompt_text(body)
         return chat.encode(text, add_special_tokens=special)
@@ -590,7 +584,7 @@ async def test_which_prompts_go_as_ids_is_what_the_setting_says_and_short_ones_a
 # --- what cannot be tokenized here ---------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the_next_ones_nothing(client, worker):
+async def test_a_silent_engine_delays_one_request_only(client, worker):
     now = [100.0]
     tokenizers = Tokenizers(client, mode="remote", remote_timeout_s=0.1, clock=lambda: now[0])
     worker.answers.clear()
@@ -623,7 +617,7 @@ async def test_an_engine_that_does_not_answer_costs_one_request_a_moment_and_the
         ([[1, True]], None),
     ],
 )
-async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, prompt, ids):
+async def test_ids_in_the_request_are_used_unchanged_or_not_at_all(client, prompt, ids):
     tokenizers = Tokenizers(client)
     assert (await tokenizers.ids({"prompt": prompt}, base_model=BASE, engine_url="")).ids == ids
     tokenizers.close()
@@ -631,16 +625,14 @@ async def test_ids_in_the_request_are_taken_as_they_are_or_not_at_all(client, pr
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]], ids=str)
 @pytest.mark.parametrize(("most", "ids"), [(2, None), (-1, None), (None, array("I", [1, 2, 3]))])
-async def test_ids_that_the_engine_will_cut_are_not_those_of_the_prompt(client, prompt, most, ids):
+async def test_ids_that_the_engine_truncates_are_not_used(client, prompt, most, ids):
     tokenizers = Tokenizers(client)
     body = {"prompt": prompt, "truncate_prompt_tokens": most}
     assert (await tokenizers.ids(body, base_model=BASE, engine_url="", kind="completion")).ids == ids
     tokenizers.close()
 
 
-async def test_a_response_shows_its_calls_with_their_keys_as_vllm_has_made_them_and_a_chat_as_it_has_read_them(
-    client, model
-):
+async def test_tool_call_keys_keep_vllms_order_in_responses_and_chats(client, model):
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
     )
@@ -658,7 +650,7 @@ async def test_a_response_shows_its_calls_with_their_keys_as_vllm_has_made_them_
     tokenizers.close()
 
 
-async def test_a_batch_of_one_is_tokenized_as_the_one_prompt_that_it_is(client, tokens, worker, chat):
+async def test_a_batch_of_one_is_tokenized_as_one_prompt(client, tokens, worker, chat):
     expected = array("I", chat.completion_ids(RULES))
     assert (await tokens.ids({"prompt": [RULES]}, base_model=BASE, engine_url="")).ids == expected
     cut = {"prompt": [RULES], "truncate_prompt_tokens": 5}
@@ -693,7 +685,7 @@ class Gate:
         return self.chat.encode_pieces(pieces, add_special_tokens=add_special_tokens)
 
 
-async def test_short_and_long_prompts_pass_very_long_ones_and_beyond_a_bound_those_go_without_tokens(client, chat):
+async def test_very_long_prompts_delay_no_others_and_are_bounded(client, chat):
     tokenizers, gate = Tokenizers(client, threads=2), Gate(chat)
     tokenizers.adopt(BASE, gate)
     book, chapter = {"prompt": RULES * 40}, {"prompt": RULES * 5}
@@ -725,7 +717,7 @@ async def test_a_text_too_long_for_any_engine_is_not_tokenized(tokens, max_model
     assert found.source == source
 
 
-async def test_the_event_loop_turns_while_a_32k_token_prompt_is_tokenized(tokens, chat):
+async def test_the_event_loop_runs_while_a_32k_token_prompt_is_tokenized(tokens, chat):
     prompt = {"messages": [{"role": "user", "content": RULES * 40}]}
     turns = 0
 

@@ -72,13 +72,13 @@ def test_token_ids_are_a_prompt_and_a_list_of_them_is_a_batch():
         ({"custom_params": None, "stop_regex": None}, {}),
     ],
 )
-def test_sampling_parameters_are_told_in_vllms_words(theirs, ours):
+def test_sampling_parameters_are_translated_to_vllms(theirs, ours):
     (made,) = items(text="x", sampling_params=theirs)
     assert made.items() >= ours.items()
     assert not made.keys() & (theirs.keys() - ours.keys() - {"min_p"})
 
 
-def test_what_is_wrong_is_refused_by_its_name():
+def test_an_invalid_field_is_refused_by_name():
     assert "no counterpart" in refused("sampling_params.stop_regex", text="x", sampling_params={"stop_regex": "a"})
     assert "one of json_schema" in refused("sampling_params", text="x", sampling_params={"regex": "a", "ebnf": "b"})
     assert "not offered" in refused("image_data", text="x", image_data="file:///etc/passwd")
@@ -106,7 +106,7 @@ def test_a_body_that_is_no_object_is_refused(body):
         split_batch(body)
 
 
-def test_a_field_that_is_switched_off_is_as_if_it_were_not_there():
+def test_a_switched_off_field_is_ignored():
     assert items(text="x", return_logprob=False, image_data=None) == items(text="x")
 
 
@@ -184,7 +184,7 @@ def test_a_stream_that_ends_without_its_usage_still_ends_with_its_text():
     assert (last["text"], last["meta_info"]["id"], done) == ("one", "z", "[DONE]")
 
 
-def test_an_error_in_a_stream_goes_on_as_it_is():
+def test_an_error_in_a_stream_is_passed_on():
     error = b'data: {"error":{"message":"dead"}}\n\n'
     growing = CumulativeStream("")
     assert growing.events(error) == error
@@ -192,7 +192,7 @@ def test_an_error_in_a_stream_goes_on_as_it_is():
 
 
 @pytest.mark.parametrize("data", [b"nonsense", b"[]", b'{"choices":' + b"[" * 100_000], ids=["none", "list", "nested"])
-def test_what_is_no_completion_breaks_a_stream_and_is_no_whole_answer(data):
+def test_an_answer_that_is_no_completion_is_an_error(data):
     with pytest.raises(StreamBroken, match="no completion's event"):
         CumulativeStream("").events(b"data: " + data + b"\n\n")
     with pytest.raises(ReplicaUnreachable, match="no completion"):

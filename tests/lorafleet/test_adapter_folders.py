@@ -30,7 +30,7 @@ def test_an_adapters_name_is_its_path_below_the_folder(tmp_path: Path) -> None:
     assert adapter_folders(tmp_path) == {name: tmp_path / name for name in ("plain", "sql/v1", "sql/v2")}
 
 
-def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path) -> None:
+def test_only_links_to_adapter_folders_are_reported(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "adapters", tmp_path / "elsewhere"
     for folder in (root / "team", elsewhere / "sql" / "v1", tmp_path / "empty"):
         folder.mkdir(parents=True)
@@ -42,18 +42,18 @@ def test_links_to_folders_with_adapters_are_told_of_and_no_others(tmp_path: Path
     assert adapter_folders(root) == {}
 
 
-def test_a_folder_without_adapters_says_what_was_expected_and_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_adapters_gives_a_hint(tmp_path: Path) -> None:
     (line,) = folder_notices(put(tmp_path / "empty" / "deeper").parent)
     for said in (str(tmp_path / "empty"), "has no adapters", CONFIG_NAME, WEIGHTS_NAME, "lorafleet adapters add NAME"):
         assert said in line
 
 
-def test_a_folder_of_sound_adapters_needs_no_remark(tmp_path: Path) -> None:
+def test_a_folder_of_valid_adapters_gives_no_notice(tmp_path: Path) -> None:
     put(tmp_path / "sql" / "v1", CONFIG_NAME, WEIGHTS_NAME)
     assert (folder_notices(tmp_path), folder_problem(tmp_path)) == ([], "")
 
 
-def test_weights_without_a_config_are_told_of_among_sound_adapters(tmp_path: Path) -> None:
+def test_weights_without_a_config_are_reported(tmp_path: Path) -> None:
     put(tmp_path / "good", CONFIG_NAME, WEIGHTS_NAME)
     for number in range(7):
         put(tmp_path / f"bad{number}", "adapter_model.bin" if number else WEIGHTS_NAME)
@@ -62,7 +62,7 @@ def test_weights_without_a_config_are_told_of_among_sound_adapters(tmp_path: Pat
     assert lines[-1].startswith("2 more folders")
 
 
-def test_an_adapter_in_the_folder_itself_is_told_of_where_others_lie_below(tmp_path: Path) -> None:
+def test_an_adapter_in_the_root_folder_is_reported(tmp_path: Path) -> None:
     put(tmp_path, CONFIG_NAME, WEIGHTS_NAME)
     put(tmp_path / "checkpoint-100", CONFIG_NAME, WEIGHTS_NAME)
     (line,) = folder_notices(tmp_path)
@@ -74,7 +74,7 @@ def test_an_adapter_in_the_folder_itself_is_told_of_where_others_lie_below(tmp_p
     ("name", "said"),
     [("missing", "no such folder"), ("file", "is a file"), ("one", "--adapters {}, where its name is one")],
 )
-def test_what_is_no_folder_of_adapters_is_refused_with_what_to_give(tmp_path: Path, name: str, said: str) -> None:
+def test_a_wrong_adapters_folder_is_refused_with_a_hint(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "file").write_text("")
     put(tmp_path / "one", CONFIG_NAME, WEIGHTS_NAME)
     assert said.format(tmp_path) in folder_problem(tmp_path / name)

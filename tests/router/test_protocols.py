@@ -65,7 +65,7 @@ def test_every_row_is_found_by_its_method_and_path():
         ("GET", "/v1/responses/../models"),
     ],
 )
-def test_what_is_not_in_the_table_is_no_inference_route(method, path):
+def test_a_path_outside_the_table_is_no_inference_route(method, path):
     assert find_route(method, path) is None
 
 
@@ -74,7 +74,7 @@ def test_the_id_of_a_stored_response_is_read_off_its_path():
     assert response_id_of("/v1/responses/resp_1.a.b/cancel") == "resp_1.a.b"
 
 
-def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_routed_by():
+def test_a_route_decodes_its_prompt_and_routing_fields():
     for route in ROUTES.values():
         assert {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"} <= route.fields
     assert "previous_response_id" in ROUTES["POST", "/v1/responses"].fields
@@ -106,7 +106,7 @@ def test_a_row_decodes_what_its_prompt_is_made_of_and_what_every_request_is_rout
         ("/v1/decisions", {"input": "x", "questions": [{}, {}, {}]}, 3),
     ],
 )
-def test_an_engine_makes_so_many_sequences_of_a_body(path, body, sequences):
+def test_the_number_of_sequences_of_a_body_is_known(path, body, sequences):
     route = ROUTES["POST", path]
     assert sequence_count(route, {name: body[name] for name in route.fields.intersection(body)}) == sequences
 
@@ -125,7 +125,7 @@ def items_in(value) -> int:
 
 
 @given(VALUES, st.integers(0, 40), st.booleans(), st.sampled_from([None, 1]))
-def test_a_body_of_too_many_items_is_refused_whatever_its_texts_hold(value, most, is_ascii, indent):
+def test_a_body_with_too_many_items_is_refused(value, most, is_ascii, indent):
     body = json.dumps(value, ensure_ascii=is_ascii, indent=indent).encode(errors="surrogatepass")
     if items_in(value) > most:
         with pytest.raises(BadBody, match=f"more than {most} texts"):
@@ -135,13 +135,13 @@ def test_a_body_of_too_many_items_is_refused_whatever_its_texts_hold(value, most
 
 
 @pytest.mark.parametrize("body", [b'"' * 100, b'"\\' * 50, b'[{"' * 50, b'{"a":"' + b'\\"' * 50])
-def test_what_is_no_json_is_counted_as_far_as_it_goes(body):
+def test_items_of_invalid_json_are_counted(body):
     check_items(body, 200)
     with contextlib.suppress(BadBody):
         check_items(body, 10)
 
 
-def test_only_events_that_come_before_the_engine_has_done_anything_decide_nothing():
+def test_only_early_events_leave_a_retry_possible():
     responses, chat = ROUTES["POST", "/v1/responses"], ROUTES["POST", "/v1/chat/completions"]
     created = b'event: response.created\ndata: {"type":"response.created"}\n\n'
     begun = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
@@ -190,7 +190,7 @@ def test_usage_is_read_where_each_kind_of_answer_has_it(kind, answer, usage):
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"usage":3}', b'{"usage":null}', b'{"a":"\\"usage\\""}', b'"usage"\xff'])
 @pytest.mark.parametrize("kind", ["openai", "responses", "messages"])
-def test_an_answer_of_another_shape_tells_no_usage(kind, body):
+def test_an_answer_of_another_form_has_no_usage(kind, body):
     assert usage_of(kind, body) is None
     assert usage_of_events(kind, b"data: " + body + b"\n\n") is None
 
@@ -211,7 +211,7 @@ def shown(known: dict, *chunks: bytes) -> list[bytes]:
     return [*(hidden.events(chunk) for chunk in chunks), hidden.end()]
 
 
-def test_a_stream_whose_usage_is_hidden_is_signed_where_it_would_have_been():
+def test_a_filtered_stream_has_its_fingerprint_in_place():
     first, last = text_event("one"), text_event("two", ends=True)
     signed = text_event("two", ends=True, signed=True)
     known: dict[str, bytes] = {}
@@ -223,7 +223,7 @@ def test_a_stream_whose_usage_is_hidden_is_signed_where_it_would_have_been():
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_is_shown_of_a_stream_does_not_depend_on_how_many_events_come_at_once(line_end, is_known):
+def test_a_filtered_stream_does_not_depend_on_its_chunks(line_end, is_known):
     ends = [text_event("x", index=i, ends=True) for i in (0, 1)]
     texts = [text_event(f"{i} \\n\\n", index=i % 2) for i in range(9)]
     events = [*texts[:5], ends[0], *texts[5:], ends[1], USAGE_EVENT, DONE]
@@ -239,7 +239,7 @@ def test_what_is_shown_of_a_stream_does_not_depend_on_how_many_events_come_at_on
             assert all(not each or each.endswith(line_end * 2) for each in found), (size, first)
 
 
-def test_every_choice_of_a_hidden_stream_is_signed_once_the_engine_is_known():
+def test_every_choice_has_the_fingerprint_once_it_is_known():
     ends = [text_event("x", index=i, ends=True) for i in (0, 1)]
     signed = [text_event("x", index=i, ends=True, signed=True) for i in (0, 1)]
     more = text_event("y", index=1)
@@ -249,7 +249,7 @@ def test_every_choice_of_a_hidden_stream_is_signed_once_the_engine_is_known():
     assert shown({}, ends[0], ends[1], USAGE_EVENT)[2] == signed[0] + signed[1]
 
 
-def test_an_engine_that_signs_nothing_or_breaks_off_loses_no_event():
+def test_a_stream_without_fingerprint_or_end_loses_no_event():
     last = text_event("two", ends=True)
     plain = USAGE_EVENT.replace(SIGNED, b"")
     assert shown({}, last, plain, DONE) == [b"", last, DONE, b""]
@@ -259,13 +259,13 @@ def test_an_engine_that_signs_nothing_or_breaks_off_loses_no_event():
     assert shown({}, last, error) == [b"", last + error, b""]
 
 
-def test_what_an_engine_signs_with_is_replaced_by_what_it_signs_with_now():
+def test_a_new_fingerprint_replaces_the_old_one():
     known = {"w0": b'"system_fingerprint":"old"'}
     shown(known, text_event("x", ends=True), USAGE_EVENT)
     assert known == {"w0": SIGNED[1:]}
 
 
-def test_a_text_that_looks_like_an_end_or_a_usage_is_left_alone():
+def test_a_text_that_looks_like_a_usage_is_unchanged():
     odd = text_event('"finish_reason":"stop" "choices":[] "usage":{')
     assert shown({}, odd) == [odd, b""]
 
@@ -288,14 +288,14 @@ def test_a_body_is_explained_by_the_route_that_it_is_most_likely_meant_for():
 
 @pytest.mark.parametrize("worker", ["w0", "10.0.0.7:8090", "pod-a.b/c", "Zürich", "a" * 200])
 @pytest.mark.parametrize("tenant", [None, "", "team"])
-def test_an_id_says_where_its_response_is_kept(worker, tenant):
+def test_a_response_id_names_its_worker(worker, tenant):
     made = tagged_response_id(None, "f00", tenant=tenant, worker=worker)
     assert made.startswith("resp_f00.")
     assert find_route("GET", f"/v1/responses/{made}") is not None
     assert worker_of_response(made, tenant=tenant, param="response_id") == worker
 
 
-def test_a_clients_own_id_is_the_beginning_of_it_where_it_may_be():
+def test_a_clients_valid_id_is_the_prefix():
     assert tagged_response_id("mine-1", "f00", tenant=None, worker="w0").startswith("mine-1.")
     for odd in ("a.b", "", "a/b", "ä", "x" * 200, 3, ["a"]):
         assert tagged_response_id(odd, "f00", tenant=None, worker="w0").startswith("resp_f00.")
@@ -308,7 +308,7 @@ def test_another_tenants_response_is_not_found_even_with_its_id():
             worker_of_response(made, tenant=other, param="previous_response_id")
 
 
-def test_a_tenant_without_a_name_is_not_the_one_above_tenants():
+def test_a_tenant_with_an_empty_name_is_not_an_operator():
     for whose, other in ((None, ""), ("", None)):
         made = tagged_response_id(None, "f00", tenant=whose, worker="w0")
         with pytest.raises(ResponseNotFound):
@@ -316,14 +316,14 @@ def test_a_tenant_without_a_name_is_not_the_one_above_tenants():
 
 
 @pytest.mark.parametrize("more", ["/cancel", "?x=1", "/../r", "\n", ".x", " "])
-def test_an_id_with_something_behind_it_is_none_and_never_goes_into_a_path(more):
+def test_an_id_with_a_suffix_is_invalid(more):
     made = tagged_response_id(None, "f00", tenant="a", worker="w0")
     for odd in (made + more, more + made):
         with pytest.raises(ResponseNotFound):
             worker_of_response(odd, tenant="a", param="id")
 
 
-def test_an_id_with_another_tenants_mark_is_another_id_than_the_engine_knows():
+def test_an_id_with_another_tenants_mark_is_unknown_to_the_engine():
     mine = tagged_response_id("x", "f00", tenant="a", worker="w0")
     theirs = tagged_response_id("x", "f00", tenant="b", worker="w0")
     assert mine != theirs
@@ -368,7 +368,7 @@ def with_template(model, template: str) -> ChatTokenizer:
     return ChatTokenizer.from_files(read_files(model) | {"chat_template.jinja": template})
 
 
-def test_every_body_whose_prompt_can_be_known_is_turned_into_a_chat(model):
+def test_every_known_prompt_is_converted_to_a_chat(model):
     tokenizer = ChatTokenizer.from_dir(model)
     for name, body in RESPONSES_BODIES:
         chat = chat_of_responses(body)
@@ -392,7 +392,7 @@ def test_a_message_that_only_the_engine_can_render_has_no_chat(body):
     assert chat_of_messages(body) is None
 
 
-def test_tools_that_no_model_sees_leave_an_empty_list_and_not_none(model):
+def test_tools_that_no_model_sees_leave_an_empty_list(model):
     template = (
         "{{ 'some' if tools is not none else 'none' }}{{ tools | length if tools else 0 }}{{ messages[0].content }}"
     )
@@ -430,7 +430,7 @@ def test_system_messages_move_to_the_front_for_a_template_that_refuses_them_late
     assert chat_of_messages(body) is None, "without the template nobody knows"
 
 
-def test_no_thinking_is_an_effort_that_the_template_shows(model):
+def test_disabled_thinking_is_an_effort_that_the_template_shows(model):
     body = {"messages": [USER], "thinking": {"type": "disabled"}}
     shows = "{{ messages[0].content }}{% if reasoning_effort == 'none' %}quick{% endif %}"
     hides = "{{ messages[0].content }}"
@@ -493,7 +493,7 @@ def test_every_route_is_described_with_an_example_of_what_to_send_and_what_comes
         assert ("requestBody" in operation) == route.has_body, path
 
 
-def test_an_example_is_one_that_the_router_takes():
+def test_every_example_is_accepted_by_the_router():
     for (_method, path), route in ROUTES.items():
         sent, _answered = EXAMPLES[path]
         if route.has_body:

@@ -55,12 +55,12 @@ def last(words: Sequence[str], flag: str) -> str:
     return words[len(words) - 1 - words[::-1].index(flag) + 1]
 
 
-def test_arguments_for_the_engines_reach_each_engine_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_arguments_reach_each_engine_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*TOOLS, "--hf-overrides", '{"a": 1, "b": [2, 3]}', "--seed=7", "--allowed-origins", '["*"]')
     assert settings_of(ask(*words), monkeypatch).engine_args == ("--dtype", "float32", *words)
 
 
-def test_without_any_word_the_agents_have_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_engine_arguments_agents_have_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ask()
     found = settings_of(options, monkeypatch, rank=32)
     assert (options.engine, options.workers, options.router_port, options.orchestrator_port) == ("vllm", 2, 8000, 8080)
@@ -68,7 +68,7 @@ def test_without_any_word_the_agents_have_the_defaults_of_up(monkeypatch: pytest
     assert (found.engine_output, found.log_format, found.lora_roots) == (False, "console", (Path("/shelf"),))
 
 
-def test_what_the_engines_arguments_say_is_what_the_agents_believe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_arguments_set_the_agents_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--max_loras", "8", "--max-lora-rank=64", "--served-model-name", "mine", "--max-model-len", "1024")
     found = settings_of(ask(*words, "--dtype", "bfloat16"), monkeypatch)
     assert (found.max_loras, found.max_cpu_loras, found.max_lora_rank, found.model_name) == (8, 16, 64, "mine")
@@ -77,9 +77,7 @@ def test_what_the_engines_arguments_say_is_what_the_agents_believe(monkeypatch: 
     assert "float32" not in found.engine_args
 
 
-def test_settings_of_environment_and_file_come_before_the_defaults_of_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environment_and_file_override_the_defaults_of_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "workers.yaml"
     file.write_text(f"max-lora-rank: 128\nlora_roots: [{tmp_path}]\nmax_loras: 3\nengine_args: [--seed, '1']\n")
     environment = {"LORAFLEET_WORKERS_MAX_LORAS": "5", "LORAFLEET_WORKERS_ENGINE_OUTPUT": "true"}
@@ -97,7 +95,7 @@ def test_a_folder_with_a_comma_in_its_name_is_one_root(monkeypatch: pytest.Monke
     assert settings_of(ask(environment=environment), monkeypatch).lora_roots == (Path("/shelf"), Path("/a,b"))
 
 
-def test_a_file_is_named_by_the_environment_too(tmp_path: Path) -> None:
+def test_the_environment_can_name_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("port: 8123\nmax_wait_s: 5\n")
     options = ask(environment={"LORAFLEET_ROUTER_CONFIG": str(file)})
@@ -108,7 +106,7 @@ def test_a_file_is_named_by_the_environment_too(tmp_path: Path) -> None:
     assert last(words, "--config") == str(file)
 
 
-def test_flags_of_up_may_be_given_as_the_settings_that_they_are() -> None:
+def test_flags_of_up_may_be_given_as_settings() -> None:
     options = ask(
         environment={
             "LORAFLEET_WORKERS_ENGINE": "sim",
@@ -121,7 +119,7 @@ def test_flags_of_up_may_be_given_as_the_settings_that_they_are() -> None:
     assert (options.router_port, options.orchestrator_port) == (0, 9000)
 
 
-def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
+def test_given_settings_override_the_routers_defaults() -> None:
     words = commands.router_command([], "http://o", Path("/s"), 10.0, {"grace_s": "60"})
     assert "--grace-s" not in words
     assert last(words, "--drain-s") == "0"
@@ -140,7 +138,7 @@ def test_the_defaults_of_up_for_a_router_give_way_to_what_is_said() -> None:
         (("--max-loras", "8"), "--max-loras is 4, but 8 in the engine arguments: give only one"),
     ],
 )
-def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
+def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(CommandFailed, match=said) as failure:
         ask(*words, max_loras=4)
     assert failure.value.status == 2
@@ -162,14 +160,14 @@ def test_a_word_that_cannot_be_is_refused_with_the_reason(words: tuple[str, ...]
         ({"VLLM_API_KEY": "secret"}, "VLLM_API_KEY.*unset it"),
     ],
 )
-def test_a_setting_that_up_must_have_for_itself_is_refused_by_name(environment: dict[str, str], said: str) -> None:
+def test_a_setting_that_up_chooses_itself_is_refused_by_name(environment: dict[str, str], said: str) -> None:
     with pytest.raises(CommandFailed, match=said) as failure:
         ask(environment=environment)
     assert failure.value.status == 2
     assert "secret" not in str(failure.value)
 
 
-def test_a_files_setting_that_up_must_have_for_itself_is_refused_with_its_file(tmp_path: Path) -> None:
+def test_a_fixed_setting_in_a_file_is_refused_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "o.yaml"
     file.write_text("store: /var/lib/fleet.db\n")
     with pytest.raises(CommandFailed, match=f"store in {file} cannot be set.*--state-dir"):
@@ -185,9 +183,7 @@ def test_a_files_setting_that_up_must_have_for_itself_is_refused_with_its_file(t
         (None, None, ()),
     ],
 )
-def test_devices_are_dealt_out_in_order_and_as_many_to_each_worker(
-    devices: str | None, workers: int | None, groups: tuple[str, ...]
-) -> None:
+def test_devices_are_divided_evenly_in_order(devices: str | None, workers: int | None, groups: tuple[str, ...]) -> None:
     options = ask(devices=devices, workers=workers)
     assert options.devices == groups
     assert options.workers == (workers or len(groups) or 2)
@@ -202,18 +198,18 @@ def test_devices_are_dealt_out_in_order_and_as_many_to_each_worker(
         ("", 1, "give names"),
     ],
 )
-def test_devices_that_cannot_be_dealt_out_are_refused(devices: str, workers: int | None, said: str) -> None:
+def test_devices_that_cannot_be_divided_evenly_are_refused(devices: str, workers: int | None, said: str) -> None:
     with pytest.raises(CommandFailed, match=said):
         ask(devices=devices, workers=workers)
 
 
-def test_device_groups_keep_every_device_once() -> None:
+def test_device_groups_have_every_device_once() -> None:
     assert device_groups([str(number) for number in range(12)], 3) == ("0,1,2,3", "4,5,6,7", "8,9,10,11")
     with pytest.raises(SettingsError):
         device_groups(["0"], 2)
 
 
-def test_what_steers_the_fleet_beside_its_flags_is_said(tmp_path: Path) -> None:
+def test_settings_besides_flags_are_printed(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("{}")
     environment = {"LORAFLEET_WORKERS_SCRAPE_S": "2", "LORAFLEET_WORKER_DTYPE": "x", "LORAFLEET_TOKEN": "secret"}
