@@ -1,4 +1,4 @@
-"""`python -m workers.drain --deadline-s 300`: drain the agent on this machine, and exit when its engine is idle.
+"""`python -m workers.drain --deadline-s 300`: drain the agent on this host, and exit when its engine is idle.
 
 A pod's preStop hook: Kubernetes sends SIGTERM when it ends. The exit status is 0 except for a wrong flag, because the
 worker stops either way. Requests that still run are reported on standard error.

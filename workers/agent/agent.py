@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import structlog
 
-from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict, apply_setting
 from orchestrator.wire import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
@@ -293,36 +292,10 @@ class WorkerAgent:
         return await self._loader.inspect(request)
 
     async def drain(self, deadline_s: float) -> DrainAnswer:
-        """Refuse loads, and wait until the engine has been idle for `quiet_s` or the deadline has passed.
-
-        raises  EngineError `engine_timeout` if the engine's metrics cannot be read until the deadline
-        """
+        """Refuse loads, and wait until the engine is idle or the deadline has passed. Raises EngineError."""
         self._begin_drain()
-        deadline = self._clock() + deadline_s
-        quiet_s, quiet_since = max(self.timers.quiet_s, 2 * self.engine.full_step_s()), self._clock()
-        before: EngineMetrics | None = None
-        while True:
-            left_s = deadline - self._clock()
-            client = self.engine.client
-            try:
-                async with asyncio.timeout(max(1.0, left_s)):
-                    scrape = await client.scrape() if client is not None else EngineMetrics()
-            except (EngineError, TimeoutError) as exc:  # no metrics is not idle: try again until the deadline
-                if self._clock() >= deadline:
-                    message = "draining, but the engine does not say what still runs; ask again"
-                    raise EngineError("engine_timeout", message, retry_after_s=2) from exc
-                await asyncio.sleep(0.2)
-                quiet_since = self._clock()
-                continue
-            now = self._clock()
-            left_s = deadline - now
-            is_idle = scrape.running + scrape.waiting == 0 and scrape.ended == (before or scrape).ended
-            if not is_idle:
-                quiet_since = now
-            before = scrape
-            if now - quiet_since >= quiet_s or left_s <= 0:
-                return DrainAnswer(is_drained=is_idle, running=scrape.running, waiting=scrape.waiting)
-            await asyncio.sleep(min(0.2, left_s))
+        quiet_s = max(self.timers.quiet_s, 2 * self.engine.full_step_s())
+        return await self.engine.wait_until_idle(deadline_s=deadline_s, quiet_s=quiet_s)
 
     def _begin_drain(self) -> None:
         """Start a drain, with an event and a heartbeat; no-op during one."""

@@ -11,6 +11,7 @@ import structlog
 from zmq import ZMQError
 
 from lorafleet.engine.agentless import EngineLoad
+from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.engine.rates import EngineRates
 from lorafleet.identity import KV_HASHING
 from workers.agent.kv_ledger import KvLedgers
@@ -18,10 +19,11 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError
 from workers.engines.base import EngineClient, EngineShape
 from workers.metrics import WorkerMetrics
-from workers.wire import Load, ModelCard, RuntimeConfig, Transport
+from workers.wire import DrainAnswer, Load, ModelCard, RuntimeConfig, Transport
 
 log = structlog.get_logger()
 
+_IDLE_POLL_S = 0.2
 _IN_FLIGHT_VALID_S = 10.0  # an older number of requests in flight is ignored
 
 
@@ -214,6 +216,38 @@ class CurrentEngine:
         self._update_busy_since()
         self._load.add(await self.client.scrape(), self._clock())
         self._metrics.set_rates(self._load.rates)
+
+    async def wait_until_idle(self, *, deadline_s: float, quiet_s: float) -> DrainAnswer:
+        """Wait until the engine has had no requests for `quiet_s`, or until the deadline.
+
+        One reading is not enough: vLLM counts a request only after its first step (see AgentTimers).
+        raises  EngineError `engine_timeout` if the engine's metrics cannot be read until the deadline
+        """
+        deadline = self._clock() + deadline_s
+        quiet_since = self._clock()
+        last_scrape: EngineMetrics | None = None
+        while True:
+            left_s = deadline - self._clock()
+            client = self.client
+            try:
+                async with asyncio.timeout(max(1.0, left_s)):
+                    scrape = await client.scrape() if client is not None else EngineMetrics()
+            except (EngineError, TimeoutError) as exc:  # no metrics is not idle: try again until the deadline
+                if self._clock() >= deadline:
+                    message = "draining, but the engine's metrics cannot be read; try again"
+                    raise EngineError("engine_timeout", message, retry_after_s=2) from exc
+                await asyncio.sleep(_IDLE_POLL_S)
+                quiet_since = self._clock()
+                continue
+            now = self._clock()
+            left_s = deadline - now
+            is_idle = scrape.running + scrape.waiting == 0 and scrape.ended == (last_scrape or scrape).ended
+            if not is_idle:
+                quiet_since = now
+            last_scrape = scrape
+            if now - quiet_since >= quiet_s or left_s <= 0:
+                return DrainAnswer(is_drained=is_idle, running=scrape.running, waiting=scrape.waiting)
+            await asyncio.sleep(min(_IDLE_POLL_S, left_s))
 
     def full_step_s(self) -> float:
         """Seconds of an engine step full of prefill tokens; 0 until the prefill rate is measured."""

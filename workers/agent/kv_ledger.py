@@ -1,7 +1,7 @@
 """The ledger of this engine's KV blocks, served to any number of routers: one snapshot, then a stream of changes.
 
 The agent listens beside the engine from before the first request, so it misses no event. A router that starts late or
-falls behind is exact again after one snapshot. Block hashes leave this machine, tokens do not.
+falls behind is exact again after one snapshot. Block hashes leave this host, tokens do not.
 """
 
 import asyncio
