@@ -233,7 +233,7 @@ async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_get
         deadly.suspects[which].held_until = parts.clock()
         async with parts.alone(here):  # something else, that may be what an engine died of
             tries = asyncio.create_task(client.post("/v1/completions", json=IDS))
-            await until(lambda: sum(parts._suspects.values()) == 2)
+            await until(lambda: sum(parts.suspects_at.values()) == 2)
             for _ in range(2):
                 assert error_of(await client.post("/v1/completions", json=IDS)) == (503, "deadly_request")
             assert not engine.bodies
@@ -258,7 +258,7 @@ async def test_engines_that_die_together_with_copies_of_a_request_speak_once():
                 replicas[engine.name], "hung", parts.clock()
             )  # nor what the other one died with, there
             engine.go_on.set()
-        await until(lambda: sum(parts._suspects.values()) == 12 and sound.bodies)
+        await until(lambda: sum(parts.suspects_at.values()) == 12 and sound.bodies)
         assert [len(suspect.engines) for suspect in parts.poison_requests.suspects.values()] == [1]
         sound.go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}

@@ -54,12 +54,12 @@ async def test_decisions_kept_for_explaining_hold_no_prompts():
 def test_kept_decisions_are_a_sample_under_load():
     kept = Decisions()
     for i in range(20_000):  # in four seconds
-        kept.note(i, 100 + i / 5000)
+        kept.add(i, 100 + i / 5000)
     assert len(kept) == 1000
     assert kept[0] < 1000 < kept[-300]
     assert all(49 <= b - a <= 51 for a, b in pairwise(list(kept)[-300:])), "evenly"
     for i in range(500):
-        kept.note(-i, 110 + i / 5000)
+        kept.add(-i, 110 + i / 5000)
     assert list(kept)[-500:] == [-i for i in range(500)]
 
 

@@ -26,9 +26,9 @@ __all__ = [
     "AdapterRules",
     "FileEntry",
     "Manifest",
-    "adapter_names",
+    "adapter_file_names",
     "digest",
-    "inspect",
+    "check_adapter",
     "is_adapter_file",
     "is_same_base",
 ]
@@ -181,7 +181,7 @@ def _last_path_part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LoraPair:
-    """Shapes of a module's matrices: A [rank, in], B [out, rank]; for embeddings A [rank, vocabulary], B [hidden, rank]."""
+    """Shapes of a module's matrices: A [rank, in], B [out, rank]; embeddings: A [rank, vocabulary], B [hidden, rank]."""
 
     a: Shape
     b: Shape
