@@ -27,8 +27,8 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "adapter_file_names",
-    "digest",
     "check_adapter",
+    "digest",
     "is_adapter_file",
     "is_same_base",
 ]
@@ -181,7 +181,7 @@ def _last_path_part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LoraPair:
-    """Shapes of a module's matrices: A [rank, in], B [out, rank]; embeddings: A [rank, vocabulary], B [hidden, rank]."""
+    """Shapes of a module's matrices: A [rank, in], B [out, rank]; embeddings: A [rank, vocab], B [hidden, rank]."""
 
     a: Shape
     b: Shape

@@ -1,8 +1,8 @@
 """A model of the engine's adapter memory, which vLLM does not report.
 
 vLLM keeps adapters in a host LRU of `max_cpu_loras`; the newest `max_loras` of them are on the device. An unload
-removes the name but not the weights: they stay as a *ghost* until the LRU drops them. A registered adapter that the LRU dropped
-is read from disk again by its next request (vLLM 0.32 lora/worker_manager.py add_adapter).
+removes the name but not the weights: they stay as a *ghost* until the LRU drops them. A registered adapter that the
+LRU dropped is read from disk again by its next request (vLLM 0.32 lora/worker_manager.py add_adapter).
 
 The model sees loads, unloads and the uses that routers report, so everything but the registered names is an estimate.
 """
