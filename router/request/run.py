@@ -22,7 +22,7 @@ from router.core.errors import (
     NoReplica,
     ReplicaUnreachable,
 )
-from router.core.failover.exclusions import FailedAttempt, excluded
+from router.core.failover.exclusions import FailedAttempt, excluded_incarnations
 from router.core.failover.verdict import MAX_DEATHS, VERDICTS
 from router.core.fleet import Excluded, Incarnation
 from router.core.queue.quota import QuotaGrant
@@ -220,7 +220,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if not self.failures:
             return self.excluded
         fleet, breaker = self.services.discovery.fleet, self.services.scheduler.breaker
-        return excluded(self.failures, fleet.replicas, breaker.last_success_at)
+        return excluded_incarnations(self.failures, fleet.replicas, breaker.last_success_at)
 
     async def _decide(self) -> None:
         """hash, match and decide; once more where every replica went away while the request was queued."""

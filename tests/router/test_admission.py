@@ -219,19 +219,19 @@ def test_who_is_refused_leaves_nothing_behind():
 
 
 def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wait_for_nothing():
-    drain = ServiceRates()
-    assert drain.rate("w0") == 1.0
-    assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], drain) == 5.0
-    assert wait_s(0.0, {}, ["w0"], drain) == 0.0
-    assert wait_s(10.0, {"w1": 5.0}, ["w0"], drain) == 0.0
-    assert wait_s(10.0, {"w1": 5.0}, [], drain) == 0.0
+    rates = ServiceRates()
+    assert rates.rate("w0") == 1.0
+    assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], rates) == 5.0
+    assert wait_s(0.0, {}, ["w0"], rates) == 0.0
+    assert wait_s(10.0, {"w1": 5.0}, ["w0"], rates) == 0.0
+    assert wait_s(10.0, {"w1": 5.0}, [], rates) == 0.0
 
 
 def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():
-    drain = ServiceRates()
-    drain.begin(0.0)
-    drain.advance(["w0"], 300.0)
-    assert drain.rate("w0") > 0.05
+    rates = ServiceRates()
+    rates.start(0.0)
+    rates.advance(["w0"], 300.0)
+    assert rates.rate("w0") > 0.05
 
 
 # --- prompt tokens in flight ------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_chang
     book.answer(sent_at=book.now)
     book.now += 91.0
     book.breaker.forget_others(book.fleet, book.now)
-    assert not book.breaker._circuits
+    assert not len(book.breaker)
 
 
 def test_a_worker_that_is_gone_takes_nobody_elses_circuit_with_it():
@@ -250,16 +250,16 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
     assert book.state() == "closed"
     book.breaker.forget_others(book.fleet, book.now)
-    assert not book.breaker._circuits
+    assert not len(book.breaker)
     assert not book.breaker.open_incarnations(book.now)
     book.fail()
     book.breaker.forget_others(book.fleet, book.now + 59)
-    assert book.breaker._circuits
+    assert len(book.breaker)
     book.breaker.forget_others(book.fleet, book.now + 61)
-    assert not book.breaker._circuits  # nothing has failed there for long
+    assert not len(book.breaker)  # nothing has failed there for long
     book.fail(times=5)
     book.breaker.forget("w0")
-    assert not book.breaker._circuits
+    assert not len(book.breaker)
     assert not book.breaker.open_incarnations(book.now)
 
 
@@ -365,7 +365,7 @@ def test_outliers_never_take_more_than_their_share_of_the_fleet(steps, replicas,
             book.send(i % replicas)
         else:
             book.now += 0.7
-        assert len(book.breaker._shut) <= share * replicas
+        assert len(book.breaker.open_incarnations(book.now)) <= share * replicas
         for replica in book.fleet:
             is_shut = replica.incarnation in book.breaker.open_incarnations(book.now)
             assert not is_shut or book.breaker.state(replica, book.now) != "closed"

@@ -50,31 +50,31 @@ def test_of_those_let_in_at_most_a_twentieth_waits_in_vain(obeys, joined_at):
 
 
 def test_those_turned_away_together_are_told_different_times():
-    promises = RetryTimes()
-    told = [promises.next_s("a", 2.0, 0.5, 60.0, 100.0) for _ in range(5)]
+    retry_times = RetryTimes()
+    told = [retry_times.next_s("a", 2.0, 0.5, 60.0, 100.0) for _ in range(5)]
     assert told == pytest.approx([2.0, 2.5, 3.0, 3.5, 4.0])
-    assert promises.next_s("b", 0.0, 0.5, 60.0, 100.0) == 1.0
-    assert promises.next_s("a", 2.0, 0.5, 60.0, 200.0) == 2.0
-    assert max(promises.next_s("a", 2.0, 0.5, 60.0, 200.0) for _ in range(500)) == pytest.approx(62.0)
+    assert retry_times.next_s("b", 0.0, 0.5, 60.0, 100.0) == 1.0
+    assert retry_times.next_s("a", 2.0, 0.5, 60.0, 200.0) == 2.0
+    assert max(retry_times.next_s("a", 2.0, 0.5, 60.0, 200.0) for _ in range(500)) == pytest.approx(62.0)
 
 
 def test_many_tenants_that_were_turned_away_are_forgotten_when_their_time_has_come():
-    promises = RetryTimes()
+    retry_times = RetryTimes()
     for number in range(5_000):
-        promises.next_s(f"tenant {number}", 0.0, 0.5, 60.0, float(number))
-    assert len(promises._until) < 1_100
+        retry_times.next_s(f"tenant {number}", 0.0, 0.5, 60.0, float(number))
+    assert len(retry_times) < 1_100
 
 
 def test_waits_that_were_longer_than_predicted_widen_the_margin_and_it_narrows_again():
-    foresight = WaitMargin()
-    at_first = foresight.margin
+    margin = WaitMargin()
+    at_first = margin.factor
     for _ in range(20):
-        foresight.record_wait(5.0, 10.0, is_over=True)
-    assert foresight.margin == pytest.approx(2.0)
-    foresight.record_wait(0.01, 10.0, is_over=True)  # says nothing of long waits
+        margin.record_wait(5.0, 10.0, is_over=True)
+    assert margin.factor == pytest.approx(2.0)
+    margin.record_wait(0.01, 10.0, is_over=True)  # says nothing of long waits
     for _ in range(200):
-        foresight.record_wait(5.0, 60.0, is_over=False)
-    assert foresight.margin == 4.0
+        margin.record_wait(5.0, 60.0, is_over=False)
+    assert margin.factor == 4.0
     for _ in range(200):
-        foresight.record_wait(5.0, 5.0, is_over=True)
-    assert 1.0 < foresight.margin < at_first
+        margin.record_wait(5.0, 5.0, is_over=True)
+    assert 1.0 < margin.factor < at_first

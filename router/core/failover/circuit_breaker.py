@@ -1,10 +1,12 @@
-"""Which replicas get no requests for a while, because what was sent there failed. Pure: time and chance are arguments.
+"""Circuit breakers: replicas that get no requests for a while, because requests there failed.
 
-A circuit belongs to an incarnation: a worker whose engine started again begins with a closed one. It opens on failures
-in a row, on a share of failures that is an outlier among the replicas of its base model, and on silence; it stays open
-for a time that doubles with each opening in a row, then lets one request after another try, and closes at the first
-success. Where an engine has answered, with an error, the request may be what is wrong: then it opens only when the
-engine fails a request of our own, too.
+A circuit belongs to an incarnation: a restarted engine begins with a closed one. It opens on failures in a row, on a
+failure rate that is an outlier among the replicas of its base model, and on silence. It stays open for a time that
+doubles with each opening in a row, then is half-open: one trial request at a time. The first success closes it.
+
+Where an engine answers with errors, the requests may be at fault: its circuit opens only if a health probe fails, too.
+
+Pure: time and chance are arguments.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +23,9 @@ from router.core.kv.index import WorkerId
 
 CircuitState = Literal["closed", "open", "half_open"]
 
-# Work is there and nothing has come back for longer than it can explain: open at once, for all of it would wait.
+# Requests wait there, and no data has come for longer than its work explains: open at once, for all of it would wait.
 SILENT = "silent"
-# Its agent says so, who has asked the engine for a token. Open at once, and for as long as that is said.
+# Its agent reports that the engine hangs: it gave no token. Open at once, and for as long as the agent reports it.
 HUNG = "hung"
 # Failures that count for a circuit: those of attempts that blame the replica, and any other 5xx (`engine_error`) but
 # 501, which vLLM says to requests that its model is not made for. A 4xx is the client's, and an adapter that an engine
@@ -33,7 +35,7 @@ COUNTED = reasons_blaming("replica") | {"engine_error", HUNG, SILENT}
 # `"structured_outputs": true`, and within milliseconds: they come in a row between answers that take seconds, and one
 # client's would shut out an engine after the other for everybody (seen).
 ANSWERED = frozenset({"engine_error", "first_event_error"})
-_NOBODY: Excluded = frozenset()
+_NONE: Excluded = frozenset()
 
 
 def is_fault(status: int) -> bool:
@@ -42,24 +44,24 @@ def is_fault(status: int) -> bool:
 
 
 class TrialRequest(Protocol):
-    """A request that was sent to find out; `ended` however it ended."""
+    """A request that was sent to find out whether a replica works; `ended` when it is over, well or badly."""
 
     ended: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
-    """When circuits open, and for how long. The numbers are guesses, in the range of what other proxies default to.
+    """When circuits open, and for how long. The numbers are guesses, in the range of other proxies' defaults.
 
-    failures        in a row
-    outlier_share   of the requests of the last `window_s` that failed, if there were `least_requests` of them, and if
-                    it is twice as much as at the median of the others
-    eject_share     of a base model's replicas: how many the outlier rule may shut out at most
-    open_s          doubles with each opening that follows another one, up to `most_open_s`
+    failures        failures in a row that open a circuit
+    outlier_share   failed share of the last `window_s` that opens a circuit, given `least_requests` requests, and twice
+                    the median of the other replicas
+    eject_share     share of a base model's replicas that the outlier rule may exclude
+    open_s          doubles with each opening in a row, up to `most_open_s`
     jitter          share of that time that chance may add, so that routers do not try again in step
-    silent_s        see `SILENT`; beyond the time that what was sent there should take
-    trial_s         one that has not ended by then is not waited for: another request may try
-    look_s          how often at most an engine that answers with errors is looked at: so long it is taken for well
+    silent_s        silence beyond the predicted work that opens a circuit; see `SILENT`
+    trial_s         a trial that has not ended by then is given up: another request may try
+    look_s          least time between two health probes of an engine that answers with errors
     """
 
     failures: int = 5
@@ -85,8 +87,12 @@ class BreakerRules:
 
 @dataclass(slots=True)
 class _Circuit:
-    """`good` and `bad` are counted from `counted_from` on; `in_a_row` failures, `openings` in a row. It was last looked
-    at because of `doubt`, and last served a request at `last_success_at`.
+    """One incarnation's circuit.
+
+    good, bad     successes and failures since `counted_from`
+    in_a_row      failures since the last success
+    openings      openings in a row
+    doubt         why it was last probed
     """
 
     good: int = 0
@@ -102,12 +108,12 @@ class _Circuit:
     was_hung: bool = False
     trial: TrialRequest | None = None
     tried_at: float = -inf
-    looked_at: float = -inf
+    probed_at: float = -inf
     doubt: str = ""
     last_success_at: float = -inf
 
     def counted(self, now: float, window_s: float) -> int:
-        """Requests in the window; older ones are forgotten by halves, so that none is needed a request."""
+        """Requests in the window. Older ones are forgotten by halves, so that no timestamps need be kept."""
         if now - self.counted_from > window_s:
             is_old = now - self.counted_from > 2 * window_s
             self.good, self.bad = (0, 0) if is_old else (self.good // 2, self.bad // 2)
@@ -116,7 +122,7 @@ class _Circuit:
 
     @property
     def bad_share(self) -> float:
-        """Of those that are counted, one or more."""
+        """Failed share of the counted requests, of which there must be one."""
         return self.bad / (self.good + self.bad)
 
 
@@ -136,21 +142,27 @@ class CircuitBreaker:
     _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
     _shut: dict[Incarnation, _Circuit] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        """Circuits kept: one for each incarnation that failed lately."""
+        return len(self._circuits)
+
     def open_incarnations(self, now: float) -> Excluded:
-        """Whom no request should be sent to now: open, or half-open with its trial under way."""
+        """Incarnations to which no request should be sent now: open, or half-open with a trial in flight."""
         if not self._shut:
-            return _NOBODY
-        return frozenset([who for who, circuit in self._shut.items() if not self._may_try(circuit, now)])
+            return _NONE
+        return frozenset(
+            [incarnation for incarnation, circuit in self._shut.items() if not self._may_try(circuit, now)]
+        )
 
     def state(self, replica: Replica, now: float) -> CircuitState:
-        """Open until its time is over, then half-open until a success or a failure."""
+        """The state of a replica's circuit; half-open from the end of its time until a success or a failure."""
         circuit = self._shut.get(replica.incarnation)
         if circuit is None:
             return "closed"
         return "open" if now < circuit.open_until else "half_open"
 
     def record_dispatch(self, replica: Replica, trial: TrialRequest, now: float) -> None:
-        """A request goes to it; where a circuit is half-open it is the trial."""
+        """Note a request that is sent there; in a half-open circuit it is the trial."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
             return
@@ -160,13 +172,13 @@ class CircuitBreaker:
             self.ignored_circuits += 1
 
     def is_trial(self, replica: Replica, request: TrialRequest) -> bool:
-        """Whether this request was sent there to find out; it should not be waited for as long as any other."""
+        """Whether this request is the replica's trial, which has a shorter timeout than others."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         return circuit is not None and circuit.trial is request
 
     def record_success(self, replica: Replica, now: float, sent_at: float = inf) -> None:
-        """It answered, below 400. One answer closes a circuit, if it was asked after that opened or silence was why."""
-        # Circuits begin with a first failure: where there are none a request that works pays for this look alone.
+        """Note an answer with a status below 400. It closes a circuit that opened before `sent_at`, or for silence."""
+        # Circuits begin with a first failure: without any, a request that works pays for this check alone.
         circuit = self._circuits.get(replica.incarnation) if self._circuits else None
         if circuit is None:
             return
@@ -186,15 +198,16 @@ class CircuitBreaker:
         fleet: Sequence[Replica] = (),
         sent_at: float = inf,
     ) -> bool:
-        """Whether its circuit is open now, having taken this failure into account.
+        """Count a failed attempt; returns whether the replica's circuit is open now.
 
-        fleet    all replicas of its base model; without them nobody is an outlier
-        sent_at  when the request was sent: one that was sent before the circuit changed says nothing new
+        reason   of a ReplicaUnreachable, or another reason in COUNTED
+        fleet    all replicas of its base model; without them there are no outliers
+        sent_at  when the request was sent: the failure of one sent before the circuit changed says nothing new
         """
-        who = replica.incarnation
-        circuit = self._circuits.get(who)
+        incarnation = replica.incarnation
+        circuit = self._circuits.get(incarnation)
         if circuit is None:
-            circuit = self._circuits[who] = _Circuit(counted_from=now)
+            circuit = self._circuits[incarnation] = _Circuit(counted_from=now)
         if reason not in COUNTED or sent_at < circuit.changed_at or now < circuit.open_until:
             return circuit.is_shut
         circuit.counted(now, self.rules.window_s)
@@ -208,20 +221,20 @@ class CircuitBreaker:
                 return False
         why = "outlier" if is_outlier else reason
         if reason in ANSWERED and self.probe is not None:
-            if now - circuit.looked_at > self.rules.look_s:
-                circuit.looked_at, circuit.doubt = now, why
+            if now - circuit.probed_at > self.rules.look_s:
+                circuit.probed_at, circuit.doubt = now, why
                 self.probe(replica)
             return circuit.is_shut
         self._open(replica, circuit, why, now, rng)
         return True
 
     def record_probe(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
-        """It was asked for something of our own, and gave it or failed."""
+        """Note the result of a health probe."""
         circuit = self._circuits.get(replica.incarnation)
         if circuit is None:
             return
         if not is_well:
-            circuit.looked_at = -inf  # the next error is a new one
+            circuit.probed_at = -inf  # the next error may be probed at once
             if now >= circuit.open_until:
                 self._open(replica, circuit, circuit.doubt, now, rng)
         elif circuit.is_shut:
@@ -230,40 +243,40 @@ class CircuitBreaker:
             circuit.bad = circuit.in_a_row = 0
 
     def record_not_hung(self, replica: Replica, now: float) -> None:
-        """Its agent does not say that it hangs."""
+        """Note that its agent no longer reports a hang: a circuit that opened for one closes."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is not None and circuit.was_hung:
             self._close(replica, circuit, now, "trusted")
 
     def last_success_at(self, replica: Replica) -> float:
-        """When it last answered a request since it first failed one; -inf: not since then."""
+        """When the replica last answered a request; -inf: not since it first failed one."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.last_success_at
 
     def changed_at(self, replica: Replica) -> float:
-        """When its circuit last opened or closed; what was sent before that says nothing of how it is now."""
+        """When its circuit last opened or closed: requests sent before say nothing about its state now."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.changed_at
 
     def forget_others(self, replicas: Iterable[Replica], now: float) -> None:
-        """These are all there are: circuits of other incarnations are forgotten, and those without failures of late."""
+        """Forget circuits of incarnations that are not among these, and circuits without recent failures."""
         if not self._circuits:
             return
         left = {replica.incarnation: replica for replica in replicas}
         well = {replica.id: replica for replica in left.values() if replica.incarnation not in self._shut}
         quiet_s = max(2 * self.rules.window_s, self.rules.most_open_s)
-        for who, circuit in list(self._circuits.items()):
+        for incarnation, circuit in list(self._circuits.items()):
             is_quiet = not circuit.is_shut and now - max(circuit.changed_at, circuit.failed_at) > quiet_s
-            if who not in left or is_quiet:
-                del self._circuits[who]
-                if self._shut.pop(who, None) is not None and who[0] in well:
-                    self.on_change(well[who[0]], "closed", "restarted")
+            if incarnation not in left or is_quiet:
+                del self._circuits[incarnation]
+                if self._shut.pop(incarnation, None) is not None and incarnation[0] in well:
+                    self.on_change(well[incarnation[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker that is gone."""
-        for who in [who for who in self._circuits if who[0] == worker]:
-            del self._circuits[who]
-            self._shut.pop(who, None)
+        for incarnation in [incarnation for incarnation in self._circuits if incarnation[0] == worker]:
+            del self._circuits[incarnation]
+            self._shut.pop(incarnation, None)
 
     def _is_outlier(self, circuit: _Circuit, fleet: Sequence[Replica], now: float) -> bool:
         rules = self.rules

@@ -10,7 +10,7 @@ from router.core.kv.index import WorkerId
 
 
 class FailedAttempt(NamedTuple):
-    """One attempt at a replica that gave no answer.
+    """One failed attempt at a replica.
 
     at           when it failed, by the router's clock
     tells_start  whether another start of that engine would have another boot id
@@ -21,24 +21,24 @@ class FailedAttempt(NamedTuple):
     tells_start: bool = True
 
 
-def excluded(
+def excluded_incarnations(
     failures: Mapping[Incarnation, FailedAttempt],
     replicas: Mapping[WorkerId, Replica],
     served_at: Callable[[Replica], float],
 ) -> Excluded:
-    """The replicas that must not get this request again, as things stand.
+    """The incarnations that must not get this request again now.
 
-    failures   the last one of each replica that failed it
-    replicas   all there are
+    failures   its last failed attempt at each incarnation
+    replicas   all replicas of the fleet
     served_at  when a replica last answered a request; -inf: not known
     """
     found = []
-    for who, failure in failures.items():
-        replica = replicas.get(who[0])
+    for incarnation, failure in failures.items():
+        replica = replicas.get(incarnation[0])
         # After a restart it is another incarnation, which no request is excluded from.
-        is_over = replica is not None and replica.incarnation == who and _is_over(failure, replica, served_at)
+        is_over = replica is not None and replica.incarnation == incarnation and _is_over(failure, replica, served_at)
         if not is_over:
-            found.append(who)
+            found.append(incarnation)
     return frozenset(found)
 
 

@@ -1,9 +1,9 @@
-"""What engines died of, requests or adapters: held back for longer each time, and then tried alone.
+"""Poison requests and adapters: those that engines died of are held back, longer each time, and then tried alone.
 
-An engine that dies takes down all that it was computing, and what killed it is sent once more, alone (see
-`router.request.run`). That bounds what a request can do, not what its client can: many send again, by themselves,
-what got a 503. So what was in two engines when they died, and was not answered in between, is sent to none for a
-while; and so are the requests for an adapter of which three died.
+An engine that dies fails all requests in flight there, and each suspect is retried once, alone (`router.request.run`).
+That bounds what one request can do; but clients send again what got a 503. So a request that was in flight at two
+engines when they died, without an answer in between, is held back for a while. So are the requests of an adapter that
+was in flight at three.
 
 Pure: time is an argument.
 """
@@ -15,11 +15,11 @@ from math import inf
 from router.core.errors import PoisonRequestHeld
 from router.core.fleet import Incarnation
 
-_MOST_HOLD_S = 3600.0
-# Whatever has killed nothing for so long, and is not held back, is as good as any other.
+_MAX_HOLD_S = 3600.0
+# A suspect that is not held back is forgotten so long after the last death.
 _FORGET_S = 600.0
-# Of a large engine some hundred at a time.
-_MOST = 4096
+# Suspects remembered; the death of one large engine adds some hundred.
+_MAX_SUSPECTS = 4096
 
 
 @dataclass(slots=True)
@@ -31,25 +31,25 @@ class _Suspect:
 
 
 class PoisonRequests:
-    """Suspects of one kind, by a digest or a name.
+    """Suspects of one kind, by a request's digest or an adapter's name.
 
-    suspects  empty where no engine has died of late: then nothing need be asked, and no digest made
+    suspects  empty where no engine died lately: then no digest need be computed
     """
 
     def __init__(self, what: str, *, enough: int, hold_s: float) -> None:
         """
-        what    in the message
-        enough  engines that died of it: one says little, so many other requests were there
-        hold_s  for how long it is held back first; 0.0: never
+        what    subject of the error message, as in "this request was"
+        enough  deaths after suspect_id a suspect is held back: one says little, so many other requests were there
+        hold_s  seconds of the first hold, suspect_id doubles; 0.0: never
         """
         self._what = what
         self._enough = enough
         self._hold_s = hold_s
         self.suspects: dict[Hashable, _Suspect] = {}
 
-    def check_held(self, which: Hashable, now: float) -> bool:
-        """Whether it was held back, and is now to be tried, alone; raises PoisonRequestHeld."""
-        suspect = self.suspects.get(which)
+    def check_held(self, suspect_id: Hashable, now: float) -> bool:
+        """Whether a suspect was held back and must now be tried alone; raises PoisonRequestHeld while it is held."""
+        suspect = self.suspects.get(suspect_id)
         if suspect is None:
             return False
         left_s = suspect.held_until - now
@@ -59,37 +59,37 @@ class PoisonRequests:
                 f" {left_s:.0f} s",
                 retry_after_s=left_s,
             )
-        # The next one not before it is known what came of this one, or as long again.
+        # The next trial must wait for this one's end, or as long again.
         suspect.held_until = now + suspect.hold_s
         return suspect.hold_s > 0
 
-    def record_death(self, which: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
-        """An engine died with it; for how many seconds it is held back now.
+    def record_death(self, suspect_id: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
+        """Note that an engine died with this suspect in flight; returns for how many seconds it is held back now.
 
-        sent_at  when it was sent there: what was under way in several when they went with their node speaks once
+        sent_at  when it was sent there. Several engines that were lost together with their node count once
         """
-        suspect = self.suspects.pop(which, None) or _Suspect()
-        self.suspects[which] = suspect
+        suspect = self.suspects.pop(suspect_id, None) or _Suspect()
+        self.suspects[suspect_id] = suspect
         if sent_at >= suspect.seen_at and engine not in suspect.engines:
             suspect.seen_at = now
             suspect.engines.append(engine)
             if len(suspect.engines) >= self._enough:
-                suspect.hold_s = min(_MOST_HOLD_S, 2 * suspect.hold_s or self._hold_s)
+                suspect.hold_s = min(_MAX_HOLD_S, 2 * suspect.hold_s or self._hold_s)
                 suspect.held_until = now + suspect.hold_s
-        if len(self.suspects) > _MOST:
+        if len(self.suspects) > _MAX_SUSPECTS:
             del self.suspects[next(iter(self.suspects))]
         return max(0.0, suspect.held_until - now)
 
-    def clear(self, which: Hashable) -> None:
-        """An engine answered it, to its end."""
-        self.suspects.pop(which, None)
+    def clear(self, suspect_id: Hashable) -> None:
+        """Forget a suspect: an engine answered it to the end."""
+        self.suspects.pop(suspect_id, None)
 
     def forget(self, now: float) -> None:
-        """Drop what has killed nothing for long; once in a while."""
+        """Drop old suspects; call once in a while."""
         old = [
-            which
-            for which, suspect in self.suspects.items()
+            suspect_id
+            for suspect_id, suspect in self.suspects.items()
             if now - max(suspect.seen_at, suspect.held_until) > _FORGET_S
         ]
-        for which in old:
-            del self.suspects[which]
+        for suspect_id in old:
+            del self.suspects[suspect_id]

@@ -1,6 +1,6 @@
-"""How many attempts after the first there may be: a share of all requests, so that trouble is not doubled.
+"""The retry budget: attempts after the first are a bounded share of requests, so that failures do not double the load.
 
-The balance leaks, so that a quiet hour does not pay for a storm of retries. Source of the shape and of the numbers:
+The balance leaks, so that a quiet hour does not save up for many retries at once. Source of the shape and the numbers:
 Finagle's RetryBudget and Linkerd's retry budgets (20 %, 10 a second, 10 s).
 """
 
@@ -10,11 +10,13 @@ from math import exp, expm1
 
 @dataclass(slots=True)
 class RetryBudget:
-    """One base model's; see `take`.
+    """One base model's retry budget.
 
-    share        of recent requests that may be tried again
-    floor_per_s  and this many a second besides, so that a few requests an hour can be, too
-    window_s     what counts as recent
+    share        share of recent requests that may be retried
+    floor_per_s  retries a second besides, so that a few requests an hour can be retried, too
+    window_s     seconds that count as recent
+    requests     requests sent since the last `take`: the caller counts them
+    refused      retries that were refused
     """
 
     share: float = 0.2
@@ -29,16 +31,16 @@ class RetryBudget:
         self._balance = self.floor_per_s * self.window_s
 
     def begin(self, now: float) -> None:
-        """From now on requests come."""
+        """Start the budget's clock."""
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Whether one more attempt may be made; it is then paid for.
+        """Take one retry out of the budget; returns whether there was one.
 
-        `requests` is counted up by whoever sends one, and settled here: nothing is computed for a request that works.
+        The deposits for `requests` are settled here, so that requests that work cost no computation.
         """
         windows = max(0.0, now - self._at) / self.window_s
-        # As if they had come evenly since the last look: the leak applies to them, too.
+        # As if the requests had come evenly since the last call: the leak applies to them, too.
         kept = -expm1(-windows) / windows if windows > 0 else 1.0
         deposit = (self.share * self.requests + self.floor_per_s * self.window_s * windows) * kept
         self._balance = self._balance * exp(-windows) + deposit

@@ -1,5 +1,4 @@
-"""Whether a request may wait, for how long it would, and when to come back: bounds in number and in bytes, how fast a
-line moves, and what those who were turned away have been told.
+"""Whether a request may wait, how long it would, and when a refused client should come back.
 
 Pure: time is an argument.
 """
@@ -11,20 +10,19 @@ from math import exp, inf
 
 from router.core.kv.index import WorkerId
 
-# Over how many seconds of waiting the speed of a line is measured, and for how many the guess counts with which it
-# begins: that an engine does a second of prefill in a second. Decoding makes it slower. After as many seconds of
-# waiting the speed is evidence.
-_DRAIN_HORIZON_S = 20.0
-_DRAIN_PRIOR_S = 2.0
-_MOST_DRAINS = 1000
-# Of how many waits the errors are remembered, and how many count with the guess that the first one is. Waits of less
-# than a second say nothing of long ones.
+# Seconds of waiting over which a service rate is measured. The first guess, a second of prefill in a second, counts for
+# two of them; decoding makes engines slower. After as many seconds the rate counts as measured.
+_RATE_HORIZON_S = 20.0
+_RATE_PRIOR_S = 2.0
+_MAX_LINES = 1000
+# Waits whose prediction errors are remembered, and how many of them the first guess counts for. Waits of less than a
+# second say nothing about long ones.
 _KEPT_RATIOS = 150
 _FIRST_RATIOS = 25
 _FIRST_RATIO = 1.5
 _LEAST_EXPECTED_S = 1.0
-# This share of predictions, each with the margin, is to come true; what waited in vain would have waited for so much
-# longer. Both by trial in a simulation: a fortieth in vain at most, in steady overload and when others come.
+# Share of predictions that must hold with the margin, and how much longer a request that gave up would have waited. By
+# trial in a simulation: at most one in forty admitted requests waits in vain, in steady and in growing overload.
 _FORESEEN_SHARE = 0.97
 _IN_VAIN = 1.5
 _LEAST_MARGIN = 1.25
@@ -34,9 +32,9 @@ _LEAST_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much may wait at once.
+    """How many requests, and how many bytes of them, may wait at once.
 
-    tenant_share  of either that one tenant may take, so that nobody fills the room alone
+    tenant_share  share of either that one tenant may take
     """
 
     requests: float = inf
@@ -50,7 +48,7 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class QueueUsage:
-    """Who waits, counted by tenant; whoever enters must leave."""
+    """Requests that wait, counted by tenant. Each `add` needs one `remove` with the same arguments."""
 
     bounds: QueueLimits = field(default_factory=QueueLimits)
     requests: int = 0
@@ -58,11 +56,11 @@ class QueueUsage:
     tenants: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many requests wait."""
         return self.requests
 
     def refusal(self, tenant: str, size_bytes: int) -> str | None:
-        """Why one more request cannot wait here, or None. One alone always may, however large."""
+        """Why one more request may not wait, or None. A single request always may, however large."""
         bounds, share = self.bounds, self.bounds.tenant_share
         if not self.requests:
             return None
@@ -78,14 +76,14 @@ class QueueUsage:
         return None
 
     def add(self, tenant: str, size_bytes: int) -> None:
-        """One more waits."""
+        """Count one more waiting request."""
         own, own_bytes = self.tenants.get(tenant, (0, 0))
         self.tenants[tenant] = own + 1, own_bytes + size_bytes
         self.requests += 1
         self.size_bytes += size_bytes
 
     def remove(self, tenant: str, size_bytes: int) -> None:
-        """One of those that entered, with the same words, waits no more."""
+        """Count one waiting request less."""
         own, own_bytes = self.tenants.pop(tenant)
         if own > 1:
             self.tenants[tenant] = own - 1, own_bytes - size_bytes
@@ -101,23 +99,24 @@ class _ServiceSpeed:
 
 @dataclass(slots=True)
 class ServiceRates:
-    """How fast each line moves, in seconds of prefill a second, measured while somebody waits in it. A line is those
-    who wait for one replica, or the requests of one tenant.
+    """Seconds of queued work served a second, by line: the requests for one replica, or those of one tenant.
+
+    Measured while requests wait in the line.
     """
 
-    horizon_s: float = _DRAIN_HORIZON_S
+    horizon_s: float = _RATE_HORIZON_S
     _speeds: dict[str, _ServiceSpeed] = field(default_factory=dict)
     _at: float = 0.0
 
-    def begin(self, now: float) -> None:
-        """Somebody waits, and nobody did before."""
+    def start(self, now: float) -> None:
+        """Start measuring: the queue is no longer empty."""
         self._at = now
-        if len(self._speeds) > _MOST_DRAINS:
+        if len(self._speeds) > _MAX_LINES:
             self._speeds.clear()
 
     def advance(self, waited_for: Iterable[str], now: float) -> None:
-        """Time has passed in which requests waited in these lines."""
-        # One long standstill of this process is no slow line.
+        """Count the time since the last call for these lines, in which requests wait."""
+        # A long standstill of this process does not make a line slow.
         passed_s = min(max(0.0, now - self._at), self.horizon_s)
         self._at = now
         fading = exp(-passed_s / self.horizon_s)
@@ -129,62 +128,64 @@ class ServiceRates:
             speed.passed_s = speed.passed_s * fading + passed_s
 
     def record_served(self, line: str, work_s: float) -> None:
-        """One that waited was sent."""
+        """Count a request of this line as served."""
         speed = self._speeds.get(line)
         if speed is not None:
             speed.work_s += work_s
 
     def is_measured(self, line: str) -> bool:
-        """Whether it has been waited in for long enough to tell."""
+        """Whether requests have waited in this line for long enough to measure it."""
         speed = self._speeds.get(line)
-        return speed is not None and speed.passed_s >= _DRAIN_PRIOR_S
+        return speed is not None and speed.passed_s >= _RATE_PRIOR_S
 
     def rate(self, line: str, guess: float = 1.0) -> float:
-        """Seconds of work a second; `guess` is what counts before any was measured, and a little after."""
+        """Seconds of work served a second. `guess` counts before any measurement, and a little after."""
         speed = self._speeds.get(line)
         if speed is None:
             return guess
-        return (speed.work_s + guess * _DRAIN_PRIOR_S) / (speed.passed_s + _DRAIN_PRIOR_S)
+        return (speed.work_s + guess * _RATE_PRIOR_S) / (speed.passed_s + _RATE_PRIOR_S)
 
 
 class WaitMargin:
-    """How much longer than predicted requests have waited of late: what a prediction is multiplied by, so that of those
-    who are let in few wait in vain.
-    """
+    """The factor on predicted waits with which few admitted requests wait in vain: learned from recent waits."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque([_FIRST_RATIO] * _FIRST_RATIOS, maxlen=_KEPT_RATIOS)
-        self._margin = _FIRST_RATIO
+        self._factor = _FIRST_RATIO
 
     def record_wait(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
-        """A request has waited. `is_over`: it was sent; else it left when it might wait no longer."""
+        """Learn from a request's wait. `is_over`: it was sent; else it gave up at the end of its wait."""
         if expected_s < _LEAST_EXPECTED_S:
             return
-        # How long it would still have waited is not known.
+        # How much longer it would have waited is not known.
         self._ratios.append(waited_s / expected_s * (1.0 if is_over else _IN_VAIN))
         ordered = sorted(self._ratios)
-        self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, ordered[int(_FORESEEN_SHARE * len(ordered))]))
+        self._factor = min(_MOST_MARGIN, max(_LEAST_MARGIN, ordered[int(_FORESEEN_SHARE * len(ordered))]))
 
     @property
-    def margin(self) -> float:
-        """By what a predicted wait is to be multiplied."""
-        return self._margin
+    def factor(self) -> float:
+        """The factor for a predicted wait."""
+        return self._factor
 
 
 @dataclass(slots=True)
 class RetryTimes:
-    """When those who were turned away were told to come back, by tenant: who comes later is told a later time."""
+    """The times that refused clients were given, by tenant, so that each gets a later one than the one before."""
 
     _until: dict[str, float] = field(default_factory=dict)
 
-    def next_s(self, tenant: str, room_s: float, each_s: float, most_s: float, now: float) -> float:
-        """Seconds after which one more of this tenant finds room.
+    def __len__(self) -> int:
+        """Tenants whose time is remembered."""
+        return len(self._until)
 
-        room_s  until there is room for the first of those that were turned away
-        each_s  until there is room for one more, from one to the next
-        most_s  what the others of its tenant add to that at most: of those that were told, not all come back
+    def next_s(self, tenant: str, room_s: float, each_s: float, most_s: float, now: float) -> float:
+        """Seconds after which one more request of this tenant finds room.
+
+        room_s  seconds until there is room for the first refused request
+        each_s  seconds from one request's room to the next one's
+        most_s  the most that earlier refusals add: not all of those clients come back
         """
-        if len(self._until) > _MOST_DRAINS:
+        if len(self._until) > _MAX_LINES:
             self._until = {name: until for name, until in self._until.items() if until > now}
         first_s = max(_LEAST_RETRY_S, room_s)
         until = max(now + first_s, self._until.get(tenant, 0.0) + each_s)
@@ -194,20 +195,20 @@ class RetryTimes:
 
 def wait_s(
     ahead_s: float,
-    bound: Mapping[WorkerId, float],
+    backlog: Mapping[WorkerId, float],
     able: Iterable[WorkerId],
-    drain: ServiceRates,
+    rates: ServiceRates,
     guess: Callable[[WorkerId], float] = lambda _: 1.0,
 ) -> float:
-    """Seconds until the replicas that are able have worked off what is ahead of a request in the line.
+    """Seconds until the able replicas have served the work that is ahead of a request in the queue.
 
-    ahead_s  of all work in the line; for the able ones as much of it is taken as they have of the whole
-    bound    the line's work by the replica that each request would go to as things stand
-    guess    of a replica: seconds of work a second, before any was measured
+    ahead_s  queued seconds of work ahead; the able replicas' part of it is as their part of the whole queue
+    backlog  all queued work by likely replica
+    guess    a replica's seconds of work a second, before any measurement
     """
-    total_s = sum(bound.values())
+    total_s = sum(backlog.values())
     theirs_s = rate = 0.0
     for worker in able:
-        theirs_s += bound.get(worker, 0.0)
-        rate += drain.rate(worker, guess(worker))
+        theirs_s += backlog.get(worker, 0.0)
+        rate += rates.rate(worker, guess(worker))
     return ahead_s * theirs_s / (total_s * rate) if total_s and rate else 0.0

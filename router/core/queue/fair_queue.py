@@ -205,9 +205,9 @@ class FairQueue:
             return decision
         queued.enqueued_at, queued.expected_s = now, self._expected_wait_s(queued, decision, now)
         if not self._waiting:
-            self.rates.begin(now)
-            for drain in self.tenant_rates:
-                drain.begin(now)
+            self.rates.start(now)
+            for rates in self.tenant_rates:
+                rates.start(now)
         self.usage.add(queued.tenant, queued.size_bytes)
         tenant, flow = self._join(queued)
         queued.number, queued.is_waiting = next(self._numbers), True
@@ -279,7 +279,7 @@ class FairQueue:
         """The error for a request that has waited as long as it may. The wait margin learns from it: call once."""
         self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=False)
         own_s = self._max_tenant_wait_s(queued)
-        room_s = own_s - queued.most_wait_s / self.wait_margin.margin
+        room_s = own_s - queued.most_wait_s / self.wait_margin.factor
         if own_s == 0.0:  # its tenant's rate is not known: when the whole queue has been worked off
             room_s = sum(self._backlog_s.values()) / (sum(map(self.rates.rate, self._backlog_s)) or 1.0)
         return Saturated(
@@ -311,7 +311,7 @@ class FairQueue:
     def _tenant_rate(self, queued: QueuedRequest) -> float:
         """Seconds of its tenant's work that are served a second; infinite until measured."""
         name = queued.tenant
-        return min([drain.rate(name) for drain in self.tenant_rates if drain.is_measured(name)], default=inf)
+        return min([rates.rate(name) for rates in self.tenant_rates if rates.is_measured(name)], default=inf)
 
     def _expected_wait_s(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
         """Predicted wait of a request that is to be queued; 0.0 without evidence, or far below what it may wait.
@@ -321,7 +321,7 @@ class FairQueue:
         refusal = self.usage.refusal(queued.tenant, queued.size_bytes)
         if refusal is None and (queued.most_wait_s == inf or not self._has_evidence(decision)):
             return 0.0
-        limit_s = queued.most_wait_s / self.wait_margin.margin
+        limit_s = queued.most_wait_s / self.wait_margin.factor
         # As if the whole queue were ahead of it, which is cheap to compute: ordinary queues are short.
         if refusal is None and max(self._max_tenant_wait_s(queued), self._max_wait_s(decision)) <= limit_s:
             return 0.0
@@ -406,8 +406,8 @@ class FairQueue:
         """
         self.rates.advance(self._backlog_s, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]
-        for drain in self.tenant_rates:
-            drain.advance(tenants, now)
+        for rates in self.tenant_rates:
+            rates.advance(tenants, now)
         ahead: dict[WorkerId, float] = {}
         without_slot: set[WorkerId] = set()
         self._full.clear()
@@ -436,8 +436,8 @@ class FairQueue:
             work_s = _work_s(decision)
             self._serve(queued, work_s)
             self.rates.record_served(worker, work_s)
-            for drain in self.tenant_rates:
-                drain.record_served(queued.tenant, work_s)
+            for rates in self.tenant_rates:
+                rates.record_served(queued.tenant, work_s)
             self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=True)
             self.remove(queued)
             yield queued, decision
