@@ -160,7 +160,7 @@ class AgentlessEngineDriver:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
                     await self._unload(ask.evict)
                 refusal = await self._refusal(
-                    "load_lora_adapter", {"lora_name": name, "lora_path": path}, what=f"load {name}"
+                    "load_lora_adapter", {"lora_name": name, "lora_path": path}, operation=f"load {name}"
                 )
                 held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
                 if name not in held:  # decided by its list: vLLM also refuses an adapter that has just been loaded
@@ -226,16 +226,16 @@ class AgentlessEngineDriver:
 
     async def _unload(self, name: str) -> None:
         """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal."""
-        refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, what=f"unload {name}")
+        refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
-    async def _refusal(self, route: str, body: Mapping[str, str], *, what: str) -> AgentlessRefusal | None:
+    async def _refusal(self, route: str, body: Mapping[str, str], *, operation: str) -> AgentlessRefusal | None:
         """POST to the engine; returns its error as the agent would report it, None on success."""
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
         if answer.is_success:
             return None
-        message = f"{what}: the engine answered {answer.status_code}: {answer.text[:500]}"
+        message = f"{operation}: the engine answered {answer.status_code}: {answer.text[:500]}"
         # Only these statuses are about the adapter (vLLM 0.32, as observed); all others may pass.
         codes = {400: "adapter_refused", 404: "source_not_found", 500: "adapter_refused"}
         code = (

@@ -130,15 +130,15 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
     workers, known = inputs.observed.workers, inputs.intent.adapters
     for worker_id in (*ask.workers_gone, *(more.like for more in ask.workers_more if more.like is not None)):
         if worker_id not in workers:
-            there = ", ".join(sorted(workers)) or "none"
-            raise NotFound(f"worker {worker_id!r} has not registered; known: {there}", code="worker_not_found")
+            known_ids = ", ".join(sorted(workers)) or "none"
+            raise NotFound(f"worker {worker_id!r} has not registered; known: {known_ids}", code="worker_not_found")
     added = {spec.lora_id: _supposed(spec) for spec in ask.adapters}
     for lora_id in (*ask.demand, *ask.adapter_policies):
         if lora_id not in known and lora_id not in added:
             raise NotFound(f"adapter {lora_id!r} is not registered, and not among `adapters`", param=lora_id)
     for lora_id, policy in ask.adapter_policies.items():
-        said = {name: getattr(policy, name) for name in policy.model_fields_set}
-        added[lora_id] = replace(added.get(lora_id) or known[lora_id], **said)
+        fields = {name: getattr(policy, name) for name in policy.model_fields_set}
+        added[lora_id] = replace(added.get(lora_id) or known[lora_id], **fields)
     ready = [worker.id for worker in workers.values() if worker.state == "ready"]
     if ask.workers_more and not ready:
         raise OrchestratorRequestError(

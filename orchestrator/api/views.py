@@ -147,8 +147,8 @@ class WireViews:
         measured = self._reconciler.queries.expected_s("")
         if measured is not None:
             return measured
-        said = [entry.report.load.load_seconds for entry in self._reconciler.reports.workers.values()]
-        return median([seconds for seconds in said if seconds > 0] or [1.0])
+        reported = [entry.report.load.load_seconds for entry in self._reconciler.reports.workers.values()]
+        return median([seconds for seconds in reported if seconds > 0] or [1.0])
 
     def ensure_answer(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
         """The answer to an `ensure` of so many replicas."""

@@ -118,7 +118,7 @@ class ConfigMapBackend:
 
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         await self.writer.wait_durable(
-            None if about is None else {key for it in about for key in _write_keys(StoreChange(*it, 0))}
+            None if about is None else {key for remembered in about for key in _write_keys(StoreChange(*remembered, 0))}
         )
 
     async def catch_up(self) -> None:
@@ -232,13 +232,13 @@ class ConfigMapBackend:
         self.set_status(name, "")
         self.writer.mark_dirty([WriteKey(1, table, key)])
 
-    def cancel_acceptance(self, table: str, key: str, *, had: str | None) -> None:
-        """The text was refused: restore the row's former object `had`, if there was one."""
+    def cancel_acceptance(self, table: str, key: str, *, former_name: str | None) -> None:
+        """The text was refused: restore the row's former object, if it had one."""
         self.rendering.accepting.pop((table, key), None)
-        if had is None:
+        if former_name is None:
             self.tables.object_names.pop((table, key), None)
         else:
-            self.tables.object_names[table, key] = had
+            self.tables.object_names[table, key] = former_name
 
     def set_status(self, name: str, status: str) -> None:
         """Set an object's status; "" restores the default one."""
@@ -266,9 +266,13 @@ class ConfigMapBackend:
             name = self.tables.state_name(f"adapters-{shard}")
             if name in self.mirror.changed:
                 self.mirror.changed.discard(name)
-                there = remembered_in_object(self.mirror.objects.get(name))
-                kept = {lora_id: it for lora_id, it in self.tables.remembered.items() if shard_of(lora_id) != shard}
-                self.tables.remembered = kept | there
+                reloaded = remembered_in_object(self.mirror.objects.get(name))
+                kept = {
+                    lora_id: remembered
+                    for lora_id, remembered in self.tables.remembered.items()
+                    if shard_of(lora_id) != shard
+                }
+                self.tables.remembered = kept | reloaded
 
     def recreate_object(self, table: str, key: str) -> None:
         """Create the row's object again: it is gone, and no deletion was seen."""

@@ -188,20 +188,20 @@ class ObjectEdits:
 
     def _accept_edit(self, name: str, found: Json, kind: str, table: str) -> None:
         """Apply the object's text to the intent, or refuse it with a status and an Event."""
-        key, had = "", None
+        key, former_name = "", None
         try:
             key, write = self._edit_of(name, found, kind)
-            had = self._backend.tables.object_names.get((table, key))
-            if had is not None and had != name and had in self._mirror.objects:
-                what = f"{kind} {key!r}" if key else kind
+            former_name = self._backend.tables.object_names.get((table, key))
+            if former_name is not None and former_name != name and former_name in self._mirror.objects:
+                row_label = f"{kind} {key!r}" if key else kind
                 raise StateConflict(
-                    f"{what} stands in ConfigMap {had!r} already; delete one of them", code="name_taken"
+                    f"{row_label} stands in ConfigMap {former_name!r} already; delete one of them", code="name_taken"
                 )
             self._backend.begin_acceptance(table, key, name)
             write()
         except OrchestratorError as exc:
             if key or kind == "policy":
-                self._backend.cancel_acceptance(table, key, had=had)
+                self._backend.cancel_acceptance(table, key, former_name=former_name)
             self._refuse_edit(name, found, exc)
         else:
             self._refused.discard(name)
@@ -210,14 +210,14 @@ class ObjectEdits:
 
     def _edit_of(self, name: str, found: Json, kind: str) -> tuple[str, Callable[[], object]]:
         """The row's key, and the function that applies the edit. Raises OrchestratorRequestError."""
-        said = self._parsed_object(name, found, kind)
-        if isinstance(said, OrchestratorError):
-            raise said
-        if isinstance(said, AdapterSpec):
-            return said.lora_id, lambda: self._registry.apply_spec(said, ACTOR)
-        if isinstance(said, NamedAlias):
-            return said.name, lambda: self._registry.put_alias(said.name, said, ACTOR)
-        return "", lambda: self._registry.put_policy(said, "*", ACTOR)
+        parsed = self._parsed_object(name, found, kind)
+        if isinstance(parsed, OrchestratorError):
+            raise parsed
+        if isinstance(parsed, AdapterSpec):
+            return parsed.lora_id, lambda: self._registry.apply_spec(parsed, ACTOR)
+        if isinstance(parsed, NamedAlias):
+            return parsed.name, lambda: self._registry.put_alias(parsed.name, parsed, ACTOR)
+        return "", lambda: self._registry.put_policy(parsed, "*", ACTOR)
 
     def _parsed_object(self, name: str, found: Json, kind: str) -> Any:
         """The parsed text, or the error; parsed once per version of the object."""

@@ -42,15 +42,15 @@ class KubeEvents:
 
     def warn(self, about: Json, reason: str, message: str) -> None:
         """Queue a Warning Event about the object, unless the same was sent before."""
-        what = hashlib.sha256(f"{uid_of(about)} {reason} {message}".encode()).hexdigest()[:16]
-        if what in self._sent:
+        event_hash = hashlib.sha256(f"{uid_of(about)} {reason} {message}".encode()).hexdigest()[:16]
+        if event_hash in self._sent:
             return
         if len(self._sent) >= _MOST_REMEMBERED:
             self._sent.clear()
-        self._sent.add(what)
+        self._sent.add(event_hash)
         log.warning("object refused", object=name_of(about), reason=reason, message=message)
         if not self._waiting.full():
-            self._waiting.put_nowait(self._event(about, what, reason, message))
+            self._waiting.put_nowait(self._event(about, event_hash, reason, message))
 
     async def run(self) -> None:
         """Send queued Events until cancelled."""
@@ -69,14 +69,14 @@ class KubeEvents:
             again = {"lastTimestamp": event["lastTimestamp"], "count": 2}
             await self._kube.patch(f"{self._folder}/{name_of(event)}", again, timeout_s=self._call_s)
 
-    def _event(self, about: Json, what: str, reason: str, message: str) -> Json:
-        """The Event object to send. `what`: hash in its name, by which repeats are found."""
+    def _event(self, about: Json, event_hash: str, reason: str, message: str) -> Json:
+        """The Event object to send. `event_hash`: hash in its name, by which repeats are found."""
         now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         cut = message if len(message) <= _MOST_CHARACTERS else message[: _MOST_CHARACTERS - 1] + "…"
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{name_of(about)[:200].rstrip('-.')}.{what}", "namespace": self._namespace},
+            "metadata": {"name": f"{name_of(about)[:200].rstrip('-.')}.{event_hash}", "namespace": self._namespace},
             "involvedObject": {
                 "apiVersion": "v1",
                 "kind": "ConfigMap",

@@ -58,10 +58,10 @@ class FailureStatuses:
         self._shown_reasons.clear()
         for lora_id in self._adapters():
             found = self._backend.mirror.objects.get(self._backend.tables.object_name("adapters", lora_id))
-            said = "" if found is None else annotation(found, STATUS)
-            if said.startswith(_FAILED):
-                self._shown_reasons[lora_id] = said.removeprefix(_FAILED)
-                self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), said)
+            status = "" if found is None else annotation(found, STATUS)
+            if status.startswith(_FAILED):
+                self._shown_reasons[lora_id] = status.removeprefix(_FAILED)
+                self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), status)
 
     def _show_failure(self, adapter: RegisteredAdapter, why: str) -> None:
         """Show the failure in the object's status and as an Event."""
@@ -69,8 +69,8 @@ class FailureStatuses:
         found = self._backend.mirror.objects.get(name)
         if found is None or self._backend.is_deleting(name):
             return  # not written yet, or about to be deleted
-        said = self._backend.rendering.statuses.get(name, "")
-        if said and not said.startswith(_FAILED):
+        status = self._backend.rendering.statuses.get(name, "")
+        if status and not status.startswith(_FAILED):
             return  # a refused edit takes precedence
         self._shown_reasons[adapter.lora_id] = why
         if adapter.quarantine is None:  # the rendered status shows a quarantine already

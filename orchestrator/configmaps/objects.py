@@ -207,14 +207,14 @@ def parse_declared(found: Json, kind: str, model: type[M]) -> M:
 def differing_fields(found: Json, kind: str, text: str) -> list[str]:
     """Changeable fields in which this text differs from the object's accepted text."""
     try:
-        there = parse_declared(found, kind, MODELS[kind])
+        present = parse_declared(found, kind, MODELS[kind])
     except OrchestratorRequestError:  # accepted by another version of lorafleet
         return []
     wanted = parse_declared({"data": {f"{kind}.yaml": text}}, kind, MODELS[kind])
     names = {"adapter": ("policy", "tenants", "secret_ref"), "alias": ("targets",)}.get(kind) or MODELS[
         kind
     ].model_fields
-    return [name for name in names if getattr(there, name) != getattr(wanted, name)]
+    return [name for name in names if getattr(present, name) != getattr(wanted, name)]
 
 
 def _is_shallow(text: str) -> bool:

@@ -105,8 +105,8 @@ class ObjectRendering:
 
     def _is_object_of(self, found: Json, row: Row) -> bool:
         """Whether the row was accepted from or written to this object, and not to a later one of the same name."""
-        said = row_in_record(self.mirror.accepted_record(name_of(found)))
-        if said is not None and said[:2] == row:
+        row_in_object = row_in_record(self.mirror.accepted_record(name_of(found)))
+        if row_in_object is not None and row_in_object[:2] == row:
             return True
         taken = self.accepting.get(row)
         return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
@@ -134,8 +134,8 @@ class ObjectRendering:
         """Update the bookkeeping after a write of the row."""
         name = self.tables.object_name(*row)
         record = self.mirror.accepted_record(name)
-        said = row_in_record(record)
-        if record is not None and said is not None and said[:2] == row:
+        row_in_object = row_in_record(record)
+        if record is not None and row_in_object is not None and row_in_object[:2] == row:
             self.unwritten.discard(row)
             # A different mark means that another text was accepted since, whose record is still to be written.
             if record.of == text_mark(text_of(self.mirror.objects[name], KINDS[row[0]])):
@@ -148,8 +148,8 @@ class ObjectRendering:
         found = self.mirror.objects.get(name)
         if found is None or not self.deleting:
             return False
-        said = row_in_record(self.mirror.accepted_record(name))
-        rows = self.deleting if said is None else (said[:2],)
+        row_in_object = row_in_record(self.mirror.accepted_record(name))
+        rows = self.deleting if row_in_object is None else (row_in_object[:2],)
         return any(self.deleting.get(row) == (name, uid_of(found)) for row in rows)
 
     def pending_deletion(self, table: str, key: str) -> DesiredObject | None:
@@ -183,12 +183,14 @@ class ObjectRendering:
 
     def _render_shard(self, shard: str) -> DesiredObject:
         """A shard of remembered adapters and tombstones, with the object's uid, without which it proves no deletion."""
-        what = f"adapters-{shard}"
-        is_proven = self.tables.state_name(what) not in self.mirror.unproven
-        return self._render_state(what, lambda known: shard_data(self.tables, shard, known if is_proven else None))
+        state_name = f"adapters-{shard}"
+        is_proven = self.tables.state_name(state_name) not in self.mirror.unproven
+        return self._render_state(
+            state_name, lambda known: shard_data(self.tables, shard, known if is_proven else None)
+        )
 
-    def _render_state(self, what: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
-        name = self.tables.state_name(what)
+    def _render_state(self, state_name: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
+        name = self.tables.state_name(state_name)
         known = self.mirror.objects.get(name)
         found = known if known is not None else new_object(self.fleet, "state", name)
         return DesiredObject(name, {**found, "data": data(known)})
@@ -281,8 +283,8 @@ class ObjectRendering:
         if known is None and row not in self.unwritten:
             return None
         found = known if known is not None else new_object(self.fleet, kind, name)
-        there, before = text_of(found, kind), self.mirror.accepted_record(name)
-        mark, new = text_mark(there), None
+        present_text, before = text_of(found, kind), self.mirror.accepted_record(name)
+        mark, new = text_mark(present_text), None
         if known is None:
             new = text()
             mark = text_mark(new)
@@ -338,7 +340,7 @@ class ObjectRendering:
         if (rules := self.tables.policy.get("")) is not None:
             text = policy_text(rules)
             copies.append(self._backup_object("policy", "", text, PolicyRecord(text_mark(text), rules)))
-        workers = {name: it for name, it in self.tables.workers.items() if it.state != "draining"}
+        workers = {name: order for name, order in self.tables.workers.items() if order.state != "draining"}
         state = new_object(self.fleet, "state", self.tables.state_name("workers"))
         return [*copies, {**state, "data": workers_data(StoreTables(self.fleet, workers=workers))}]
 

@@ -67,9 +67,9 @@ class StoreTables:
         usual = {"adapters": adapter_object_name, "aliases": alias_object_name}.get(table)
         return self.object_names.get((table, key)) or (f"{self.fleet}-{table}" if usual is None else usual(key))
 
-    def state_name(self, what: str) -> str:
+    def state_name(self, name: str) -> str:
         """Name of a state object of ours."""
-        return f"{self.fleet}-{what}"
+        return f"{self.fleet}-{name}"
 
     def apply_changes(self, changes: Iterable[StoreChange]) -> None:
         """Apply changes to the rows."""
@@ -163,12 +163,14 @@ def workers_data(tables: StoreTables) -> dict[str, str]:
 
 def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
     """The data of a shard's object. `known`: the present object, whose uid it carries."""
-    adapters = {lora_id: it for lora_id, it in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
-    stones = {lora_id: tuple(it) for lora_id, it in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard}
+    adapters = {lora_id: entry for lora_id, entry in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
+    tombstones = {
+        lora_id: tuple(entry) for lora_id, entry in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard
+    }
     return {
         "uid": "" if known is None else uid_of(known),
         "known.json": msgspec.json.encode(adapters).decode(),
-        "tombstones.json": msgspec.json.encode(stones).decode(),
+        "tombstones.json": msgspec.json.encode(tombstones).decode(),
     }
 
 
@@ -180,8 +182,8 @@ def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
     for shard in SHARDS:
         found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
         tables.remembered |= remembered_in_object(found)
-        stones = _json(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
-        tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in stones.items()}
+        tombstones = _json(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
+        tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in tombstones.items()}
 
 
 def _json(text: str | None, kind: Any) -> Any:

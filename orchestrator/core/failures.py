@@ -119,7 +119,7 @@ class FailureBook:
 
     def _drop(self, pair: Pair) -> None:
         if self.by_pair.pop(pair, None) is not None:
-            mine = self._of[pair[0]]
-            del mine[pair]
-            if not mine:
+            pairs = self._of[pair[0]]
+            del pairs[pair]
+            if not pairs:
                 del self._of[pair[0]]

@@ -160,10 +160,10 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
     if weight >= 1:
         return rollout.after
     old, new = _traffic_shares(rollout.before), _traffic_shares(rollout.after)
-    had = sum(share for name, share in old.items() if name in new)
-    if weight <= had:
+    former_share = sum(share for name, share in old.items() if name in new)
+    if weight <= former_share:
         return tuple(old.items())
-    rest = (1 - weight) / (1 - had)
+    rest = (1 - weight) / (1 - former_share)
     return tuple((name, new[name] * weight if name in new else old[name] * rest) for name in old | new)
 
 
@@ -189,12 +189,12 @@ def replica_floors(rollout: Rollout) -> dict[str, int]:
 
 def missing_by_adapter(rollout: Rollout, seen: RolloutObservation) -> dict[str, str]:
     """lora_id -> what is still missing before the alias may shift to the current step; empty when it may."""
-    had, needed = _traffic_shares(targets_at(rollout, rollout.step - 1)), replica_floors(rollout)
+    former_share, needed = _traffic_shares(targets_at(rollout, rollout.step - 1)), replica_floors(rollout)
     # If the old version cannot be used either, an uninspected new one breaks nothing.
-    is_used = any(name in seen.known and name not in seen.unusable for name in had)
+    is_used = any(name in seen.known and name not in seen.unusable for name in former_share)
     lacks: dict[str, str] = {}
     for lora_id, share in _traffic_shares(targets_at(rollout, rollout.step)).items():
-        if share <= had.get(lora_id, 0.0):
+        if share <= former_share.get(lora_id, 0.0):
             continue
         wanted = needed.get(lora_id, 0)
         # At least one replica is required, even where no worker can hold the adapter.
@@ -274,8 +274,8 @@ def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> 
     if lacks:
         if now - rollout.since < rollout.place_s:
             return rollout, None
-        what = "; ".join(f"{lora_id}: {lack}" for lora_id, lack in sorted(lacks.items()))
-        return _rolled_back(rollout, f"not placed within {rollout.place_s:g} s: {what}", now)
+        missing_text = "; ".join(f"{lora_id}: {lack}" for lora_id, lack in sorted(lacks.items()))
+        return _rolled_back(rollout, f"not placed within {rollout.place_s:g} s: {missing_text}", now)
     shifted = replace(
         rollout,
         phase="watching",

@@ -40,11 +40,11 @@ def adopt(
     ask: AdoptRequest, reports: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
 ) -> list[BatchResult]:
     """Register orphans under their own names, without loading or unloading anything; one result each."""
-    there = orphans(reports, store)
-    wanted = there if ask.lora_ids is None else [item for item in there if item.lora_id in set(ask.lora_ids)]
+    present = orphans(reports, store)
+    wanted = present if ask.lora_ids is None else [item for item in present if item.lora_id in set(ask.lora_ids)]
     with store.together():
         results = [_adopt_one(item, ask.tenants, registry, actor) for item in wanted]
-    return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in there})]
+    return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in present})]
 
 
 def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
@@ -69,10 +69,10 @@ def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adap
     return BatchResult(lora_id=item.lora_id, status=201)
 
 
-def _missing(asked: Iterable[str], there: set[str]) -> Iterator[BatchResult]:
+def _missing(asked: Iterable[str], present: set[str]) -> Iterator[BatchResult]:
     """Error results for requested ids that are no orphans."""
     for lora_id in asked:
-        if lora_id not in there:
+        if lora_id not in present:
             error = NotFound(f"no worker holds an orphan {lora_id!r}; GET /v1/orphans lists them", code="not_adoptable")
             yield BatchResult(lora_id=lora_id, status=error.status, code=error.code, error=str(error))
 

@@ -380,7 +380,7 @@ def _etag(value: object) -> str:
     return f'"{hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]}"'
 
 
-def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
+def _require_match(if_match: str | None, etag: str | None, subject: str) -> None:
     """Raise PreconditionFailed when `if_match` is given and does not match the ETag."""
     if if_match is None:
         return
@@ -388,7 +388,7 @@ def _require_match(if_match: str | None, etag: str | None, what: str) -> None:
     if etag is None or (etag not in asked and "*" not in asked):
         now = "does not exist" if etag is None else f"is {etag} now"
         raise PreconditionFailed(
-            f"{what} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match"
+            f"{subject} {now}, If-Match says {if_match}: read it again and decide again", param="If-Match"
         )
 
 

@@ -136,8 +136,8 @@ class FileLease:
             finally:
                 db.close()
         except sqlite3.Error as exc:
-            what = no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
-            raise LeaseUnreachable(f"lease {self._path}: {what}") from exc
+            message = no_space(exc, self._path) or f"{exc}; if the file is damaged, delete it: it is made again"
+            raise LeaseUnreachable(f"lease {self._path}: {message}") from exc
 
 
 def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:

@@ -85,16 +85,16 @@ class KubeLease:
 def record_in_lease(lease: Json) -> LeaseRecord:
     """The record in a Lease. Without our annotation it has no URL and the duration of the spec."""
     spec = lease.get("spec") or {}
-    said: Any = {}
+    noted: Any = {}
     with suppress(ValueError):
-        said = json.loads(((lease.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION, "{}"))
-    said = said if isinstance(said, dict) else {}
+        noted = json.loads(((lease.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION, "{}"))
+    noted = noted if isinstance(noted, dict) else {}
     holder = str(spec.get("holderIdentity") or "")
     return LeaseRecord(
         holder=holder,
-        url=_text(said.get("url")),
-        beat=int(_number(said.get("beat"), 0)),
-        duration_s=_number(said.get("duration_s"), _number(spec.get("leaseDurationSeconds"), 1.0)),
+        url=_text(noted.get("url")),
+        beat=int(_number(noted.get("beat"), 0)),
+        duration_s=_number(noted.get("duration_s"), _number(spec.get("leaseDurationSeconds"), 1.0)),
         is_released=not holder,
     )
 

@@ -179,7 +179,12 @@ class ActionRunner:
         if end.outcome != "dropped":  # a dropped action belongs to a term that is over
             with _log_store_errors():
                 self._audit.record_action(
-                    action, who=requester, outcome=end.outcome, duration_s=duration_s, code=end.code, error=end.error
+                    action,
+                    requester=requester,
+                    outcome=end.outcome,
+                    duration_s=duration_s,
+                    code=end.code,
+                    error=end.error,
                 )
 
     def _record_success(self, action: WorkerAction) -> None:
@@ -316,7 +321,9 @@ class ActionRunner:
             self._operations.drains.pop((action.evict, action.worker_id), None)
             self._metrics.record_eviction(action.evict, "lru")
             requester = self._audit.requester(action.lora_id)
-            self._audit.record_eviction(action.evict, action.worker_id, made_room_for=action.lora_id, who=requester)
+            self._audit.record_eviction(
+                action.evict, action.worker_id, made_room_for=action.lora_id, requester=requester
+            )
             self._catalog.emit_event(
                 "evicted", lora_id=action.evict, worker_id=action.worker_id, message=f"made room for {action.lora_id}"
             )

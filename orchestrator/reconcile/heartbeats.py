@@ -65,8 +65,8 @@ class HeartbeatMonitor:
         Our epoch must rise above every reported one: an agent that reports the highest number would end all terms.
         """
         if report.epoch > self._store.epoch + MOST_AHEAD:
-            what = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
-            log.warning("report dropped: no orchestrator can have led under its epoch", **what)
+            fields = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
+            log.warning("report dropped: no orchestrator can have led under its epoch", **fields)
             return
         known = self._reports.workers.get(report.instance_id)
         is_same_engine = known is not None and known.report.engine_boot_id == report.engine_boot_id
@@ -149,8 +149,8 @@ class HeartbeatMonitor:
             if adapter is None or adapter.is_deleting or (lora_id, worker_id) in self._operations.drains:
                 continue
             is_hot = self._demand.request_rate(lora_id, now) > 0
-            there = len(self._queries.ready_workers(lora_id))
-            want = WantedReplicas(replicas=there + 1, may_evict=is_hot, is_repair=True, since=now)
+            ready_count = len(self._queries.ready_workers(lora_id))
+            want = WantedReplicas(replicas=ready_count + 1, may_evict=is_hot, is_repair=True, since=now)
             self._demand.add_want(lora_id, want, now + self._settings.wanted_for_s)
             log.info("adapter lost its place", lora_id=lora_id, worker_id=worker_id)
         if change.is_news:

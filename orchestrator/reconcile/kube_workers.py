@@ -63,8 +63,8 @@ class KubeWorkerFinder:
 
     def _on_slices(self) -> None:
         """Take changed EndpointSlices."""
-        there = {(worker.id, worker.agent_url or "") for worker in self._slices.workers.values()}
-        self._own_names = {key: name for key, name in self._own_names.items() if key in there}
+        listed = {(worker.id, worker.agent_url or "") for worker in self._slices.workers.values()}
+        self._own_names = {key: name for key, name in self._own_names.items() if key in listed}
         if self._reports.set_kube_workers(self._by_name()):
             self._request_pass()
         self._due.set()

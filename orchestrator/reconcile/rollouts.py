@@ -122,9 +122,9 @@ class RolloutController:
         if known is not None and known.is_active:
             if (known.after, known.steps, known.guard, known.place_s) == (after, way, guard, place_s):
                 return known, False
-            what = "a rollout" if known.guard is not None else "a change"
+            kind = "a rollout" if known.guard is not None else "a change"
             raise StateConflict(
-                f"{what} of {alias!r} is under way; wait for its end or abort it (DELETE /v1/aliases/{alias}/rollout)",
+                f"{kind} of {alias!r} is under way; wait for its end or abort it (DELETE /v1/aliases/{alias}/rollout)",
                 code="rollout_running",
                 param="name",
             )
@@ -219,8 +219,8 @@ class RolloutController:
         while True:
             after, targets = advance(rollout, observation, self._wall())
             if (after.phase, after.step, after.scale) != (rollout.phase, rollout.step, rollout.scale):
-                what = after.phase if not after.is_active else f"{after.phase} step {after.step + 1}"
-                self._store_progress(rollout, after, targets, what, NOBODY)
+                progress = after.phase if not after.is_active else f"{after.phase} step {after.step + 1}"
+                self._store_progress(rollout, after, targets, progress, NOBODY)
             elif after != rollout:
                 # Counts within a step are not stored: after a restart the step's requests are counted anew.
                 self._store.rollouts[rollout.alias] = after
@@ -228,22 +228,24 @@ class RolloutController:
                 return
             rollout, observation = after, replace(seen, old=RequestTally(), new=RequestTally())
 
-    def _store_progress(self, before: Rollout, after: Rollout, targets: Targets | None, what: str, actor: str) -> None:
+    def _store_progress(
+        self, before: Rollout, after: Rollout, targets: Targets | None, progress: str, actor: str
+    ) -> None:
         """Store the rollout's new state and the alias's new targets, with history, log and event."""
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
         with self._store.together():
             was = self._store.aliases[alias]
             if targets is not None and targets != was:
                 self._store.put_alias(alias, targets)
-                why = after.reason or f"rollout: {what}"
+                why = after.reason or f"rollout: {progress}"
                 self._store.record("alias_set", alias, {"targets": targets, "was": was, "why": why}, actor)
             self._store.put_rollout(alias, None if is_over_switch else after)
             is_step = (before.phase, before.step, before.paused_at) != (after.phase, after.step, after.paused_at)
             if is_step and (after.guard is not None or after.phase != "watching"):
-                self._store.record("alias_rollout", alias, {"what": what, "why": after.reason}, actor)
-        log.info("rollout", alias=alias, what=what, why=after.reason, targets=targets)
+                self._store.record("alias_rollout", alias, {"what": progress, "why": after.reason}, actor)
+        log.info("rollout", alias=alias, progress=progress, why=after.reason, targets=targets)
         self._catalog.emit_event(
-            "alias_rollout", message=f"{alias}: {what}" + (f": {after.reason}" if after.reason else "")
+            "alias_rollout", message=f"{alias}: {progress}" + (f": {after.reason}" if after.reason else "")
         )
 
     def _observation(
@@ -269,7 +271,7 @@ class RolloutController:
                 if adapter.is_inspected
             },
             unusable={lora_id: wrong for lora_id in ids if (wrong := self._unusable_reason(lora_id))},
-            unplaced={lora_id: said for lora_id, said in why.items() if said is not None},
+            unplaced={lora_id: reason for lora_id, reason in why.items() if reason is not None},
             known=frozenset(lora_id for lora_id, adapter in adapters.items() if adapter.is_inspected),
             old=sum((counted[lora_id] for lora_id in rollout.old_ids if lora_id in counted), RequestTally()),
             new=sum((counted[lora_id] for lora_id in rollout.new_ids if lora_id in counted), RequestTally()),

@@ -97,23 +97,23 @@ class WorkerReports:
             return ReportChange(is_news=True)
         report = _with_kube_place(report, entry.kube_worker)
         before, entry.report, entry.heard_at = entry.report, report, now
-        had = _ready_ids(before) if entry.reach != "lost" else frozenset()
+        former_ids = _ready_ids(before) if entry.reach != "lost" else frozenset()
         is_news = entry.reach != "heard" or _decision_fields(before) != _decision_fields(report)
         entry.reach = "heard"
         self._note_ready(entry, now)
-        return ReportChange(is_news, tuple(sorted(had - _occupying_ids(report))))
+        return ReportChange(is_news, tuple(sorted(former_ids - _occupying_ids(report))))
 
     def record_engine_models(self, worker_id: str, models: frozenset[str] | None) -> ReportChange:
         """Record that only the engine answers. Adapters that it does not list are gone; `models` None: not known."""
         entry = self.workers[worker_id]
         loaded = entry.report.lora.loaded_loras
-        there = tuple(lora for lora in loaded if models is None or lora.engine_name in models)
+        still_loaded = tuple(lora for lora in loaded if models is None or lora.engine_name in models)
         gone = tuple(
-            sorted({lora.lora_id for lora in loaded if lora.state == "ready"} - {lora.lora_id for lora in there})
+            sorted({lora.lora_id for lora in loaded if lora.state == "ready"} - {lora.lora_id for lora in still_loaded})
         )
         is_news = entry.reach != "unmanaged" or bool(gone)
         entry.reach = "unmanaged"
-        entry.report = _with_loaded(entry.report, there)
+        entry.report = _with_loaded(entry.report, still_loaded)
         return ReportChange(is_news, gone)
 
     def mark_lost(self, worker_id: str) -> ReportChange:
@@ -346,8 +346,8 @@ def _decision_fields(report: Metadata) -> tuple[object, ...]:
     capacity = report.lora.capacity
     held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
-    who = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
-    return (report.state, report.is_warming, held, shape, report.lora.refusal, who, report.model.base_model)
+    identity = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
+    return (report.state, report.is_warming, held, shape, report.lora.refusal, identity, report.model.base_model)
 
 
 def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:

@@ -31,25 +31,25 @@ class AuditLog:
         return self._asked_by.get(lora_id, NOBODY)
 
     def record_action(
-        self, action: WorkerAction, *, who: str, outcome: str, duration_s: float, code: str = "", error: str = ""
+        self, action: WorkerAction, *, requester: str, outcome: str, duration_s: float, code: str = "", error: str = ""
     ) -> None:
         """Record an action's end. outcome: ok, refused, failed, timeout, error or dropped."""
-        what = {
+        body = {
             "worker_id": action.worker_id,
             "outcome": outcome,
             "duration_sec": round(duration_s, 3),
             "reason": action.reason,
             "epoch": self._store.epoch,
         }
-        what |= {"evict": action.evict} if action.evict else {}
-        what |= {"code": code, "error": error} if code else {}
+        body |= {"evict": action.evict} if action.evict else {}
+        body |= {"code": code, "error": error} if code else {}
         write = log.info if outcome == "ok" else log.warning
-        write(action.operation, lora_id=action.lora_id, asked_by=who, **what)
+        write(action.operation, lora_id=action.lora_id, asked_by=requester, **body)
         if action.operation != "inspect":
-            self._store.record(action.operation, action.lora_id, what, who)
+            self._store.record(action.operation, action.lora_id, body, requester)
 
-    def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, who: str) -> None:
+    def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, requester: str) -> None:
         """Record that a load's victim was unloaded by the agent as part of the load."""
-        what = {"worker_id": worker_id, "outcome": "ok", "reason": f"made room for {made_room_for}"}
-        log.info("unload", lora_id=lora_id, asked_by=who, **what)
-        self._store.record("unload", lora_id, what | {"epoch": self._store.epoch}, who)
+        body = {"worker_id": worker_id, "outcome": "ok", "reason": f"made room for {made_room_for}"}
+        log.info("unload", lora_id=lora_id, asked_by=requester, **body)
+        self._store.record("unload", lora_id, body | {"epoch": self._store.epoch}, requester)

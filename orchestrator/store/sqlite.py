@@ -138,7 +138,7 @@ class SqliteBackend:
                 self._add_history(entry)
             self._db.commit()
         except sqlite3.Error as exc:
-            what = no_space(exc, self._path) or str(exc)
+            message = no_space(exc, self._path) or str(exc)
             self._db.rollback()
             if _is_busy(exc):
                 raise OrchestratorUnavailable(
@@ -146,7 +146,7 @@ class SqliteBackend:
                     code="store_unreachable",
                     retry_after_s=_BUSY_S,
                 ) from exc
-            raise StoreError(f"store {self._path}: nothing was written: {what}") from exc
+            raise StoreError(f"store {self._path}: nothing was written: {message}") from exc
         except BaseException:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
@@ -211,9 +211,9 @@ class SqliteBackend:
                     copy.execute("UPDATE adapters SET is_deleting = 0")
                     copy.execute("DELETE FROM workers WHERE state = 'draining'")
         except sqlite3.Error as exc:
-            what = no_space(exc, path) or str(exc)
+            message = no_space(exc, path) or str(exc)
             path.unlink(missing_ok=True)
-            raise StoreError(f"backup {path}: {what}") from exc
+            raise StoreError(f"backup {path}: {message}") from exc
 
 
 def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
@@ -376,13 +376,13 @@ def _entry(row: Mapping[str, Any]) -> HistoryEntry:
 
 def _adapter(row: Mapping[str, Any]) -> RegisteredAdapter:
     """The adapter of a row. Raises ValueError."""
-    what, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
-    policy = typed(parsed(row["policy"], f"{what}: policy"), dict[str, Any], f"{what}: policy")
+    label, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
+    policy = typed(parsed(row["policy"], f"{label}: policy"), dict[str, Any], f"{label}: policy")
     body = {name: row[name] for name in _ADAPTER_COLUMNS} | {
-        "tenants": None if tenants is None else parsed(tenants, f"{what}: tenants"),
+        "tenants": None if tenants is None else parsed(tenants, f"{label}: tenants"),
         "is_deleting": bool(row["is_deleting"]),
     }
-    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, RegisteredAdapter, what)
+    return typed({name: policy[name] for name in _POLICY_FIELDS if name in policy} | body, RegisteredAdapter, label)
 
 
 def _adapter_row(a: RegisteredAdapter) -> tuple[Any, ...]:

@@ -10,27 +10,27 @@ from orchestrator.core.rollout import Rollout
 T = TypeVar("T")
 
 
-def typed(value: object, kind: type[T], what: str) -> T:
+def typed(value: object, kind: type[T], label: str) -> T:
     """`value` converted to this type: dicts to dataclasses, lists to tuples; unknown fields are dropped.
 
-    Raises ValueError, which names `what` and the place in it.
+    Raises ValueError, which names `label` and the place in it.
     """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as exc:
-        raise ValueError(f"{what}: {exc}") from exc
+        raise ValueError(f"{label}: {exc}") from exc
 
 
-def parsed(text: object, what: str) -> Any:
+def parsed(text: object, label: str) -> Any:
     """The decoded JSON text. Raises ValueError, also for a blob and for too deep nesting."""
     if not isinstance(text, str):
-        raise ValueError(f"{what}: Expected JSON text, got {type(text).__name__}")  # noqa: TRY004  (data, no fault of ours)
+        raise ValueError(f"{label}: Expected JSON text, got {type(text).__name__}")  # noqa: TRY004  (data, no fault of ours)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise ValueError(f"{what}: no JSON: {exc}") from exc
+        raise ValueError(f"{label}: no JSON: {exc}") from exc
 
 
-def rollout_in(text: object, what: str) -> Rollout:
+def rollout_in(text: object, label: str) -> Rollout:
     """A rollout from the text of `rollout_json`. Raises ValueError."""
-    return typed(parsed(text, what), Rollout, what)
+    return typed(parsed(text, label), Rollout, label)

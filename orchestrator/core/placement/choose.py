@@ -26,13 +26,13 @@ NEAR_WORTH = 1.2
 def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> PlannedLoad | None:
     """The load that adds one copy of the adapter; None when no worker has room that it may take."""
     lora_id = adapter.lora_id
-    there = context.holders.get(lora_id, set())
+    present = context.holders.get(lora_id, set())
     able = context.able_workers(adapter)
     homes = context.home_workers(adapter, able, context.targets.get(lora_id, 1))
-    able = [worker for worker in able if worker.id not in there and not worker.has_in_slot(lora_id)]
+    able = [worker for worker in able if worker.id not in present and not worker.has_in_slot(lora_id)]
     if not able:
         return None
-    ranked = _ranked_workers(context, adapter, able, homes, there)
+    ranked = _ranked_workers(context, adapter, able, homes, present)
     want = context.demand.wants.get(lora_id)
     is_waiting = want is not None and not want.is_repair
     free = [worker for worker in ranked if context.free_slots[worker.id] > 0]
@@ -69,11 +69,15 @@ def _worth_limit(context: PlacementContext, adapter: RegisteredAdapter) -> float
 
 
 def _ranked_workers(
-    context: PlacementContext, adapter: RegisteredAdapter, able: list[ObservedWorker], homes: list[str], there: set[str]
+    context: PlacementContext,
+    adapter: RegisteredAdapter,
+    able: list[ObservedWorker],
+    homes: list[str],
+    present: set[str],
 ) -> list[ObservedWorker]:
     """The best `CANDIDATES` workers for the next copy, best first."""
-    zones = {context.observed.workers[worker_id].zone for worker_id in there}
-    nodes = {context.observed.workers[worker_id].node for worker_id in there}
+    zones = {context.observed.workers[worker_id].zone for worker_id in present}
+    nodes = {context.observed.workers[worker_id].node for worker_id in present}
     claim = ClaimOrder(adapter.lora_id)
 
     def order(worker: ObservedWorker) -> tuple[object, ...]:
@@ -120,8 +124,8 @@ def _worker_and_victim(
     if not found:
         return None
     first = min(found, key=lambda entry: entry[:3])
-    alike = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR_WORTH]
-    best = min(alike, key=lambda entry: entry[2])
+    equal = [entry for entry in found if entry[0] == first[0] and entry[1] <= first[1] * NEAR_WORTH]
+    best = min(equal, key=lambda entry: entry[2])
     return best[3], best[4]
 
 
@@ -133,12 +137,12 @@ def _planned_load(
     evict: str | None = None,
 ) -> PlannedLoad:
     """The load, with its reason in words."""
-    there, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
+    present, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
     want = context.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"
     moving = " to leave a draining worker" if adapter.lora_id in context.draining_ids else ""
     where = "its home" if worker.id in homes else "next best to its home"
-    reason = f"replica {there + 1} of {target} ({loading_mode(adapter, context.policy)}{asked}{moving}); {where}"
+    reason = f"replica {present + 1} of {target} ({loading_mode(adapter, context.policy)}{asked}{moving}); {where}"
     if evict is not None:
         reason += f"; {evict} makes room: least asked for there"
     return PlannedLoad(lora_id=adapter.lora_id, worker_id=worker.id, evict=evict, reason=reason)

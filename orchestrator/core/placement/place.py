@@ -184,10 +184,12 @@ class _PlacementPass:
             return (*rank(adapter), want is None, turn, -demand.rates.get(adapter.lora_id, 0.0), adapter.lora_id)
 
         adapters = sorted((context.intent.adapters[lora_id] for lora_id in short), key=order)
-        had = Counter[str]()
+        loads_by_tenant = Counter[str]()
         # Materialized first: an adapter that gets a load meanwhile changes its rank.
-        for (_, _, is_idle), alike in [(key, list(them)) for key, them in groupby(adapters, key=rank)]:
-            yield from alike if is_idle else in_tenant_order(context, alike, had)
+        for (_, _, is_idle), equal_rank in [
+            (key, list(adapters_of_rank)) for key, adapters_of_rank in groupby(adapters, key=rank)
+        ]:
+            yield from equal_rank if is_idle else in_tenant_order(context, equal_rank, loads_by_tenant)
 
     def _due_removals(self) -> Iterable[PlannedRemoval]:
         """Removals that no limiter holds back: deleted, misplaced and moved adapters, and victims in the reserve."""

@@ -168,9 +168,11 @@ def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
             groups.setdefault(adapter.base_model, []).append(adapter)
     found: dict[str, int] = {}
     for base_model, adapters in groups.items():
-        mine = {adapter.lora_id for adapter in adapters}
+        weighted_ids = {adapter.lora_id for adapter in adapters}
         fleet = [w for w in context.workers if w.base_model == base_model and w.state == "ready"]
-        slots = sum(_slots_left_for(context, mine, worker) for worker in fleet) - _lacking_slots(context, base_model)
+        slots = sum(_slots_left_for(context, weighted_ids, worker) for worker in fleet) - _lacking_slots(
+            context, base_model
+        )
         able = {a.lora_id: sum((a.rank or 0) <= w.max_lora_rank for w in fleet) for a in adapters}
         caps = {a.lora_id: min(context.max_replicas(a), able[a.lora_id]) for a in adapters}
         for lora_id, count in slot_shares({a.lora_id: a.weight for a in adapters}, caps, slots).items():
@@ -178,9 +180,9 @@ def _weighted_replicas(context: PlacementContext) -> dict[str, int]:
     return found
 
 
-def _slots_left_for(context: PlacementContext, mine: set[str], worker: ObservedWorker) -> int:
+def _slots_left_for(context: PlacementContext, weighted_ids: set[str], worker: ObservedWorker) -> int:
     """The worker's usable slots that hold none but these adapters."""
-    others = sum(held.state in OCCUPYING and held.lora_id not in mine for held in worker.adapters.values())
+    others = sum(held.state in OCCUPYING and held.lora_id not in weighted_ids for held in worker.adapters.values())
     return max(0, usable_slots(worker.slots, context.policy.reserve_slots) - others)
 
 

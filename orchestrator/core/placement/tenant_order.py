@@ -13,7 +13,7 @@ rate alone an adapter just below the hottest ones would wait for ever."""
 
 
 def in_tenant_order(
-    context: PlacementContext, waiting: Sequence[RegisteredAdapter], had: Counter[str]
+    context: PlacementContext, waiting: Sequence[RegisteredAdapter], loads_by_tenant: Counter[str]
 ) -> Iterator[RegisteredAdapter]:
     """The waiting adapters in the order in which they get loads.
 
@@ -22,8 +22,8 @@ def in_tenant_order(
     turn of the first of them, and counts for each. An adapter with unknown tenants is a tenant of its own.
     The caller applies an adapter's load to the context before it asks for the next adapter.
 
-    waiting  adapters with an entry in `wants`, in the order that those of one tenant keep
-    had      tenant -> loads of this pass so far; updated
+    waiting          adapters with an entry in `wants`, in the order that those of one tenant keep
+    loads_by_tenant  tenant -> loads of this pass so far; updated
     """
     wants = context.demand.wants
     lines: dict[frozenset[str] | str, list[RegisteredAdapter]] = {}
@@ -33,7 +33,7 @@ def in_tenant_order(
     def order(adapter: RegisteredAdapter) -> tuple[int, float, float, str]:
         lora_id = adapter.lora_id
         heat = context.demand.rates.get(lora_id, 0.0)
-        return *min(_tenant_turns(context, wants[lora_id], had)), -heat, lora_id
+        return *min(_tenant_turns(context, wants[lora_id], loads_by_tenant)), -heat, lora_id
 
     # Sort keys only grow while loads are named, so a head whose key has grown is pushed back.
     heads = [(order(line[-1]), line) for line in lines.values()]
@@ -47,18 +47,20 @@ def in_tenant_order(
         before = context.copy_count(adapter.lora_id)
         yield adapter
         named = context.copy_count(adapter.lora_id) - before
-        had.update(dict.fromkeys(wants[adapter.lora_id].tenants, named))
+        loads_by_tenant.update(dict.fromkeys(wants[adapter.lora_id].tenants, named))
         if line:
             heappush(heads, (order(line[-1]), line))
 
 
-def _tenant_turns(context: PlacementContext, want: WantedReplicas, had: Counter[str]) -> Iterator[tuple[int, float]]:
+def _tenant_turns(
+    context: PlacementContext, want: WantedReplicas, loads_by_tenant: Counter[str]
+) -> Iterator[tuple[int, float]]:
     """For each tenant of the want: its loads of this pass, and since when it waits."""
     since = wait_bucket(want)
     if not want.tenants:
         yield 0, since
     for tenant in want.tenants:
-        yield had[tenant], max(since, context.demand.last_load_at.get(tenant, 0.0))
+        yield loads_by_tenant[tenant], max(since, context.demand.last_load_at.get(tenant, 0.0))
 
 
 def wait_bucket(want: WantedReplicas) -> float:

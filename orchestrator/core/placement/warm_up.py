@@ -55,8 +55,8 @@ def warm_up_loads(
 
 def _missing_loads(worker: ObservedWorker, share: list[RegisteredAdapter], room: int) -> tuple[PlannedLoad, ...]:
     """Loads of the share's adapters that are not ready on the worker, as far as its slots go."""
-    mine = {adapter.lora_id for adapter in share}
-    room -= sum(worker.has_in_slot(lora_id) for lora_id in worker.adapters if lora_id not in mine)
+    share_ids = {adapter.lora_id for adapter in share}
+    room -= sum(worker.has_in_slot(lora_id) for lora_id in worker.adapters if lora_id not in share_ids)
     return tuple(
         PlannedLoad(
             lora_id=adapter.lora_id, worker_id=worker.id, reason="its home, and asked for: before the worker is ready"

@@ -158,7 +158,10 @@ def _with_typical_shape(adapter: RegisteredAdapter, inputs: PlacementInputs) -> 
 
 
 def _with_loads_done(worker: ObservedWorker) -> ObservedWorker:
-    held = {name: replace(it, state="ready") if it.state == "loading" else it for name, it in worker.adapters.items()}
+    held = {
+        name: replace(adapter, state="ready") if adapter.state == "loading" else adapter
+        for name, adapter in worker.adapters.items()
+    }
     return replace(worker, adapters=held)
 
 
@@ -191,8 +194,8 @@ def _changed_demand(demand: DemandSnapshot, hypothesis: Hypothesis, now: float) 
     total = sum(demand.rates.values())
     usual_s = sum(demand.work.values()) / total if total > 0 else 0.0
     for lora_id, rate in hypothesis.rates.items():
-        had = demand.rates.get(lora_id, 0.0)
-        request_s = demand.work.get(lora_id, 0.0) / had if had > 0 else usual_s
+        present_rate = demand.rates.get(lora_id, 0.0)
+        request_s = demand.work.get(lora_id, 0.0) / present_rate if present_rate > 0 else usual_s
         rates[lora_id] = habits[lora_id] = rate
         work[lora_id] = surges[lora_id] = rate * request_s
         if rate > 0:
