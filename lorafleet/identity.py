@@ -92,6 +92,7 @@ def adapter_salt(engine_name: str, cache_salt: str = "") -> str:
 
 
 def _length_prefixed(*parts: str) -> bytes:
+    """The parts as bytes, each with its length before it."""
     joined = bytearray()
     for part in parts:
         data = part.encode()

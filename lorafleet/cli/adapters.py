@@ -191,6 +191,7 @@ def aliases_set(
 
 
 def _alias_target(text: str) -> dict[str, Any]:
+    """An alias target from `lora_id` or `lora_id=weight`; raises CommandFailed."""
     lora_id, has_weight, weight = text.partition("=")
     try:
         return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}

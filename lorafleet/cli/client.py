@@ -54,6 +54,7 @@ class RestClient:
     def _send(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
     ) -> httpx.Response:
+        """Send a request and return the answer; raises CommandFailed, or RestError for an error answer."""
         params = {name: value for name, value in query.items() if value is not None}
         try:
             answer = self._client.request(method, path, json=body, params=params, headers=headers)
@@ -80,6 +81,7 @@ class RestClient:
         )
 
     def _hint(self, question: str) -> str:
+        """A question for an error message, with the option that sets the address."""
         return f"; {question}? ({self._flag} names another address)" if self._flag else ""
 
     def list_all(self, path: str) -> list[dict[str, Any]]:

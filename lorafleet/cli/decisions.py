@@ -118,12 +118,14 @@ def decisions(
 
 
 def _warn_missing(answer: Mapping[str, Any]) -> None:
+    """Print on stderr which router processes did not answer."""
     if missing := answer.get("missing"):
         slots = ", ".join(map(str, missing))
         typer.echo(f"incomplete: some of the router's processes did not answer in time (slot {slots})", err=True)
 
 
 def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
+    """Print one decision: as JSON, or as a sentence, a table of terms and the rejected replicas."""
     from lorafleet.cli import tables
 
     if as_json:
@@ -139,6 +141,7 @@ def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None
 
 
 def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json: bool) -> None:
+    """Print recorded decisions beside their replays; raises CommandFailed if one differs without `policy`."""
     from lorafleet.cli import tables
 
     first = read_decisions(file)
@@ -200,6 +203,7 @@ def replay_decisions(router: "RestClient", items: Sequence[Item], policy: str | 
 
 
 def _decision_of(file: Path, item: Any) -> Item:
+    """A decision from an item of a file: a decision with its record, or a bare record."""
     if isinstance(item, dict) and isinstance(item.get("record"), dict):
         return item
     # The record alone, without the outcome.

@@ -56,6 +56,7 @@ def add_key(
 
 
 def _append(path: Path, entry: dict[str, object]) -> None:
+    """Append an entry to the key file under a lock."""
     # The lock keeps two commands from losing a key. It is on the folder, because the file is replaced.
     folder = os.open(path.parent, os.O_RDONLY)
     try:

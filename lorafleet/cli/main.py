@@ -46,6 +46,7 @@ def set_fleet_address(
         str, typer.Option(envvar="LORAFLEET_TOKEN", help="API key, if the fleet needs one", show_default=False)
     ] = "",
 ) -> None:
+    """Global options: where the services are, and the API key."""
     context.obj = FleetAddress(orchestrator_url, router_url, token)
 
 

@@ -167,6 +167,7 @@ def backup(
 
 
 def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
+    """A lora_id and its demand from `LORA_ID=x10` or `LORA_ID=3.5`."""
     lora_id, _, amount = text.rpartition("=")
     try:
         if amount.startswith("x"):
@@ -177,6 +178,7 @@ def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
 
 
 def _parse_more_workers(text: str) -> dict[str, Any]:
+    """A number of further workers, and the worker they are like, from `N` or `N:WORKER`."""
     count, _, like = text.partition(":")
     if not count.isdigit():
         raise CommandFailed(f"{text}: write N, or N:WORKER", status=2)
@@ -202,6 +204,7 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
 
 
 def _parse_adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
+    """Policy changes by lora_id, from texts `LORA_ID:NAME=VALUE`."""
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         lora_id, colon, change = text.partition(":")

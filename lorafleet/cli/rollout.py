@@ -108,6 +108,7 @@ def _rollout_path(alias: str) -> str:
 
 
 def _parse_step(text: str) -> dict[str, float]:
+    """A rollout step from `WEIGHT` or `WEIGHT:SECONDS`; raises CommandFailed."""
     weight, colon, seconds = text.partition(":")
     try:
         return {"weight": float(weight)} | ({"for_s": float(seconds)} if colon else {})
@@ -116,6 +117,7 @@ def _parse_step(text: str) -> dict[str, float]:
 
 
 def _state_line(item: Mapping[str, Any]) -> str:
+    """A rollout's state in one line."""
     to = ", ".join(target["lora_id"] for target in item["to"])
     state = "paused" if item["paused"] else item["state"]
     line = (
@@ -126,6 +128,7 @@ def _state_line(item: Mapping[str, Any]) -> str:
 
 
 def _counts_line(counts: Mapping[str, Any]) -> str:
+    """A version's requests, errors and mean time to first token in one line."""
     mean = counts["mean_first_token_s"]
     first = "" if mean is None else f", first token after {mean:.3g} s"
     return f"{counts['requests']} requests ended, {counts['errors']} errors ({counts['error_rate']:.1%}){first}"

@@ -51,6 +51,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
 
 
 def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Adapters, one row each."""
     return table(
         ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error"],
         [
@@ -71,6 +72,8 @@ def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def aliases(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Aliases and their targets, one row each."""
+
     def targets(item: Mapping[str, Any]) -> str:
         return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in item["targets"])
 
@@ -78,6 +81,7 @@ def aliases(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def placements(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Adapters on workers, by lora_id and worker."""
     return table(
         ["lora_id", "worker", "state", "location", "desired"],
         [
@@ -112,6 +116,7 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
+    """Actions of a plan, one row each."""
     return table(
         ["pass", "operation", "adapter", "worker", "instead of", "bytes", "seconds", "why"],
         [
@@ -146,6 +151,7 @@ def plan_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Unregistered adapters on workers, one row each."""
     return table(
         ["lora_id", "digest", "workers", "base model", "rank", "source", "cannot be adopted because"],
         [
@@ -164,6 +170,7 @@ def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def history(items: Iterable[Mapping[str, Any]]) -> Table:
+    """Changes, one row each."""
     return table(
         [_TIME, "what", "of", "by", "details"],
         [(_time(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
@@ -187,6 +194,7 @@ def decision(answer: Mapping[str, Any]) -> Table:
 
 
 def _mark(score: Mapping[str, Any]) -> str:
+    """`->` for the winner, `x` for a replica that was passed over."""
     return "->" if score["winner"] else "x" if score["passed_over"] else ""
 
 
@@ -280,6 +288,7 @@ def _time(at: str) -> str:
 
 
 def _text(cell: object) -> str:
+    """A table cell as text; None is `-`."""
     match cell:
         case None:
             return "-"

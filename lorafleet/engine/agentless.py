@@ -72,6 +72,7 @@ class AgentlessEngine:
             raise ValueError(f"{self.url} does not answer as vLLM does: {exc!r}") from exc
 
     async def _report(self) -> Metadata:
+        """Read health, models and metrics, and build the report."""
         await self._get("/health")
         models = _parse_models(await self._get("/v1/models"), self.url)
         metrics = parse_metrics((await self._get("/metrics")).decode())
@@ -96,6 +97,7 @@ class AgentlessEngine:
         )
 
     async def _update(self, metrics: EngineMetrics, paths: Mapping[str, str]) -> None:
+        """Take in new metrics and adapter paths; after a restart, read the engine's configuration again."""
         if metrics.started_at != self._started_at:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
             self._kv = await self._event_transport()
@@ -106,6 +108,7 @@ class AgentlessEngine:
         self._paths = {**self._paths, **paths}
 
     def _connector_verdict(self, metrics: EngineMetrics) -> ConnectorVerdict:
+        """The verdict on the engine's KV connector, after the operator's setting."""
         found = verdict_of_running_engine(
             self._connector, offloading=metrics.offloading, has_connector=metrics.has_connector
         )
@@ -223,6 +226,7 @@ def has_start_time(engine_boot_id: str) -> bool:
 
 
 def _parse_models(body: bytes, url: str) -> list[Mapping[str, Any]]:
+    """The models in an answer of `/v1/models`; raises ValueError."""
     try:
         return [dict(item) for item in json.loads(body)["data"] if isinstance(item["id"], str)]
     except (ValueError, KeyError, TypeError) as exc:
@@ -242,6 +246,7 @@ def _runtime_config(base: Mapping[str, Any], metrics: EngineMetrics) -> RuntimeC
 def _lora_info(
     base_model: str, paths: Mapping[str, str], metrics: EngineMetrics, verdict: ConnectorVerdict
 ) -> LoraInfo:
+    """The report's part on adapters: those that the engine lists, or the reason for taking none."""
     refusal = verdict.refusal
     # With more adapters than slots vLLM does not report which are on the device.
     location = "host" if 0 < metrics.max_loras < len(paths) else "device"

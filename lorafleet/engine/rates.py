@@ -162,6 +162,7 @@ class EngineRates:
         self._estimate()
 
     def _add_ended(self, last: EngineCounters, now: EngineCounters) -> None:
+        """Add requests that ended between two readings, and prefills that ran alone."""
         tokens = now.ended_prefill_tokens - last.ended_prefill_tokens
         seconds = now.ended_prefill_seconds - last.ended_prefill_seconds
         ended = now.ended - last.ended
@@ -200,6 +201,7 @@ class EngineRates:
                 self._calm.append(step_s)
 
     def _add_busy(self, last: EngineCounters, now: EngineCounters) -> None:
+        """Extend the current busy window, and close it once it is long enough."""
         if last.running == 0 or now.running == 0:
             self._window_start, self._busy_readings = None, 0
             return
@@ -219,6 +221,7 @@ class EngineRates:
             self._window_start = now
 
     def _estimate(self) -> None:
+        """Compute both rates from all evidence."""
         windows = self._busy if _has_prompts(self._busy) else ()
         fit = _fit_rates(windows)
         if fit is not None:
@@ -315,6 +318,7 @@ def _fit_rates(windows: Iterable[_RateWindow]) -> _RateFit | None:
 
 
 def _work_s(window: _RateWindow, fit: _RateFit) -> float:
+    """Seconds of work in a window by a fit."""
     return window.steps * fit.token_s + window.tokens / fit.prefill_tokens_per_s
 
 
@@ -364,4 +368,5 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _has_decreased(last: EngineCounters, now: EngineCounters) -> bool:
+    """Whether a total has decreased, as after a restart of the engine."""
     return any(getattr(now, name) < getattr(last, name) for name in COUNTERS)

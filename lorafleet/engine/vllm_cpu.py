@@ -47,6 +47,7 @@ def sleep_while_waiting(queues: Any) -> None:
 
 
 def _zero_rows_without_adapter(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel with output rows set to 0 for requests without an adapter."""
     signature = inspect.signature(kernel)
 
     def kernel_with_mask(*args: Any, **kwargs: Any) -> None:

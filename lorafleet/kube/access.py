@@ -123,6 +123,7 @@ def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], acco
 
 
 def _tls(ca_file: str | None, cert_file: str | None, key_file: str | None, *, verify: bool) -> ssl.SSLContext:
+    """A TLS context with the kubeconfig's authority and client certificate."""
     context = _ssl_context_of(ca_file)
     if not verify:  # the kubeconfig has insecure-skip-tls-verify
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

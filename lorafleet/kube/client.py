@@ -103,6 +103,7 @@ class KubeClient:
             await answer.aclose()
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     async def _call(
@@ -115,6 +116,7 @@ class KubeClient:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Json:
+        """Make a call within a deadline and return its JSON object; raises KubeError."""
         call = f"{method} {self.url}{path}"
         try:
             async with asyncio.timeout(timeout_s):
@@ -224,6 +226,7 @@ def _headers(token: str, content_type: str | None) -> dict[str, str]:
 
 
 def _error_of(call: str, answer: httpx.Response) -> KubeError:
+    """The error for an unsuccessful answer."""
     try:
         body: Any = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:

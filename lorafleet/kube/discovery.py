@@ -80,6 +80,7 @@ class SliceWatch:
                     self._publish_timer.cancel()
 
     async def _connect_until_done(self, stack: AsyncExitStack) -> KubeClient:
+        """Connect, trying again while no API server is configured."""
         last_error = ""
         while True:
             try:
@@ -92,6 +93,8 @@ class SliceWatch:
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _follow(self, kube: KubeClient, namespace: str) -> None:
+        """Follow one namespace's EndpointSlices until cancelled."""
+
         def on_list(slices: list[Json]) -> None:
             self._table.replace(namespace, slices)
             assert self._unlisted is not None
@@ -117,6 +120,7 @@ class SliceWatch:
         )
 
     def _publish(self) -> None:
+        """Replace `workers` by the table's current workers and call `on_change`."""
         if self._publish_timer is not None:
             self._publish_timer.cancel()
             self._publish_timer = None

@@ -151,6 +151,7 @@ def workers_in_slice(slice_: Mapping[str, Any]) -> tuple[DiscoveredWorker, ...]:
 
 
 def _merge_worker(first: DiscoveredWorker, other: DiscoveredWorker) -> DiscoveredWorker:
+    """One worker from two slices; the first slice's values come first."""
     is_terminating = first.is_terminating or other.is_terminating
     return replace(
         first,
@@ -168,6 +169,7 @@ def _merge_worker(first: DiscoveredWorker, other: DiscoveredWorker) -> Discovere
 
 
 def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
+    """A slice's TCP ports by name."""
     found = {}
     for port in _as_mappings(slice_.get("ports")):
         number = port.get("port")

@@ -121,6 +121,7 @@ class _ListWatchLoop:
         await self.sleep(self._pause_s())
 
     async def _list(self) -> None:
+        """List all objects, page by page, and call `on_list`."""
         items: list[Json] = []
         page = await self._page("")
         items.extend(page.get("items") or [])
@@ -133,6 +134,7 @@ class _ListWatchLoop:
         log.info("objects listed", path=self.path, why=self.list_reason, objects=len(items), version=self.version)
 
     async def _page(self, token: str) -> Json:
+        """One page of the list."""
         params: dict[str, str | int] = {"limit": self.page}
         if self.label_selector:
             params["labelSelector"] = self.label_selector
@@ -160,6 +162,7 @@ class _ListWatchLoop:
                 self.on_answer()
 
     def _handle_event(self, event: Json) -> None:
+        """Pass an event to `on_event`; raises KubeError for an error event."""
         kind, changed = event.get("type"), event.get("object")
         if not isinstance(changed, dict):
             raise KubeUnreachable(f"{self.path}: an event without an object: {event!r:.200}")
@@ -177,6 +180,7 @@ class _ListWatchLoop:
             self.away_since = None
 
     def _record_failure(self, exc: Exception) -> None:
+        """Count a failure, and make the next round list again."""
         # A watch that lasted long and then broke starts a new row of failures.
         stood_s = self.clock() - self.watching_since
         self.failures = 1 if self.version and stood_s >= self.times.steady_s else self.failures + 1
@@ -184,6 +188,7 @@ class _ListWatchLoop:
         self.version, self.list_reason = "", _relist_reason(exc)
 
     def _log_failure(self, exc: KubeError) -> None:
+        """Log the first failure to reach the API server, and of other failures some."""
         if isinstance(exc, KubeUnreachable) and self.away_since is None:
             self.away_since = self.clock()
             log.warning("API server away", path=self.path, error=str(exc))
@@ -203,6 +208,7 @@ def _metadata(found: Json) -> Json:
 
 
 def _parse_event(line: bytes) -> dict[str, Any]:
+    """One line of a watch as an event; raises KubeUnreachable."""
     try:
         event = msgspec.json.decode(line)
     except msgspec.DecodeError as exc:

@@ -153,6 +153,7 @@ def connector_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
 
 
 def _known_verdict(name: str, connector: KvConnector) -> ConnectorVerdict:
+    """The verdict on a connector in the tables."""
     if connector.separation == "safe":
         return ConnectorVerdict("safe", f"KV connector {name}: its key holds the adapter")
     if connector.separation == "salted":
@@ -161,6 +162,7 @@ def _known_verdict(name: str, connector: KvConnector) -> ConnectorVerdict:
 
 
 def _multi_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
+    """The worst verdict of a MultiConnector's parts."""
     extra = config.get("kv_connector_extra_config")
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):

@@ -122,6 +122,7 @@ class KvEventDecoder:
         return self._decode_each(payload)
 
     def _decode_each(self, payload: bytes) -> KvEventBatch:
+        """Decode a batch event by event, because one of them is malformed."""
         try:
             batch = self._mixed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

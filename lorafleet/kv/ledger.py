@@ -346,6 +346,7 @@ class BlockLedger:
     # --- removals ------------------------------------------------------------------------------------------------
 
     def _remove(self, events: Iterable[BlocksRemoved]) -> None:
+        """Apply a run of removals."""
         dropped: list[BlockHash] = []
         last = self._device
         for event in events:
@@ -397,9 +398,11 @@ class BlockLedger:
     # --- small questions -----------------------------------------------------------------------------------------
 
     def _medium(self, medium: str | None) -> _MediumBlocks | None:
+        """The blocks of a medium by the engine's name for it; None if unknown."""
         return self._media.get((medium or "GPU").upper())
 
     def _block_of(self, key: int) -> BlockHash | None:
+        """Our hash of an engine hash, on the device or any other medium."""
         block = self._device.blocks.get(key)
         if block is not None:
             return block
@@ -465,6 +468,7 @@ def _engine_hash_keys(hashes: Sequence[EngineHash]) -> list[int]:
 
 
 def _engine_hash_key(engine_hash: EngineHash) -> int:
+    """The dictionary key of an engine hash."""
     if isinstance(engine_hash, bytes):
         # The last 64 bits, as in vLLM's integer hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
         engine_hash = int.from_bytes(engine_hash[-8:], "big")

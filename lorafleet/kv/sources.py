@@ -32,6 +32,7 @@ def kv_event_endpoints(host: str, ranks: Sequence[Mapping[str, Any]]) -> KvEvent
 
 
 def _publishes(rank: Mapping[str, Any]) -> bool:
+    """Whether a rank publishes KV events over ZMQ."""
     # SGLang has no `enable_kv_cache_events`.
     return rank.get("publisher", "zmq") == "zmq" and bool(rank.get("enable_kv_cache_events", True))
 

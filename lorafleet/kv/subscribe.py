@@ -127,6 +127,7 @@ class RankSubscriber:
         self._live.close(linger=0)
 
     def _handle_message(self, frames: list[bytes]) -> None:
+        """Deliver a batch, ignore an old one, or start filling a gap."""
         if len(frames) != 3 or len(frames[1]) != 8:
             self._listener.on_malformed()
             return
@@ -225,6 +226,7 @@ class RankSubscriber:
             return False
 
     def _give_up_to(self, seq: int) -> None:
+        """Report the batches before `seq` as lost."""
         first, self.last = self.last + 1, seq - 1
         log.warning("KV events lost", endpoint=self.endpoint.events, first=first, last=seq - 1)
         self._listener.on_lost(first, seq - 1)
@@ -333,6 +335,7 @@ class SubscriberHub:
             return 0
 
     def _has_message(self, subscriber: RankSubscriber) -> bool:
+        """Whether a message waits; counts ticks without one."""
         if subscriber.is_readable():
             subscriber.quiet_ticks = 0
             return True
@@ -340,12 +343,14 @@ class SubscriberHub:
         return False
 
     def _watch_socket(self, subscriber: RankSubscriber) -> None:
+        """Wake this subscriber when its socket becomes readable."""
         self.loop.add_reader(self._subscribers[subscriber], self.wake, subscriber)
         # ZMQ's descriptor signals changes only; earlier messages must be polled.
         if subscriber.is_readable():
             self.wake(subscriber)
 
     async def _poll_tails(self) -> None:
+        """Poll quiet subscribers for lost last batches, once a second at most."""
         while True:
             await asyncio.sleep(min(1.0, self.tail_poll_s))
             now = self.loop.time()

@@ -71,6 +71,7 @@ def common_flags(
 
 
 def orchestrator_command(shared: Sequence[str], store: Path) -> list[str]:
+    """The orchestrator's command."""
     return [sys.executable, "-P", "-m", "orchestrator", *shared, "--store", str(store)]
 
 

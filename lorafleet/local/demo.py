@@ -85,6 +85,7 @@ async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, p
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON chunks of a streamed answer."""
     async for line in answer.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
@@ -119,6 +120,7 @@ def show_table(rows: Sequence[DemoRow], console: Console) -> None:
 
 
 def _print_result(rows: Sequence[DemoRow]) -> None:
+    """Print the table, and what the repeated request shows."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = 140

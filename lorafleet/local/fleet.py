@@ -65,6 +65,7 @@ class LocalFleet:
 
     @property
     def workers(self) -> list[str]:
+        """The workers' names: w0, w1 and so on."""
         return [f"w{number}" for number in range(self.options.workers)]
 
     async def run_until_cancelled(self) -> None:
@@ -114,6 +115,7 @@ class LocalFleet:
     # --- bringing up --------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
+        """Start everything, wait until it is ready, print the ready line and run the demo."""
         base, adapters = await asyncio.to_thread(self._prepare)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
             await self._start_service("orchestrator", self._orchestrator_command)
@@ -182,6 +184,7 @@ class LocalFleet:
     async def _start_workers(
         self, client: httpx.AsyncClient, base: commands.LocalBaseModel, max_lora_rank: int
     ) -> None:
+        """Start all workers and wait until they are ready."""
         # Starting one engine a core at a time is fastest; more only compete for the cores.
         at_once = self.options.workers if self.options.engine == "sim" else max(1, os.cpu_count() or 2)
         start_slots = asyncio.Semaphore(at_once)
@@ -316,6 +319,7 @@ class LocalFleet:
         self._ports[name] = int(port_file.read_text())
 
     async def _wait_until_ready(self, client: httpx.AsyncClient, name: str) -> None:
+        """Wait until a service's `/ready` succeeds; raises CommandFailed."""
         deadline = time.monotonic() + _SERVICE_START_TIMEOUT_S
         while True:
             with contextlib.suppress(httpx.HTTPError):
@@ -327,6 +331,7 @@ class LocalFleet:
             await asyncio.sleep(_POLL_S)
 
     async def _start(self, name: str, command: Callable[[], list[str]]) -> None:
+        """Start a process and keep it running."""
         log_path = self._folder / "logs" / f"{name}.log"
         service = commands.service_of(name)
         environment = clean_environment(self._mark, service) | commands.token_environment(name, self.token)
@@ -366,6 +371,7 @@ class LocalFleet:
         return CommandFailed(f"{files.disk_full_text(self._folder)}, or name another folder with --state-dir")
 
     def _process_failure(self, child: ChildProcess, what: str) -> CommandFailed:
+        """The error for a failed process, with the end of its log."""
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # the disk is full: its log cannot have the reason
             return self._no_space()
         return CommandFailed(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
@@ -428,6 +434,7 @@ def model_name(folder: Path) -> str:
 
 
 def _exit_text(status: int) -> str:
+    """An exit status in words: a signal's name, or `status N`."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-status).name
@@ -435,5 +442,6 @@ def _exit_text(status: int) -> str:
 
 
 def _first_error(group: BaseExceptionGroup[CommandFailed | OSError]) -> CommandFailed | OSError:
+    """The first error in a group of errors."""
     inner = group.exceptions[0]
     return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

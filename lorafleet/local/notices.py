@@ -51,6 +51,7 @@ def earlier_adapter_notices(known: Mapping[str, str | None], now: Collection[str
 
 
 def _first_names(names: Collection[str]) -> str:
+    """The first few names, and `...` if there are more."""
     shown = sorted(names)[:_MOST_NAMED]
     return ", ".join(shown) + (", ..." if len(names) > _MOST_NAMED else "")
 

@@ -190,6 +190,7 @@ def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:
 
 
 def _device_names(devices: str | None) -> list[str]:
+    """The devices of `--devices`; raises SettingsError."""
     if devices is None:
         return []
     names = [name.strip() for name in devices.split(",")]
@@ -199,6 +200,7 @@ def _device_names(devices: str | None) -> list[str]:
 
 
 def _checked_engine(engine: str) -> str:
+    """The engine's kind; raises SettingsError if it is unknown."""
     if engine not in arguments.SETTING_OF_FLAG:
         known = arguments.SETTING_OF_FLAG
         raise SettingsError(f"engine {engine!r} is unknown; known: {', '.join(known)}{did_you_mean(engine, known)}")
@@ -206,6 +208,7 @@ def _checked_engine(engine: str) -> str:
 
 
 def _checked_first_word(words: Sequence[str]) -> Sequence[str]:
+    """The engine arguments; raises SettingsError unless the first is a flag."""
     if words and not words[0].startswith("-"):
         raise SettingsError(
             f"{words[0]!r}: `lorafleet up` has no such argument; engine arguments go behind `--` and begin with a flag:"
@@ -215,6 +218,7 @@ def _checked_first_word(words: Sequence[str]) -> Sequence[str]:
 
 
 def _check_engine_words(words: Sequence[str], max_loras: int | None, engine: str) -> None:
+    """Raises SettingsError for engine arguments that `up` sets itself, or that contradict its flags."""
     for word in words:
         flag, _, rest = word.partition(" ")
         if flag.startswith("--") and "=" not in flag and rest:
@@ -233,6 +237,7 @@ def prefix_of(service: str) -> str:
 
 
 def _service_options(service: str, config: Path | None, environment: Mapping[str, str]) -> ServiceOptions:
+    """The settings of one service from environment and file; raises SettingsError for settings that `up` chooses."""
     prefix = prefix_of(service)
     from_environment = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
@@ -248,6 +253,7 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
 
 
 def _port(service: str, flag: int | None, given: ServiceOptions) -> int:
+    """A service's port: the flag, else its setting, else the default."""
     if flag is not None:
         return flag
     value = str(given.values.get("port", _PORTS[service]))

@@ -195,6 +195,7 @@ def _sections() -> dict[str, str]:
 
 @functools.cache
 def demo_tokenizer() -> Tokenizer:
+    """The byte-level BPE tokenizer, trained on the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -255,6 +256,7 @@ _GAINS: Final[Mapping[str, float]] = {
 
 
 def _base_weights() -> dict[str, Array]:
+    """The base model's tensors by name."""
     rng = np.random.default_rng(SEED)
     weights = {"model.embed_tokens.weight": _normal(rng, (VOCABULARY, HIDDEN), 1.0)}
     for layer in range(LAYERS):

@@ -69,6 +69,7 @@ def _model_hint(model: Path) -> str:
 
 
 def _require_free(flag: str, port: int) -> None:
+    """Raises CommandFailed if a port is taken."""
     if port == 0:
         return
     with socket.socket() as probe:
@@ -84,6 +85,7 @@ def _require_free(flag: str, port: int) -> None:
 
 @contextlib.contextmanager
 def _lock_state_dir(state_dir: Path) -> Iterator[None]:
+    """Hold the state folder's lock, which one `lorafleet up` may have; raises CommandFailed."""
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are private
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

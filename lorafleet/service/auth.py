@@ -151,6 +151,7 @@ class ApiKeys:
         return found
 
     def _look_up(self, authorization: str | bytes | None) -> Caller:
+        """The caller of a header that is not cached; raises HttpError."""
         if isinstance(authorization, bytes):
             authorization = authorization.decode("latin-1")
         scheme, _, key = (authorization or "").partition(" ")
@@ -165,6 +166,7 @@ class ApiKeys:
         return tuple(stamp_of(path) for path in self._files)
 
     def _reload_if_changed(self) -> None:
+        """Read the key files again if their stamps have changed; checks once a second."""
         now = self._clock()
         if now - self._checked_at < RECHECK_S:
             return
@@ -288,6 +290,7 @@ def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
 
 
 def _read(path: Path) -> dict[str, Caller]:
+    """The callers of one key file by key hash; raises KeyFileError."""
     form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
         raw = yamls.parse_yaml(path.read_text())
@@ -305,6 +308,7 @@ def _read(path: Path) -> dict[str, Caller]:
 
 
 def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
+    """The key hash and the caller of one entry; raises KeyFileError."""
     if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note", "limits"}:
         raise KeyFileError(f"key file {path}: entry {number}: {form}")
     digest, tenant, scopes = entry.get("sha256"), entry.get("tenant"), entry.get("scopes")
@@ -319,6 +323,7 @@ def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Call
 
 
 def _limits(given: object, where: str) -> KeyLimits | None:
+    """The limits of one entry; raises KeyFileError."""
     if given is None:
         return None
     if not isinstance(given, dict) or given.keys() - set(LIMITS):

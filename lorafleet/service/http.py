@@ -61,6 +61,7 @@ def _where(loc: Sequence[object]) -> str:
 
 
 def _found_text(error: Any) -> str:
+    """`, found VALUE` for an error message; empty if the value is missing or a container."""
     found = error.get("input")
     if error["type"] in ("missing", "json_invalid") or not isinstance(found, str | int | float | bool | None):
         return ""
@@ -165,6 +166,7 @@ class JsonBodyMiddleware:
 
 
 def _check_json(body: bytes, most_values: int) -> None:
+    """Raises HttpError for a body that is not JSON or has too many values."""
     if has_more(body, most_values, VALUES):
         message = (
             f"the body has more than {most_values} strings, objects, lists and commas; split it into several requests"
@@ -177,6 +179,7 @@ def _check_json(body: bytes, most_values: int) -> None:
 
 
 def _no_route_message(request: Request, exc: HTTPException) -> str:
+    """The message for an unknown path or method."""
     path = request.url.path
     shown = ascii(_shortened(path))[1:-1]
     if exc.status_code == 405:

@@ -89,6 +89,7 @@ class LogWriter:
         atexit.register(self.drain, _FLUSH_S)
 
     def _reset(self) -> None:
+        """Start with an empty queue and without a thread."""
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._lock = threading.RLock()  # a destructor may log in the middle of a line
@@ -122,6 +123,7 @@ class LogWriter:
         done.wait(within_s)
 
     def _ensure_thread(self) -> None:
+        """Start the writer thread, unless it runs."""
         if self._thread is not None:
             return
         self._thread = threading.Thread(target=self._write_lines, daemon=True, name="log")
@@ -131,6 +133,7 @@ class LogWriter:
             self._thread = None
 
     def _write_lines(self) -> None:
+        """The writer thread: write queued lines for ever."""
         while True:
             item = self._queue.get()
             if self._dropped:
@@ -144,6 +147,7 @@ class LogWriter:
                 self._queued_bytes -= len(item)
 
     def _report_dropped(self) -> None:
+        """Write a line with the number of dropped lines."""
         lines = self._dropped
         event: Any = {"event": f"{lines} {self._what} were dropped", "lines": lines}
         for processor in structlog.get_config()["processors"]:
@@ -156,6 +160,7 @@ class LogWriter:
             self._dropped += lines
 
     def _write_to_descriptor(self, line: bytes) -> bool:
+        """Write a line whole; false if it could not be written."""
         # Not through sys.stderr: a thread that waits in it holds its lock, and the interpreter's end would abort.
         data = (b"\n" if self._is_torn else b"") + line
         while data:

@@ -116,6 +116,7 @@ class DelayedCalls:
 
 
 def _make_calls(calls: Iterator[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
+    """Make calls for half a millisecond, then let other events run before the rest."""
     until = time.perf_counter() + _CALL_BATCH_S
     for call, args in calls:
         try:

@@ -51,6 +51,7 @@ class OwnKey(httpx.Auth):
         yield request
 
     def _read_if_changed(self, file: Path) -> None:
+        """Read the key file again if its stamp has changed."""
         stamp = stamp_of(file)
         if stamp == self._stamp:
             return
@@ -72,6 +73,7 @@ class OwnKey(httpx.Auth):
 
 
 def _read(file: Path) -> str:
+    """The key in a file; raises KeyFileError."""
     try:
         key = checked_key(file.read_text())
     except (OSError, ValueError) as exc:  # the words of the second do not repeat the key

@@ -165,6 +165,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
+    """One of pydantic's findings as a message with the setting's name."""
     where = _flag_name(error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{where}: there is no such setting{did_you_mean(where, map(_kebab, known))}"
@@ -203,6 +204,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown_environment(cls: type[ServiceSettings], prefix: str) -> None:
+    """Raises SettingsError for variables with the service's prefix that are no settings."""
     known = {prefix + name.upper() for name in cls.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:

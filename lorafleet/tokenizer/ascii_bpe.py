@@ -116,6 +116,7 @@ class AsciiBpeCache:
         return array("I", b"".join(cast("list[bytes]", found)))
 
     def _stretch_ids(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        """The ids of text without added tokens; None if the tokenizer must encode it."""
         if self.splits_at_spaces and len(stretch) >= _LEAST_SPLIT_CHARS:
             return self._ids_between_spaces(stretch, encode)
         ids = self._ids_by_word(stretch, encode)
@@ -126,6 +127,7 @@ class AsciiBpeCache:
         return ids
 
     def _ids_between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        """The ids of a long stretch, from cached text between spaces; only unknown text is split by the pattern."""
         spaced, texts = self.spaced_cache, stretch.split(" ")
         count = len(texts)
         found = list(map(spaced.get, texts))
@@ -154,6 +156,7 @@ class AsciiBpeCache:
         return b"".join(cast("list[bytes]", pieces))
 
     def _ids_by_word(self, text: str, encode: Callable[[str], list[int]]) -> bytes | None:
+        """The ids of a text, word by word."""
         words = self.split.findall(text)
         # Text that no alternative matches is a word to the tokenizer, but missing from `findall`.
         if not self.splits_at_spaces and len("".join(words)) != len(text):
@@ -187,6 +190,7 @@ def _packed(ids: list[int]) -> bytes:
 
 
 def _keeps_ascii(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether a normalizer leaves ASCII unchanged."""
     if normalizer is None:
         return True
     if normalizer.get("type") == "Sequence":

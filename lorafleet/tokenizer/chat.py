@@ -247,6 +247,7 @@ class ChatTokenizer:
         return text
 
     def _template(self, tools: list[Message] | None) -> "ChatTemplate":
+        """The template for these tools; raises Untokenizable if the model has none."""
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
@@ -255,6 +256,7 @@ class ChatTokenizer:
 
 
 def _parsed_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing. Raises Untokenizable."""
     try:
         parsed = json.loads(files.get(name, "{}"))
     except ValueError as exc:
@@ -277,6 +279,7 @@ def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str,
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens of a tokenizer's configuration."""
     tokens = {}
     for name in _NAMED_TOKENS:
         token = config.get(name)

@@ -78,6 +78,7 @@ def read_tools(tools: Any) -> list[Message] | None:
 
 
 def _read_tool(tool: Any) -> Message:
+    """One tool as vLLM's pydantic models dump it; raises Untokenizable."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         raise Untokenizable("each tool must be an object with a function that has a name")
@@ -137,6 +138,7 @@ def plain_turns(messages: Any) -> tuple[Roles, list[str]] | None:
 
 
 def _read_message(message: Any, *, as_parts: bool) -> Message:
+    """One message as vLLM's message parser returns it; raises Untokenizable."""
     # The type first: `isinstance(message, Mapping)` takes longer than the rest of this function.
     if not (type(message) is dict or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
         raise Untokenizable("each message must be an object with a role")
@@ -200,6 +202,7 @@ def _read_part(part: Any) -> Message | None:
 
 
 def _without_billing_header(parts: list[Message]) -> list[Message]:
+    """The parts without Claude Code's billing line, which vLLM drops."""
     kept = []
     for part in parts:
         if part["type"] == "text" and part["text"].startswith(_BILLING_HEADER):
@@ -241,6 +244,7 @@ def _read_developer_tools(tools: Any) -> Any:
 
 
 def _read_developer_tool(tool: Any) -> Message:
+    """One tool of a developer message, its keys in order; raises Untokenizable."""
     match tool:
         case {"type": "function", "function": {"name": str(), **rest} as function} if all(
             isinstance(rest[key], kinds) for key, kinds in _FUNCTION_FIELDS.items() if key in rest
@@ -251,6 +255,7 @@ def _read_developer_tool(tool: Any) -> Message:
 
 
 def _call_arguments(arguments: Any) -> Mapping[str, Any]:
+    """The arguments of a tool call as an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

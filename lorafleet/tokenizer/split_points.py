@@ -121,6 +121,7 @@ def _always_matches(token: str, tokens: Sequence[str]) -> bool:
 
 
 def _splits_locally(pre_tokenizer: Mapping[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer splits a stretch without regard to its place in the text."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")

@@ -82,6 +82,7 @@ class ChatTemplate:
         return RenderedTemplateCache(split_points, render, render_parts)
 
     def _plain_messages(self, roles: Roles, texts: Sequence[Any]) -> list[Message]:
+        """Messages of plain texts, as `render` takes them."""
         contents = [[{"type": "text", "text": text}] for text in texts] if self.takes_parts else texts
         return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
@@ -159,6 +160,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _new_environment() -> _TemplateEnvironment:
+    """A jinja2 environment with the filters and functions of Transformers."""
     environment = _TemplateEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -172,6 +174,7 @@ def _new_environment() -> _TemplateEnvironment:
 
 
 def _cut_at_continue_tag(text: str, content: str | list[Message]) -> str:
+    """The prompt up to the tag after the last message; raises Untokenizable."""
     final = content if isinstance(content, str) else next(p["text"] for p in reversed(content) if "text" in p)
     if final.strip() not in text or _CONTINUE_TAG.strip() not in text:
         raise Untokenizable("continue_final_message: the chat template does not show the final message")
@@ -217,6 +220,8 @@ def _aliases(template: ast.Template, name: str) -> set[str]:
 
 
 def _content_arguments_of(template: ast.Template, macro: ast.Macro, messages: set[str]) -> Iterator[str]:
+    """Parameters of a macro that some call passes a message's content to."""
+
     def is_content(node: ast.Node) -> bool:
         return any(_refers_to(node, name, "content") for name in messages)
 

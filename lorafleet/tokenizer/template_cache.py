@@ -77,12 +77,14 @@ class _StandIn:
         return _StandIn((~number,), self._questions)
 
     def _single_text(self) -> tuple[int, str]:
+        """Number and text of an unchanged message; raises _TextInspected for joined text."""
         [number, *more] = self._parts
         if self._text is None or more or not isinstance(number, int):
             raise _TextInspected
         return number, self._text
 
     def _answer_question(self, question: Callable[..., bool], *others: object) -> bool:
+        """Answer a question by the message's text, and record question and answer."""
         number, text = self._single_text()
         arguments = tuple([other if isinstance(other, str) else _raise_inspected() for other in others])
         answer = question(text, *arguments)
@@ -139,6 +141,8 @@ def _raise_inspected(*_: object, **__: object) -> NoReturn:
 
 
 def _wrap_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+    """A jinja2 test that raises for stand-ins, unless any text gives the same result."""
+
     @functools.wraps(test)
     def wrapped(*arguments: Any) -> Any:
         if any(isinstance(argument, _StandIn) for argument in arguments):
@@ -149,6 +153,7 @@ def _wrap_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A jinja2 filter that raises for stand-ins, unless it strips or keeps them."""
     if name in _RANDOM_FILTERS:
         return _raise_inspected
 
@@ -262,6 +267,7 @@ class RenderedTemplateCache:
         return pieces
 
     def _learn(self, roles: Roles, texts: list[str]) -> RenderedTemplate | None:
+        """Render stand-ins for this order of roles and cache the result; None if it cannot be cached."""
         if len(roles) > _LONGEST_CONVERSATION:
             return None
         if len(self.tries) >= _MOST_TEMPLATES:

@@ -98,6 +98,7 @@ def discovered_adapters(reports: Iterable[Metadata], taken: Container[str]) -> M
 
 
 def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, str]:
+    """Sort key of an engine's entry for a name: usable ones first, then by base model."""
     return error is not None, base_model or ""
 
 

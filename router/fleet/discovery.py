@@ -225,6 +225,7 @@ class Discovery:
         return self._catalog_asked_at >= asked_at
 
     def _schedule_catalog_read(self, now: float) -> None:
+        """Read the catalog as soon as the spacing between reads allows."""
         wait_s = self._catalog_read_began_at + _CATALOG_READ_SPACING_S - now
         if wait_s <= 0:
             self._catalog_wake.set()
@@ -269,6 +270,7 @@ class Discovery:
         return None if followed is None or followed.metadata is None else self._clock() - followed.heard_at
 
     async def _poll_catalog(self) -> None:
+        """Read the catalog, and record whether the orchestrator is reachable."""
         self._catalog_read_began_at = began_at = self._clock()
         try:
             await self._fetch_catalog()
@@ -281,6 +283,7 @@ class Discovery:
             self.changes.notify()
 
     async def _fetch_catalog(self) -> None:
+        """Read the catalog, unless its etag is unchanged, and adopt and save it."""
         headers = {"if-none-match": self._etag} if self._etag else {}
         answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
         if answer.status_code != 304:
@@ -307,6 +310,7 @@ class Discovery:
                     wake.set()
 
     def _adopt_catalog(self, catalog: Catalog) -> None:
+        """Put a catalog in force: its adapters, aliases, drains and workers."""
         # Without the parts converted below: with 10,000 adapters they would take 10 MB.
         self._catalog = catalog.model_copy(update={"adapters": (), "aliases": (), "draining": ()})
         self.catalog_ids = frozenset(worker.id for worker in catalog.workers)
@@ -321,6 +325,7 @@ class Discovery:
             self.drains_begun.set()
 
     def _adopt_slices(self) -> None:
+        """Take in the current workers of the EndpointSlices."""
         assert self.slices is not None
         now = self.slices.workers
         # A worker that the slices no longer list may be ending, or may only have lost a label: keep its last entry.
@@ -400,11 +405,13 @@ class Discovery:
         self._listener.on_gone(WorkerId(id_))
 
     def _cancel_following(self, id_: str) -> None:
+        """Cancel the polling of a worker."""
         for task in self.followed.pop(id_).tasks:
             task.cancel()
         self._update_known_adapters()
 
     async def _poll_worker(self, followed: FollowedWorker) -> None:
+        """Read a worker's report once, and update its replica."""
         asked_at = self._clock()
         try:
             metadata = await self._fetch_report(followed)
@@ -450,6 +457,7 @@ class Discovery:
         self.rebuild_fleet()
 
     async def _fetch_report(self, followed: FollowedWorker) -> Metadata:
+        """A worker's report, from its agent or its engine; raises FetchRefused if another worker answers."""
         if followed.agentless is not None:
             return await followed.agentless.report()
         metadata = Metadata.model_validate_json(await self._get(followed.url, "/metadata"))
@@ -507,6 +515,7 @@ class Discovery:
         self.changes.notify()
 
     def _replica_of(self, followed: FollowedWorker, metadata: Metadata) -> Replica:
+        """A worker's replica, built again only if its report or state has changed."""
         is_silent = self._clock() - followed.heard_at > self._unreachable_after_s
         state = replica_state(followed, metadata, is_silent=is_silent)
         is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())
@@ -535,6 +544,7 @@ class Discovery:
         poke: asyncio.Event | None = None,
         **about: str,
     ) -> None:
+        """Run a loop of this class, counting its failures by name."""
         await forever(
             step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name), about=about
         )

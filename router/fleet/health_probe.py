@@ -58,6 +58,7 @@ class HealthProbes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_probe(self, replica: Replica) -> None:
+        """Probe a replica's engine, and log and report the finding."""
         try:
             finding = await self._finding(replica)
             self._on_finding(replica, finding)
@@ -67,6 +68,7 @@ class HealthProbes:
         log.warning("health probe of an engine that answers with errors", worker=replica.id, found=finding)
 
     async def _finding(self, replica: Replica) -> Finding:
+        """The finding of one probe: the first request that the engine supports decides."""
         for path, fields in _PROBE_REQUESTS:
             try:
                 await self._post(replica, path, msgspec.json.encode({"model": replica.model_name, **fields}))

@@ -53,6 +53,7 @@ def merged_worker_sources(
 
 
 def _merged(name: str, in_catalog: CatalogWorker | None, in_slices: DiscoveredWorker | None) -> WorkerSource:
+    """One worker from its catalog entry and its slices."""
     agents = [in_slices.agent_url if in_slices else None, in_catalog.agent_url.rstrip("/") if in_catalog else None]
     engines = [in_slices.engine_url if in_slices else None, in_catalog.engine_url.rstrip("/") if in_catalog else None]
     has_agent = any(agents)

@@ -192,6 +192,7 @@ class WorkerProcesses:
     def _record_counts(
         self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]
     ) -> Sequence[Mapping[str, Values]]:
+        """Record the counts shown now; returns those of ended or silent processes."""
         seen = self._record
         for report, page in zip(reports, pages, strict=True):
             before = seen.shown.get(report.slot)
@@ -203,6 +204,7 @@ class WorkerProcesses:
         return [seen.departed, *(shown.counts for slot, shown in seen.shown.items() if slot not in here)]
 
     def _save_record(self) -> None:
+        """Write the record of counts to disk."""
         file = self._folder / "seen"
         partial = file.with_suffix(".partial")
         partial.write_bytes(_encode(self._record))
@@ -210,6 +212,7 @@ class WorkerProcesses:
         self._record_stamp = stamp_of(file)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question of another process."""
         try:
             name, question = _decode_question(await reader.read())
             answer = await self._answers[name](question)
@@ -312,6 +315,7 @@ async def _has_locked(lock: IO[str], tries: int) -> bool:
 
 
 async def _ask_process(path: Path, name: str, question: bytes, within_s: float) -> bytes | None:
+    """One process's answer; None if it does not answer in time."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path)

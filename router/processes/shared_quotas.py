@@ -104,6 +104,7 @@ class SharedQuotas:
                 self._write(offset, self._read(offset)._replace(running=0))
 
     def _store(self, tag: int, state: AccountState) -> None:
+        """Write a state into the account's cell, in a new cell if needed; a full table drops it."""
         offset = self._cells.get(tag)
         if offset is None:
             if len(self._cells) >= MAX_KEYS and state.at >= self._forget_at:
@@ -114,6 +115,7 @@ class SharedQuotas:
         self._write(offset, state)
 
     def _new_cell(self, tag: int) -> int | None:
+        """The offset of a new cell for a tag; None if the table is full."""
         if len(self._cells) >= MAX_KEYS:
             if not self._has_warned:
                 self._has_warned = True
@@ -167,6 +169,7 @@ def tag_of(key_id: str) -> int:
 
 
 def _is_alive(pid: int) -> bool:
+    """Whether a process of ours with this id exists."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):  # the id is unused, or by now another user's process

@@ -98,6 +98,7 @@ def read_membership() -> ProcessMember | None:
 
 
 def _stop_when_orphaned(lifeline: socket.socket, me: ProcessMember) -> None:
+    """The lifeline thread: stop this process when its parent has died."""
     with contextlib.suppress(OSError):
         while lifeline.recv(1):
             pass
@@ -138,6 +139,7 @@ class JoiningApp:
             await self._app(scope, receive, send)
 
     async def _send_startup(self, message: Message, send: Send) -> None:
+        """Start to listen before the startup message is passed on."""
         if message["type"] == "lifespan.startup.complete":
             if self._me.takes_over:
                 await self._wait_until_synced(self._within_s)
@@ -264,6 +266,7 @@ class _Supervisor:
         self._rng = random.Random()
 
     async def run(self) -> int:
+        """Run all processes until they are stopped; returns the exit status."""
         loop = asyncio.get_running_loop()
         for sig in signals.stop_signals():
             loop.add_signal_handler(sig, self._on_stop_signal, sig)
@@ -274,6 +277,7 @@ class _Supervisor:
         return 1 if self._has_failed else 0
 
     def _on_stop_signal(self, sig: int) -> None:
+        """Pass a stop signal to all processes; a second one forces the stop."""
         if self._stopping.is_set():
             self._forced.set()
         self._stopping.set()
@@ -326,6 +330,7 @@ class _Supervisor:
             await _is_set_within(self._stopping, pause_s)
 
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start the process of a slot; returns it with our end of its lifeline."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         membership = ProcessMember(
@@ -356,6 +361,7 @@ class _Supervisor:
         return process, ours
 
     async def _until_ended(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
+        """Wait for a process's end, and kill it if it stops too slowly; returns its status."""
         listening = asyncio.create_task(self._wait_until_serving(lifeline))
         stopping = asyncio.create_task(self._kill_if_late(process))
         try:
@@ -366,6 +372,7 @@ class _Supervisor:
             await asyncio.gather(listening, stopping, return_exceptions=True)
 
     async def _wait_until_serving(self, lifeline: socket.socket) -> None:
+        """Wait until the process listens; the first one makes the port file appear."""
         # A process that died early resets the connection.
         with contextlib.suppress(ConnectionError):
             if await asyncio.get_running_loop().sock_recv(lifeline, 1) == _SERVING and not self._has_served:
@@ -373,6 +380,7 @@ class _Supervisor:
                 self._write_port_file()
 
     async def _kill_if_late(self, process: asyncio.subprocess.Process) -> None:
+        """After a stop signal, kill the process if it does not end in time."""
         await self._stopping.wait()
         if await _is_set_within(self._forced, self._stop_s):
             await asyncio.sleep(self._forced_s)
@@ -381,6 +389,7 @@ class _Supervisor:
         _signal(process, signal.SIGKILL)
 
     def _write_port_file(self) -> None:
+        """Write the port file; stop all processes if that fails."""
         if self._port_file is None:
             return
         try:

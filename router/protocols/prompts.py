@@ -92,6 +92,7 @@ def chat_of_responses(body: Body) -> Body | None:
 
 
 def _responses_chat(body: Body) -> Body:
+    """The chat of a `/v1/responses` body; raises _PromptUnknown."""
     messages: list[Message] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": _require_text(instructions)})
@@ -161,6 +162,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
 def _add_call(
     messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
 ) -> None:
+    """Add a tool call to the assistant message before it, or as a new message."""
     function = VllmMadeFunction(name=name, arguments=arguments)
     call = {"id": _require_text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
@@ -170,6 +172,7 @@ def _add_call(
 
 
 def _add_to_assistant_turn(messages: list[Message], before: Message | None, field: str, text: str) -> None:
+    """Set a field of the assistant message before it, or append a new message."""
     if before is not None and before.get(field) is None:
         before[field] = text
     else:
@@ -194,6 +197,7 @@ def _assistant_text(item: Mapping[str, Any]) -> str:
 
 
 def _content(content: Any) -> str | list[Message]:
+    """A message's content: text, or a list of text parts; raises _PromptUnknown for others."""
     if isinstance(content, str):
         return content
     parts = []
@@ -258,6 +262,7 @@ def chat_of_messages(body: Body, template: TemplateTraits | None = None) -> Body
 
 
 def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
+    """The chat of a `/v1/messages` body; raises _PromptUnknown."""
     given = body["messages"]
     has_inline = any(message["role"] == "system" for message in given)
     if has_inline and template is None:
@@ -319,6 +324,7 @@ def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
 
 
 def _add_block(messages: list[Message], turn: Message, texts: list[Message], block: Mapping[str, Any]) -> None:
+    """Add a content block to its message, or as a message of its own."""
     kind = block["type"]
     if kind == "text":
         if block.get("text"):
@@ -338,6 +344,7 @@ def _add_block(messages: list[Message], turn: Message, texts: list[Message], blo
 
 
 def _tool_result_text(block: Mapping[str, Any]) -> str:
+    """A tool result's text; raises _PromptUnknown for other content."""
     content = block.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -347,6 +354,7 @@ def _tool_result_text(block: Mapping[str, Any]) -> str:
 
 
 def _messages_tool(tool: Mapping[str, Any]) -> Message:
+    """Anthropic's tool in OpenAI's form, as vLLM converts it."""
     schema = tool["input_schema"]
     function = {
         "name": tool["name"],
@@ -359,6 +367,7 @@ def _messages_tool(tool: Mapping[str, Any]) -> Message:
 
 
 def _effort(body: Body, template: TemplateTraits | None) -> str | None:
+    """The reasoning effort of a `/v1/messages` body; None if not given."""
     if (body.get("thinking") or {}).get("type") == "disabled":
         if template is None:
             raise _PromptUnknown

@@ -279,6 +279,7 @@ def sequence_count(route: Route, decoded: Mapping[str, Any]) -> int:
 
 
 def _text_count(name: str, given: object) -> int:
+    """The number of texts in a body field."""
     if not isinstance(given, list | dict) or not given:
         return 1
     first = given[0] if isinstance(given, list) else None

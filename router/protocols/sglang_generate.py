@@ -165,6 +165,7 @@ class CumulativeStream:
             raise StreamBroken("the engine sent what is no completion's event") from exc
 
     def _event(self, data: bytes) -> bytes:
+        """SGLang's event for one event of the engine; empty if it must wait."""
         if data == b"[DONE]":
             return self._take_last_event() + b"data: [DONE]\n\n"
         chunk = msgspec.json.decode(data)
@@ -194,6 +195,7 @@ class CumulativeStream:
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """The prompts of a call, and whether they are a list; raises BadBody."""
     text, ids = given.get("text"), given.get("input_ids")
     if (text is None) == (ids is None):
         raise BadBody("one of text and input_ids must be there", param="text")
@@ -231,6 +233,7 @@ _KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}
 
 
 def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
+    """Each item's id from `rid`."""
     if rid is None:
         return ("",) * count
     if isinstance(rid, str):
@@ -239,6 +242,7 @@ def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
 
 
 def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
+    """SGLang's outputs for the choices of one completion."""
     whole = msgspec.json.decode(answer)
     outputs = []
     for choice in whole["choices"]:
@@ -263,6 +267,7 @@ def _output(
 
 
 def _finish_reason(choice: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any] | None:
+    """SGLang's finish reason for a choice; None while it is unfinished."""
     reason, matched = choice.get("finish_reason"), choice.get("stop_reason")
     if reason is None:
         return None

@@ -146,6 +146,7 @@ class UsageFilter:
         return b"".join(map(self._with_fingerprint, _EVENT.findall(self.end())))
 
     def _with_fingerprint(self, event: bytes) -> bytes:
+        """An event with the engine's fingerprint, if that is known."""
         fingerprint = self._known.get(self._engine)
         cut = event.rfind(b"}")
         if fingerprint is None or cut < 0:

@@ -38,6 +38,7 @@ class OtlpSender:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _spans(self, trace: Trace) -> Iterator[ReadableSpan]:
+        """The spans of a trace: one for the request, and one for each stage."""
         root = _context(trace.trace_id, trace.span_id)
         yield ReadableSpan(
             f"{trace.method} {trace.path}",

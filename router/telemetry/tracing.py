@@ -99,6 +99,7 @@ class Tracer:
         self._sender.close()
 
     def _enqueue(self, trace: Trace) -> None:
+        """Queue an ended trace; count it as dropped if the queue is full."""
         if len(self._ended) >= MAX_QUEUED or self._closing:
             self._on_outcome("queue_full", 1)
             return
@@ -107,6 +108,7 @@ class Tracer:
             self._wake.set()
 
     def _send_all(self) -> None:
+        """The sending thread: send queued traces until `close`."""
         while not self._closing:
             self._wake.wait(_SEND_INTERVAL_S)
             self._wake.clear()

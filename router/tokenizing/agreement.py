@@ -76,6 +76,7 @@ class TokenizerAgreement:
         return None if engine is None else engine.base_model
 
     def _engine_of(self, incarnation: Incarnation) -> _EngineAgreement | None:
+        """The entry of an engine boot; None if it is not the worker's current boot."""
         worker, boot_id = incarnation
         engine = self._engines.get(worker)
         return engine if engine is not None and engine.boot_id == boot_id else None

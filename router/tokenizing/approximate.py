@@ -125,6 +125,7 @@ def _pieces(fields: Fields, decoded: Mapping[str, Any]) -> Iterator[_Piece]:
 
 
 def _named_fields(fields: Fields, decoded: Mapping[str, Any], names: Sequence[str]) -> Iterator[_Piece]:
+    """Fields with these names as bytes, each with its name."""
     for name in names:
         raw = fields.get(name)
         value = b"null" if raw is None else bytes(raw)
@@ -192,6 +193,7 @@ def _cleaned(value: Any, depth: int = 0) -> Any:
 
 
 def _cleaned_text(text: str) -> str:
+    """A text without the billing line, and with a digest in place of a file."""
     if text.startswith(_BILLING_HEADER):
         return text.partition("\n")[2]
     if len(text) <= _FILE_BYTES or not _is_file(text):

@@ -367,6 +367,7 @@ class Tokenizers:
         joined: "Callable[[list[array[int]]], Tokens]",
         remote: "SlowTokens",
     ) -> Tokens:
+        """Encode in a thread; NO_TOKENS if the threads are busy, the engine's ids on other errors."""
         try:
             return joined(await threads.run(encode))
         except ThreadsBusy:
@@ -407,6 +408,7 @@ class Tokenizers:
         return Tokens(whole, "local", seen, kept, local.number)
 
     async def _model_files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
+        """The tokenizer's files of a base model, from its folder or an agent."""
         if base_model in self._paths:
             return await asyncio.to_thread(read_files, self._paths[base_model])
         answer = await self._client.get(f"{agent_url}/v1/model/files")
@@ -446,6 +448,7 @@ class Tokenizers:
         return agrees
 
     async def _tokenize_at_engine(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
+        """The engine's ids of a body; NO_TOKENS if it fails or is too slow."""
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
             return NO_TOKENS
         now = self._clock()
