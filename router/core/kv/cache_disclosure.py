@@ -1,4 +1,4 @@
-"""What a tenant may be told about the cache: the blocks that it sent itself, never what its neighbours did."""
+"""Cache disclosure: a tenant is told only of cached blocks that it sent itself, never of other tenants' prompts."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from xxhash import xxh3_64_intdigest
 
 from lorafleet.identity import BlockHash
 
-# 3 M tokens at 16 a block, about 30 MB. What is forgotten is shown as not cached, which it may still be.
+# 3 M tokens at 16 a block, about 30 MB. A forgotten block is shown as not cached.
 _MOST_BLOCKS = 200_000
 
 
 class CacheDisclosure:
-    """The blocks that each tenant's answered prompts had; the latest of them, over all tenants."""
+    """The newest blocks of answered prompts, by tenant; bounded over all tenants."""
 
     def __init__(self, most_blocks: int = _MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def record_prompt(self, tenant: str, hashes: Sequence[BlockHash]) -> None:
-        """Note a prompt that this tenant has had answered."""
+        """Note a prompt of this tenant that was answered."""
         salt = _salt(tenant)
-        # Backwards, so that a prompt's first blocks, without which the others count for nothing, are forgotten last.
+        # Backwards, so that a prompt's first blocks, without which the others are useless, are forgotten last.
         for block in reversed(hashes):
             self._sent[block ^ salt] = None
             self._sent.move_to_end(block ^ salt)
@@ -29,7 +29,7 @@ class CacheDisclosure:
             self._sent.popitem(last=False)
 
     def disclosed_depth(self, tenant: str, hashes: Sequence[BlockHash]) -> int:
-        """How many of a prompt's first blocks this tenant has sent before."""
+        """First blocks of a prompt that this tenant has sent before, in blocks."""
         salt = _salt(tenant)
         for depth, block in enumerate(hashes):
             if block ^ salt not in self._sent:

@@ -1,13 +1,11 @@
-"""Block hash -> bit mask of its holders, where neighbours with the same holders share one entry of work.
+"""Block hash -> bit mask of its holders, with consecutive blocks of equal holders kept as one run.
 
-The simplest shape, one dict from block to mask, costs a cache miss a block once it is larger than the
-processor's caches: 22 us for 512 blocks among a thousand, 90 us among a million (5 and 7 us here). Blocks come
-in chains, and chains are held, stored and dropped in long pieces, so pieces with one mask are kept as *runs*:
-a prompt's walk looks up one block a run and compares the rest, which lie side by side. Only what is known to be
-a chain becomes a run; blocks that came one by one (decoding) or mixed (an agent's changes, a snapshot) are plain
-entries until a prompt goes over them.
+One dict from block to mask costs a cache miss a block in a large index: 90 us for 512 blocks among a million. Blocks
+come in chains that are stored and dropped in long pieces. So a piece with one mask is a *run*: a walk looks up its
+first block and compares the others, which lie side by side (7 us). Blocks that came one by one (decoding) or mixed (an
+agent's changes or snapshot) are plain entries until a prompt's walk passes them.
 
-For the answers it does not matter: a run is compared in full, so any blocks in any order are exact.
+Answers are exact in any case, because runs are compared in full.
 """
 
 import sys
@@ -20,12 +18,10 @@ from lorafleet.identity import BlockHash
 
 Blocks = tuple[BlockHash, ...]
 
-# A shorter run costs more memory than it saves time; a longer one more time whenever it is cut. A match of 512 blocks
-# among a million took 1.47 times what it took among a thousand with at most 256 in a run, 1.33 times with 512, and
-# 1.37 times with 1,024 (medians of three).
+# A shorter run costs more memory than it saves time; a longer one costs more time whenever it is cut.
 _SHORTEST, _LONGEST = 4, 512
-# Plain entries become a run where a walk finds at least so many of them: making one takes as long as a few walks.
-_WORTH_A_RUN = 8
+# Plain entries of one mask become a run from so many on: making a run takes as long as a few walks.
+_MIN_NEW_RUN = 8
 # What CPython 3.11 allocates for an integer of 60 to 90 bits, and for a run besides its blocks.
 _HASH_BYTES, _RUN_BYTES = 48, 200
 
@@ -37,13 +33,13 @@ class _BlockRun:
 
 
 class BlockHolders:
-    """The masks of one tier. Lists of blocks given to `set` and `clear` hold no block twice."""
+    """The holders of every block at one tier. Blocks given to `set` and `clear` must be unique."""
 
     def __init__(self, interned: Callable[[int], int]) -> None:
-        """interned  returns one object for equal masks; called for every mask that is kept."""
+        """interned  returns one object for equal masks; called for every kept mask."""
         self._interned = interned
-        # A mask, or for a block inside a run that run's number, which is negative. All values are integers,
-        # so that the garbage collector never has to walk this dict.
+        # Each block's mask, or the negative number of its run. All values are integers, so that the garbage collector
+        # never walks this dict.
         self._at: dict[BlockHash, int] = {}
         self._runs: dict[int, _BlockRun] = {}
         self._next_run = -1
@@ -52,22 +48,22 @@ class BlockHolders:
         return len(self._at)
 
     def size_bytes(self) -> int:
-        """About how much memory this takes."""
+        """Estimated memory in bytes."""
         tables = sys.getsizeof(self._at) + sys.getsizeof(self._runs)
         return tables + len(self._at) * (_HASH_BYTES + 8) + len(self._runs) * _RUN_BYTES
 
     def masks(self, hashes: Blocks) -> list[int]:
-        """The mask of every block, 0 where nobody holds it."""
+        """The mask of each block; 0 without holders."""
         values = map(self._at.get, hashes, repeat(0))
         return [value if value >= 0 else self._runs[value].mask for value in values]
 
     def mask(self, block: BlockHash) -> int:
-        """Who holds it."""
+        """The mask of one block; 0 without holders."""
         value = self._at.get(block, 0)
         return value if value >= 0 else self._runs[value].mask
 
     def walk(self, hashes: Blocks) -> list[tuple[int, int]]:
-        """Stretches of one mask each, from the first of these blocks to the first that nobody holds: [(end, mask)]."""
+        """(end, mask) of each stretch of equal masks, from the first of these blocks to the first without holders."""
         found: list[tuple[int, int]] = []
         position, count, get, runs = 0, len(hashes), self._at.get, self._runs
         while position < count:
@@ -75,40 +71,37 @@ class BlockHolders:
             if value < 0:
                 run = runs[value]
                 mask = run.mask
-                position = self._leave(run, _place(run, hashes[position]), hashes, position)
+                position = self._leave_at(run, _position_in(run, hashes[position]), hashes, position)
             elif value:
                 mask = value
-                position = self._stretch(hashes, position, mask)
+                position = self._end_of_stretch(hashes, position, mask)
             else:
                 break
             found.append((position, mask))
         return found
 
-    def _stretch(self, hashes: Blocks, start: int, mask: int) -> int:
-        """Where a stretch of plain entries with this mask ends. A long one becomes a run, so that the next prompt that
-        goes over it does so at once.
-        """
+    def _end_of_stretch(self, hashes: Blocks, start: int, mask: int) -> int:
+        """The end of a stretch of plain entries with this mask. A long stretch becomes a run, for the next walk."""
         end = start + 1
         for value in map(self._at.get, hashes[end : start + _LONGEST], repeat(0)):
             if value is not mask:
                 break
             end += 1
         blocks = hashes[start:end]
-        if len(blocks) >= _WORTH_A_RUN and len(set(blocks)) == len(blocks):
-            self._keep(blocks, mask)
+        if len(blocks) >= _MIN_NEW_RUN and len(set(blocks)) == len(blocks):
+            self._store(blocks, mask)
         return end
 
     def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> int:
         """Set a bit in the masks of these blocks; returns how many had it.
 
-        is_chain  they follow one another in a prompt: those that are no run yet become one
+        is_chain  they follow one another in a prompt: plain entries become a run
         """
         at = self._at
-        # Two shortcuts that run in C, for what engines nearly always say: blocks that nobody holds yet, and blocks of
-        # which none is in a run.
+        # Two shortcuts that run in C, for the usual events: no block has a holder yet, or none is in a run.
         if at.keys().isdisjoint(hashes):
             if is_chain:
-                self._keep(hashes, bit)
+                self._store(hashes, bit)
             else:
                 at.update(dict.fromkeys(hashes, self._interned(bit)))
             return 0
@@ -127,64 +120,64 @@ class BlockHolders:
             value = self._at.get(block, 0)
             if value < 0:
                 run = self._runs[value]
-                start = _place(run, block)
-                after = self._leave(run, start, hashes, position)
+                start = _position_in(run, block)
+                after = self._leave_at(run, start, hashes, position)
                 if run.mask & bit:
                     had += after - position
                 else:
-                    self._change(value, start, start + after - position, run.mask | bit)
+                    self._set_run_mask(value, start, start + after - position, run.mask | bit)
             else:
-                after = self._alike(hashes, position, value) if is_chain else position + 1
+                after = self._end_of_alike(hashes, position, value) if is_chain else position + 1
                 if value & bit:
                     had += after - position
                 if is_chain or not value & bit:
-                    self._keep(hashes[position:after], value | bit)
+                    self._store(hashes[position:after], value | bit)
             position = after
         return had
 
     def clear(self, hashes: Blocks, bit: int) -> int:
-        """Clear a bit in the masks of these blocks; returns how many had it not."""
-        had_not = position = 0
+        """Clear a bit in the masks of these blocks; returns how many did not have it."""
+        without_bit = position = 0
         while position < len(hashes):
             block = hashes[position]
             value = self._at.get(block, 0)
             if value < 0:
                 run = self._runs[value]
-                start = _place(run, block)
-                after = self._leave(run, start, hashes, position)
+                start = _position_in(run, block)
+                after = self._leave_at(run, start, hashes, position)
                 if run.mask & bit:
-                    self._change(value, start, start + after - position, run.mask ^ bit)
+                    self._set_run_mask(value, start, start + after - position, run.mask ^ bit)
                 else:
-                    had_not += after - position
+                    without_bit += after - position
                 position = after
             else:
                 if not value & bit:
-                    had_not += 1
+                    without_bit += 1
                 elif value == bit:
                     del self._at[block]
                 else:
                     self._at[block] = self._interned(value ^ bit)
                 position += 1
-        return had_not
+        return without_bit
 
     def sweep(self, kept: int) -> Iterator[None]:
-        """Take every bit that is not among `kept` out of every mask, about a block a step.
+        """Take every bit that is not among `kept` out of every mask, about one block a step.
 
-        A block stored between two steps is not visited, so nobody may set such a bit meanwhile.
+        Blocks stored between two steps are not visited: no such bit may be set meanwhile.
         """
         for block in list(self._at):
             value = self._at.get(block, 0)
             if value < 0:
                 run = self._runs[value]
-                self._change(value, 0, len(run.blocks), run.mask & kept)
+                self._set_run_mask(value, 0, len(run.blocks), run.mask & kept)
             elif value & kept:
                 self._at[block] = self._interned(value & kept)
             elif value:
                 del self._at[block]
             yield
 
-    def _alike(self, hashes: Blocks, position: int, value: int) -> int:
-        """Where a stretch of plain entries with one mask ends; of blocks that nobody holds nearly always the end."""
+    def _end_of_alike(self, hashes: Blocks, position: int, value: int) -> int:
+        """The end of a stretch of plain entries with one mask."""
         if not value and self._at.keys().isdisjoint(hashes[position:]):
             return len(hashes)
         for after in range(position + 1, len(hashes)):
@@ -193,12 +186,12 @@ class BlockHolders:
         return len(hashes)
 
     @staticmethod
-    def _leave(run: _BlockRun, start: int, hashes: Blocks, position: int) -> int:
-        """The position at which a walk that meets a run at its block `start` is no longer in it."""
+    def _leave_at(run: _BlockRun, start: int, hashes: Blocks, position: int) -> int:
+        """The position at which a walk leaves a run that it entered at the run's block `start`."""
         blocks = run.blocks
         length = min(len(blocks) - start, len(hashes) - position)
         if hashes[position + length - 1] != blocks[start + length - 1]:
-            # Where two chains have parted, they never meet again: so their parting is found without a look at each.
+            # Chains that have parted never meet again, so bisection finds where they parted.
             same = 1
             while length - same > 1:
                 middle = (same + length) // 2
@@ -209,35 +202,35 @@ class BlockHolders:
             length = same
         if hashes[position : position + length] == blocks[start : start + length]:
             return position + length
-        # At least one of the two is no chain.
+        # At least one of the two is not a chain.
         ours, theirs = hashes[position : position + length], blocks[start : start + length]
         return position + list(map(eq, ours, theirs)).index(False)
 
-    def _change(self, number: int, start: int, end: int, mask: int) -> None:
-        """Give the blocks [start, end) of a run another mask; 0 means that they go."""
+    def _set_run_mask(self, number: int, start: int, end: int, mask: int) -> None:
+        """Give the blocks [start, end) of a run another mask; 0 removes them."""
         run = self._runs[number]
         if start == 0 and end == len(run.blocks):
             if mask:
                 run.mask = self._interned(mask)
             else:
                 del self._runs[number]
-                self._keep(run.blocks, 0)
+                self._store(run.blocks, 0)
             return
         parts = [(run.blocks[:start], run.mask), (run.blocks[start:end], mask), (run.blocks[end:], run.mask)]
-        # Of a part that goes the length does not count: it is never the longest.
+        # A removed part is never the longest.
         parts.sort(key=lambda part: len(part[0]) if part[1] else 0)
         longest, longest_mask = parts[-1]
         if len(longest) >= _SHORTEST:
-            # The run goes on as its longest part, whose blocks then need no new number.
+            # The run becomes its longest part, whose blocks then need no new number.
             run.blocks, run.mask = longest, self._interned(longest_mask)
             parts.pop()
         else:
             del self._runs[number]
         for blocks, part_mask in parts:
             if blocks:
-                self._keep(blocks, part_mask)
+                self._store(blocks, part_mask)
 
-    def _keep(self, blocks: Blocks, mask: int) -> None:
+    def _store(self, blocks: Blocks, mask: int) -> None:
         if not mask:
             for block in blocks:
                 del self._at[block]
@@ -253,8 +246,8 @@ class BlockHolders:
                 self._next_run -= 1
 
 
-def _place(run: _BlockRun, block: BlockHash) -> int:
-    """Where in a run a block is; engines add from the front and evict from the back."""
+def _position_in(run: _BlockRun, block: BlockHash) -> int:
+    """The position of a block in its run. Front and back first: engines store and evict there."""
     if run.blocks[0] == block:
         return 0
     return len(run.blocks) - 1 if run.blocks[-1] == block else run.blocks.index(block)

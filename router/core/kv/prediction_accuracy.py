@@ -1,10 +1,9 @@
-"""How far each worker's predicted hits can be believed: exact, degraded or estimate.
+"""Accuracy of predicted cache hits, by worker: exact, degraded or estimate.
 
-A closed loop: what was predicted for a prompt is compared with what the engine says it had cached, and each worker has
-a bucket of doubt. A disagreement pours `_POUR` in, an agreement lets 1 out; full means degraded, empty means exact
-again. Single disagreements happen to a perfect index (a block evicted, or a neighbour's prompt stored, between decision
-and start), so what counts is whether the bucket fills faster than it drains: it does from one disagreement in
-`_POUR + 1` on.
+Each prediction is compared with the `cached_tokens` that the engine reports. A leaky bucket a worker counts errors: a
+disagreement adds `_ADDED`, an agreement takes 1 off; a full bucket means degraded, an empty one exact again. Single
+disagreements happen to a perfect index, because blocks come and go between decision and start. So a worker is degraded
+only from one disagreement in `_ADDED + 1` on.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ FeedMode = Literal["exact", "estimate"]
 # disagreement in ten, which is a crowded cache, a worker is degraded by chance once in about 46,000 comparisons and
 # exact again 26 later; with one in two it is degraded after 17 and stays so. Six in a row degrade; eighteen agreements
 # in a row heal.
-_POUR = 3
+_ADDED = 3
 _FULL = 18
 # A share of the prompt. Less does not change which replica wins, and a wrong tail block is not a wrong index.
 _TOLERANCE = 0.1
@@ -32,45 +31,45 @@ _HORIZON_S = 300.0
 @dataclass(slots=True)
 class _WorkerAccuracy:
     mode: FeedMode
-    doubt: int = 0
+    errors: int = 0
     is_degraded: bool = False
     tokens_off: float = 0.0
     prompt_tokens: float = 0.0
     at: float = 0.0
 
-    def disagrees(self) -> None:
-        self.doubt = min(_FULL, self.doubt + _POUR)
-        self.is_degraded = self.is_degraded or self.doubt == _FULL
+    def add_disagreement(self) -> None:
+        self.errors = min(_FULL, self.errors + _ADDED)
+        self.is_degraded = self.is_degraded or self.errors == _FULL
 
-    def agrees(self) -> None:
-        self.doubt -= 1
-        self.is_degraded = self.is_degraded and self.doubt > 0
+    def add_agreement(self) -> None:
+        self.errors -= 1
+        self.is_degraded = self.is_degraded and self.errors > 0
 
 
 class PredictionAccuracy:
-    """The state of every worker that has been opened; of others nothing is kept."""
+    """Prediction accuracy of every worker whose feed has started."""
 
     def __init__(self) -> None:
         self._workers: dict[WorkerId, _WorkerAccuracy] = {}
 
     def record_feed_start(self, worker: WorkerId, mode: FeedMode) -> None:
-        """A feed begins, at a new engine boot or from a new source: what was held against the former is void."""
+        """Start afresh: the worker has a new feed, or its engine restarted."""
         self._workers[worker] = _WorkerAccuracy(mode)
 
     def record_lost_events(self, worker: WorkerId) -> None:
-        """Events are missing that nothing can bring back: degraded, until predictions agree again."""
+        """Note that KV events are lost for good: the worker is degraded until predictions agree again."""
         entry = self._workers.get(worker)
         if entry is not None and entry.mode == "exact":
-            entry.doubt = _FULL
+            entry.errors = _FULL
             entry.is_degraded = True
 
     def record_comparison(
         self, worker: WorkerId, predicted_tokens: int, cached_tokens: int, prompt_tokens: int, now: float
     ) -> None:
-        """Learn from one answer; one that comes after `forget` changes nothing.
+        """Compare one answer with its prediction; without effect after `forget`.
 
-        predicted_tokens  the hit that the decision counted with, as the engine counts it: see `hit_tokens`
-        cached_tokens     the engine's own word; an answer without it is not to be compared
+        predicted_tokens  the hit that the decision used, counted as the engine does: see `hit_tokens`
+        cached_tokens     the engine's figure; an answer without it must not be compared
         """
         entry = self._workers.get(worker)
         if entry is None or prompt_tokens <= 0:
@@ -82,26 +81,26 @@ class PredictionAccuracy:
         entry.at = now
         if entry.mode == "exact":
             tolerated = _TOLERANCE * prompt_tokens
-            if off > tolerated:  # one of the two saw that much
-                entry.disagrees()
-            # Where neither side saw much, agreement proves nothing: a deaf index agrees on every new prompt.
-            elif entry.doubt and (predicted_tokens > tolerated or cached_tokens > tolerated):
-                entry.agrees()
+            if off > tolerated:
+                entry.add_disagreement()
+            # Small hits on both sides prove nothing: an empty index agrees on every new prompt.
+            elif entry.errors and (predicted_tokens > tolerated or cached_tokens > tolerated):
+                entry.add_agreement()
 
     def state(self, worker: WorkerId) -> TrustState:
-        """What the worker's predictions are; `estimate` where no feed was ever opened."""
+        """How accurate the worker's predictions are; `estimate` where no feed was ever started."""
         entry = self._workers.get(worker)
         if entry is None or entry.mode == "estimate":
             return "estimate"
         return "degraded" if entry.is_degraded else "exact"
 
     def error_share(self, worker: WorkerId) -> float:
-        """Tokens off per prompt token, exponentially weighted over 300 s of answers; 0.0 before the first."""
+        """Mispredicted tokens per prompt token, exponentially weighted over 300 s of answers; 0.0 before any."""
         entry = self._workers.get(worker)
         return entry.tokens_off / entry.prompt_tokens if entry is not None and entry.prompt_tokens else 0.0
 
     def error_shares(self) -> Iterator[tuple[WorkerId, float]]:
-        """`error_share` of every worker that has been compared with."""
+        """`error_share` of every worker with a compared answer."""
         for worker, entry in self._workers.items():
             if entry.prompt_tokens:
                 yield worker, self.error_share(worker)
@@ -112,12 +111,12 @@ class PredictionAccuracy:
 
 
 def hit_tokens(depth_blocks: int, block_size: int, prompt_tokens: int) -> int:
-    """What vLLM reports as `cached_tokens` for a prompt of which it holds so many first blocks.
+    """The `cached_tokens` that vLLM reports for a prompt of which it holds so many first blocks.
 
     source  vLLM 0.32 v1/core/kv_cache_manager.py get_computed_blocks: the last token is computed always, and with it
             its whole block. Holds for every request of tests/recordings, where a prompt that ends with a block tells
             this apart from prompt_tokens - 1.
     """
-    if not block_size:  # an engine that does not tell it: nothing of it is matched
+    if not block_size:  # not known: nothing is matched there
         return 0
     return min(depth_blocks, max(0, prompt_tokens - 1) // block_size) * block_size
