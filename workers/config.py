@@ -220,7 +220,7 @@ class WorkerSettings(ServiceSettings):
         for word in words:
             flag, _, rest = word.partition(" ")
             if flag.startswith("--") and "=" not in flag and rest:
-                raise ValueError(f"each argument by itself: {flag!r}, {rest!r}; found {word!r} as one")
+                raise ValueError(f"give each word as its own argument: {flag!r}, {rest!r}; found {word!r}")
         return words
 
     @field_validator("orchestrator_url")

@@ -51,8 +51,8 @@ async def test_secret_is_read_for_its_allowed_sources(tmp_path):
 @pytest.mark.parametrize(
     ("secret", "ref", "why"),
     [
-        ("acme-hub/token", "https://evil.example/acme/sql", "is not for it; its 'sources' says"),
-        ("acme-hub/token", "hf://acme-evil/sql", "is not for it"),
+        ("acme-hub/token", "https://evil.example/acme/sql", "is not allowed for this source; its file 'sources' has"),
+        ("acme-hub/token", "hf://acme-evil/sql", "is not allowed for this source"),
         ("acme-hub/other", "hf://acme/sql", "needs 'other' and 'sources'"),
         ("nobody/token", "hf://acme/sql", "cannot be read"),
         ("acme-hub/sources", "hf://acme/sql", "is no name/key"),

@@ -56,7 +56,7 @@ def test_settings_that_agree_stay_as_they_are():
         ({"max_loras": 4}, ("--max_loras", "8"), "--max-loras 8, the setting max_loras is 4"),
         ({}, ("--api-server-count", "2"), "--api-server-count 2"),
         ({}, ("--served-model-name", "a", "b", "--seed", "1"), "--served-model-name a b"),
-        ({"engine_url": "http://127.0.0.1:1"}, (), "leave one out"),
+        ({"engine_url": "http://127.0.0.1:1"}, (), "give only one of them"),
     ],
 )
 def test_command_that_contradicts_a_setting_is_refused_by_name(more, words, said):

@@ -108,7 +108,7 @@ def test_two_workers_on_one_machine_have_different_sockets():
 def test_engine_arguments_must_be_single_words():
     given = ("--seed", "1", "--chat-template=a b.jinja", "--override", '{"a": 1}', "a text")
     assert settings(engine_args=given).engine_args == given
-    with pytest.raises(ValidationError, match=r"each argument by itself: '--seed', '1'; found '--seed 1' as one"):
+    with pytest.raises(ValidationError, match=r"give each word as its own argument: '--seed', '1'; found '--seed 1'"):
         settings(engine_args=("--seed 1",))
 
 

@@ -151,7 +151,7 @@ class WorkerAgent:
             self.set_state("starting", "the adapters in lora_path are read")
             await self.local_adapters.has_scanned.wait()
         if self.engine.client is not client:
-            raise EngineError("engine_down", "the engine went away while its adapters were loaded again")
+            raise EngineError("engine_down", "the engine was lost while its adapters were loaded")
         self.metrics.engine_up.set(1)
         self.events.add("ENGINE_UP")
         self.set_state("ready")
@@ -307,7 +307,7 @@ class WorkerAgent:
     def undrain(self) -> None:
         """End a drain: serve again. Raises EngineError `draining` if the process stops."""
         if self._is_stopping:
-            raise EngineError("draining", "this agent is stopping; there is no way back", retry_after_s=30)
+            raise EngineError("draining", "this agent is stopping; it cannot serve again", retry_after_s=30)
         if self._is_draining:
             self._is_draining = False
             self.events.add("UNDRAINED")

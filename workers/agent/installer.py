@@ -250,6 +250,6 @@ def _check_digest(lora_id: str, found: str, expected: str | None) -> None:
     if expected is not None and found != expected:
         raise SourceError(
             "digest_mismatch",
-            f"adapter {lora_id!r}: its source has digest {found}, asked for was {expected};"
+            f"adapter {lora_id!r}: its source has digest {found}, requested was {expected};"
             " new bytes need a new lora_id",
         )

@@ -100,7 +100,7 @@ class KvLedgers:
     async def snapshot(self) -> bytes:
         """All blocks as an encoded KvSnapshot; raises EngineError `not_ready` until past KV events have been read."""
         if not await self._changes.until(lambda: self.is_open or self._is_closed, timeout_s=5.0) or self._is_closed:
-            raise EngineError("not_ready", "the engine's KV events are still being read; ask again", retry_after_s=1)
+            raise EngineError("not_ready", "the engine's KV events are still being read; try again", retry_after_s=1)
         self.flush()
         ranks = tuple(
             KvRank(rank.number, **{tier: pack_hashes(rank.ledger.blocks(tier)) for tier in TIERS})

@@ -75,7 +75,7 @@ class HttpEngineClient:
     ) -> httpx.Response:
         """Send a request. Raises EngineError `engine_timeout`, `engine_unreachable`, or `engine_down` if closed."""
         if self._client.is_closed:  # the supervisor detached the engine during a call
-            raise EngineError("engine_down", f"engine {self.url}{path}: given up", retry_after_s=5)
+            raise EngineError("engine_down", f"engine {self.url}{path}: the client is closed", retry_after_s=5)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._client.request(method, path, json=body, timeout=timeout_s)

@@ -25,7 +25,7 @@ def settings_from_command(
     """The settings with the values of the engine's command; raises CommandError if both give different values."""
     if settings.engine_url:
         if own_command:
-            raise CommandError(f"engine_url {settings.engine_url} and an engine command: one engine; leave one out")
+            raise CommandError(f"engine_url {settings.engine_url} and an engine command: give only one of them")
         return settings
     words = (*own_command, *settings.engine_args)
     try:
@@ -52,7 +52,7 @@ def settings_from_command(
     try:
         return WorkerSettings(**given | changes) if changes else settings
     except ValueError as exc:
-        raise CommandError(f"the engine's command cannot go with the agent's settings: {exc}") from exc
+        raise CommandError(f"the engine's command does not fit the agent's settings: {exc}") from exc
 
 
 def _has_ranks(words: Sequence[str]) -> bool:

@@ -51,7 +51,7 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
             for name in path[:-1]:
                 inner = inner.setdefault(name, {})
                 if not isinstance(inner, dict):
-                    raise CommandError(f"{_CONFIG}.{'.'.join(path)}: {name} has a value of its own already")
+                    raise CommandError(f"{_CONFIG}.{'.'.join(path)}: {name} has a value already")
             inner[path[-1]] = value
         return whole
     value = _last_value(words, _CONFIG)

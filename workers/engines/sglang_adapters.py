@@ -54,7 +54,7 @@ def _rank_refusal(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
     other = next((module for module, rank in ranks.items() if rank != config.get("r")), None)
     if other is None:
         return ""
-    message = f"module {other} has rank {ranks[other]}, r is {config.get('r')!r}: SGLang dies of such a one"
+    message = f"module {other} has rank {ranks[other]}, r is {config.get('r')!r}: SGLang crashes with it"
     return f"{message}; accepted is one rank"
 
 
@@ -70,9 +70,9 @@ def _fused_module_refusal(modules: Iterable[str], is_gated: Callable[[str], bool
     for parent, found in leaves.items():
         if found & {"q_proj", "k_proj", "v_proj"} and not found >= {"q_proj", "v_proj"}:
             named = ", ".join(sorted(found & {"q_proj", "k_proj", "v_proj"}))
-            return f"{parent} has {named} alone: SGLang dies of such a one; accepted are q_proj and v_proj together"
+            return f"{parent} has {named} alone: SGLang crashes with it; accepted are q_proj and v_proj together"
         if "up_proj" in found and "gate_proj" not in found and is_gated(f"{parent}.gate_proj"):
-            return f"{parent} has up_proj alone: SGLang dies of such a one; accepted is up_proj with gate_proj"
+            return f"{parent} has up_proj alone: SGLang crashes with it; accepted is up_proj with gate_proj"
     return ""
 
 

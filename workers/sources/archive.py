@@ -53,7 +53,7 @@ def unpack(
         )
         packed.unlink()
     except _DAMAGED:
-        message = f"source {redacted(ref)}: damaged, or not what its name says; expected a .tar.gz, .tgz or .zip"
+        message = f"source {redacted(ref)}: damaged, or of another type; expected a .tar.gz, .tgz or .zip"
         raise SourceError("source_invalid", message) from None
 
 

@@ -138,7 +138,7 @@ def _translated_error(ref: str, exc: Exception, *, has_moved: bool) -> SourceErr
     if status in {404, 410}:
         return SourceError("source_not_found", f"{what}: no such repository")
     if status in {400, 416, 422}:
-        return SourceError("source_invalid", f"{what}: the hub does not take this reference")
+        return SourceError("source_invalid", f"{what}: the hub refuses this reference")
     return TransientSourceError(f"{name} (HTTP {status})", has_moved=has_moved)
 
 

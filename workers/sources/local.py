@@ -34,7 +34,7 @@ class LocalSource:
         """The resolved path of a reference. Raises SourceError if it is not below the roots."""
         path = Path(_path_of(ref))
         if not path.is_absolute():
-            raise SourceError("source_invalid", f"source {ref!r}: a relative path depends on who reads it; give /path")
+            raise SourceError("source_invalid", f"source {ref!r}: relative paths are ambiguous; give /path")
         return self._resolve_below_roots(path, ref)
 
     def _existing_folder(self, ref: str) -> Path:

@@ -58,7 +58,7 @@ class ObjectSource:
         for name, (size, _) in sorted(before.items()):
             await self._fetch_file(ref, f"{folder_path}/{name}", size, into / name, transfer, parts)
         if self._adapter_files(ref, await self._list_folder(ref, folder_path)) != before:
-            message = f"source {redacted(ref)}: its files changed while they were fetched; try again when they rest"
+            message = f"source {redacted(ref)}: its files changed while they were fetched; try again later"
             raise SourceError("source_failed", message, retry_after_s=30)
         parts.note.unlink()
 
@@ -213,9 +213,9 @@ def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSource
     # gcsfs 2026.10 (retry.py) raises a plain OSError with this prefix for a 403.
     is_refused = isinstance(exc, PermissionError) or status in {401, 403} or str(exc).startswith("Forbidden")
     if is_refused or "Credential" in name or "Authentication" in name:
-        return SourceError("source_unauthorized", f"{what}: this worker's credentials for the store do not do")
+        return SourceError("source_unauthorized", f"{what}: the store refuses this worker's credentials")
     if status == 400:
-        return SourceError("source_invalid", f"{what}: the store does not take this reference")
+        return SourceError("source_invalid", f"{what}: the store refuses this reference")
     return TransientSourceError(what.partition(": ")[2])
 
 

@@ -32,7 +32,7 @@ class Credentials:
         if found is None or found[2] == _SOURCES:
             raise SourceError("source_unauthorized", f"{what} is no name/key of a credential")
         if self._folder is None:
-            raise SourceError("source_unauthorized", f"{what} cannot be had: secrets_dir is not set for this worker")
+            raise SourceError("source_unauthorized", f"{what} cannot be read: secrets_dir is not set for this worker")
         folder = self._folder / found[1]
         try:
             credential = (folder / found[2]).read_text().strip()
@@ -41,8 +41,8 @@ class Credentials:
             message = f"{what} cannot be read ({type(exc).__name__}): {folder} needs {found[2]!r} and {_SOURCES!r}"
             raise SourceError("source_unauthorized", message) from None
         if not is_below(ref, prefixes):
-            message = f"{what} is not for it; its {_SOURCES!r} says for what it is: a prefix a line, as hf://acme"
-            raise SourceError("source_unauthorized", message)
+            hint = f"its file {_SOURCES!r} has the allowed prefixes, one per line, as hf://acme"
+            raise SourceError("source_unauthorized", f"{what} is not allowed for this source; {hint}")
         if not credential or not credential.isprintable():
             raise SourceError("source_unauthorized", f"{what} is empty, or more than one line")
         return credential
