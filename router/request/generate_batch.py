@@ -43,7 +43,7 @@ async def serve_generate_batch(
             response.keep_alive(services.config.stream_keep_alive_s)
         await response.serve(run)
     else:
-        await within_deadline(services, runs[0].request, lambda: _serve_whole(services, batch, runs, caller, response))
+        await within_deadline(services, runs[0].request, _serve_whole(services, batch, runs, caller, response))
 
 
 def _check_size(items: int, caller: Caller) -> None:

@@ -95,7 +95,9 @@ class InferenceHandler:
                 await leave_batch()
                 await serve_generate_batch(self._services, self._limits, self._reader, caller, response)
             else:
-                await self._serve(caller, response)
+                run = self._read(caller, response)
+                await next_stage()
+                await response.serve(run)
         except (asyncio.CancelledError, GeneratorExit):
             response.send_stopping()  # where the client has left this writes nothing
             raise
@@ -125,8 +127,8 @@ class InferenceHandler:
         check_scope(self._services.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
-    async def _serve(self, caller: Caller, response: ClientResponse) -> None:
-        """read, and all stages behind it."""
+    def _read(self, caller: Caller, response: ClientResponse) -> RequestRun:
+        """read: the request, and the run of the stages behind this one. Raises BadBody."""
         trace = response.trace
         if trace is not None:
             trace.begin_stage("read")
@@ -134,8 +136,7 @@ class InferenceHandler:
         run = RequestRun(self._services, self._limits, caller, request, trace)
         if self._keep_alive_s and request.streamed:
             response.keep_alive(self._keep_alive_s)
-        await next_stage()
-        await response.serve(run)
+        return run
 
     async def _answer_wrong_method(self, exchange: HttpExchange) -> None:
         offered = self._offered(exchange.path)

@@ -32,7 +32,7 @@ async def serve_stored(services: Services, limits: AttemptLimits, caller: Caller
     endpoint = endpoint_of(replica, services.config.engine_key)
     outgoing = EngineRequest(route, endpoint.origin, endpoint.request(request, b""), "", "", worker, False)
     rewriter = StoredAnswerRewriter(replica.model_name, replica.base_model)
-    await within_deadline(services, request, lambda: _relay_stored(services, limits, outgoing, response, rewriter))
+    await within_deadline(services, request, _relay_stored(services, limits, outgoing, response, rewriter))
 
 
 async def _relay_stored(

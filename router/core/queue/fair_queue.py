@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
+
 from router.core.errors import NoReplica, Saturated
 from router.core.kv.index import WorkerId
 from router.core.queue.admission import QueueUsage, RetryTimes, ServiceRates, WaitMargin, wait_s
@@ -45,8 +47,7 @@ _MAX_RETRY_S = 300.0
 _MAX_IDLE_FLOWS = 256
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class QueuedRequest:
+class QueuedRequest(msgspec.Struct, eq=False, kw_only=True):
     """A request that waits for room at an engine, or would if there is none.
 
     tenant, adapter  the share that it counts against
