@@ -1,7 +1,8 @@
 """A client's connection: answering its requests in order, its deadlines, refusals, and how it closes.
 
-Reading from a client is never paused while a hot route answers it: its FIN would not be seen, and engines would work
-for nobody. So the bytes that a client may send ahead are bounded; one that sends more is answered so far, then closed.
+Reading from a client is never paused while a hot route answers it: its FIN would not be seen, and engines would go on
+with its requests. So the bytes that a client may send ahead are bounded: one that sends more is answered so far, and
+then its connection is closed.
 """
 
 import asyncio
@@ -220,6 +221,7 @@ class ClientConnection(ReadingProtocol):
             self.cycle.message_event.set()
 
     def _drop_queue(self) -> None:
+        """Drop the requests that wait behind the one being answered."""
         while self.queue:
             self.release(self.queue.popleft())
 
@@ -292,6 +294,7 @@ class ClientConnection(ReadingProtocol):
             self._on_read_deadline()
 
     def _on_read_deadline(self) -> None:
+        """Refuse a message that came too slowly, or close an idle connection."""
         if self.phase == HEAD:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self.limits.head_s:g} s"))
         elif self.phase == BODY:
@@ -306,6 +309,7 @@ class ClientConnection(ReadingProtocol):
 
 
 def _error_response(refusal: RefusedMessage, extra_headers: bytes, body: bytes) -> bytes:
+    """The bytes of a refusal, which closes the connection."""
     extra = error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
     head = STATUS_LINE[refusal.status] + JSON + lines + extra_headers + b"content-length: %d\r\n" % len(body) + CLOSE

@@ -32,6 +32,7 @@ def site_check(allowed: Collection[str] = (), *, trusts_preflight: bool = False)
     known = frozenset(origin.encode() for origin in allowed)
 
     def check(method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise HttpError where a page of another origin sent this request, and it may change something."""
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         if method in _SAFE or site in _OWN_SITES or (site is None and origin is None) or origin in known:
             return

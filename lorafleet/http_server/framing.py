@@ -99,6 +99,7 @@ def _cached_split(target: bytes) -> tuple[str, bytes]:
 
 
 def _split_target(target: bytes) -> tuple[str, bytes]:
+    """(path, query) of a request target. Raises RefusedMessage."""
     if not target.startswith(b"/") or b"#" in target:
         try:
             parts = httptools.parse_url(target)
@@ -116,12 +117,14 @@ def _split_target(target: bytes) -> tuple[str, bytes]:
 
 
 def _is_continue_expected(value: bytes) -> bool:
+    """Whether an Expect header asks for `100 Continue`. Raises RefusedMessage for anything else."""
     if value.lower() != b"100-continue":
         raise RefusedMessage(417, "expectation_failed", "Expect: only 100-continue is known")
     return True
 
 
 def _put_first_values(headers: Headers, fields: dict[bytes, bytes]) -> None:
+    """Put the first value of each repeated name into `fields`. Raises RefusedMessage for names that may come once."""
     fields.update(reversed(headers))
     for name in _ONCE:
         if sum(1 for each, _ in headers if each == name) > 1:

@@ -182,7 +182,7 @@ class ReadingProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as exc:
                 # The parser stops behind the head, as if another protocol began there: a new one reads that head
-                # without its Upgrade, and then the body or whatever follows it.
+                # without its Upgrade, and then the bytes behind it.
                 self.parser = parser_of(self)
                 data = self._plain_head + data[exc.args[0] :]
                 self._plain_head = b""
@@ -249,7 +249,7 @@ class ReadingProtocol(HttpToolsProtocol):
                 self.expects_continue = True
                 self.send_continue()
         self.phase = BODY
-        # Trailers, which mean nothing to anybody, go into a list of their own; they are bounded with the head.
+        # Trailers are ignored: they go into a list of their own, and are bounded with the head.
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
@@ -382,6 +382,7 @@ class ReadingProtocol(HttpToolsProtocol):
                 self.refuse(self._head_too_large())
 
     def _check_head_size(self) -> None:
+        """Raise RefusedMessage for a head of over `head_bytes`."""
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.head_bytes:
             raise self._head_too_large()

@@ -131,6 +131,7 @@ class _Server(uvicorn.Server):
             self._drain_s = 0.0  # Ctrl-C at a terminal: there is no load balancer
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Call `on_stop`, serve on for `drain_s`, and shut down."""
         if self._on_stop is not None:
             self._on_stop()
         until = time.monotonic() + self._drain_s

@@ -248,6 +248,7 @@ class EngineConnection(asyncio.Protocol):
             self._lose("no_answer", "the engine closed the connection")
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes of an answer, and give them to the sink."""
         sink = self._sink
         if sink is None:
             self.close()  # bytes without a request
@@ -307,6 +308,7 @@ class EngineConnection(asyncio.Protocol):
         sink.end()
 
     def _lose(self, reason: str, message: str) -> None:
+        """Close the connection, and tell its sink that the answer is lost."""
         sink = self._sink
         self.close()
         if sink is not None:
@@ -336,6 +338,7 @@ class EngineConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """The head of an answer is there: check its framing."""
         if self._complete:
             return
         parser = self._parser
@@ -518,6 +521,7 @@ class EnginePool:
         return self._tls
 
     def _add(self, connection: EngineConnection) -> None:
+        """Enter a new connection."""
         assert self._loop is not None
         if self._closed:
             connection.close()
@@ -529,6 +533,7 @@ class EnginePool:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
 
     def release(self, connection: EngineConnection) -> None:
+        """Keep a connection as idle, or close it where there are enough."""
         waiting = self._idle.get(connection.origin)
         if waiting is None:
             waiting = self._idle[connection.origin] = []
@@ -539,9 +544,11 @@ class EnginePool:
         waiting.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
+        """Drop a closed connection."""
         self.open_connections.discard(connection)
 
     def _sweep(self) -> None:
+        """Expire connections whose deadline has passed; by timer, while there are any."""
         assert self._loop is not None
         now = self._loop.time()
         for connection in [each for each in self.open_connections if each.is_overdue(now)]:

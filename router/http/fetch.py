@@ -138,6 +138,7 @@ async def fetch(
     request = _request(method, origin, path, token, body)
 
     async def send_on(connection: EngineConnection) -> bytes:
+        """Send the request on this connection, and wait for the body."""
         collector = _BodyCollector(connection, f"{method} {url}{path}", max_bytes)
         connection.deadline = asyncio.get_running_loop().time() + timeout_s
         connection.send(request, collector)
@@ -178,6 +179,7 @@ async def stream(
 
 
 def _request(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
+    """The bytes of one request."""
     lines = [f"{path} HTTP/1.1", f"host: {origin.host_header.decode()}", "accept-encoding: identity"]
     if token:
         lines.append(f"authorization: Bearer {token}")

@@ -122,6 +122,7 @@ def _hand_to_background(run: "RequestRun") -> bool:
 
     # Without `run`, which holds the whole body.
     def on_over(usage: EngineUsage | None, shown_tokens: int) -> None:
+        """End the request with the usage that `Background` has found."""
         output_tokens = shown_tokens
         if usage is not None:
             output_tokens = usage.completion_tokens or 0

@@ -150,6 +150,7 @@ class Background:
         running.on_over(usage, running.shown_tokens)
 
     async def _until_over(self, running: _FollowedResponse) -> None:
+        """Follow one response to its end or the timeout, and end it."""
         usage = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -166,6 +167,7 @@ class Background:
         self._end(running, usage)
 
     async def _usage_at_end(self, running: _FollowedResponse) -> EngineUsage | None:
+        """Poll until the response has ended; its usage, or None where its engine or the response is gone."""
         clock = asyncio.get_running_loop().time
         began_at, idle_at, absent_at = clock(), inf, inf
         while True:

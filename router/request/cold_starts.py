@@ -193,6 +193,7 @@ class ColdStarts:
                 del self.loading[lora_id]
 
     def _check_limits(self, lora_id: str, tenant: str, size_bytes: int) -> None:
+        """Raise Saturated where this request may not wait for a cold start."""
         refusal = self.held.refusal(tenant, size_bytes)
         wanted = self._loading_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
@@ -222,6 +223,8 @@ class ColdStarts:
     async def _wait(
         self, lora_id: str, excluded: Callable[[], Excluded], start: _ColdStart, deadline_at: float | None
     ) -> RoutableAdapter:
+        """Wait for a load until the timeout or deadline. Raises as `until_resident`."""
+
         def settled() -> bool:
             return start.task.done() or self.resident(lora_id, excluded()) is not None
 
@@ -351,7 +354,7 @@ class ColdStarts:
             what = f"its home {homes[0].id!r} has no free slot"
             if len(homes) > 1:
                 what = f"none of the {len(homes)} workers that take it has a free slot"
-            self._record_progress(lora_id, None, f"{what}, and nobody decides what makes room")
+            self._record_progress(lora_id, None, f"{what}, and no orchestrator decides which adapter makes room")
         return None
 
     def _check_accepted(self, adapter: RoutableAdapter) -> None:

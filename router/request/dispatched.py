@@ -99,6 +99,7 @@ class DispatchedRequest:
         self._record_prefilled(self._services.clock())
 
     def _record_prefilled(self, now: float) -> None:
+        """Note the time of the first data, and hand the pending blocks over to the engine's own events."""
         services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
         is_approximate = self.hashed.request.is_approximate

@@ -210,6 +210,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     # Called by the connection.
 
     def head(self, status: int, headers: Headers) -> None:
+        """Status and headers arrived."""
         self.status = status
         self.content_type = content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
@@ -218,6 +219,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self.streamed = status == 200 and (self.streamed or content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
+        """Bytes of the body arrived: collect them until the attempt is decided, relay them afterwards."""
         if self._rewriter is not None:
             self._relay_chunk(data, self._rewriter)
             return
@@ -237,6 +239,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
 
     def end(self) -> None:
+        """The body is complete: decide a whole answer, end a relay."""
         self.connection = None
         if self._exchange is not None:
             self._end_relay()
@@ -249,6 +252,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._decide()
 
     def lost(self, exc: EngineLost) -> None:
+        """The connection is lost: fail an undecided attempt, break off a relay."""
         connection, self.connection = self.connection, None
         if self._has_ended:
             self._end_relay()
@@ -286,6 +290,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self.notify()
 
     def _begin_stream(self, got: bytes) -> None:
+        """Decide a stream by its first event, which may be an error."""
         failure = event_error(got)
         if failure is not None:
             self.status, self.first = failure
@@ -294,6 +299,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._decide()
 
     def _relay_chunk(self, data: bytes, rewriter: AnswerRewriter) -> None:
+        """Send the events that this chunk completes; end the relay where the stream is broken or done."""
         connection = self.connection
         if connection is not None:
             connection.heard_at = now = connection.loop.time()
@@ -324,6 +330,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             connection.deadline = connection.loop.time() + _LINGER_S
 
     def _send(self, ready: bytes) -> None:
+        """Send these events to the client, and count them."""
         exchange = self._exchange
         if not ready or exchange is None:
             return
@@ -337,6 +344,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         exchange.send(ready)
 
     def _fail(self, reason: str, what: str) -> None:
+        """Fail an attempt because of its answer, and close its connection."""
         self.close()
         self.failure = ReplicaUnreachable(f"replica {self._request.replica}: {what}", reason=reason)
         self._decide()

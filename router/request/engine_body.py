@@ -196,7 +196,7 @@ def _vllm_model(model_name: str, engine_name: str) -> str:
 
 
 def _sglang_model(model_name: str, engine_name: str) -> str:
-    """SGLang 0.5 takes a bare name for the base model, whatever it says; only `base:unknown` is an error there."""
+    """SGLang 0.5 takes any bare name for the base model; only `base:unknown` is an error there."""
     if ":" in model_name:
         raise ReplicaUnreachable(
             f"SGLang would take what follows the colon of {model_name!r} for an adapter; serve it under another name",
@@ -288,6 +288,7 @@ def asks_for_usage(stream_options: object) -> bool:
 
 
 def _with_options(body: Body, model: str, options: EngineOptions) -> Body:
+    """The body with the model's name, salt and usage option, and without fields that no engine gets."""
     engine_body = body.copy()
     if not STRIPPED_FIELDS.isdisjoint(body):
         for name in STRIPPED_FIELDS:

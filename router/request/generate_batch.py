@@ -80,6 +80,7 @@ async def _serve_whole(
 async def _serve_items(
     batch: sglang_generate.GenerateBatch, runs: Sequence[RequestRun], response: ClientResponse, max_running: int
 ) -> None:
+    """Run all items, and send one body; the first refused item refuses the batch, and ends the others."""
     slots = asyncio.Semaphore(max_running)
     tasks = [asyncio.create_task(_item_body(run, slots)) for run in runs]
     try:

@@ -139,6 +139,7 @@ class InferenceHandler:
         return run
 
     async def _answer_wrong_method(self, exchange: HttpExchange) -> None:
+        """Answer 405 with the methods that the path takes."""
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
         route = Route(path=min(offered.values()), summary="")
@@ -160,6 +161,7 @@ def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The value of Authorization, or of Anthropic's `x-api-key` in its form."""
     value = headers.get(b"authorization")
     if value is None:
         # The header of Anthropic's clients.

@@ -153,6 +153,7 @@ def _session_key(named: str) -> str:
 
 
 def _timeout_s(named: str) -> float:
+    """Seconds in a TIMEOUT_HEADER. Raises BadBody."""
     try:
         timeout_s = float(named)
     except ValueError:

@@ -149,6 +149,7 @@ class RequestQueue:
         await forever(self._send_ready, name="waiting", every_s=_CHECK_EVERY_S, poke=self._poke, on_failure=on_failure)
 
     async def _send_ready(self) -> None:
+        """Send the queued requests for which there is room now; sleep while there are none."""
         if not len(self._scheduler.queue):
             self._is_occupied.clear()
             await self._is_occupied.wait()

@@ -39,6 +39,7 @@ class InferenceRequestReader:
         return self._parse(response, route, body, f"{response.request_id}-{item}")
 
     def _parse(self, response: ClientResponse, route: Route, body: bytes, name: str) -> ParsedRequest:
+        """Parse head and body of this response's request. Raises BadBody."""
         headers = response.exchange.headers
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)

@@ -1,4 +1,4 @@
-"""The client's side of one request: what is written to its exchange, and the errors in its route's shape."""
+"""The response to one request: heads, events and errors in the shape of its route, and keep-alive comments."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
@@ -59,6 +59,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         return within_deadline(self.services, run.request, self._serve(run))
 
     async def _serve(self, run: RequestRun) -> None:
+        """The stages from resolve to the end of the answer."""
         await run.reach_engine()
         await next_stage()
         await self._relay(run)
@@ -137,7 +138,7 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.finish()
 
     def send_failure(self, exc: Exception) -> None:
-        """Send the error for this exception: 500, and a line in the log, for one that nobody expected."""
+        """Send the error for this exception: 500, and a line in the log, for an unexpected one."""
         if isinstance(exc, RouterError | HttpError):
             if isinstance(exc, RateLimited):
                 self.services.metrics.rate_limited.labels(exc.limit).inc()
@@ -197,6 +198,7 @@ def within_deadline(
 
 
 async def _within(services: Services, deadline_at: float, work: Coroutine[Any, Any, None]) -> None:
+    """Do this work in a task until the deadline."""
     try:
         await leave_batch()
         async with asyncio.timeout(deadline_at - services.clock() + _OUTER_DEADLINE_S):
@@ -232,6 +234,7 @@ def content_headers(attempt: EngineAttempt) -> str:
 
 
 def _answer_headers(attempt: EngineAttempt, dispatched: DispatchedRequest, cached_tokens: int) -> str:
+    """Header lines of an answer: the engine's, and which worker and adapter gave it."""
     adapter = dispatched.target.adapter
     return (
         f"{content_headers(attempt)}"

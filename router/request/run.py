@@ -200,6 +200,7 @@ class RequestRun(msgspec.Struct, eq=False):
             self.trace.begin_stage("decide")
 
     async def _wait_until_servable(self, *, is_displaced: bool = False) -> None:
+        """Wait until a replica may serve the request; hash it anew where its target or exclusions have changed."""
         target = self.target
         assert target is not None
         servable = await wait_for_adapter(
@@ -245,6 +246,7 @@ class RequestRun(msgspec.Struct, eq=False):
         raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 
     def _hash(self, only: Incarnation | None = None) -> HashedRequest:
+        """The hashed request for the replicas that are not excluded, or for `only` one."""
         assert self.target is not None
         assert self.tokens is not None
         return hash_prompt(self.services, self.target, self.request, self.tokens, self.excluded, only)

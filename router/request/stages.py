@@ -203,6 +203,7 @@ def hash_prompt(
 
 
 def _hash_chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
+    """Block size -> chain of block hashes of these token ids."""
     assert tokens.ids is not None
     return {
         block_size: services.chain_cache.chain(

@@ -42,6 +42,7 @@ async def _relay_stored(
     response: ClientResponse,
     rewriter: AnswerRewriter,
 ) -> None:
+    """Relay the engine's answer, and tell `Background` what it shows of the response."""
     background, response_id = services.background, response_id_of(response.exchange.path)
     try:
         attempt = await open_attempt(services.pool, outgoing, limits)
