@@ -123,9 +123,9 @@ def block_hashes(
         return _typed([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
     hashes = []
     for number, (block,) in enumerate(blocks):
-        more = extra.get(number)
+        further_bytes = extra.get(number)
         # With its length, so that an empty entry differs from no entry.
-        data = block if more is None else block + len(more).to_bytes(4, "big") + more
+        data = block if further_bytes is None else block + len(further_bytes).to_bytes(4, "big") + further_bytes
         parent = xxh3_64_intdigest(data, parent)
         hashes.append(parent)
     return _typed(hashes)

@@ -186,7 +186,7 @@ def aliases_set(
         item = api.call("PUT", f"/v1/aliases/{url_path(name)}", body)
     typer.echo(f"{name} -> {', '.join(targets)}")
     if item["pending"]:
-        lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["pending"]["lacks"].items()))
+        lacks = "; ".join(f"{lora_id}: {missing}" for lora_id, missing in sorted(item["pending"]["lacks"].items()))
         typer.echo(f"  pending; the former targets stay until then: {lacks or item['pending']['error']}")
 
 

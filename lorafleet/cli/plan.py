@@ -205,11 +205,11 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
 
 def _parse_adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
     """Policy changes by lora_id, from texts `LORA_ID:NAME=VALUE`."""
-    found: dict[str, dict[str, Any]] = {}
+    policies: dict[str, dict[str, Any]] = {}
     for text in texts:
         lora_id, colon, change = text.partition(":")
         if not colon:
             raise CommandFailed(f"{text}: write LORA_ID:NAME=VALUE", status=2)
         name, value = parse_setting(change)
-        found.setdefault(lora_id, {})[name] = value
-    return found
+        policies.setdefault(lora_id, {})[name] = value
+    return policies

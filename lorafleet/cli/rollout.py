@@ -53,8 +53,8 @@ def start(  # noqa: PLR0917  (Typer passes by name)
         typer.echo(_state_line(item))
         while wait and item["state"] not in _EXIT_STATUS:
             time.sleep(_POLL_S)
-            seen, item = _state_line(item), api.call("GET", _rollout_path(alias))
-            if _state_line(item) != seen:
+            shown, item = _state_line(item), api.call("GET", _rollout_path(alias))
+            if _state_line(item) != shown:
                 typer.echo(_state_line(item))
     if wait and _EXIT_STATUS[item["state"]]:
         raise typer.Exit(_EXIT_STATUS[item["state"]])
@@ -123,8 +123,8 @@ def _state_line(item: Mapping[str, Any]) -> str:
     line = (
         f"{item['alias']} -> {to}: {state}, step {item['step'] + 1} of {len(item['steps'])}, weight {item['weight']:g}"
     )
-    lacks = "; ".join(f"{lora_id}: {what}" for lora_id, what in sorted(item["lacks"].items()))
-    return line + "".join(f" ({more})" for more in (lacks, item["reason"]) if more)
+    lacks = "; ".join(f"{lora_id}: {missing}" for lora_id, missing in sorted(item["lacks"].items()))
+    return line + "".join(f" ({detail})" for detail in (lacks, item["reason"]) if detail)
 
 
 def _counts_line(counts: Mapping[str, Any]) -> str:

@@ -261,7 +261,7 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
     )
 
 
-def replays(first: Iterable[Mapping[str, Any]], again: Iterable[Mapping[str, Any]]) -> Table:
+def replays(recorded_items: Iterable[Mapping[str, Any]], replayed: Iterable[Mapping[str, Any]]) -> Table:
     """Recorded decisions beside the same decisions made again, with costs by the same cost model."""
 
     def cost_s(item: Mapping[str, Any], worker: object) -> object:
@@ -273,12 +273,12 @@ def replays(first: Iterable[Mapping[str, Any]], again: Iterable[Mapping[str, Any
             (
                 now["request_id"],
                 now["adapter"],
-                then.get("worker_id"),
+                recorded.get("worker_id"),
                 now["worker_id"],
-                cost_s(now, then.get("worker_id")),
+                cost_s(now, recorded.get("worker_id")),
                 cost_s(now, now["worker_id"]),
             )
-            for then, now in zip(first, again, strict=True)
+            for recorded, now in zip(recorded_items, replayed, strict=True)
         ],
     )
 

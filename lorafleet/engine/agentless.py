@@ -188,13 +188,13 @@ class EngineLoad:
         )
 
 
-def engines_by_id(named: Iterable[str]) -> dict[str, str]:
+def engines_by_id(entries: Iterable[str]) -> dict[str, str]:
     """Worker id -> URL, from `url` or `id=url`; without an id it is host and port.
 
     raises  ValueError naming the invalid entry
     """
     found: dict[str, str] = {}
-    for name in named:
+    for name in entries:
         id_, equals, url = name.rpartition("=")
         is_url = is_http(url)
         id_ = id_ or (urlsplit(url).netloc if is_url and not equals else "")

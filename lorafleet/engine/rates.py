@@ -287,8 +287,8 @@ def _alone_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
 
 def _fitted_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
     """The rate fitted to prefills of different lengths, with a cost for each; 0.0 if the fit is poor."""
-    kept = [prefill for prefill in prefills if prefill.seconds >= _MIN_PREFILL_S * prefill.steps]
-    fit = _least_squares(kept) if sum(prefill.tokens for prefill in kept) >= _MIN_TOLD_TOKENS else None
+    used = [prefill for prefill in prefills if prefill.seconds >= _MIN_PREFILL_S * prefill.steps]
+    fit = _least_squares(used) if sum(prefill.tokens for prefill in used) >= _MIN_TOLD_TOKENS else None
     if fit is None or fit.error > _MAX_ERROR or not token_s or fit.token_s > _MIN_TOKEN_TIMES * token_s:
         return 0.0
     return fit.prefill_tokens_per_s
@@ -308,12 +308,12 @@ def _is_mostly_prefill(windows: Sequence[_RateWindow], token_s: float) -> bool:
 
 def _fit_rates(windows: Iterable[_RateWindow]) -> _RateFit | None:
     """A fit of prefill rate and token time to busy windows, repeated without windows with idle time; None if poor."""
-    kept = list(windows)
-    first = _least_squares(kept)
+    used = list(windows)
+    first = _least_squares(used)
     if first is None:
         return None
-    kept = [window for window in kept if _work_s(window, first) >= _MIN_WORK_SHARE * window.seconds]
-    fit = _least_squares(kept)
+    used = [window for window in used if _work_s(window, first) >= _MIN_WORK_SHARE * window.seconds]
+    fit = _least_squares(used)
     return fit if fit is not None and fit.error <= _MAX_ERROR else None
 
 
@@ -349,12 +349,12 @@ def _busy_rate(windows: Sequence[_RateWindow], token_s: float) -> float:
 
     A few long prompts scatter, since each counts in the window in which it ends.
     """
-    kept = [(w.tokens, w.seconds - token_s * w.steps) for w in windows]
-    tokens, left = sum(part for part, _ in kept), sum(part for _, part in kept)
+    used = [(w.tokens, w.seconds - token_s * w.steps) for w in windows]
+    tokens, left = sum(part for part, _ in used), sum(part for _, part in used)
     if tokens == 0 or left < _MIN_PREFILL_SHARE * sum(w.seconds for w in windows):
         return 0.0
     rate = tokens / left
-    scatter = sqrt(sum((part - rate * part_s) ** 2 for part, part_s in kept)) / tokens
+    scatter = sqrt(sum((part - rate * part_s) ** 2 for part, part_s in used)) / tokens
     return rate if token_s == 0.0 or scatter <= _MAX_SCATTER else 0.0
 
 

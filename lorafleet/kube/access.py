@@ -90,30 +90,35 @@ class KubeConfig:
             raise KubeConfigError(
                 f"kubeconfig {self._path}: needs the library that reads it: pip install 'lorafleet[kubernetes]'"
             ) from exc
-        found = client.Configuration()
+        configuration = client.Configuration()
         try:
-            config.load_kube_config(str(self._path), client_configuration=found, persist_config=False)
+            config.load_kube_config(str(self._path), client_configuration=configuration, persist_config=False)
             _, context = config.list_kube_config_contexts(str(self._path))
-            tls = _tls(found.ssl_ca_cert, found.cert_file, found.key_file, verify=found.verify_ssl)
+            tls = _tls(
+                configuration.ssl_ca_cert,
+                configuration.cert_file,
+                configuration.key_file,
+                verify=configuration.verify_ssl,
+            )
         except (config.ConfigException, OSError, KeyError, TypeError) as exc:
             raise KubeConfigError(f"kubeconfig {self._path}: {exc}") from exc
         return ApiServerAccess(
-            url=str(found.host).rstrip("/"),
+            url=str(configuration.host).rstrip("/"),
             namespace=context["context"].get("namespace") or "default",
-            token=str(found.api_key.get("BearerToken", "")).removeprefix("Bearer "),
-            tls=tls if str(found.host).startswith("https:") else None,
-            proxy=found.proxy,
+            token=str(configuration.api_key.get("BearerToken", "")).removeprefix("Bearer "),
+            tls=tls if str(configuration.host).startswith("https:") else None,
+            proxy=configuration.proxy,
         )
 
 
 def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], account: Path) -> AccessSource:
     """The kubeconfig of the setting or KUBECONFIG, else the pod's service account. Raises KubeConfigError."""
-    named = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
-    path = kubeconfig or next((path for path in named if path.exists()), None)
+    kubeconfigs = [Path(name) for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    path = kubeconfig or next((path for path in kubeconfigs if path.exists()), None)
     if path is not None:
         return KubeConfig(path)
-    if named:
-        raise KubeConfigError(f"KUBECONFIG names {named[0]}, which does not exist")
+    if kubeconfigs:
+        raise KubeConfigError(f"KUBECONFIG names {kubeconfigs[0]}, which does not exist")
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         raise KubeConfigError(
             "no API server: this is not a pod (KUBERNETES_SERVICE_HOST is not set), and no kubeconfig is given "

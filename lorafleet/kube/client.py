@@ -240,12 +240,12 @@ def _error_of(call: str, answer: httpx.Response) -> KubeError:
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
     """Whole lines of a stream. A line may have a megabyte, so its pieces are joined once."""
-    rest: list[bytes] = []
+    pieces: list[bytes] = []
     async for piece in answer.aiter_bytes():
         first, *others = piece.split(b"\n")
-        rest.append(first)
+        pieces.append(first)
         for other in others:
-            line = b"".join(rest)
-            rest = [other]
+            line = b"".join(pieces)
+            pieces = [other]
             if line.strip():
                 yield line

@@ -67,15 +67,15 @@ class SliceTable:
 
         Of two pods with one name in two namespaces, the first namespace's counts, since an id names one worker.
         """
-        found: dict[str, DiscoveredWorker] = {}
+        by_id: dict[str, DiscoveredWorker] = {}
         for key in sorted(self._slices, key=lambda key: (key[0], _family_rank(self._families[key]), key[1])):
             for worker in self._slices[key]:
-                known = found.get(worker.id)
-                if known is None:
-                    found[worker.id] = worker
-                elif known.namespace == worker.namespace:
-                    found[worker.id] = _merge_worker(known, worker)
-        return found
+                existing = by_id.get(worker.id)
+                if existing is None:
+                    by_id[worker.id] = worker
+                elif existing.namespace == worker.namespace:
+                    by_id[worker.id] = _merge_worker(existing, worker)
+        return by_id
 
 
 AgentNames = Mapping[tuple[str, str], str]
@@ -83,7 +83,7 @@ AgentNames = Mapping[tuple[str, str], str]
 
 
 def workers_by_agent_name(
-    found: Mapping[str, DiscoveredWorker], called: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
+    value: Mapping[str, DiscoveredWorker], called: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
 ) -> dict[str, DiscoveredWorker]:
     """Workers of the slices by their agents' own names, which are usually their pods' names.
 
@@ -93,7 +93,7 @@ def workers_by_agent_name(
     """
     places: dict[str, DiscoveredWorker] = {}
     strangers: list[tuple[str, DiscoveredWorker]] = []
-    for worker in found.values():
+    for worker in value.values():
         name: str | None = worker.id
         if worker.agent_url is not None:
             name = called.get((worker.id, worker.agent_url))
@@ -170,12 +170,12 @@ def _merge_worker(first: DiscoveredWorker, other: DiscoveredWorker) -> Discovere
 
 def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
     """A slice's TCP ports by name."""
-    found = {}
+    value = {}
     for port in _as_mappings(slice_.get("ports")):
         number = port.get("port")
         if port.get("protocol") in (None, "TCP") and isinstance(number, int) and 0 < number < 65536:
-            found[str(port.get("name") or "")] = number
-    return found
+            value[str(port.get("name") or "")] = number
+    return value
 
 
 def _url(scheme: str, host: str, port: int | None) -> str | None:
@@ -191,9 +191,9 @@ def _family_rank(family: str) -> int:
     return {"IPv4": 0, "IPv6": 1}.get(family, 2)
 
 
-def _as_mapping(found: Any) -> Mapping[str, Any]:
-    return found if isinstance(found, Mapping) else {}
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
-def _as_mappings(found: Any) -> list[Mapping[str, Any]]:
-    return [item for item in found if isinstance(item, Mapping)] if isinstance(found, list) else []
+def _as_mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -202,8 +202,8 @@ class _ListWatchLoop:
         return backoff_s(self.failures, *self.times.pause_s, self.rng)
 
 
-def _metadata(found: Json) -> Json:
-    metadata = found.get("metadata")
+def _metadata(value: Json) -> Json:
+    metadata = value.get("metadata")
     return metadata if isinstance(metadata, dict) else {}
 
 

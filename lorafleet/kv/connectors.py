@@ -145,9 +145,9 @@ def connector_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
         return _multi_verdict(config)
     known = OTHER_PACKAGES.get(str(module), {}).get(str(name)) if module else CONNECTORS.get(str(name))
     if known is None:
-        where = f" of {module}" if module else ""
+        of_module = f" of {module}" if module else ""
         return ConnectorVerdict(
-            "refused", f"it is not known how KV connector {name}{where} keeps adapters apart", is_known=False
+            "refused", f"it is not known how KV connector {name}{of_module} keeps adapters apart", is_known=False
         )
     return _known_verdict(str(name), known)
 
@@ -166,9 +166,9 @@ def _multi_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
     extra = config.get("kv_connector_extra_config")
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
-        said = json.dumps(parts)[:200]
+        shown = json.dumps(parts)[:200]
         return ConnectorVerdict(
-            "refused", f"{_MULTI}: `connectors` must be a list of connectors, found {said}", is_known=False
+            "refused", f"{_MULTI}: `connectors` must be a list of connectors, found {shown}", is_known=False
         )
     found = max(
         (connector_verdict(part) for part in parts), key=lambda each: (_ORDER.index(each.separation), not each.is_known)
@@ -204,7 +204,7 @@ def offloading_config(backend: str) -> Mapping[str, Any]:
     return {"kv_connector": names.get(backend, f"of --kv-offloading-backend {backend}")}
 
 
-def apply_setting(setting: EngineSalt, found: ConnectorVerdict) -> ConnectorVerdict:
+def apply_setting(setting: EngineSalt, verdict: ConnectorVerdict) -> ConnectorVerdict:
     """The verdict after the operator's setting.
 
     auto         the verdict as found
@@ -213,9 +213,9 @@ def apply_setting(setting: EngineSalt, found: ConnectorVerdict) -> ConnectorVerd
     no_adapters  the engine serves its base model alone
     """
     if setting == "never":
-        return replace(found, separation="safe")
+        return replace(verdict, separation="safe")
     if setting == "no_adapters":
         return ConnectorVerdict("refused", f"{_SETTING} is no_adapters")
-    if setting == "always" and not (found.separation == "refused" and found.is_known):
-        return replace(found, separation="salted", reason=found.reason or f"{_SETTING} is always")
-    return found
+    if setting == "always" and not (verdict.separation == "refused" and verdict.is_known):
+        return replace(verdict, separation="salted", reason=verdict.reason or f"{_SETTING} is always")
+    return verdict

@@ -234,18 +234,18 @@ class BlockLedger:
         reason = self._shape_problem(event, len(keys), len(distinct_keys))
         if reason is not None:
             return reason
-        ours = self._our_hashes(event)
-        if isinstance(ours, str):
-            return ours
-        held = self._held["device"]
-        if medium.blocks.keys().isdisjoint(distinct_keys) and held.keys().isdisjoint(ours):
-            medium.blocks.update(zip(keys, ours, strict=True))
-            held.update(dict.fromkeys(ours, 1))
-            self._sink.add("device", ours)
-        elif any(medium.blocks.get(key, block) != block for key, block in zip(keys, ours, strict=True)):
+        our_hashes = self._our_hashes(event)
+        if isinstance(our_hashes, str):
+            return our_hashes
+        counts = self._held["device"]
+        if medium.blocks.keys().isdisjoint(distinct_keys) and counts.keys().isdisjoint(our_hashes):
+            medium.blocks.update(zip(keys, our_hashes, strict=True))
+            counts.update(dict.fromkeys(our_hashes, 1))
+            self._sink.add("device", our_hashes)
+        elif any(medium.blocks.get(key, block) != block for key, block in zip(keys, our_hashes, strict=True)):
             return "conflict"
         elif self._expects_repeats or not self._is_reuse_report(event, keys):
-            self._add_copies(medium, keys, ours)
+            self._add_copies(medium, keys, our_hashes)
         if self._most_blocks and len(medium.blocks) > self._most_blocks:
             self._drop_oldest(medium)
         if self._traits.forgets_on_load and event.lora_name:
@@ -309,16 +309,16 @@ class BlockLedger:
         # The event is counted once, by its rejected part.
         return "unknown_block"
 
-    def _add_copies(self, medium: _MediumBlocks, keys: Sequence[int], ours: Sequence[BlockHash]) -> None:
+    def _add_copies(self, medium: _MediumBlocks, keys: Sequence[int], our_hashes: Sequence[BlockHash]) -> None:
         """Add a copy of each block to a medium."""
-        held = self._held[medium.tier]
+        counts = self._held[medium.tier]
         added: list[BlockHash] = []
-        for key, block in zip(keys, ours, strict=True):
+        for key, block in zip(keys, our_hashes, strict=True):
             known = medium.blocks.get(key)
             if known is None:
                 medium.blocks[key] = block
-                count = held.get(block, 0)
-                held[block] = count + 1
+                count = counts.get(block, 0)
+                counts[block] = count + 1
                 if not count:
                     added.append(block)
             elif not self._expects_repeats:
@@ -384,13 +384,13 @@ class BlockLedger:
         block = medium.blocks.pop(key, None)
         if block is None:
             return False
-        held = self._held[medium.tier]
-        count = held[block]
+        counts = self._held[medium.tier]
+        count = counts[block]
         if count == 1:
-            del held[block]
+            del counts[block]
             dropped.append(block)
         else:
-            held[block] = count - 1
+            counts[block] = count - 1
         if self._adapter_of and self._block_of(key) is None:
             self._adapter_of.pop(key, None)
         return True
@@ -427,15 +427,15 @@ def extra_hash_inputs(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple
     """
     salt, extra = "", {}
     for number, of_block in enumerate(keys):
-        rest = list(of_block or ())
+        unread = list(of_block or ())
         if adapter:
-            if rest[:1] != [adapter]:
+            if unread[:1] != [adapter]:
                 return None
-            del rest[0]
-        if rest and is_start and number == 0 and isinstance(rest[-1], str):
-            salt = rest.pop()
-        if rest:
-            packed = media_key(rest)
+            del unread[0]
+        if unread and is_start and number == 0 and isinstance(unread[-1], str):
+            salt = unread.pop()
+        if unread:
+            packed = media_key(unread)
             if packed is None:
                 return None
             extra[number] = packed

@@ -99,10 +99,10 @@ class RankSubscriber:
             return False
         return bool(int(self._live.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def drain(self, most: int) -> int:
-        """Deliver up to `most` waiting messages; returns how many."""
+    def drain(self, limit: int) -> int:
+        """Deliver up to `limit` waiting messages; returns how many."""
         count = 0
-        while count < most and self._after_gap is None and self._is_open:
+        while count < limit and self._after_gap is None and self._is_open:
             try:
                 frames = self._live.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -150,9 +150,9 @@ class RankSubscriber:
 
     async def _fill_gap(self) -> None:
         """Request missing batches from the replay socket, then continue after those it does not have."""
-        known = self._after_gap
+        gap_before = self._after_gap
         has_answered = await self._try_replay()
-        if self._after_gap is not known and not self._is_gap_filled():
+        if self._after_gap is not gap_before and not self._is_gap_filled():
             # The gap was found meanwhile, so this answer may be older than the gap.
             has_answered = await self._try_replay()
         self._replaying = None
@@ -310,17 +310,17 @@ class SubscriberHub:
         until = self._clock() + _TICK_BUDGET_S
         todo = [subscriber for subscriber in self._busy if self._has_message(subscriber)]
         while todo:
-            more: list[RankSubscriber] = []
+            unfinished: list[RankSubscriber] = []
             for number, subscriber in enumerate(todo):
                 if self._clock() > until:
                     # Sockets that were not reached come first at the next tick.
                     late = todo[number:]
                     self._busy = late + [other for other in self._busy if other not in late]
-                    more = []
+                    unfinished = []
                     break
                 if self._drain(subscriber) == _MESSAGES_PER_TURN:
-                    more.append(subscriber)
-            todo = more
+                    unfinished.append(subscriber)
+            todo = unfinished
         for subscriber in [each for each in self._busy if each.quiet_ticks > _QUIET_TICKS]:
             self._busy.remove(subscriber)
             self._watch_socket(subscriber)

@@ -142,9 +142,9 @@ def agent_command(
 
 def _flags(own: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
     """`own` as flags, and the defaults that neither `own` nor `given` has."""
-    rest = {name: value for name, value in defaults.items() if name not in given and name not in own}
-    every = {**own, **rest}
-    return [word for name, value in every.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    used_defaults = {name: value for name, value in defaults.items() if name not in given and name not in own}
+    flags = {**own, **used_defaults}
+    return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _whole_number(value: object) -> int:

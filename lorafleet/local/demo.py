@@ -100,17 +100,17 @@ def demo_adapters(lora_ids: Sequence[str]) -> list[str]:
 def table(rows: Sequence[DemoRow], text_width: int = 0) -> Table:
     """The results as a table, with `text_width` characters of each text; no text column if its heading does not fit."""
     has_text = text_width >= len(_TEXT_HEADING)
-    made = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
-    made.add_column("adapter", overflow="fold")  # the only one that a narrow terminal breaks
+    table = Table(title="The same prompt, four times (prompt and cached: tokens)", title_justify="left", expand=False)
+    table.add_column("adapter", overflow="fold")  # the only one that a narrow terminal breaks
     for name in ("worker", "prompt", "cached", "first token"):
-        made.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     if has_text:
-        made.add_column(_TEXT_HEADING, no_wrap=True)
+        table.add_column(_TEXT_HEADING, no_wrap=True)
     for row in rows:
         text = [" ".join(row.text.split())[:text_width]] if has_text else []
         cells = (str(row.prompt_tokens), str(row.cached_tokens), f"{row.first_token_ms:.0f} ms")
-        made.add_row(row.adapter, row.worker, *cells, *text)
-    return made
+        table.add_row(row.adapter, row.worker, *cells, *text)
+    return table
 
 
 def show_table(rows: Sequence[DemoRow], console: Console) -> None:
@@ -125,11 +125,11 @@ def _print_result(rows: Sequence[DemoRow]) -> None:
     if not console.is_terminal:
         console.width = 140
     show_table(rows, console)
-    again, first = rows[-1], rows[0]
+    last, first = rows[-1], rows[0]
     console.print(
-        f"The last request repeats the first. It went to {again.worker}"
-        f" ({'the same worker' if again.worker == first.worker else 'another worker'}), which had"
-        f" {again.cached_tokens} of its {again.prompt_tokens} tokens cached (the router predicted {again.predicted}).\n"
+        f"The last request repeats the first. It went to {last.worker}"
+        f" ({'the same worker' if last.worker == first.worker else 'another worker'}), which had"
+        f" {last.cached_tokens} of its {last.prompt_tokens} tokens cached (the router predicted {last.predicted}).\n"
         "An adapter's first answer includes loading it. A prompt cached under another adapter cannot be reused.",
         soft_wrap=True,
     )

@@ -101,12 +101,12 @@ class LocalFleet:
 
     def _stop_timeout_s(self, service: str) -> float:
         """Seconds that a service may take to stop, by its settings."""
-        given, grace_s = self.options.options_of(service), self.options.grace_s
+        settings, grace_s = self.options.options_of(service), self.options.grace_s
         if service == "router":
-            return max(grace_s, given.number("drain_s", 0.0) + given.number("grace_s", grace_s))
+            return max(grace_s, settings.number("drain_s", 0.0) + settings.number("grace_s", grace_s))
         if service == "workers":  # an agent stops its engine first
-            return max(3 * grace_s, given.number("engine_shutdown_s", 0.0) + 2 * grace_s)
-        return max(grace_s, given.number("stop_grace_s", 0.0))
+            return max(3 * grace_s, settings.number("engine_shutdown_s", 0.0) + 2 * grace_s)
+        return max(grace_s, settings.number("stop_grace_s", 0.0))
 
     def kill(self) -> None:
         """Kill all processes at once."""
@@ -158,9 +158,9 @@ class LocalFleet:
             model = tiny_model.make_model(self._folder / tiny_model.MODEL_NAME, progress=self.steps.say)
             if adapters is None:
                 tiny_model.make_adapters(self._adapters, progress=self.steps.say)
-        given = self.options.worker_settings()
-        name = str(given.get("served_model_name") or model_name(model))
-        request_name = str(given.get("base_model") or name)
+        settings = self.options.worker_settings()
+        name = str(settings.get("served_model_name") or model_name(model))
+        request_name = str(settings.get("base_model") or name)
         is_tiny = self.options.model is None
         base = commands.LocalBaseModel(name=name, folder=model.resolve(), is_tiny=is_tiny, request_name=request_name)
         if self.options.adapters is None and not base.is_tiny:
@@ -206,8 +206,8 @@ class LocalFleet:
             # The agent would retry for ever, but a first start that fails rarely succeeds later.
             if now.startswith("engine_down"):
                 words = self._folder / "workers" / name / "engine.log"
-                more = f"More in {self._children[name].log_path}"
-                raise CommandFailed(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{more}")
+                log_hint = f"More in {self._children[name].log_path}"
+                raise CommandFailed(f"{name}: {now}\nThe end of {words}:\n{tail_of(words)}\n{log_hint}")
             if time.monotonic() - began > self._start_within_s:
                 raise self._process_failure(
                     self._children[name], f"is not ready in time (it is: {now.splitlines()[0]})"
@@ -242,8 +242,8 @@ class LocalFleet:
 
     def _cli_command(self) -> str:
         """`lorafleet` with the flags that reach this fleet."""
-        where = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
-        return f"lorafleet{where}{'' if self.options.key_file is None else ' --token KEY'}"
+        address_flag = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
+        return f"lorafleet{address_flag}{'' if self.options.key_file is None else ' --token KEY'}"
 
     @property
     def _are_all_held_back(self) -> bool:
@@ -267,13 +267,13 @@ class LocalFleet:
 
     async def _registered_adapters(self, client: httpx.AsyncClient) -> dict[str, str | None]:
         """lora_id -> base model, or None if unknown, of every registered adapter."""
-        found: dict[str, str | None] = {}
+        base_models: dict[str, str | None] = {}
         page: dict[str, Any] = {"next": ""}
         while (cursor := page["next"]) is not None:
             query = {"cursor": cursor} if cursor else {}
             page = (await client.get(f"{self.url('orchestrator')}/v1/adapters", params=query)).raise_for_status().json()
-            found |= {item["lora_id"]: item.get("base_model") for item in page["data"]}
-        return found
+            base_models |= {item["lora_id"]: item.get("base_model") for item in page["data"]}
+        return base_models
 
     async def _wait_for_inspection(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
         """Wait until a worker has verified each adapter or reported what is wrong with it."""
@@ -356,8 +356,8 @@ class LocalFleet:
             if not self.is_ready and (status == 2 or in_a_row >= _STARTS_BEFORE_READY):
                 raise self._process_failure(child, f"ended with {_exit_text(status)}")
             wait_s = min(_LONGEST_BACKOFF_S, 0.25 * 2 ** (in_a_row - 1)) if in_a_row else 0.0
-            again = f"starting it again in {wait_s:.2g} s"
-            self.steps.say(f"{child.name}: ended with {_exit_text(status)}; {again}; log: {child.log_path}")
+            restart = f"starting it again in {wait_s:.2g} s"
+            self.steps.say(f"{child.name}: ended with {_exit_text(status)}; {restart}; log: {child.log_path}")
             await asyncio.sleep(wait_s)
             await child.start()
 
@@ -370,11 +370,11 @@ class LocalFleet:
     def _no_space(self) -> CommandFailed:
         return CommandFailed(f"{files.disk_full_text(self._folder)}, or name another folder with --state-dir")
 
-    def _process_failure(self, child: ChildProcess, what: str) -> CommandFailed:
+    def _process_failure(self, child: ChildProcess, problem: str) -> CommandFailed:
         """The error for a failed process, with the end of its log."""
         if shutil.disk_usage(self._folder).free < _NO_SPACE_BYTES:  # the disk is full: its log cannot have the reason
             return self._no_space()
-        return CommandFailed(f"{child.name} {what}. The end of {child.log_path}:\n{child.tail()}")
+        return CommandFailed(f"{child.name} {problem}. The end of {child.log_path}:\n{child.tail()}")
 
     # --- commands of the processes -----------------------------------------------------------------------------------
 
@@ -384,9 +384,9 @@ class LocalFleet:
 
     def _router_command(self) -> list[str]:
         state_dir = self._folder / "router"
-        given = self.options.options_of("router").values
+        settings = self.options.options_of("router").values
         return commands.router_command(
-            self._common_flags("router"), self.url("orchestrator"), state_dir, self.options.grace_s, given
+            self._common_flags("router"), self.url("orchestrator"), state_dir, self.options.grace_s, settings
         )
 
     def _agent_command(self, name: str, base: commands.LocalBaseModel, max_lora_rank: int) -> list[str]:
@@ -411,8 +411,8 @@ class LocalFleet:
 
     def _common_flags(self, name: str) -> list[str]:
         keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_key_file]
-        given = self.options.options_of(commands.service_of(name))
-        return commands.common_flags(self._ports.get(name, 0), self._port_file(name), keys, given)
+        settings = self.options.options_of(commands.service_of(name))
+        return commands.common_flags(self._ports.get(name, 0), self._port_file(name), keys, settings)
 
     @property
     def _own_key_file(self) -> Path:

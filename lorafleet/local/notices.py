@@ -11,8 +11,8 @@ _MOST_NAMED = 5
 def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> list[str]:
     """A line for each settings source besides the flags of `up`, and for variables that nothing reads."""
     lines = []
-    given = {prefix_of(service) for service in SERVICES}
-    if names := sorted(name for name in environment if name.startswith(tuple(given))):
+    prefixes = {prefix_of(service) for service in SERVICES}
+    if names := sorted(name for name in environment if name.startswith(tuple(prefixes))):
         lines.append(f"settings from the environment: {', '.join(names)}")
     lines += [
         f"settings file of the {service}: {path}"
@@ -20,8 +20,8 @@ def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> li
         if (path := options.options_of(service).config)
     ]
     if names := unknown_variables(environment):
-        prefixes = " or ".join(sorted(given))
-        lines.append(f"no service reads {', '.join(names)}; settings begin with {prefixes}")
+        known_prefixes = " or ".join(sorted(prefixes))
+        lines.append(f"no service reads {', '.join(names)}; settings begin with {known_prefixes}")
     if options.engine != "sim" and options.workers > 1 and not options.devices and Path("/dev/nvidia0").exists():
         lines.append(
             f"all {options.workers} workers start on the same GPUs, and each takes most of the memory;"
@@ -30,17 +30,17 @@ def startup_notices(options: FleetOptions, environment: Mapping[str, str]) -> li
     return lines
 
 
-def earlier_adapter_notices(known: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:
+def earlier_adapter_notices(registered: Mapping[str, str | None], now: Collection[str], base_model: str) -> list[str]:
     """A line for adapters registered in earlier runs, and one for those of another base model.
 
-    known   lora_id -> base model, None if it is not known yet
-    now     lora_ids of this run
+    registered  lora_id -> base model, None if it is not known yet
+    now         lora_ids of this run
     """
-    others = {lora_id: base for lora_id, base in known.items() if lora_id not in now}
+    others = {lora_id: base for lora_id, base in registered.items() if lora_id not in now}
     foreign = [lora_id for lora_id, base in others.items() if base not in (None, base_model)]
     lines = []
-    if rest := sorted(others.keys() - set(foreign)):
-        lines.append(f"{len(rest)} more are registered from earlier runs: {_first_names(rest)}")
+    if others_here := sorted(others.keys() - set(foreign)):
+        lines.append(f"{len(others_here)} more are registered from earlier runs: {_first_names(others_here)}")
     if foreign:
         bases = ", ".join(sorted({str(others[lora_id]) for lora_id in foreign}))
         lines.append(

@@ -242,14 +242,14 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
     from_environment = {
         name.removeprefix(prefix).lower(): text for name, text in environment.items() if name.startswith(prefix)
     }
-    named = str(config) if config is not None else from_environment.pop("config", "")
+    config_name = str(config) if config is not None else from_environment.pop("config", "")
     from_environment.pop("config", None)
-    from_file = read_file(Path(named)) if named else {}
+    from_file = read_file(Path(config_name)) if config_name else {}
     for name, why in _FIXED_SETTINGS[service].items():
-        where = f"{prefix}{name.upper()}" if from_environment.get(name) else f"{name} in {named}"
+        location = f"{prefix}{name.upper()}" if from_environment.get(name) else f"{name} in {config_name}"
         if from_environment.get(name) or from_file.get(name):
-            raise SettingsError(f"{where} cannot be set for `lorafleet up`: {why}")
-    return ServiceOptions(config=Path(named) if named else None, values=from_file | from_environment)
+            raise SettingsError(f"{location} cannot be set for `lorafleet up`: {why}")
+    return ServiceOptions(config=Path(config_name) if config_name else None, values=from_file | from_environment)
 
 
 def _port(service: str, flag: int | None, given: ServiceOptions) -> int:

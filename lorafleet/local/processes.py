@@ -89,12 +89,14 @@ def _die_with_parent() -> None:
 
 def clean_environment(mark: str, settings_of: str = "") -> dict[str, str]:
     """This environment with the fleet's mark, and without settings of other services than `settings_of`."""
-    ours = f"LORAFLEET_{settings_of.upper()}_" if settings_of else "LORAFLEET_ none"
-    kept = {
-        name: value for name, value in os.environ.items() if name.startswith(ours) or not name.startswith("LORAFLEET_")
+    own_prefix = f"LORAFLEET_{settings_of.upper()}_" if settings_of else "LORAFLEET_ none"
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(own_prefix) or not name.startswith("LORAFLEET_")
     }
     # vLLM renames its processes through setproctitle, which would overwrite the environment that holds the mark.
-    return kept | {MARK: mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    return environment | {MARK: mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -19,9 +19,9 @@ def print_ready(
         ("orchestrator", f"{orchestrator}/docs", "REST API: adapters, placements, workers, policy"),
         ("logs", str(logs), "one file for each process"),
     ]
-    width = max(len(where) for _, where, _ in rows)
-    for name, where, what in rows:
-        print(f"  {name:<13} {where:<{width}}  {what}")
+    width = max(len(address) for _, address, _ in rows)
+    for name, address, purpose in rows:
+        print(f"  {name:<13} {address:<{width}}  {purpose}")
     print("\nTry:")
     for line in curl_lines(router, base_model, lora_ids, has_keys=has_keys):
         print(f"  {line}")
@@ -33,9 +33,9 @@ def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_key
     key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
     adapters = demo.demo_adapters(lora_ids)[:1]
 
-    def line(path: str, model: str, more: str = "") -> str:
+    def line(path: str, model: str, extra_fields: str = "") -> str:
         message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'
-        body = f'{{"model": "{model}", {message}{more}}}'
+        body = f'{{"model": "{model}", {message}{extra_fields}}}'
         return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"
 
     return [

@@ -231,8 +231,10 @@ def body_permission(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]
     def check(authorization: str | None) -> None:
         caller = keys.caller(authorization)
         if not any(map(caller.may, scopes)):
-            wanted, held = " or ".join(map(repr, scopes)), ", ".join(sorted(caller.scopes))
-            raise HttpError(403, "scope_missing", f"a body is taken from keys with scope {wanted}; yours has: {held}")
+            wanted, scopes_held = " or ".join(map(repr, scopes)), ", ".join(sorted(caller.scopes))
+            raise HttpError(
+                403, "scope_missing", f"a body is taken from keys with scope {wanted}; yours has: {scopes_held}"
+            )
 
     return check
 
@@ -240,8 +242,8 @@ def body_permission(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]
 def check_scope(caller: Caller, scope: str) -> None:
     """Raises HttpError 403 `scope_missing` if the caller lacks the scope."""
     if not caller.may(scope):
-        held = ", ".join(sorted(caller.scopes)) or "none"
-        raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {held}")
+        scopes_held = ", ".join(sorted(caller.scopes)) or "none"
+        raise HttpError(403, "scope_missing", f"this needs a key with scope {scope!r}; yours has: {scopes_held}")
 
 
 def refuse_open_server(keys: ApiKeys, host: str, *, allow_open: bool) -> None:
@@ -322,18 +324,18 @@ def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Call
     return digest, Caller(tenant, frozenset(scopes), digest[:_KEY_ID_DIGITS], limits)
 
 
-def _limits(given: object, where: str) -> KeyLimits | None:
+def _limits(limits: object, location: str) -> KeyLimits | None:
     """The limits of one entry; raises KeyFileError."""
-    if given is None:
+    if limits is None:
         return None
-    if not isinstance(given, dict) or given.keys() - set(LIMITS):
-        raise KeyFileError(f"{where}: limits must be some of {', '.join(LIMITS)}, each with a number")
-    for name, value in given.items():
+    if not isinstance(limits, dict) or limits.keys() - set(LIMITS):
+        raise KeyFileError(f"{location}: limits must be some of {', '.join(LIMITS)}, each with a number")
+    for name, value in limits.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= _MAX_LIMIT
         if not is_number or (name == "concurrent_requests" and value != int(value)):
             kind = "a whole number" if name == "concurrent_requests" else "a number"
             found = f"found {value!r:.40}; leave it out for none"
-            raise KeyFileError(f"{where}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
-    if "concurrent_requests" in given:  # 8.0 is valid, and shared quotas need integers
-        given = given | {"concurrent_requests": int(given["concurrent_requests"])}
-    return KeyLimits(**given) if given else None
+            raise KeyFileError(f"{location}: {name} must be {kind} of at least 1 and at most 2**53, {found}")
+    if "concurrent_requests" in limits:  # 8.0 is valid, and shared quotas need integers
+        limits = limits | {"concurrent_requests": int(limits["concurrent_requests"])}
+    return KeyLimits(**limits) if limits else None

@@ -36,8 +36,8 @@ def make_folder(folder: Path, setting: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        what = write_error_text(exc, folder)
-        raise OSError(f"{setting} {folder}: {what}; name a folder that can be created and written") from exc
+        problem = write_error_text(exc, folder)
+        raise OSError(f"{setting} {folder}: {problem}; name a folder that can be created and written") from exc
 
 
 def stamp_of(file: Path) -> Stamp | None:

@@ -52,8 +52,8 @@ def validation_message(errors: Sequence[Any]) -> str:
     findings = [
         f"{_where(error['loc'])}: {finding_message(error)}{_found_text(error)}" for error in errors[:_MAX_FINDINGS]
     ]
-    more = len(errors) - _MAX_FINDINGS
-    return "; ".join([*findings, f"and {more} more"] if more > 0 else findings)
+    omitted = len(errors) - _MAX_FINDINGS
+    return "; ".join([*findings, f"and {omitted} more"] if omitted > 0 else findings)
 
 
 def _where(loc: Sequence[object]) -> str:
@@ -217,9 +217,9 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
             found = request.headers.get("content-type") or "missing"
             message = f"the header content-type is {found}, expected application/json"
             return JSONResponse(envelope(400, "invalid_request", message, "content-type"), 400)
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        field = ".".join(str(part) for part in first["loc"] if part != "body")
         message = validation_message(exc.errors())
-        return JSONResponse(envelope(400, "invalid_request", message, where or None), 400)
+        return JSONResponse(envelope(400, "invalid_request", message, field or None), 400)
 
     async def on_unexpected_error(request: Request, exc: Exception) -> JSONResponse:
         log.error("unexpected error", path=request.url.path, exc_info=exc)

@@ -43,7 +43,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
         else [_without_locals, structlog.processors.JSONRenderer()]
     )
 
-    writer = LogWriter(descriptor, what="log lines")
+    writer = LogWriter(descriptor, line_kind="log lines")
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -66,9 +66,9 @@ def _stderr() -> int:
     return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
 
 
-def unlogged_output(what: str) -> "LogWriter":
+def unlogged_output(line_kind: str) -> "LogWriter":
     """A writer to stderr for lines that are not log lines, with a queue of its own, so that log lines are kept."""
-    return LogWriter(_stderr(), what=what)
+    return LogWriter(_stderr(), line_kind=line_kind)
 
 
 class LogWriter:
@@ -79,10 +79,10 @@ class LogWriter:
     a second.
     """
 
-    def __init__(self, descriptor: int, *, what: str) -> None:
-        """what  the name of the lines, for the message about dropped ones"""
+    def __init__(self, descriptor: int, *, line_kind: str) -> None:
+        """line_kind  the name of the lines, for the message about dropped ones"""
         self._descriptor = descriptor
-        self._what = what
+        self._line_kind = line_kind
         self._reset()
         # A forked child has no writer thread, and the queued lines are the parent's.
         os.register_at_fork(after_in_child=self._reset)
@@ -116,11 +116,11 @@ class LogWriter:
 
     def drain(self, within_s: float) -> None:
         """Wait until all queued lines are written, for at most `within_s`."""
-        done = threading.Event()
+        drained = threading.Event()
         with self._lock:
-            self._queue.put(done)
+            self._queue.put(drained)
             self._ensure_thread()
-        done.wait(within_s)
+        drained.wait(within_s)
 
     def _ensure_thread(self) -> None:
         """Start the writer thread, unless it runs."""
@@ -149,7 +149,7 @@ class LogWriter:
     def _report_dropped(self) -> None:
         """Write a line with the number of dropped lines."""
         lines = self._dropped
-        event: Any = {"event": f"{lines} {self._what} were dropped", "lines": lines}
+        event: Any = {"event": f"{lines} {self._line_kind} were dropped", "lines": lines}
         for processor in structlog.get_config()["processors"]:
             event = processor(None, "warning", event)
         if self._write_to_descriptor(f"{event}\n".encode()):

@@ -70,12 +70,14 @@ async def forever(
             pause_s = every_s
         except Exception as exc:  # the top of a loop: it logs, counts and continues
             failures += 1
-            is_ours = not isinstance(exc, _PEER_ERRORS)
-            if is_ours:
+            is_own_fault = not isinstance(exc, _PEER_ERRORS)
+            if is_own_fault:
                 on_failure()
             if failures in (1, 10) or failures % 100 == 0:
                 error = repr(exc) + _url_suffix(exc)
-                log.warning("loop step failed", loop=name, **about, failures=failures, error=error, exc_info=is_ours)
+                log.warning(
+                    "loop step failed", loop=name, **about, failures=failures, error=error, exc_info=is_own_fault
+                )
             pause_s = backoff_s(failures, _FIRST_BACKOFF_S, most_backoff_s, rng)
         if poke is None or failures:
             await asyncio.sleep(pause_s)

@@ -166,10 +166,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _problem(error: Mapping[str, Any], known: Iterable[str]) -> str:
     """One of pydantic's findings as a message with the setting's name."""
-    where = _flag_name(error["loc"])
+    name = _flag_name(error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no such setting{did_you_mean(where, map(_kebab, known))}"
-    return ": ".join(filter(None, (where, finding_message(error))))
+        return f"{name}: there is no such setting{did_you_mean(name, map(_kebab, known))}"
+    return ": ".join(filter(None, (name, finding_message(error))))
 
 
 def _flag_problem(found: str, known: Iterable[str]) -> str:
@@ -178,8 +178,8 @@ def _flag_problem(found: str, known: Iterable[str]) -> str:
     if no_pair:
         return f"{_kebab(name)}: expected NAME=VALUE, the flag once for each"
     message = found.removeprefix("error parsing CLI: ")
-    _, _, rest = message.partition("unrecognized arguments: ")
-    name = rest.partition("=")[0].partition(" ")[0]
+    _, _, unrecognized = message.partition("unrecognized arguments: ")
+    name = unrecognized.partition("=")[0].partition(" ")[0]
     meant = did_you_mean(name.removeprefix("--"), map(_kebab, known))  # dashes would make any two names alike
     return message + meant.replace("mean ", "mean --")
 
@@ -209,5 +209,5 @@ def _refuse_unknown_environment(cls: type[ServiceSettings], prefix: str) -> None
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:
         meant = did_you_mean(unknown[0].removeprefix(prefix), map(str.upper, cls.model_fields))
-        named = meant.replace("mean ", f"mean {prefix}") or f"; known: {', '.join(sorted(known))}"
-        raise SettingsError(f"unknown environment {', '.join(unknown)}{named}")
+        hint = meant.replace("mean ", f"mean {prefix}") or f"; known: {', '.join(sorted(known))}"
+        raise SettingsError(f"unknown environment {', '.join(unknown)}{hint}")

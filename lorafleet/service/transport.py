@@ -39,8 +39,8 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         """
         pool = self._pool
         # A request stays in the pool until its answer is closed.
-        had = {id(request.connection) for request in pool._requests}
-        orphans = [c for c in pool.connections if id(c) not in had and not c.is_idle() and not c.is_closed()]
+        in_use = {id(request.connection) for request in pool._requests}
+        orphans = [c for c in pool.connections if id(c) not in in_use and not c.is_idle() and not c.is_closed()]
         for orphan in orphans:
             pool._connections.remove(orphan)
         for orphan in orphans:

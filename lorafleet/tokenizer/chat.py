@@ -270,11 +270,11 @@ def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str,
     """Chat templates by name. As in Transformers, a template file overrides tokenizer_config.json."""
     if "chat_template.jinja" in files:
         return {"default": files["chat_template.jinja"]}
-    found = _parsed_object(files, "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        return {item["name"]: item["template"] for item in found}
+    tokens = _parsed_object(files, "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(tokens, str):
+        return {"default": tokens}
+    if isinstance(tokens, list):
+        return {item["name"]: item["template"] for item in tokens}
     return {}
 
 
@@ -296,16 +296,16 @@ def _added_tokens(files: Mapping[str, str]) -> list[str]:
     source  Transformers 5.19 tokenization_utils_base.py: besides the named ones `extra_special_tokens` (a list, or by
             name), `additional_special_tokens` before it, and `added_tokens_decoder` by id; each a text or an object
     """
-    found: list[Any] = []
+    tokens: list[Any] = []
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         config = _parsed_object(files, name)
-        found += [token for key, token in config.items() if key.endswith("_token")]
+        tokens += [token for key, token in config.items() if key.endswith("_token")]
         for key in ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"):
             listed = config.get(key)
-            found += listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ()
+            tokens += listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ()
     listed = _parsed_object(files, "tokenizer.json").get("added_tokens")
-    found += listed if isinstance(listed, list) else ()
-    contents = [token.get("content") if isinstance(token, Mapping) else token for token in found]
+    tokens += listed if isinstance(listed, list) else ()
+    contents = [token.get("content") if isinstance(token, Mapping) else token for token in tokens]
     return list(dict.fromkeys(content for content in contents if isinstance(content, str) and content))
 
 
@@ -319,15 +319,15 @@ def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
     if steering := own.keys() & _TRANSFORMERS_ARGUMENTS:
         raise Untokenizable(f"chat_template_kwargs may not set {sorted(steering)}")
     effort = body.get("reasoning_effort")
-    ours: Message = {
+    vllm_arguments: Message = {
         "add_generation_prompt": read_flag(body, "add_generation_prompt", usual=True),
         "continue_final_message": read_flag(body, "continue_final_message", usual=False),
         "documents": body.get("documents"),
         "reasoning_effort": effort,
     }
     if effort is not None and "enable_thinking" not in own:
-        ours["enable_thinking"] = effort != "none"
-    merged = dict(own) | {key: value for key, value in ours.items() if not _is_unset(value)}
+        vllm_arguments["enable_thinking"] = effort != "none"
+    merged = dict(own) | {key: value for key, value in vllm_arguments.items() if not _is_unset(value)}
     return {key: value for key, value in merged.items() if not _is_unset(value)}
 
 

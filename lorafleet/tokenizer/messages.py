@@ -203,15 +203,15 @@ def _read_part(part: Any) -> Message | None:
 
 def _without_billing_header(parts: list[Message]) -> list[Message]:
     """The parts without Claude Code's billing line, which vLLM drops."""
-    kept = []
+    remaining = []
     for part in parts:
         if part["type"] == "text" and part["text"].startswith(_BILLING_HEADER):
             rest = part["text"].partition("\n")[2]
             if not rest:
                 continue
             part = part | {"text": rest}  # noqa: PLW2901
-        kept.append(part)
-    return kept
+        remaining.append(part)
+    return remaining
 
 
 def _read_tool_calls(calls: Any) -> list[Message]:
@@ -264,10 +264,10 @@ def _call_arguments(arguments: Any) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, Mapping) else {}
 
 
-def _with_keys_first(given: Mapping[str, Any], first: Sequence[str]) -> Message:
-    """`given` with the keys `first` in front, as pydantic dumps a TypedDict: declared fields, then extra ones."""
-    ordered = {key: given[key] for key in first if key in given}
-    return ordered | {key: value for key, value in given.items() if key not in ordered}
+def _with_keys_first(fields: Mapping[str, Any], first: Sequence[str]) -> Message:
+    """`fields` with the keys `first` in front, as pydantic dumps a TypedDict: declared fields, then extra ones."""
+    ordered = {key: fields[key] for key in first if key in fields}
+    return ordered | {key: value for key, value in fields.items() if key not in ordered}
 
 
 def merge_developer_into_system(messages: list[Message]) -> list[Message]:

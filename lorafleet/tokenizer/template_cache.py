@@ -158,13 +158,13 @@ def _wrap_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
         return _raise_inspected
 
     @functools.wraps(filter_)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        if any(isinstance(argument, _StandIn) for argument in (*arguments, *named.values())):
-            if name == "trim" and len(arguments) == 1 and not named:
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        if any(isinstance(argument, _StandIn) for argument in (*arguments, *keywords.values())):
+            if name == "trim" and len(arguments) == 1 and not keywords:
                 return arguments[0].strip()
             if name not in _HARMLESS_FILTERS:
                 raise _TextInspected
-        return filter_(*arguments, **named)
+        return filter_(*arguments, **keywords)
 
     return wrapped
 
@@ -220,15 +220,15 @@ class RenderedTemplate(NamedTuple):
                 return None
         if self.stripped:
             texts = [text.strip() if strips else text for text, strips in zip(texts, self.stripped, strict=True)]
-        pieces, held = [*self.lead], ""
+        pieces, pending = [*self.lead], ""
         for text, (before, behind) in zip(texts, self.around, strict=True):
-            piece = f"{held}{before}{text}{behind}"
+            piece = f"{pending}{before}{text}{behind}"
             if len(piece) >= min_chars:
                 pieces.append(piece)
-                held = ""
+                pending = ""
             else:
-                held = piece
-        pieces.append(held + self.rest)
+                pending = piece
+        pieces.append(pending + self.rest)
         return pieces
 
 

@@ -46,7 +46,7 @@ def draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     names: dict[str, set[str]] = {}
     for entry in catalog.draining:
         names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
-    return {worker: frozenset(found) for worker, found in names.items()}
+    return {worker: frozenset(adapters_by_id) for worker, adapters_by_id in names.items()}
 
 
 def load_catalog(file: Path) -> Catalog | None:
@@ -71,7 +71,7 @@ def save_catalog(file: Path, content: bytes) -> None:
         log.warning("catalog not saved", file=str(file), error=str(exc))
 
 
-def discovered_adapters(reports: Iterable[Metadata], taken: Container[str]) -> Mapping[str, RoutableAdapter]:
+def discovered_adapters(reports: Iterable[Metadata], catalog_names: Container[str]) -> Mapping[str, RoutableAdapter]:
     """Adapters that engines without an agent list and the catalog does not have, by lora_id.
 
     Every tenant may use them. Engine names that the fleet gave (`lora_id@digest12`) are left out: the catalog knows
@@ -79,22 +79,22 @@ def discovered_adapters(reports: Iterable[Metadata], taken: Container[str]) -> M
     models list one name, the first base model has it. An engine that takes no adapters lists them with an error; such
     an entry counts only if no other engine has the name.
 
-    taken  names of the catalog's adapters and aliases
+    catalog_names  of its adapters and aliases
     """
-    found: dict[str, RoutableAdapter] = {}
+    adapters_by_id: dict[str, RoutableAdapter] = {}
     for report in reports:
         base_model = report.model.base_model
         for lora in report.lora.loaded_loras:
-            if lora.engine_name != lora.lora_id or lora.lora_id in taken or not _is_lora_id(lora.lora_id):
+            if lora.engine_name != lora.lora_id or lora.lora_id in catalog_names or not _is_lora_id(lora.lora_id):
                 continue
-            known = found.get(lora.lora_id)
+            known = adapters_by_id.get(lora.lora_id)
             if known is None or _discovery_rank(base_model, lora.error) < _discovery_rank(
                 known.base_model, known.error
             ):
-                found[lora.lora_id] = RoutableAdapter(
+                adapters_by_id[lora.lora_id] = RoutableAdapter(
                     lora.lora_id, base_model, None, "", error=lora.error, is_listed=True
                 )
-    return found
+    return adapters_by_id
 
 
 def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, str]:

@@ -120,7 +120,7 @@ class Discovery:
         self._url = orchestrator_url.rstrip("/")
         self._engines = engines
         self.slices = slices
-        self._found: Mapping[str, DiscoveredWorker] = MappingProxyType({})
+        self._slice_workers: Mapping[str, DiscoveredWorker] = MappingProxyType({})
         self._zone = zone
         self._agent_names: dict[tuple[str, str], str] = {}
         self._began_at = clock()
@@ -332,12 +332,12 @@ class Discovery:
         in_use = self.followed.keys() | {followed.url for followed in self.followed.values()}
         missing = {
             id_: worker
-            for id_, worker in self._found.items()
+            for id_, worker in self._slice_workers.items()
             if id_ not in now and not in_use.isdisjoint((id_, worker.agent_url, worker.engine_url))
         }
-        self._found = MappingProxyType({**missing, **now})
-        there = {(worker.id, worker.agent_url or "") for worker in self._found.values()}
-        self._agent_names = {key: name for key, name in self._agent_names.items() if key in there}
+        self._slice_workers = MappingProxyType({**missing, **now})
+        present = {(worker.id, worker.agent_url or "") for worker in self._slice_workers.values()}
+        self._agent_names = {key: name for key, name in self._agent_names.items() if key in present}
         self._update_followed()
         self.rebuild_fleet()
 
@@ -347,22 +347,22 @@ class Discovery:
         A worker that none of them names is still followed for as long as it answers. An orchestrator that just started
         has no reports yet, and a pod may have lost its label.
         """
-        workers = merged_worker_sources(self._catalog.workers, self._found, self._engines, self._agent_names)
-        named = workers.keys()
-        now = self._found if self.slices is None else self.slices.workers
-        if len(now) < len(self._found):
-            named = merged_worker_sources(self._catalog.workers, now, self._engines, self._agent_names).keys()
+        workers = merged_worker_sources(self._catalog.workers, self._slice_workers, self._engines, self._agent_names)
+        named_ids = workers.keys()
+        now = self._slice_workers if self.slices is None else self.slices.workers
+        if len(now) < len(self._slice_workers):
+            named_ids = merged_worker_sources(self._catalog.workers, now, self._engines, self._agent_names).keys()
         for id_, followed in self.followed.items():
-            followed.is_named = id_ in named
+            followed.is_named = id_ in named_ids
         for id_, worker in workers.items():
             known = self.followed.get(id_)
             if known is not None:
                 known.source = worker
                 if not self._has_moved(known):
                     continue
-                if id_ not in named:
+                if id_ not in named_ids:
                     self.stop_following(id_)
-            if id_ in named:
+            if id_ in named_ids:
                 self._start_following(worker)
 
     def _has_moved(self, followed: FollowedWorker) -> bool:
@@ -520,12 +520,12 @@ class Discovery:
         state = replica_state(followed, metadata, is_silent=is_silent)
         is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())
         # Only replicas whose report changed are rebuilt: a fleet reports many times a second.
-        made = followed.made_from
+        inputs = followed.made_from
         if (
             followed.replica is None
-            or made is None
-            or made[0] is not metadata
-            or made[1:] != (state, is_ending, draining)
+            or inputs is None
+            or inputs[0] is not metadata
+            or inputs[1:] != (state, is_ending, draining)
         ):
             followed.replica = replica_from(followed, metadata, state=state, draining=draining, zone=self._zone)
             followed.made_from = metadata, state, is_ending, draining

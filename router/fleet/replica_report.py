@@ -57,11 +57,14 @@ def replica_from(
     zone      of this router
     """
     loras = () if metadata.lora.refusal else metadata.lora.loaded_loras
-    held = [lora for lora in loras if lora.state in ("ready", "draining")]
+    resident_loras = [lora for lora in loras if lora.state in ("ready", "draining")]
     shape, load = metadata.model.runtime_config, metadata.load
     read_at, list_age_s = followed.heard_at - load.read_age_s, metadata.lora.list_age_s
     residents = MappingProxyType(
-        {lora.engine_name: ResidentAdapter(lora.lora_id, lora.digest, lora.engine_name, lora.location) for lora in held}
+        {
+            lora.engine_name: ResidentAdapter(lora.lora_id, lora.digest, lora.engine_name, lora.location)
+            for lora in resident_loras
+        }
     )
     return Replica(
         id=WorkerId(followed.source.id),
@@ -83,7 +86,7 @@ def replica_from(
         residents=followed.replica.residents
         if followed.replica and followed.replica.residents == residents
         else residents,
-        draining=draining | {lora.engine_name for lora in held if lora.state == "draining"},
+        draining=draining | {lora.engine_name for lora in resident_loras if lora.state == "draining"},
         is_far=bool(zone and metadata.zone and metadata.zone != zone),
         is_suspect=metadata.is_suspect,
         refusal=metadata.lora.refusal,

@@ -193,15 +193,15 @@ class WorkerProcesses:
         self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]
     ) -> Sequence[Mapping[str, Values]]:
         """Record the counts shown now; returns those of ended or silent processes."""
-        seen = self._record
+        record = self._record
         for report, page in zip(reports, pages, strict=True):
-            before = seen.shown.get(report.slot)
+            before = record.shown.get(report.slot)
             if before is not None and before.boot != report.boot:
                 for family, values in before.counts.items():
-                    _add_up(seen.departed.setdefault(family, {}), values)
-            seen.shown[report.slot] = _ShownCounts(report.boot, page.counts())
-        here = {report.slot for report in reports}
-        return [seen.departed, *(shown.counts for slot, shown in seen.shown.items() if slot not in here)]
+                    _add_up(record.departed.setdefault(family, {}), values)
+            record.shown[report.slot] = _ShownCounts(report.boot, page.counts())
+        present_slots = {report.slot for report in reports}
+        return [record.departed, *(shown.counts for slot, shown in record.shown.items() if slot not in present_slots)]
 
     def _save_record(self) -> None:
         """Write the record of counts to disk."""

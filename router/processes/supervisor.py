@@ -89,23 +89,23 @@ def read_membership() -> ProcessMember | None:
     environment = os.environ.pop(ENVIRONMENT, None)
     if environment is None:
         return None
-    me = msgspec.json.decode(environment, type=ProcessMember)
-    lifeline = socket.socket(fileno=me.lifeline)
+    membership = msgspec.json.decode(environment, type=ProcessMember)
+    lifeline = socket.socket(fileno=membership.lifeline)
     lifeline.set_inheritable(False)
-    os.set_inheritable(me.accounts, False)
-    threading.Thread(target=_stop_when_orphaned, args=(lifeline, me), daemon=True, name="lifeline").start()
-    return me
+    os.set_inheritable(membership.accounts, False)
+    threading.Thread(target=_stop_when_orphaned, args=(lifeline, membership), daemon=True, name="lifeline").start()
+    return membership
 
 
-def _stop_when_orphaned(lifeline: socket.socket, me: ProcessMember) -> None:
+def _stop_when_orphaned(lifeline: socket.socket, membership: ProcessMember) -> None:
     """The lifeline thread: stop this process when its parent has died."""
     with contextlib.suppress(OSError):
         while lifeline.recv(1):
             pass
     # As if the parent had sent SIGTERM, and SIGKILL after `stop_s`.
-    shutil.rmtree(me.folder, ignore_errors=True)
+    shutil.rmtree(membership.folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(me.stop_s)
+    time.sleep(membership.stop_s)
     os._exit(1)
 
 
@@ -118,7 +118,7 @@ class JoiningApp:
     def __init__(
         self,
         app: ASGIApp,
-        me: ProcessMember,
+        membership: ProcessMember,
         sock: socket.socket,
         *,
         wait_until_synced: Callable[[float], Awaitable[object]],
@@ -126,7 +126,7 @@ class JoiningApp:
     ) -> None:
         """wait_until_synced  returns once the app can route, or after the seconds passed to it"""
         self._app = app
-        self._me = me
+        self._membership = membership
         self._sock = sock
         self._wait_until_synced = wait_until_synced
         self._within_s = within_s
@@ -141,11 +141,11 @@ class JoiningApp:
     async def _send_startup(self, message: Message, send: Send) -> None:
         """Start to listen before the startup message is passed on."""
         if message["type"] == "lifespan.startup.complete":
-            if self._me.takes_over:
+            if self._membership.takes_over:
                 await self._wait_until_synced(self._within_s)
             self._sock.listen(_BACKLOG)
             with contextlib.suppress(OSError):  # the parent has died: the lifeline thread ends this process
-                os.write(self._me.lifeline, _SERVING)
+                os.write(self._membership.lifeline, _SERVING)
         await send(message)
 
 
@@ -331,34 +331,34 @@ class _Supervisor:
 
     async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         """Start the process of a slot; returns it with our end of its lifeline."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        own_end, child_end = socket.socketpair()
+        own_end.setblocking(False)
         membership = ProcessMember(
             slot=slot,
             processes=self._processes,
             host=self._host,
             port=self._port,
             folder=str(self._folder),
-            lifeline=theirs.fileno(),
+            lifeline=child_end.fileno(),
             accounts=self._accounts,
             takes_over=self._has_served,
             stop_s=self._stop_s,
         )
         try:
-            with theirs:
+            with child_end:
                 process = await asyncio.create_subprocess_exec(
                     *self._command,
                     env={**os.environ, ENVIRONMENT: msgspec.json.encode(membership).decode()},
-                    pass_fds=[theirs.fileno(), self._accounts],
+                    pass_fds=[child_end.fileno(), self._accounts],
                     process_group=0,
                 )
         except BaseException:
-            ours.close()
+            own_end.close()
             raise
         self._running[slot] = process
         if self._stopping.is_set():  # the signal came between the start and the entry in `_running`
             _signal(process, signal.SIGTERM)
-        return process, ours
+        return process, own_end
 
     async def _until_ended(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
         """Wait for a process's end, and kill it if it stops too slowly; returns its status."""

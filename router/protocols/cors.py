@@ -14,7 +14,7 @@ EXPOSED_HEADERS = (
     "x-lorafleet-worker",
     "x-lorafleet-adapter",
     "x-lorafleet-cached-tokens",
-    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+    *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
 )
 ANY_ORIGIN = "*"
 _PREFLIGHT_MAX_AGE_S = 600

@@ -96,14 +96,14 @@ def _responses_chat(body: Body) -> Body:
     messages: list[Message] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": _require_text(instructions)})
-    given = body["input"]
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
+    items = body["input"]
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
         goes_on = False
     else:
-        goes_on = _continues_message(given)
+        goes_on = _continues_message(items)
         conversation: list[Message] = []
-        for item in given:
+        for item in items:
             _add_item(conversation, item)
         messages += conversation
     chat: Message = {
@@ -263,18 +263,18 @@ def chat_of_messages(body: Body, template: TemplateTraits | None = None) -> Body
 
 def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
     """The chat of a `/v1/messages` body; raises _PromptUnknown."""
-    given = body["messages"]
-    has_inline = any(message["role"] == "system" for message in given)
+    items = body["messages"]
+    has_inline = any(message["role"] == "system" for message in items)
     if has_inline and template is None:
         raise _PromptUnknown
     moves_inline = has_inline and template is not None and template.wants_system_first
     system = _system_texts(body.get("system"), inline=False)
     if moves_inline:
-        for message in given:
+        for message in items:
             if message["role"] == "system":
                 system += _system_texts(message["content"], inline=True)
     messages: list[Message] = [{"role": "system", "content": "".join(system)}] if system else []
-    for message in given:
+    for message in items:
         if message["role"] == "system":
             text = "".join(_system_texts(message["content"], inline=True))
             if text and not moves_inline:

@@ -116,10 +116,10 @@ class Route:
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        kept = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
+        stored_fields = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "has_body", self.state != "needs")
         object.__setattr__(self, "computes", self.adapter == "runs")
-        object.__setattr__(self, "fields", _COMMON_FIELDS | _PROMPT_FIELDS[self.prompt] | kept | {*self.lists})
+        object.__setattr__(self, "fields", _COMMON_FIELDS | _PROMPT_FIELDS[self.prompt] | stored_fields | {*self.lists})
 
     @property
     def operation(self) -> str:
@@ -238,12 +238,12 @@ def find_route(method: str, path: str) -> Route | None:
     route = ROUTES.get((method, path))
     if route is not None or not path.startswith(_RESPONSES):
         return route
-    rest = path[len(_RESPONSES) :]
-    if method == "POST" and rest.endswith("/cancel"):
-        rest, template = rest[: -len("/cancel")], "/v1/responses/{id}/cancel"
+    response_id = path[len(_RESPONSES) :]
+    if method == "POST" and response_id.endswith("/cancel"):
+        response_id, template = response_id[: -len("/cancel")], "/v1/responses/{id}/cancel"
     else:
         template = "/v1/responses/{id}"
-    return ROUTES.get((method, template)) if rest and "/" not in rest else None
+    return ROUTES.get((method, template)) if response_id and "/" not in response_id else None
 
 
 # Fields that mark a body with `input` as a response request, not an embedding request.
@@ -278,14 +278,14 @@ def sequence_count(route: Route, decoded: Mapping[str, Any]) -> int:
         return texts
 
 
-def _text_count(name: str, given: object) -> int:
+def _text_count(name: str, value: object) -> int:
     """The number of texts in a body field."""
-    if not isinstance(given, list | dict) or not given:
+    if not isinstance(value, list | dict) or not value:
         return 1
-    first = given[0] if isinstance(given, list) else None
+    first = value[0] if isinstance(value, list) else None
     # The ids of one text, or the messages of one conversation.
     is_one = isinstance(first, int) or (name == "input" and isinstance(first, dict))
-    return 1 if is_one else len(given)
+    return 1 if is_one else len(value)
 
 
 def response_id_of(path: str) -> str:

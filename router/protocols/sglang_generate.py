@@ -83,19 +83,19 @@ def split_batch(body: bytes) -> GenerateBatch:
     raises  BadBody naming a field that has a wrong type or length, or is not supported
     """
     try:
-        given = msgspec.json.decode(body.removeprefix(BOM), type=dict[str, Any])
+        body_fields = msgspec.json.decode(body.removeprefix(BOM), type=dict[str, Any])
     except DECODE_ERRORS as exc:
         raise bad_json_error(body, exc) from exc
-    for name, value in given.items():
+    for name, value in body_fields.items():
         if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _UNUSED_VALUES:
             raise BadBody(f"{name} is not offered by /generate here", param=name)
-    prompts, is_list = _prompts(given)
+    prompts, is_list = _prompts(body_fields)
     count = len(prompts)
-    adapters = _per_item(given, "lora_path", count, is_list, str)
-    params = _per_item(given, "sampling_params", count, is_list, dict)
-    names = _names(given.get("rid"), count, is_list)
-    is_streamed = given.get("stream") is True
-    shared = {name: given[name] for name in _SHARED_FIELDS - {"stream"} if given.get(name) is not None}
+    adapters = _per_item(body_fields, "lora_path", count, is_list, str)
+    params = _per_item(body_fields, "sampling_params", count, is_list, dict)
+    names = _names(body_fields.get("rid"), count, is_list)
+    is_streamed = body_fields.get("stream") is True
+    shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
     items = []
     for prompt, adapter, sampling in zip(prompts, adapters, params, strict=True):
         item = shared | {"prompt": prompt, "return_token_ids": True} | completion_params(sampling or {})
@@ -194,9 +194,9 @@ class CumulativeStream:
         return b"data: " + msgspec.json.encode(last) + b"\n\n" if last else b""
 
 
-def _prompts(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
+def _prompts(body_fields: Mapping[str, Any]) -> tuple[list[Any], bool]:
     """The prompts of a call, and whether they are a list; raises BadBody."""
-    text, ids = given.get("text"), given.get("input_ids")
+    text, ids = body_fields.get("text"), body_fields.get("input_ids")
     if (text is None) == (ids is None):
         raise BadBody("one of text and input_ids must be there", param="text")
     name, prompt = ("text", text) if ids is None else ("input_ids", ids)
@@ -215,9 +215,9 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
-def _per_item(given: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
+def _per_item(body_fields: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
     """A field's value for each item: one value for all, or a list with one for each."""
-    value = given.get(name)
+    value = body_fields.get(name)
     if value is None or isinstance(value, kind):
         return [value] * count
     if not isinstance(value, list) or not all(item is None or isinstance(item, kind) for item in value):

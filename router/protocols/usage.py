@@ -105,21 +105,21 @@ class UsageFilter:
     choices that end early may lack it.
     """
 
-    __slots__ = ("_engine", "_held", "_known")
+    __slots__ = ("_engine", "_fingerprints", "_pending")
 
-    def __init__(self, known: MutableMapping[str, bytes], engine: str) -> None:
+    def __init__(self, fingerprints: MutableMapping[str, bytes], engine: str) -> None:
         """
-        known   engine -> its fingerprint; shared by all streams and updated here
-        engine  this stream's engine
+        fingerprints  engine -> its fingerprint; shared by all streams and updated here
+        engine        this stream's engine
         """
-        self._known = known
+        self._fingerprints = fingerprints
         self._engine = engine
-        self._held = b""
+        self._pending = b""
 
     def events(self, events: bytes) -> bytes:
         """The client's events for whole events of the engine; some wait for the next call."""
         at = _first_final_event(events)
-        if at == len(events) and not self._held:
+        if at == len(events) and not self._pending:
             return events
         kept: list[bytes] = []
         if at:
@@ -128,10 +128,10 @@ class UsageFilter:
             if _NO_CHOICES in event and _USAGE in event:
                 found = _FINGERPRINT.search(event)
                 if found:
-                    self._known[self._engine] = found.group()
+                    self._fingerprints[self._engine] = found.group()
                 kept.append(self._release_with_fingerprint())
-            elif _FINISHED in event and self._engine not in self._known:
-                self._held += event
+            elif _FINISHED in event and self._engine not in self._fingerprints:
+                self._pending += event
             else:
                 kept.append(self.end())
                 kept.append(self._with_fingerprint(event) if _FINISHED in event else event)
@@ -139,15 +139,15 @@ class UsageFilter:
 
     def end(self) -> bytes:
         """The events that still wait when the stream has ended."""
-        held, self._held = self._held, b""
-        return held
+        pending, self._pending = self._pending, b""
+        return pending
 
     def _release_with_fingerprint(self) -> bytes:
         return b"".join(map(self._with_fingerprint, _EVENT.findall(self.end())))
 
     def _with_fingerprint(self, event: bytes) -> bytes:
         """An event with the engine's fingerprint, if that is known."""
-        fingerprint = self._known.get(self._engine)
+        fingerprint = self._fingerprints.get(self._engine)
         cut = event.rfind(b"}")
         if fingerprint is None or cut < 0:
             return event

@@ -132,21 +132,23 @@ def _named_fields(fields: Fields, decoded: Mapping[str, Any], names: Sequence[st
         if value == b"null":
             continue
         try:
-            given = decoded[name] if name in decoded else _decode(value)
-            value = _encode(_cleaned(given) if any(mark in value for mark in _NEEDS_CLEANING) else given)
+            decoded_value = decoded[name] if name in decoded else _decode(value)
+            value = _encode(
+                _cleaned(decoded_value) if any(mark in value for mark in _NEEDS_CLEANING) else decoded_value
+            )
         except _ENCODING_ERRORS:
             pass  # the bytes unchanged
         # JSON has no raw line feeds, so different lists of pieces have different bytes.
         yield b"%b:%b\n" % (name.encode(), value), False
 
 
-def _system_and_turns(raw: msgspec.Raw, given: Any) -> tuple[list[_Piece], list[_Piece]]:
+def _system_and_turns(raw: msgspec.Raw, decoded_value: Any) -> tuple[list[_Piece], list[_Piece]]:
     """A field's leading system messages, and its other messages.
 
     A text or a list of ids gets no terminator, since it may continue in the next turn.
     """
     try:
-        value = _decode(raw) if given is None else given
+        value = _decode(raw) if decoded_value is None else decoded_value
         if value is None:
             return [], []
         if isinstance(value, str):

@@ -96,8 +96,8 @@ class BlockHashCache:
                 self._store(key, chain[:seen_blocks])
         else:
             self.entries.move_to_end(key)
-            rest = ids[len(known) * block_size :]
-            chain = (*known, *block_hashes(rest, block_size=block_size, root=known[-1]))
+            new_ids = ids[len(known) * block_size :]
+            chain = (*known, *block_hashes(new_ids, block_size=block_size, root=known[-1]))
         blocks = kept // block_size
         if blocks >= _MIN_BLOCKS and blocks > seen_blocks:
             self._store(_chain_key(ids, blocks, block_size, root), chain[:blocks])

@@ -243,12 +243,12 @@ class Tokenizers:
             return True
         self._learning.add(base_model)
         try:
-            made = await self._load_agreeing(base_model, agent_url, engine_url)
+            tokenizer = await self._load_agreeing(base_model, agent_url, engine_url)
         finally:
             self._learning.discard(base_model)
-        if made is None:
+        if tokenizer is None:
             return False
-        number = self.adopt(base_model, made)
+        number = self.adopt(base_model, tokenizer)
         if incarnation is not None:
             self._agreement.record_answer(incarnation, number, True)
         return True
@@ -328,7 +328,7 @@ class Tokenizers:
         """
         tokenizer = local.tokenizer
         pieces, special = tokenizer.prompt_pieces(body)
-        made: list[array[int]] = []
+        ids_of_piece: list[array[int]] = []
         missing, chars, last = [], 0, len(pieces) - 1
         for at, piece in enumerate(pieces):
             # The last piece grows with the next turn, so caching it is useless.
@@ -337,7 +337,7 @@ class Tokenizers:
                 missing.append(at)
                 chars += len(piece)
                 ids = _NO_IDS
-            made.append(ids)
+            ids_of_piece.append(ids)
         uncached = missing
         if chars <= _WORD_CACHE_CHARS:
             uncached = []
@@ -346,7 +346,7 @@ class Tokenizers:
                 if ids is None:
                     uncached.append(at)
                 else:
-                    made[at] = ids
+                    ids_of_piece[at] = ids
         if uncached:
             rest = [pieces[at] for at in uncached]
             encode = partial(tokenizer.encode_pieces, rest, add_special_tokens=special)
@@ -355,10 +355,10 @@ class Tokenizers:
                 if 0 < max_model_len * _MAX_CHARS_PER_TOKEN < chars:
                     return NO_TOKENS
                 threads = self._long if chars <= _LONG_CHARS else self._very_long
-                made_of = partial(self._assemble, local, pieces, made, missing, uncached)
+                made_of = partial(self._assemble, local, pieces, ids_of_piece, missing, uncached)
                 return partial(self._tokenize_in_thread, threads, encode, made_of, remote)
-            return self._assemble(local, pieces, made, missing, uncached, encode())
-        return self._assemble(local, pieces, made, missing)
+            return self._assemble(local, pieces, ids_of_piece, missing, uncached, encode())
+        return self._assemble(local, pieces, ids_of_piece, missing)
 
     async def _tokenize_in_thread(
         self,
@@ -380,31 +380,31 @@ class Tokenizers:
         self,
         local: _LoadedTokenizer,
         pieces: Sequence[str],
-        made: "list[array[int]]",
+        ids_of_piece: "list[array[int]]",
         missing: Sequence[int],
         uncached: Sequence[int] = (),
         encoded: "Sequence[array[int]]" = (),
     ) -> Tokens:
         """The tokens of a whole prompt; puts new pieces into the cache.
 
-        made     ids of each piece, except those at `uncached`, which are in `encoded`
-        missing  numbers of the pieces that the cache did not have
+        ids_of_piece  ids of each piece, except those at `uncached`, which are in `encoded`
+        missing       numbers of the pieces that the cache did not have
         """
         for at, ids in zip(uncached, encoded, strict=True):
-            made[at] = ids
+            ids_of_piece[at] = ids
         last = len(pieces) - 1
         new = 0
         for at in missing:
-            new += len(made[at])
+            new += len(ids_of_piece[at])
             if at < last:
-                self._cache.put(local.pieces, pieces[at], made[at])
-        whole = made[0] if not last else array("I", b"".join(made))
+                self._cache.put(local.pieces, pieces[at], ids_of_piece[at])
+        whole = ids_of_piece[0] if not last else array("I", b"".join(ids_of_piece))
         if self._counts is not None:
             by_cache, by_tokenizer = self._counts
             by_tokenizer.inc(new)
             by_cache.inc(len(whole) - new)
-        kept = len(whole) - len(made[last])
-        seen = kept if missing[0] == last else sum([len(ids) for ids in made[: missing[0]]])
+        kept = len(whole) - len(ids_of_piece[last])
+        seen = kept if missing[0] == last else sum([len(ids) for ids in ids_of_piece[: missing[0]]])
         return Tokens(whole, "local", seen, kept, local.number)
 
     async def _model_files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
