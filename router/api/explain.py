@@ -9,7 +9,7 @@ from router.core.kv.index import WorkerId
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.policy import Decision
-from router.core.schedule.record import record_of, replayed
+from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import length_rejection
 from router.request.services import RequestRecord
@@ -110,7 +110,7 @@ def again(body: ReplayBody) -> RouteAnswer:
     # How far predictions were to be believed is no part of the decision, so none of its record.
     trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
     try:
-        decision = replayed(record)
+        decision = replay_decision(record)
         made = RequestRecord(
             request_id=body.request_id,
             at=body.at.timestamp() if body.at else 0.0,

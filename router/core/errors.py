@@ -1,30 +1,30 @@
-"""Every error that the router raises on purpose.
+"""The router's errors, with the HTTP status and code that each is answered with.
 
 RouterError
-├── RequestError            theirs: 4xx, never retried, never a replica's fault
+├── RequestError            the client's: 4xx, never retried, never counts against a replica
 │   ├── BadBody             400 invalid_request_body
 │   ├── BodyTooLarge        413 body_too_large
 │   ├── ModelNotFound       404 model_not_found
 │   ├── AdapterFailed       409 adapter_failed
-│   ├── AnswerTooLarge      400 answer_too_large: it was computed, and is more than may be held
-│   ├── Saturated           429 saturated, with Retry-After: too much waits here already
-│   └── RateLimited         429 rate_limited, with Retry-After: this key has had its share
+│   ├── AnswerTooLarge      400 answer_too_large: an unstreamed answer exceeds max_answer_bytes
+│   ├── Saturated           429 saturated, with Retry-After: the queue is full, or the wait too long
+│   └── RateLimited         429 rate_limited, with Retry-After: the API key reached a limit
 ├── TemporarilyUnavailable  ours: 503 with Retry-After
-│   ├── NoReplica           no_replica: nothing serves this base model now
+│   ├── NoReplica           no_replica: no replica can serve this now
 │   ├── NoCapacity          no_capacity: no worker has room for this adapter
-│   ├── ColdStartTimeout    adapter_loading: it was not there in time
-│   ├── CatalogUnavailable  catalog_unavailable: we never heard what exists
-│   └── PoisonRequestHeld   deadly_request: engines died of it, or of its adapter
+│   ├── ColdStartTimeout    adapter_loading: the adapter was not loaded in time
+│   ├── CatalogUnavailable  catalog_unavailable: no catalog was read yet
+│   └── PoisonRequestHeld   deadly_request: engines died of this request, or of its adapter
 ├── DeadlineExceeded        504 deadline_exceeded: the request's own deadline passed before an answer began
-├── NoAnswerInTime          504 no_answer_in_time: its engine took too long; sent again it would take as long
-├── ReplicaUnreachable      no byte was sent to the client: another replica may be tried
-└── StreamBroken            tokens are out: never retried
+├── NoAnswerInTime          504 no_answer_in_time: the engine took too long; a retry would take as long
+├── ReplicaUnreachable      an attempt failed before any byte reached the client: another replica may be tried
+└── StreamBroken            an attempt failed after tokens reached the client: never retried
 """
 
 import re
 from collections.abc import Mapping
 
-# What a foreign message may quote of our network: addresses of engines, agents and control calls.
+# Addresses in our network that a foreign message may quote.
 _ADDRESS = re.compile(
     r"\b(?:https?|tcp|ipc|inproc|unix)://[^\s'\"<>,;)\]}]+"
     r"|\[[0-9A-Fa-f:]*:[0-9A-Fa-f:]+\](?::\d+)?"
@@ -34,12 +34,12 @@ _ADDRESS = re.compile(
 
 
 def without_addresses(text: str) -> str:
-    """A message as it may go to a client, who has no use for where our engines are; the log has the whole."""
+    """The message without addresses of our network, for clients; the log has the whole message."""
     return _ADDRESS.sub("<address>", text)
 
 
 class RouterError(Exception):
-    """Carries what its HTTP answer needs: `status`, `code`, `param`, `retry_after_s`."""
+    """An error with the fields of its HTTP answer: `status`, `code`, `param`, `retry_after_s`."""
 
     status = 500
     code = "router_error"
@@ -67,7 +67,7 @@ class BodyTooLarge(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """Unknown, or not for this caller: the two answer alike, so that names cannot be probed."""
+    """The model is unknown, or not for this caller: both answer alike, so that names cannot be probed."""
 
     status = 404
     code = "model_not_found"
@@ -88,7 +88,7 @@ class Saturated(RequestError):
 
 
 class RateLimited(RequestError):
-    """`limit` is the field of the key's limits that was reached; `headers` tell where all of them stand."""
+    """`limit` is the name of the limit that was reached; `headers` are the x-ratelimit headers of the key."""
 
     status = 429
     code = "rate_limited"
@@ -100,7 +100,7 @@ class RateLimited(RequestError):
 
 
 class TemporarilyUnavailable(RouterError):
-    """Not now; coming back after `retry_after_s` may help."""
+    """The service cannot answer now; a retry after `retry_after_s` may succeed."""
 
     status = 503
     code = "unavailable"
@@ -134,21 +134,21 @@ class PoisonRequestHeld(TemporarilyUnavailable):
 
 
 class DeadlineExceeded(RouterError):
-    """The client said until when it wants an answer, and that is over."""
+    """The client's own deadline passed before an answer began."""
 
     status = 504
     code = "deadline_exceeded"
 
 
 class NoAnswerInTime(RouterError):
-    """No first token, or no whole answer, came within the time for it."""
+    """No first token, or no whole unstreamed answer, within the timeout."""
 
     status = 504
     code = "no_answer_in_time"
 
 
 class ReplicaUnreachable(RouterError):
-    """A replica failed before anything reached the client; `reason` is a word for the metric."""
+    """An attempt failed before anything reached the client; `reason` is a key of failover.verdict.VERDICTS."""
 
     status = 502
     code = "replica_unreachable"
@@ -159,7 +159,7 @@ class ReplicaUnreachable(RouterError):
 
 
 class StreamBroken(RouterError):
-    """A replica failed after the client had seen tokens."""
+    """An attempt failed after tokens had reached the client."""
 
     status = 502
     code = "stream_broken"

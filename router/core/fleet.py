@@ -1,4 +1,4 @@
-"""Frozen snapshot of the fleet: what a decision reads, and nothing that changes while it reads."""
+"""The fleet as frozen values: replicas, their reports and adapters, and the roster of each base model."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ from lorafleet.identity import AdapterLocation
 from router.core.kv.index import WorkerId
 
 ReplicaState = Literal["ready", "starting", "draining", "unreachable"]
-# A worker with the engine that it has now; after a restart the same worker is another incarnation.
+# A worker and the boot id of its engine; after a restart the same worker is another incarnation.
 Incarnation = tuple[WorkerId, str]
 Excluded = frozenset[Incarnation]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapter:
-    """One adapter that an engine reports as ready to serve."""
+    """One adapter that a replica reports as ready to serve."""
 
     lora_id: str
     digest: str
@@ -37,8 +37,8 @@ class EngineReport:
     output_tokens         of a request, the mean over those that ended lately
     request_s             from a request's start there to its last token
     load_s                an adapter that must be read again, from disk to ready
-    moved_at              when its counters had last moved; inf: not known
-    listed_at             when its list of adapters was last read, which `residents` agrees with since
+    moved_at              when its counters last changed; inf: not known
+    listed_at             when its list of adapters was last read into `residents`
     """
 
     running: int = 0
@@ -56,15 +56,17 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A worker as the router sees it. `residents` by engine name; `draining` are engine names to avoid.
+    """A worker as the router sees it.
 
-    max_lora_rank  of adapters that its engine takes; 0: its agent does not say
-    model_name  what its engine calls the base model; not given: what the fleet does
-    is_far      it is in another zone than this router, as far as both are known
-    is_suspect  its agent says that it hangs
-    is_ending   Kubernetes is ending its pod; until it has ended, its engine answers
-    refusal     why it takes no adapters at all; empty: it takes them
-    is_salted   prompts there need a `cache_salt` that tells adapters apart (lorafleet/identity.py adapter_salt)
+    residents      its adapters by engine name
+    draining       engine names of adapters that get no new requests there
+    max_lora_rank  the largest rank that its engine takes; 0: not known
+    model_name     its engine's name for the base model; by default the fleet's
+    is_far         it is known to be in another zone than this router
+    is_suspect     its agent reports that the engine hangs
+    is_ending      Kubernetes is ending its pod; until then its engine answers
+    refusal        why it takes no adapters at all; empty: it takes them
+    is_salted      prompts there need a `cache_salt` that tells adapters apart (lorafleet/identity.py adapter_salt)
     """
 
     id: WorkerId
@@ -94,10 +96,10 @@ class Replica:
         object.__setattr__(self, "model_name", self.model_name or self.base_model)
 
     def is_at_work(self, now: float, *, fresh_s: float, still_s: float) -> bool:
-        """Whether its engine is known to compute: its own counters said so of late.
+        """Whether its engine is known to be computing, by its own counters.
 
-        fresh_s  the oldest report that counts
-        still_s  for how long its counters may have stood still
+        fresh_s  greatest age of a report that counts
+        still_s  for how long its counters may stand still
         """
         report = self.report
         is_seen = self.state in {"ready", "draining"} and not self.is_suspect and now - report.at <= fresh_s
@@ -105,16 +107,16 @@ class Replica:
 
     @property
     def incarnation(self) -> Incarnation:
-        """This worker with this boot of its engine: what a request that failed here must avoid."""
+        """This worker and this boot of its engine."""
         return self.id, self.engine_boot_id
 
 
 @dataclass(frozen=True, slots=True)
 class RoutableAdapter:
-    """An adapter that the catalog knows. `digest` is None, and `rank` 0, until one agent has inspected it.
+    """An adapter that requests may name. `digest` is None, and `rank` 0, until an agent has inspected it.
 
-    is_listed    no catalog knows it: an engine without an agent lists it by this name, and nobody has read its bytes
-    engine_name  what engines call it; the name carries the digest, so other bytes are another name
+    is_listed    it is not in the catalog: an engine without an agent lists it by this name
+    engine_name  its name at engines, with the digest, so that other bytes have another name
     """
 
     lora_id: str
@@ -127,7 +129,7 @@ class RoutableAdapter:
     secret: str | None = None
     is_listed: bool = False
     rank: int = 0
-    # Made once: each request is looked up by it in half a dozen tables, and a text that was just made has no hash yet.
+    # Made once: each request looks it up in several tables, and a new string would be hashed anew.
     engine_name: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -147,9 +149,9 @@ class AdapterAlias:
 
 @dataclass(frozen=True)  # without slots, for the cached properties
 class Roster:
-    """The replicas of one base model in one snapshot, with the tables that every decision on them reads.
+    """The replicas of one base model, with the tables that every decision on them reads.
 
-    kept  for who makes such tables elsewhere, by their class
+    kept  tables that other files make of this roster, by their class
     """
 
     replicas: tuple[Replica, ...] = ()
@@ -167,22 +169,22 @@ class Roster:
 
     @cached_property
     def block_sizes(self) -> frozenset[int]:
-        """Of all replicas whose engines have said theirs; one that is still starting has not."""
+        """Block sizes of all replicas whose engines have reported one."""
         return frozenset(replica.block_size for replica in self.replicas) - {0}
 
     @cached_property
     def salted(self) -> frozenset[WorkerId]:
-        """Those where prompts are salted."""
+        """The workers that salt prompts."""
         return frozenset(replica.id for replica in self.replicas if replica.is_salted)
 
     @cached_property
     def salted_block_sizes(self) -> frozenset[int]:
-        """As `block_sizes`, of those where prompts are salted."""
+        """Block sizes of the workers that salt prompts."""
         return frozenset(replica.block_size for replica in self.replicas if replica.is_salted) - {0}
 
     @cached_property
     def max_model_len(self) -> int:
-        """The longest prompt, and its answer, that any replica takes, in tokens; 0 where none has said."""
+        """Most tokens of prompt and answer that any replica takes; 0: none has reported it."""
         return max([replica.max_model_len for replica in self.replicas], default=0)
 
     @cached_property
@@ -202,7 +204,7 @@ class Roster:
 
     @cached_property
     def middle(self) -> EngineReport:
-        """The median over the replicas of each learned figure, those that have none left out; 0.0 without any."""
+        """The median of each measured figure over the replicas that have it; 0.0 where none has."""
 
         def of(figures: Iterable[float]) -> float:
             measured = [figure for figure in figures if figure > 0]
@@ -218,7 +220,7 @@ class Roster:
 
 
 def rejection(replica: Replica, engine_name: str) -> str | None:
-    """The filter that a replica fails, or None: it may run this adapter (the base model when empty)."""
+    """The filter that a replica fails for this adapter (the base model when empty), or None."""
     if replica.state != "ready":
         return replica.state
     if engine_name and replica.refusal:
@@ -231,8 +233,9 @@ def rejection(replica: Replica, engine_name: str) -> str | None:
 
 
 def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Replica]:
-    """The same, but where no replica of a base model is ready, those whose pods are ending are: their engines answer
-    still, and to refuse is worse. As Kubernetes sends to endpoints that terminate where a Service has no others.
+    """The same replicas, but where none of a base model is ready, those whose pods are ending count as ready.
+
+    Their engines still answer. Kubernetes does the same for a Service with none but terminating endpoints.
     """
     served = {replica.base_model for replica in replicas.values() if replica.state == "ready"}
     return {
@@ -245,7 +248,7 @@ def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Rep
 
 @dataclass(frozen=True)  # without slots, for the cached property
 class RouterFleet:
-    """Everything that exists, at one revision of the catalog."""
+    """All replicas, adapters and aliases, at one revision of the catalog."""
 
     revision: int = 0
     replicas: Mapping[WorkerId, Replica] = field(default_factory=lambda: MappingProxyType({}))
@@ -254,9 +257,9 @@ class RouterFleet:
 
     @cached_property
     def base_models(self) -> dict[str, Replica | None]:
-        """Base models that exist, each with one replica of it, a ready one where there is one.
+        """Base models by name, each with one of its replicas, ready if any is; None where adapters alone name it.
 
-        Adapters tell of some that nobody serves now. Computed once a snapshot: it walks every adapter.
+        Computed once a fleet: it walks every adapter.
         """
         known: dict[str, Replica | None] = {a.base_model: None for a in self.adapters.values() if a.base_model}
         ready_last = sorted(self.replicas.values(), key=lambda replica: replica.state == "ready")
@@ -270,11 +273,11 @@ class RouterFleet:
         return {base_model: Roster(tuple(replicas)) for base_model, replicas in by_model.items()}
 
     def roster(self, base_model: str) -> Roster:
-        """The replicas of a base model, whatever their state."""
-        return self._rosters.get(base_model, _NOBODY)
+        """The replicas of a base model, in any state."""
+        return self._rosters.get(base_model, _EMPTY_ROSTER)
 
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
-        """The ready replicas that report this exact adapter and digest, are not draining it and not excluded."""
+        """The ready replicas that have this exact adapter and digest, do not drain it and are not excluded."""
         return [
             replica
             for replica in self.replicas.values()
@@ -285,4 +288,4 @@ class RouterFleet:
         ]
 
 
-_NOBODY = Roster()
+_EMPTY_ROSTER = Roster()

@@ -1,4 +1,4 @@
-"""What a request names -> a base model, and perhaps an adapter."""
+"""resolve: the model name of a request -> a base model, and perhaps an adapter."""
 
 from collections.abc import Callable
 from math import log
@@ -14,7 +14,7 @@ Visible = Callable[[RoutableAdapter], bool]
 
 
 class RequestTarget(msgspec.Struct, frozen=True):
-    """What to run. `asked` is the name to answer with: what the client said, or the base model's name."""
+    """The base model and adapter to run. `asked` is the model name in the answer, as the client wrote it."""
 
     base_model: str
     adapter: RoutableAdapter | None
@@ -27,22 +27,22 @@ def resolve(
     """The target of a request.
 
     model, lora_id  those fields of the body, as they came (None: absent)
-    visible         whether the caller may use an adapter; what it may not use does not exist for it
-    session         keeps to one of an alias's targets; empty: each request is drawn anew
-    raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and
-                    NoReplica when the adapter's base model is served by nobody or not known yet
+    visible         whether the caller may use an adapter; others do not exist for it
+    session         keeps to one of an alias's targets; empty: each request draws anew
+    raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and NoReplica
+                    when the adapter's base model is not served or not known yet
     """
     if not (model is None or isinstance(model, str)):
         raise BadBody(f"model must be a string, found {type(model).__name__}", param="model")
     if not (lora_id is None or isinstance(lora_id, str)):
         raise BadBody(f"lora_id must be a string, found {type(lora_id).__name__}", param="lora_id")
     if lora_id:
-        adapter = _pick(fleet, visible, session, rng, lora_id)
+        adapter = _find_adapter(fleet, visible, session, rng, lora_id)
         target = _adapter_target(fleet, adapter, lora_id, model or lora_id, "lora_id")
         named_base = model if model and _is_base(fleet, visible, model) else None
         if named_base is None and model and not _agrees(fleet, visible, model, lora_id, target):
-            if _pick(fleet, visible, session, rng, _split(fleet, visible, model)[1]) is None:
-                raise ModelNotFound(_unknown(model), param="model")
+            if _find_adapter(fleet, visible, session, rng, _split(fleet, visible, model)[1]) is None:
+                raise ModelNotFound(_unknown_model(model), param="model")
             raise BadBody(
                 f"lora_id {lora_id!r} and model {model!r} name different adapters; leave one of them out",
                 param="lora_id",
@@ -63,9 +63,9 @@ def resolve(
     if _is_base(fleet, visible, model):
         return RequestTarget(model, None, model)
     base, name = _split(fleet, visible, model) if ":" in model else (None, model)
-    target = _adapter_target(fleet, _pick(fleet, visible, session, rng, name), name, model, "model")
+    target = _adapter_target(fleet, _find_adapter(fleet, visible, session, rng, name), name, model, "model")
     if base is not None and target.base_model != base:
-        raise ModelNotFound(_unknown(model), param="model")
+        raise ModelNotFound(_unknown_model(model), param="model")
     return target
 
 
@@ -75,16 +75,16 @@ def visible_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, Routable
 
 
 def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableAdapter]:
-    """Those that work, or once did: without what failed its checks before any worker had verified it."""
+    """The visible adapters, without those that failed their checks before any worker had verified them."""
     adapters = visible_adapters(fleet, visible)
-    return {lora_id: it for lora_id, it in adapters.items() if it.error is None or it.digest}
+    return {lora_id: adapter for lora_id, adapter in adapters.items() if adapter.error is None or adapter.digest}
 
 
 def _adapter_target(
     fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str
 ) -> RequestTarget:
     if adapter is None:
-        raise ModelNotFound(_unknown(name), param=param)
+        raise ModelNotFound(_unknown_model(name), param=param)
     if adapter.error is not None:
         raise AdapterFailed(f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}", param=param)
     base_model = adapter.base_model or _only_base(fleet)
@@ -93,7 +93,7 @@ def _adapter_target(
     return RequestTarget(base_model, adapter, asked)
 
 
-def _pick(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
+def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
@@ -105,11 +105,11 @@ def _pick(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name:
     if len(usable) < 2:
         return usable[0][0] if usable else None
     if session:
-        return max(usable, key=lambda target: _claim(name, session, target[0].lora_id, target[1]))[0]
+        return max(usable, key=lambda target: _session_claim(name, session, target[0].lora_id, target[1]))[0]
     return rng.choices([adapter for adapter, _ in usable], [weight for _, weight in usable])[0]
 
 
-def _claim(alias: str, session: str, lora_id: str, weight: float) -> float:
+def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> float:
     """A target's claim on a session; the highest wins, each as often as its weight says.
 
     A target whose weight grows takes sessions from the others and gives none away, whatever the others' weights were
@@ -130,7 +130,7 @@ def _split(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None
 
 
 def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: RequestTarget) -> bool:
-    """Whether a model that is no base model says the same as lora_id, in one of its spellings or by an alias of it."""
+    """Whether `model`, which is no base model, names the adapter `lora_id`: as it is, with its base, or by an alias."""
     base, name = _split(fleet, visible, model)
     alias = fleet.aliases.get(name)
     is_same = name == lora_id or (alias is not None and lora_id in dict(alias.targets))
@@ -138,7 +138,7 @@ def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, targ
 
 
 def _is_base(fleet: RouterFleet, visible: Visible, name: str) -> bool:
-    """Whether this base model exists for a caller: somebody serves it, or an adapter that it may use needs it."""
+    """Whether this base model exists for a caller: a replica serves it, or a visible adapter needs it."""
     if name not in fleet.base_models:
         return False
     return fleet.base_models[name] is not None or name in _visible_bases(fleet, visible)
@@ -154,5 +154,5 @@ def _only_base(fleet: RouterFleet) -> str | None:
     return next(iter(bases)) if len(bases) == 1 else None
 
 
-def _unknown(name: str) -> str:
+def _unknown_model(name: str) -> str:
     return f"The model {name!r} does not exist or is not yours to use; GET /v1/models lists what is"

@@ -1,4 +1,4 @@
-"""match -> decide -> wait: one router's choices, without its sockets. Time is an argument, chance comes from a seed."""
+"""The scheduler: match -> decide -> queue, for all base models of one router. No I/O; time and chance are arguments."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ from router.core.schedule.replica_book import LoadEntry
 from router.core.schedule.request import NOTHING, HashChains, HashedRequest, PrefixMatch
 from router.core.schedule.snapshot import FleetSnapshot
 
-# A waiting request is decided again and again; its match is as good as new for this long.
+# A queued request is decided again and again; its prefix match is reused for this long.
 _MATCH_KEPT_S = 0.1
-# So many models and adapters are remembered whose turn it is.
-_MOST_TURNS = 10_000
+# Base models and adapters whose decisions are numbered.
+_MAX_TURNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowComparison:
-    """What another policy would have done: the cost of its choice and of the live one, by the same cost model."""
+    """A shadow policy's choice beside the live one: whether they agree, and the cost of each by the cost model."""
 
     policy: str
     agrees: bool
@@ -37,16 +37,16 @@ class ShadowComparison:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Decides, remembers what it sent, and holds back what no engine should be given yet.
+    """Decides where requests go, counts those in flight, and queues those for which no engine has room.
 
-    roster    the replicas of a base model, now
-    match     what they have cached of a prompt
+    roster          the replicas of a base model, now
+    match           what they have cached of a prompt
     shadowed  told what each shadow policy would have done; shadows decide nothing. `on_shadow_failure`: one raised
-    late_binding_s   how much work is queued at an engine at most; infinite: everything is sent at once
-    most_in_flight_tokens  prompt tokens that this router has at a base model's engines at most; what is beyond waits;
-                           0: no bound. A prompt that is larger than it all goes when nothing else is there
-    breaker   who is passed over because what was sent there failed
-    budget    makes each base model's bound on attempts after the first
+    late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
+    most_in_flight_tokens  prompt tokens of this router at a base model's engines at most, further requests wait; 0: no
+                    bound. A larger prompt goes when no other is in flight
+    breaker         circuits of the replicas where requests failed
+    budget          makes the retry budget of a base model
     """
 
     roster: Callable[[str], Roster]
@@ -68,28 +68,28 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(
-            self._decide_ticket,
+            self._decide_queued,
             self.late_binding_s,
             self._is_full if self.most_in_flight_tokens else None,
             self.load.prefill_pace,
         )
 
     def decide(self, hashed: HashedRequest, now: float) -> Decision:
-        """Where this request would go now, behind all that waits. Raises NoReplica."""
-        return self._decided(hashed, self.match(hashed), self.queue.backlog, now)
+        """Decide where this request would go now, behind the queue. Raises NoReplica."""
+        return self._decide(hashed, self.match(hashed), self.queue.backlog, now)
 
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
-        """The decision if it may be sent now, else None: it waits. Raises NoReplica, Saturated."""
+        """The decision, if the request may be sent now; else None, and it is queued. Raises NoReplica, Saturated."""
         return self.queue.decide_or_enqueue(queued, now)
 
     def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
-        """What may be sent now of what waits; see Dispatcher.ready."""
+        """Take the queued requests that can be sent now; see FairQueue.take_admissible."""
         return self.queue.take_admissible(now)
 
     def record_dispatch(self, decision: Decision, now: float) -> LoadEntry:
-        """Note that a request is about to be sent as decided."""
+        """Count a request that is about to be sent as decided; also asks the shadow policies."""
         if self.shadows:
-            self._ask_shadows(decision)
+            self._run_shadows(decision)
         request, score, replica = decision.request, decision.score, decision.replica
         flight = self.load.add(
             replica.id,
@@ -108,34 +108,34 @@ class Scheduler:
         return flight
 
     def record_success(self, replica: Replica, now: float, sent_at: float) -> None:
-        """It answered with a status below 400."""
+        """Note that a replica answered with a status below 400."""
         self.breaker.record_success(replica, now, sent_at)
 
     def record_failure(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
-        """An attempt there failed before any of it reached the client; see Breaker.failed."""
-        if self._current(replica) is not None:
+        """Count a failed attempt at a replica, unless it is gone; see CircuitBreaker.record_failure."""
+        if self._same_incarnation(replica) is not None:
             fleet = self.roster(replica.base_model).replicas
             self.breaker.record_failure(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
 
     def record_probe(self, replica: Replica, now: float, *, is_well: bool) -> None:
-        """It was asked for something of our own; see Breaker.looked."""
+        """Note the result of a health probe; see CircuitBreaker.record_probe."""
         self.breaker.record_probe(replica, now, self.rng, is_well=is_well)
 
     def take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
-        """Whether a request that failed there may be sent once more; call once for each retry,
-        after `record_failure`.
+        """Whether a request that failed at a replica may be sent once more; call once a retry, after `record_failure`.
 
-        What was under way when a replica was lost is no sign of a storm: it goes elsewhere and draws on no budget.
+        Requests in flight at a replica that was lost go elsewhere without drawing on the retry budget.
         """
-        current = self._current(replica)
+        current = self._same_incarnation(replica)
         is_lost = current is None or current.state != "ready"
         if not is_lost and self.breaker.state(replica, now) != "closed":
             is_lost = sent_at <= self.breaker.changed_at(replica)
         return is_lost or self._budget_of(replica.base_model, now).take(now)
 
     def check_engines(self, replicas: Collection[Replica], now: float) -> None:
-        """Look for engines that have fallen silent, or that their agents suspect, and forget the circuits of others
-        than these; once a second.
+        """Open the circuits of engines that fell silent or that their agents report as hung; call once a second.
+
+        replicas  all there are: circuits of other incarnations are forgotten
         """
         self.breaker.forget_others(replicas, now)
         for replica in replicas:
@@ -148,17 +148,17 @@ class Scheduler:
                 self.record_failure(replica, SILENT, now)
 
     def healthy_replicas(self, base_model: str, now: float) -> list[Replica]:
-        """The replicas that take new requests, and are not known to fail."""
+        """The replicas that take new requests and are not known to fail."""
         shut = self.breaker.open_incarnations(now)
         well = [replica for replica in self.roster(base_model).replicas if not replica.is_suspect]
         return [replica for replica in well if replica.state == "ready" and replica.incarnation not in shut]
 
     @property
     def retries_refused(self) -> int:
-        """Attempts that were not made again because their base model's budget was spent."""
+        """Retries refused because the budget of their base model was spent."""
         return sum(budget.refused for budget in self._budgets.values())
 
-    def _ask_shadows(self, decision: Decision) -> None:
+    def _run_shadows(self, decision: Decision) -> None:
         for policy in self.shadows:
             try:
                 shadow = decide(policy, decision.request, decision.snapshot)
@@ -168,8 +168,8 @@ class Scheduler:
             is_same = shadow.position == decision.position
             self.on_shadow(ShadowComparison(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
 
-    def _current(self, replica: Replica) -> Replica | None:
-        """It as it is now, if that is still the same incarnation."""
+    def _same_incarnation(self, replica: Replica) -> Replica | None:
+        """The replica as it is now, if its incarnation is still the same."""
         same = (r for r in self.roster(replica.base_model).replicas if r.incarnation == replica.incarnation)
         return next(same, None)
 
@@ -186,31 +186,31 @@ class Scheduler:
         there = self.load.in_flight_tokens(decision.request.base_model)
         return there > 0 and there + decision.request.prompt_tokens > self.most_in_flight_tokens
 
-    def _decide_ticket(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+    def _decide_queued(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
         if queued.matched is None or now - queued.matched[1] > _MATCH_KEPT_S:
             queued.matched = self.match(queued.hashed), now
-        return self._decided(queued.hashed, queued.matched[0], backlog, now)
+        return self._decide(queued.hashed, queued.matched[0], backlog, now)
 
-    def _decided(
+    def _decide(
         self, hashed: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
     ) -> Decision:
         request, load = hashed.request, self.load
         roster = self.roster(request.base_model)
         loads = load.fleet_load(request.base_model, roster.replicas)
         rho, context_tokens = load.utilisation(request.base_model, loads, now)
-        # Of each model by itself: who asks two of them in turn would else ask the same half of each one's replicas.
+        # Numbered for each adapter: a client that uses two in turn would else get the same half of each one's replicas.
         names = request.base_model, request.engine_name
-        if len(self._turns) >= _MOST_TURNS:
+        if len(self._turns) >= _MAX_TURNS:
             self._turns.clear()
         turn = self._turns[names] = self._turns.get(names, 0) + 1
-        # In order, not by name: that takes a third of the time.
+        # Positional arguments take a third of the time of named ones.
         snapshot = FleetSnapshot(
             roster,
             loads,
             matched.depths,
             matched.lower,
             matched.ranks,
-            # A copy: the scene is kept, and what waits goes on changing.
+            # A copy: the snapshot is kept, and the backlog goes on changing.
             dict(backlog) if backlog else NOTHING,
             self.breaker.open_incarnations(now),
             rho,
@@ -223,12 +223,12 @@ class Scheduler:
         return decide(self.policy, request, snapshot)
 
     def has_room(self, decision: Decision) -> bool:
-        """Whether its replica may be given this request now."""
+        """Whether the chosen replica can take this request now."""
         return self.queue.has_room(decision) and not self._is_full(decision)
 
 
 def first_blocks(chains: HashChains, *, tokens: int = 256) -> int:
-    """A hash of a prompt's first blocks: what requests that begin alike have in common; 0 of none."""
+    """The hash of a prompt's first `tokens`, which requests with the same beginning share; 0 without blocks."""
     for block_size, chain in sorted(chains.items()) if len(chains) > 1 else chains.items():
         if chain:
             return chain[min(len(chain), max(1, tokens // block_size)) - 1]

@@ -14,7 +14,7 @@ from router.core.failover.circuit_breaker import ANSWERED, COUNTED, BreakerRules
 from router.core.failover.retry_budget import RetryBudget
 from router.core.fleet import Roster
 from router.core.schedule.policies import POLICIES
-from router.core.schedule.record import record_of, replayed
+from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from tests.router.test_dispatch import SchedulerUnderTest
 from tests.router.test_policy import SQL, a_replica, choose
@@ -514,7 +514,7 @@ def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why
         )
         assert decision.replica.id == "w2"
         assert decision.rejected == {"w0": "circuit open", "w1": "circuit open"}
-        again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
+        again = replay_decision(json.loads(json.dumps(record_of(decision), allow_nan=False)))
         assert again == decision or again.snapshot.open_circuits == shut
         assert again.replica.id == "w2"
 
@@ -540,7 +540,7 @@ def test_when_every_able_replica_is_shut_the_breaker_is_ignored_for_them():
 def test_a_record_of_before_there_were_circuits_is_still_replayed():
     record = record_of(choose(RoutingRequest("m", "", 100), [a_replica("w0")]))
     del record["shut"]
-    assert replayed(record).replica.id == "w0"
+    assert replay_decision(record).replica.id == "w0"
 
 
 # --- in the mind ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from router.core.schedule.load_snapshot import FleetLoad, ReplicaLoad
 from router.core.schedule.policies import POLICIES
 from router.core.schedule.policies.kv_lora import KvLoraPolicy, within_slots
 from router.core.schedule.policy import decide
-from router.core.schedule.record import record_of, replayed
+from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import HashedRequest, PrefixMatch, RoutingRequest
 from router.core.schedule.snapshot import FleetSnapshot
 from router.core.scheduler import Scheduler
@@ -147,7 +147,7 @@ def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_
     decision = choose(request, fleet, {"short": 200}, policy=policy)
     assert decision.replica.id == "long"
     assert decision.rejected == {"short": "takes 4096 tokens, and this may come to 4097"}
-    again = replayed(json.loads(json.dumps(record_of(decision))))
+    again = replay_decision(json.loads(json.dumps(record_of(decision))))
     assert (again.replica.id, again.rejected) == ("long", decision.rejected)
     assert (
         choose(structs.replace(request, total_tokens=4096), fleet, {"short": 200}, policy="kv_lora").replica.id
@@ -430,7 +430,7 @@ def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_o
 @given(moment=moments())
 def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment):
     decision = decide(POLICIES[policy](), *moment)
-    again = replayed(json.loads(json.dumps(record_of(decision), allow_nan=False)))
+    again = replay_decision(json.loads(json.dumps(record_of(decision), allow_nan=False)))
     assert again.replica.id == decision.replica.id
     assert again.scores == decision.scores
     assert again.rejected == decision.rejected
@@ -443,7 +443,7 @@ def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhe
     decision = choose(request, fleet, {"w0": 6}, {"w1": ReplicaLoad(full_s=9.0)}, policy=policy)
     assert decision.replica.id == "w1"
     assert decision.rejected == {"w0": "does not keep the earlier response"}
-    assert replayed(json.loads(json.dumps(record_of(decision), allow_nan=False))).request == request
+    assert replay_decision(json.loads(json.dumps(record_of(decision), allow_nan=False))).request == request
     with pytest.raises(NoReplica, match="does not keep"):
         choose(request, [fleet[0], a_replica("w1", engine_boot_id="c")], policy=policy)
 

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from lorafleet.service.auth import ApiKeys, KeyLimits, hash_key
 from router.core.errors import RateLimited
-from router.core.queue.quota import AccountState, Quotas, shown_s
+from router.core.queue.quota import AccountState, Quotas, duration_text
 from router.processes import shared_quotas
 from router.processes.shared_quotas import SharedQuotas, shared_memory
 from tests.patience import until
@@ -225,7 +225,7 @@ def test_idle_keys_are_forgotten_and_busy_or_indebted_ones_are_not():
     ],
 )
 def test_times_are_written_as_openai_writes_them(seconds, shown):
-    assert shown_s(seconds) == shown
+    assert duration_text(seconds) == shown
 
 
 def test_headers_tell_what_is_left_of_the_limits_that_there_are():

@@ -11,7 +11,7 @@ from router.core.schedule.cost_settings import CostSettings
 from router.core.schedule.load_snapshot import ReplicaLoad
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policy import decide
-from router.core.schedule.record import record_of, replayed
+from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from tests.router.doubles import CHAT, AgentDouble, EngineDouble, fleet
 from tests.router.test_policy import a_replica, choose, queued
@@ -55,7 +55,7 @@ def test_explained_and_replayed_decisions_have_the_zone_in_them(drawn, other_zon
     own = {f"w{i}": ReplicaLoad(busy_until=busy) for i, (_, _, busy) in enumerate(drawn)}
     made = choose(ASK, replicas, depths, own, seed=seed, costs=CostSettings(other_zone_s=other_zone_s))
     assert [score.zone_s for score in made.scores] == [other_zone_s * is_far for is_far, _, _ in drawn]
-    again = replayed(json.loads(json.dumps(record_of(made))))
+    again = replay_decision(json.loads(json.dumps(record_of(made))))
     assert (again.replica.id, again.score) == (made.replica.id, made.score)
     assert decide(KvLoraPolicy(), ASK, made.snapshot).replica.id == made.replica.id
 

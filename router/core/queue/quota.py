@@ -1,9 +1,9 @@
-"""What each key has left of its own limits. Pure: time is an argument.
+"""Rate limits of API keys: requests a minute, tokens a minute, and concurrent requests. Pure: time is an argument.
 
-Requests and tokens a minute are token buckets that hold a minute's worth: full after a minute's rest, so that a burst
-may take it all at once. Tokens are charged when they are known: the prompt's before it is sent, the answer's when it is
-over, which may leave a debt that is paid off first. A request that needs more than a whole minute's tokens goes when
-all of them are there: in the mean the limit holds, and nothing is impossible.
+Requests and tokens a minute are token buckets that hold a minute's worth, so that a burst may take it all at once.
+Tokens are charged when they are known: the prompt's before it is sent, the answer's when it is over. That may leave a
+debt, which is paid off first. A request that needs more than a minute's tokens goes when the bucket is full, so the
+limit holds on average, and no request is impossible.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 from router.core.errors import RateLimited
 
 MINUTE_S = 60.0
-# Idle keys are looked for when there are so many, and twice as many as were left the last time.
+# Idle accounts are swept at so many accounts, and then at twice as many as the last sweep left.
 _SWEEP_FROM = 1024
-# How soon somebody else's request of the same key may have ended: a guess.
+# Retry-After where too many requests of a key run: a guess.
 _CONCURRENT_RETRY_S = 1.0
-# Who comes back exactly when it was told to is not sent away for the last digit.
+# A client that comes back exactly at its Retry-After is not refused for a rounding error.
 _ROUNDING = 1e-6
 _NAMES = {
     "requests_per_minute": "requests per minute",
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 class RateLimits(Protocol):
-    """A key's own; None is no limit."""
+    """The limits of one API key; None: no limit."""
 
     @property
     def requests_per_minute(self) -> float | None: ...
@@ -39,8 +39,11 @@ class RateLimits(Protocol):
 
 
 class AccountState(NamedTuple):
-    """How a process left a key's account: what was there of each limit, `inf` where there is none, and what it has
-    under way itself. `turn` orders what happened at one moment.
+    """A key's account as one process left it.
+
+    turn      orders writes of the same moment
+    requests, tokens   levels of the two buckets; inf without that limit
+    running   requests of this process
     """
 
     at: float
@@ -51,7 +54,7 @@ class AccountState(NamedTuple):
 
 
 class SharedAccountStates(Protocol):
-    """What the processes of one port know of each other's keys, by the same clock (processes/shared_quotas.py)."""
+    """The account states that the processes of one port share (processes/shared_quotas.py); one clock for all."""
 
     def states(self, key_id: str) -> Iterable[AccountState]: ...
 
@@ -60,26 +63,24 @@ class SharedAccountStates(Protocol):
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """`level` at `at`; below zero it is a debt."""
+    """A token bucket that fills in a minute. `level` as of `at`; below zero it is a debt."""
 
     size: float
     level: float
     at: float
 
     def now(self, now: float) -> float:
-        """The level now."""
+        """Fill the bucket for the time since the last call; returns its level."""
         self.level = min(self.size, self.level + max(0.0, now - self.at) * self.size / MINUTE_S)
         self.at = max(self.at, now)
         return self.level
 
     def until(self, level: float, now: float) -> float:
-        """Seconds until it has risen to this level, which it has not reached, or has just."""
+        """Seconds until the bucket reaches this level."""
         return (level - self.now(now)) * MINUTE_S / self.size
 
     def resize(self, size: float, now: float) -> None:
-        """Another size, with as much taken out of it as before; a debt comes of what was asked for, never of this, and
-        is paid off in the same time.
-        """
+        """Change the size. What was taken stays taken; a debt takes as long to pay off as before."""
         level = self.now(now)
         self.level = max(0.0, level + size - self.size) if level >= 0 else level * size / self.size
         self.size = size
@@ -87,7 +88,11 @@ class _TokenBucket:
 
 @dataclass(slots=True)
 class _KeyAccount:
-    """`elsewhere`: what runs in the other processes; `at` and `turn`: when one of all was the last to touch it."""
+    """One key's account.
+
+    running, elsewhere   requests that run in this process, and in others
+    at, turn             when any process last changed it
+    """
 
     key_id: str
     limits: RateLimits
@@ -101,9 +106,9 @@ class _KeyAccount:
 
 @dataclass(slots=True, eq=False)
 class QuotaGrant:
-    """One request that may go on; to be given to `settle` when it is over, however it ended.
+    """The grant of one request; must be given to `settle` when the request is over, well or badly.
 
-    slots  of its key's requests at once that it takes: a batch's are the batch's
+    slots  concurrent requests that it counts as: 0 in a batch, which has its own
     """
 
     account: _KeyAccount
@@ -114,7 +119,7 @@ class QuotaGrant:
 
 @dataclass(slots=True, eq=False)
 class BatchQuotaGrant:
-    """Requests that may go on together, `at_once` of them at a time; each is settled, and the batch ended after all."""
+    """The grants of a batch, of which `at_once` may run at a time. Settle each, then end the batch."""
 
     account: _KeyAccount
     items: tuple[QuotaGrant, ...]
@@ -124,9 +129,9 @@ class BatchQuotaGrant:
 
 @dataclass(slots=True)
 class Quotas:
-    """The accounts of all keys that have limits and were used lately.
+    """The accounts of the keys that have limits and were used lately.
 
-    others  the processes that these accounts are shared with; None: they are ours alone
+    others  account states shared with other processes; None: there are no others
     """
 
     others: SharedAccountStates | None = None
@@ -134,13 +139,13 @@ class Quotas:
     _sweep_at: int = _SWEEP_FROM
 
     def __len__(self) -> int:
-        """Keys remembered."""
+        """Accounts kept."""
         return len(self.accounts)
 
     def take(self, key_id: str, limits: RateLimits, now: float, tokens: int = 0) -> QuotaGrant:
-        """Count one request, with the tokens that it is known to need; more may be charged later.
+        """Grant one request and charge the tokens that it is known to need; more may be charged later.
 
-        raises  RateLimited; nothing has been counted then
+        raises  RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
         self._check(account, tokens, now)
@@ -149,17 +154,17 @@ class Quotas:
         account.running += 1
         granted = QuotaGrant(account)
         self._charge(granted, tokens)
-        self._leave(account, now)
+        self._publish(account, now)
         return granted
 
     def check(self, key_id: str, limits: RateLimits, now: float) -> None:
-        """Raises RateLimited where no request would go on, however little it asks for; counts nothing."""
+        """Raise RateLimited where even the smallest request would be refused; counts nothing."""
         self._check(self._account(key_id, limits, now), 0, now)
 
     def take_batch(self, key_id: str, limits: RateLimits, now: float, items: int, *, at_once: int) -> BatchQuotaGrant:
-        """Count so many requests, of which `at_once` may be under way at a time, or as many as the key may have yet.
+        """Grant a batch of `items` requests, at most `at_once` at a time, and no more than the key may still run.
 
-        raises  RateLimited; nothing has been counted then
+        raises  RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
         at_once = min(at_once, items)
@@ -175,11 +180,11 @@ class Quotas:
         if requests is not None:
             requests.level -= items
         account.running += at_once
-        self._leave(account, now)
+        self._publish(account, now)
         return BatchQuotaGrant(account, tuple([QuotaGrant(account, slots=0) for _ in range(items)]), at_once)
 
     def end_batch(self, batch: BatchQuotaGrant, now: float) -> None:
-        """All that began are settled, and those that never did are given back; repeats change nothing."""
+        """End a batch and give back the requests that never began. Safe to call twice."""
         if batch.is_ended:
             return
         batch.is_ended = True
@@ -189,25 +194,25 @@ class Quotas:
         if account.requests is not None:
             unbegun = sum([not granted.is_settled for granted in batch.items])
             account.requests.level = min(account.requests.size, account.requests.now(now) + unbegun)
-        self._leave(account, now)
+        self._publish(account, now)
 
     def charge(self, granted: QuotaGrant, tokens: int, now: float) -> None:
-        """Take tokens that are needed besides: the prompt's, once it is tokenized.
+        """Charge further tokens to a grant: the prompt's, once it is tokenized.
 
-        raises  RateLimited when they are not there; none was taken then, and `settle` is still to be called
+        raises  RateLimited; none is charged then, and `settle` must still be called
         """
         self._catch_up(granted.account)
         self._check_tokens(granted.account, tokens, now)
         self._charge(granted, tokens)
-        self._leave(granted.account, now)
+        self._publish(granted.account, now)
 
     def settle(
         self, granted: QuotaGrant, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
     ) -> None:
-        """It is over; repeats change nothing.
+        """Settle a grant whose request is over. Safe to call twice.
 
-        completion_tokens  what was answered, which nobody knew before
-        prompt_tokens      what the engine counted instead of what was charged; 0 where none saw the request
+        completion_tokens  tokens of the answer
+        prompt_tokens      the engine's count, which replaces what was charged; 0 where no engine saw the request
         """
         if granted.is_settled:
             return
@@ -219,44 +224,44 @@ class Quotas:
             prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
             account.tokens.now(now)
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
-        self._leave(account, now)
+        self._publish(account, now)
 
     def headers(self, granted: QuotaGrant, now: float) -> dict[str, str]:
-        """The usual headers: where its key stands, of the limits that it has."""
+        """The x-ratelimit headers of the grant's key, for the limits that it has."""
         self._catch_up(granted.account)
         return _headers(granted.account, now)
 
     def forget_idle(self, now: float) -> None:
-        """Drop the keys whose accounts are as good as new."""
+        """Drop accounts without requests in flight whose buckets are full."""
         for key_id in [key_id for key_id, account in self.accounts.items() if _is_idle(account, now)]:
             del self.accounts[key_id]
 
     def _account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
         account = self.accounts.get(key_id)
         if account is None:
-            return self._opened(key_id, limits, now)
+            return self._open_account(key_id, limits, now)
         if account.limits is not limits and account.limits != limits:
-            self._reconcile(account, limits, now)
+            self._set_limits(account, limits, now)
         self._catch_up(account)
         return account
 
-    def _opened(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
+    def _open_account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
         if len(self.accounts) >= self._sweep_at:
             self.forget_idle(now)
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self.accounts))
         account = _KeyAccount(key_id, limits, None, None)
-        self._reconcile(account, limits, now)
+        self._set_limits(account, limits, now)
         self.accounts[key_id] = account
         self._catch_up(account)
         return account
 
-    def _reconcile(self, account: _KeyAccount, limits: RateLimits, now: float) -> None:
+    def _set_limits(self, account: _KeyAccount, limits: RateLimits, now: float) -> None:
         account.limits = limits
         account.requests = _resized(account.requests, limits.requests_per_minute, now)
         account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
 
     def _catch_up(self, account: _KeyAccount) -> None:
-        """What the others took is gone, and what they have under way runs."""
+        """Bring an account up to date with what other processes took and run."""
         if self.others is None:
             return
         last, account.elsewhere = None, 0
@@ -269,9 +274,9 @@ class Quotas:
                 if bucket is not None:
                     bucket.level, bucket.at = level, last.at
 
-    def _leave(self, account: _KeyAccount, now: float) -> None:
+    def _publish(self, account: _KeyAccount, now: float) -> None:
         if self.others is not None:
-            # This clock may have been read before another process wrote: what is left here comes after that.
+            # This clock may have been read before another process wrote: this state must come after that one.
             account.at, account.turn = max(account.at, now), account.turn + 1
             requests, tokens = account.requests, account.tokens
             self.others.publish(
@@ -297,7 +302,7 @@ class Quotas:
         bucket = account.tokens
         if bucket is None:
             return
-        # At least something must be there, so that a debt holds up requests whose size is not known yet.
+        # At least one token must be there, so that a debt also refuses requests whose size is not known yet.
         needed = min(bucket.size, max(1, tokens))
         if bucket.now(now) < needed - _ROUNDING:
             self._refuse(account, "tokens_per_minute", bucket.until(needed, now), now, tokens)
@@ -312,15 +317,15 @@ class Quotas:
         needs = f", this one needs {tokens}" if tokens else ""
         raise RateLimited(
             f"this API key has a limit of {most:g} {_NAMES[limit]}, which is reached{needs}; try again in"
-            f" {shown_s(retry_after_s)}",
+            f" {duration_text(retry_after_s)}",
             retry_after_s=retry_after_s,
             limit=limit,
             headers=_headers(account, now),
         )
 
 
-def shown_s(seconds: float) -> str:
-    """A time as OpenAI's reset headers have it: 12ms, 1s, 6m0s, 1h0m5s."""
+def duration_text(seconds: float) -> str:
+    """A duration in the form of OpenAI's reset headers: 12ms, 1s, 6m0s, 1h0m5s."""
     if seconds <= 0:
         return "0s"
     if seconds < 1:
@@ -339,7 +344,7 @@ def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
         if bucket is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(floor(bucket.size))
             headers[f"x-ratelimit-remaining-{name}"] = str(max(0, floor(bucket.now(now))))
-            headers[f"x-ratelimit-reset-{name}"] = shown_s(bucket.until(bucket.size, now))
+            headers[f"x-ratelimit-reset-{name}"] = duration_text(bucket.until(bucket.size, now))
     return headers
 
 

@@ -1,4 +1,4 @@
-"""A decision as plain data, complete enough to be made again: JSON in, the same choice out."""
+"""Decisions as JSON: a record has all that a decision read, so that it can be made again with the same result."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +22,9 @@ _SETS = ("engine_names", "fresh", "draining")
 
 
 def record_of(decision: Decision) -> dict[str, Any]:
-    """What `replayed` needs, as JSON can hold it. Fields that have their default value are left out, and so are the
-    adapters that the request did not name.
+    """The decision as JSON data for `replay_decision`; its keys are part of the REST API.
+
+    Fields with their default value are left out, and so are adapters that the request did not name.
     """
     request, snapshot = decision.request, decision.snapshot
     return {
@@ -46,26 +47,26 @@ def record_of(decision: Decision) -> dict[str, Any]:
     }
 
 
-def replayed(record: Mapping[str, Any]) -> Decision:
-    """The decision made again from its record. Raises NoReplica as the first time, KeyError or TypeError for others."""
-    given = dict(record)
-    policy = POLICIES[given.pop("policy")]()
-    asked = given.pop("ask")
-    (only,) = _pairs([asked["only"]]) if asked.get("only") else (None,)
-    request = RoutingRequest(**asked | {"excluded": _pairs(asked["excluded"]), "only": only})
+def replay_decision(record: Mapping[str, Any]) -> Decision:
+    """Make a decision again from its record. Raises NoReplica as the first time, KeyError or TypeError for bad data."""
+    data = dict(record)
+    policy = POLICIES[data.pop("policy")]()
+    request_data = data.pop("ask")
+    (only,) = _pairs([request_data["only"]]) if request_data.get("only") else (None,)
+    request = RoutingRequest(**request_data | {"excluded": _pairs(request_data["excluded"]), "only": only})
     snapshot = FleetSnapshot(
-        roster=Roster(tuple(_replica(plain) for plain in given.pop("replicas"))),
-        loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in given.pop("loads")),
-        lower={worker: (host, storage) for worker, (host, storage) in given.pop("lower").items()},
-        open_circuits=_pairs(given.pop("shut", ())),
-        costs=CostSettings(**given.pop("costs")),
-        **given,
+        roster=Roster(tuple(_replica(plain) for plain in data.pop("replicas"))),
+        loads=FleetLoad.of(ReplicaLoad(**_with_sets(plain)) for plain in data.pop("loads")),
+        lower={worker: (host, storage) for worker, (host, storage) in data.pop("lower").items()},
+        open_circuits=_pairs(data.pop("shut", ())),
+        costs=CostSettings(**data.pop("costs")),
+        **data,
     )
     return decide(policy, request, snapshot)
 
 
 def _plain(thing: Any) -> dict[str, Any]:
-    """The fields that differ from their default, sets as sorted lists."""
+    """The fields of a value that differ from their defaults, sets as sorted lists."""
     found = {}
     for name, default in _defaults(type(thing)):
         value = getattr(thing, name)
@@ -76,7 +77,7 @@ def _plain(thing: Any) -> dict[str, Any]:
 
 
 def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of a struct, a named tuple or a dataclass with their defaults, `_NO_DEFAULT` where there is none."""
+    """(name, default) of the fields of a struct, named tuple or dataclass; `_NO_DEFAULT` where there is none."""
     if issubclass(kind, msgspec.Struct):
         for known in msgspec.structs.fields(kind):
             yield known.name, _NO_DEFAULT if known.default is msgspec.NODEFAULT else known.default
