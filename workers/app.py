@@ -228,7 +228,7 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
     )
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     allowed = parse_networks(settings.source_networks)
-    ours: dict[str, Source] = {
+    sources: dict[str, Source] = {
         "file": LocalSource(roots, max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle),
         "https": WebSource(
             limits,
@@ -239,8 +239,8 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         **{scheme: ObjectSource(scheme, limits) for scheme in ("s3", "gs", "az")},
     }
     if manager is not None:
-        ours[PLUGIN_SCHEME] = PluginSource(manager, limits)
-    return ours | entry_point_sources(limits, frozenset({*ours, PLUGIN_SCHEME}))
+        sources[PLUGIN_SCHEME] = PluginSource(manager, limits)
+    return sources | entry_point_sources(limits, frozenset({*sources, PLUGIN_SCHEME}))
 
 
 def rules_of(settings: WorkerSettings) -> AdapterRules:

@@ -218,9 +218,9 @@ class WorkerSettings(ServiceSettings):
     @classmethod
     def _check_engine_args(cls, words: tuple[str, ...]) -> tuple[str, ...]:
         for word in words:
-            flag, _, rest = word.partition(" ")
-            if flag.startswith("--") and "=" not in flag and rest:
-                raise ValueError(f"give each word as its own argument: {flag!r}, {rest!r}; found {word!r}")
+            flag, _, value = word.partition(" ")
+            if flag.startswith("--") and "=" not in flag and value:
+                raise ValueError(f"give each word as its own argument: {flag!r}, {value!r}; found {word!r}")
         return words
 
     @field_validator("orchestrator_url")

@@ -151,9 +151,9 @@ class WorkerMetrics:
         self._named.move_to_end(lora_id)
         while len(self._named) > MOST_NAMED:
             oldest, _ = self._named.popitem(last=False)
-            for each in (self._load_seconds, self._unload_seconds):
+            for histogram in (self._load_seconds, self._unload_seconds):
                 with contextlib.suppress(KeyError):  # loaded and never unloaded
-                    each.remove(oldest, self._worker_id)
+                    histogram.remove(oldest, self._worker_id)
         return lora_id, self._worker_id
 
     def clear_ledger(self) -> None:

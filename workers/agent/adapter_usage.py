@@ -45,8 +45,8 @@ class ReportedAdapterUsage:
         our_counts = {use.engine_name: use.requests for use in report.uses if use.worker_id == self._worker_id}
         used = []
         for name, requests in our_counts.items():
-            adapter, before = self._installed.get(name), counts.get(name, 0)
-            new = requests - before if requests >= before else requests  # a router's count may restart at 0
+            adapter, last_count = self._installed.get(name), counts.get(name, 0)
+            new = requests - last_count if requests >= last_count else requests  # a router's count may restart at 0
             if adapter is not None and new > 0:
                 self._installed.update_in_memory(
                     replace(adapter, request_count=adapter.request_count + new, last_used=self._now())
@@ -63,14 +63,17 @@ class ReportedAdapterUsage:
         if self._is_saved:
             return
         counts = {adapter.engine_name: [adapter.request_count, adapter.last_used] for adapter in self._installed.all()}
-        routers = [[*key, seq, taken] for key, (seq, taken) in self._routers.items()]
+        routers = [[*key, seq, counts_of_router] for key, (seq, counts_of_router) in self._routers.items()]
         self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
 
     def _read_saved(self) -> None:
         """Read the saved counts; logs a damaged file and starts without it."""
         try:
             saved = json.loads(self._file.read_text())
-            routers = {(router, boot): (int(seq), dict(taken)) for router, boot, seq, taken in saved["routers"]}
+            routers = {
+                (router, boot): (int(seq), dict(counts_of_router))
+                for router, boot, seq, counts_of_router in saved["routers"]
+            }
             counts = {name: (int(count), last) for name, (count, last) in saved["adapters"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
             log.warning("saved request counts unreadable: new counts may be too high", error=repr(exc))

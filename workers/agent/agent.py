@@ -332,12 +332,14 @@ class WorkerAgent:
 
     async def sweep(self) -> None:
         """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters."""
-        known = frozenset(adapter.digest for adapter in self.installed.all())
+        installed_digests = frozenset(adapter.digest for adapter in self.installed.all())
         self.installed.retry_writes()
         self.usage.save()
-        lost, gone = await self.cache.sweep(self.inventory.wanted_digests(), known, self._installer.digests_in_use)
-        self.inventory.forget_deleted(gone)
-        await self._loader.refetch_lost_files(lost)
+        lost_files, deleted = await self.cache.sweep(
+            self.inventory.wanted_digests(), installed_digests, self._installer.digests_in_use
+        )
+        self.inventory.forget_deleted(deleted)
+        await self._loader.refetch_lost_files(lost_files)
 
     def update_gauges(self) -> None:
         """Update all metrics that are not counted as they happen."""

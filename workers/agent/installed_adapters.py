@@ -127,8 +127,8 @@ class InstalledAdapters:
             write_json_atomically(path, value, is_flushed=is_flushed)
         except OSError as exc:
             if not self._unwritten:
-                why = write_error_text(exc, path.parent)
-                log.error("state file not written", path=str(path), error=why)  # noqa: TRY400
+                reason = write_error_text(exc, path.parent)
+                log.error("state file not written", path=str(path), error=reason)  # noqa: TRY400
             self._unwritten.add(path)
             return False
         self._unwritten.discard(path)
@@ -143,12 +143,12 @@ def _file_name(engine_name: str) -> str:
 
 def _read_all(folder: Path) -> list[InstalledAdapter]:
     """Read all JSON files of the folder; damaged ones are logged and left out."""
-    known = {field.name for field in fields(InstalledAdapter)}
+    field_names = {field.name for field in fields(InstalledAdapter)}
     adapters = []
     for path in sorted(folder.glob("*.json")):
         try:
             raw = json.loads(path.read_text())
-            adapters.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in known}))
+            adapters.append(InstalledAdapter(**{key: value for key, value in raw.items() if key in field_names}))
         except (OSError, ValueError, TypeError, AttributeError) as exc:
             # A damaged file costs one adapter's history, not the worker's start.
             log.warning("damaged state file ignored", path=str(path), error=str(exc))

@@ -56,12 +56,14 @@ class Installer:
         """The requested adapter with verified files on this disk, fetched if needed. Raises WorkerError."""
         self._check_base_model(request.base_model)
         slots = self._inventory.slots
-        known = self._known_adapter(request)
-        if known is not None and (slots.has(known.engine_name) or await self._cache.has_intact(known.digest)):
-            if not slots.has(known.engine_name):
-                check_rank(known.rank, self._cache.rules)  # an inspection accepts any rank
+        installed = self._known_adapter(request)
+        if installed is not None and (
+            slots.has(installed.engine_name) or await self._cache.has_intact(installed.digest)
+        ):
+            if not slots.has(installed.engine_name):
+                check_rank(installed.rank, self._cache.rules)  # an inspection accepts any rank
             self._metrics.cache.labels("hit").inc()
-            return known
+            return installed
         is_held = any(slots.has(adapter.engine_name) for adapter in self._installed.versions(request.lora_id))
         if not is_held and not self._inventory.has_room(request.evict):
             # Fail before a useless fetch. A loaded version may be the requested one, so it is fetched and compared.
@@ -132,10 +134,10 @@ class Installer:
         except SourceError as exc:
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
-            gone = await asyncio.to_thread(self._cache.folder.delete_half_of_idle, await self.digests_in_use())
-            if not gone:
+            deleted = await asyncio.to_thread(self._cache.folder.delete_half_of_idle, await self.digests_in_use())
+            if not deleted:
                 raise
-            self._inventory.forget_deleted(gone)
+            self._inventory.forget_deleted(deleted)
         return await fetch()
 
     async def _fetch_once(
@@ -162,11 +164,13 @@ class Installer:
             async with self._cache.fetch(pinned, transfer) as folder:
                 with self._timed("verify"):
                     trust_base_model = base_model is not None
-                    found = await self._cache.verify(
+                    verified = await self._cache.verify(
                         folder, trust_base_model=trust_base_model, allow_any_rank=allow_any_rank
                     )
                     # The adapter fits this worker's base model, so it gets that name, not the trainer's path.
-                    manifest = replace(found, base_model=self._base_model_name() or base_model or found.base_model)
+                    manifest = replace(
+                        verified, base_model=self._base_model_name() or base_model or verified.base_model
+                    )
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
                     _check_digest(lora_id, manifest.digest, digest)
                 with self._timed("install"):
@@ -200,9 +204,9 @@ class Installer:
         if path is None and self._cache.has_source(PLUGIN_SCHEME):
             return f"{PLUGIN_SCHEME}://{request.lora_id}"
         if path is None:
-            where = self._local_adapters.folder or "lora_path (not set)"
+            place = self._local_adapters.folder or "lora_path (not set)"
             raise AgentRequestError(
-                "adapter_unknown", f"adapter {request.lora_id!r}: not in {where}; give `source` or put it there"
+                "adapter_unknown", f"adapter {request.lora_id!r}: not in {place}; give `source` or put it there"
             )
         return str(path)
 
@@ -246,10 +250,10 @@ def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifes
     )
 
 
-def _check_digest(lora_id: str, found: str, expected: str | None) -> None:
-    if expected is not None and found != expected:
+def _check_digest(lora_id: str, digest: str, expected: str | None) -> None:
+    if expected is not None and digest != expected:
         raise SourceError(
             "digest_mismatch",
-            f"adapter {lora_id!r}: its source has digest {found}, requested was {expected};"
+            f"adapter {lora_id!r}: its source has digest {digest}, requested was {expected};"
             " new bytes need a new lora_id",
         )

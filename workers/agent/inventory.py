@@ -99,10 +99,10 @@ class Inventory:
             engine_name=adapter.engine_name,
             source=adapter.pinned_source,
         )
-        known = self.installed.get(adapter.engine_name)
-        if known is not None:
+        stored = self.installed.get(adapter.engine_name)
+        if stored is not None:
             adapter = replace(
-                known,
+                stored,
                 source=adapter.source,
                 pinned_source=adapter.pinned_source,
                 path=adapter.path,
@@ -124,9 +124,9 @@ class Inventory:
 
     def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
         """Record that a restarted engine has loaded the adapter again. Writes nothing unless its path changed."""
-        known = self.installed.get(adapter.engine_name)
+        stored = self.installed.get(adapter.engine_name)
         adapter = replace(adapter, loaded_at=timestamp(), load_seconds=load_seconds)
-        if known is None or known.path != adapter.path:
+        if stored is None or stored.path != adapter.path:
             self.installed.store(adapter)
         else:
             self.installed.update_in_memory(adapter)
@@ -171,12 +171,12 @@ class Inventory:
 
     def wanted_digests(self) -> frozenset[str]:
         """Digests whose files must stay: loaded, to be loaded after a restart, or being loaded."""
-        held = [
+        loaded = [
             adapter.digest
             for adapter in self.installed.all()
             if adapter.is_loaded or self.slots.has(adapter.engine_name)
         ]
-        return frozenset((*held, *(item.digest for item in self._progress.values() if item.digest)))
+        return frozenset((*loaded, *(item.digest for item in self._progress.values() if item.digest)))
 
     def correct_from_list(self, listed: set[str]) -> None:
         """Adjust slots and installed adapters to the engine's own list of names."""
@@ -267,7 +267,9 @@ class Inventory:
 
     def update_gauges(self) -> None:
         """Update the adapters' metrics."""
-        resident = self.loaded_adapters()
+        loaded = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
-        self._metrics.set_loaded_adapters((each.lora_id, each.size_bytes, each.request_count) for each in resident)
+        self._metrics.set_loaded_adapters(
+            (adapter.lora_id, adapter.size_bytes, adapter.request_count) for adapter in loaded
+        )

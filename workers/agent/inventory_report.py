@@ -67,12 +67,12 @@ class InventoryReport:
     def loaded(self) -> tuple[LoadedLora, ...]:
         """Adapters that are loaded, being loaded, or failed; names that only the engine knows have no digest."""
         loaded = self._inventory.loaded_adapters()
-        known = {adapter.engine_name for adapter in loaded}
+        names = {adapter.engine_name for adapter in loaded}
         unknown = [
             LoadedLora(
                 lora_id=name, digest="", engine_name=name, state="ready", location=self._inventory.slots.location(name)
             )
-            for name in sorted(self._inventory.slots.registered - known)
+            for name in sorted(self._inventory.slots.registered - names)
         ]
         return (
             *map(self.loaded_lora, loaded),
@@ -103,14 +103,14 @@ class InventoryReport:
 
         Cached until one is added or removed: 5,000 adapters take 15 ms, and every heartbeat has it.
         """
-        known = (self._installed.revision, self._local_adapters.revision)
-        if self._summary_cache[0] != known:
+        revisions = (self._installed.revision, self._local_adapters.revision)
+        if self._summary_cache[0] != revisions:
             names = {f"{adapter.lora_id}@{adapter.digest}" for adapter in self._installed.all()}
             names |= {
                 f"{item.lora_id}@{item.manifest.digest}" for item in self._local_adapters.adapters if item.manifest
             }
             digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:16]
-            self._summary_cache = (known, (len(names), digest))
+            self._summary_cache = (revisions, (len(names), digest))
         return self._summary_cache[1]
 
     def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:

@@ -126,13 +126,13 @@ class KvLedgers:
         self._metrics.kv_readers.inc()
         try:
             while not self._is_closed:
-                kept = self.seq - len(self._ring)
-                if since < kept:
+                oldest = self.seq - len(self._ring)
+                if since < oldest:
                     self._metrics.kv_readers_dropped.inc()
                     return
                 piece: list[bytes] = []
                 size = 0
-                for number in range(since - kept, len(self._ring)):
+                for number in range(since - oldest, len(self._ring)):
                     frame = self._ring[number]
                     if piece and size + len(frame) > _MOST_SENT_BYTES:
                         break
@@ -246,11 +246,11 @@ class _RankLedger:
         log.warning("KV ledger incomplete: events lost", rank=self.number, first=first, last=last)
         self._ledgers.mark_incomplete()
 
-    def _on_unreadable(self, what: str) -> None:
+    def _on_unreadable(self, description: str) -> None:
         """Log unreadable events and mark the ledger incomplete."""
         # Logged once: an engine with unreadable events sends one per step.
         if self._ledgers.is_whole:
-            log.warning("KV ledger incomplete: unreadable events", rank=self.number, what=what)
+            log.warning("KV ledger incomplete: unreadable events", rank=self.number, what=description)
         self._ledgers.mark_incomplete()
 
     def on_malformed(self) -> None:

@@ -230,14 +230,14 @@ class Loader:
                 return
             listed_at = self._clock()
             listed = set(await client.list_adapters())
-            known = self._inventory.slots.registered
-            if known - listed and not await self._engine.is_same_start():
+            registered = self._inventory.slots.registered
+            if registered - listed and not await self._engine.is_same_start():
                 return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
             if self._engine.client is not client:
                 return
             self._inventory.confirm_list(listed_at)
-            if listed != known:
-                for name in listed - known:
+            if listed != registered:
+                for name in listed - registered:
                     self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)
                 self._inventory.correct_from_list(listed)
 

@@ -66,14 +66,14 @@ class AgentOperations:
 
     async def cancel(self, lora_id: str, digest: str | None) -> bool:
         """Cancel the operations of an adapter (or one version) and wait for their end; False if there was none."""
-        going = [
+        cancelled = [
             operation
             for operation in self._operations.get(lora_id, ())
             if digest in {None, operation.digest} and operation.cancel_task()
         ]
-        if going:
-            await asyncio.wait({operation.task for operation in going})
-        return bool(going)
+        if cancelled:
+            await asyncio.wait({operation.task for operation in cancelled})
+        return bool(cancelled)
 
     def cancel_all(self) -> None:
         """Cancel all operations, because the process stops and must not wait for a source."""

@@ -236,13 +236,13 @@ class Supervisor:
                 pending.cancel()
             await asyncio.gather(task, exited, return_exceptions=True)
 
-    async def _exit_reason(self, what: str) -> str:
+    async def _exit_reason(self, event: str) -> str:
         """Wait for the exit and describe it: what happened, exit status, last output."""
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()
         # `/ready` is open to everybody and shows the first line only.
-        return f"{what} (status {code})\nits output ends:\n{self._process.tail}"
+        return f"{event} (status {code})\nits output ends:\n{self._process.tail}"
 
     def _host(self) -> str:
         """The address under which the agent reaches the engine."""

@@ -25,12 +25,12 @@ def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
     Private, loopback, link-local (cloud metadata) and reserved ranges are not public. An IPv6 address that embeds an
     IPv4 address is checked as that IPv4 address.
     """
-    found = _unwrapped(ip_address(address.partition("%")[0]))
-    if any(found.version == network.version and found in network for network in allowed):
+    ip = _unwrapped(ip_address(address.partition("%")[0]))
+    if any(ip.version == network.version and ip in network for network in allowed):
         return True
-    if any(found.version == network.version and found in network for network in _NEVER_PUBLIC):
+    if any(ip.version == network.version and ip in network for network in _NEVER_PUBLIC):
         return False
-    return found.is_global and not found.is_multicast and not found.is_reserved and not found.is_private
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved and not ip.is_private
 
 
 def _unwrapped(address: Address) -> Address:

@@ -26,12 +26,12 @@ def adapters_to_delete(
     Adapters in use are never chosen, nor those used less than `grace_s` ago: a request that began before the unload,
     or a load that is not recorded yet, may still read them.
     """
-    going: list[CachedAdapter] = []
+    chosen: list[CachedAdapter] = []
     for folder in sorted(folders, key=lambda folder: (folder.used_at, folder.digest)):
         if excess_bytes <= 0:
             break
         if folder.is_in_use or now - folder.used_at < grace_s:
             continue
-        going.append(folder)
+        chosen.append(folder)
         excess_bytes -= folder.size_bytes
-    return going, max(0, excess_bytes)
+    return chosen, max(0, excess_bytes)

@@ -105,15 +105,15 @@ def adapter_file_names(names: Collection[str], *, allow_pickle: bool) -> frozens
     Pickled weights count only if there are no safetensors and `allow_pickle` is set.
     raises  SourceError `adapter_pickled`
     """
-    found = frozenset(filter(is_adapter_file, names))
+    adapter_files = frozenset(filter(is_adapter_file, names))
     pickles = [name for name in PICKLES if name in names]
-    if not pickles or CONFIG_NAME not in found or WEIGHTS_NAME in found:
-        return found
+    if not pickles or CONFIG_NAME not in adapter_files or WEIGHTS_NAME in adapter_files:
+        return adapter_files
     if not allow_pickle:
         message = f"{pickles[0]} is a pickle, which can run any code when it is read; accepted is {WEIGHTS_NAME}"
         advice = "convert it with safetensors.torch.save_file, or let workers do that: allow_pickle"
         raise SourceError("adapter_pickled", f"{message}: {advice}")
-    return found | {pickles[0]}
+    return adapter_files | {pickles[0]}
 
 
 def is_adapter_file(name: str) -> bool:
@@ -200,7 +200,7 @@ class _LoraPair:
 
 def _lora_pairs(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> dict[str, _LoraPair]:
     """module -> shapes of its lora_A and lora_B. Raises SourceError for tensors that are no valid part of a LoRA."""
-    found: dict[str, dict[str, Shape]] = {}
+    shapes_by_module: dict[str, dict[str, Shape]] = {}
     names = base.module_shapes() if base else None
     for name, tensor in tensors.items():
         if copied := _BASE_COPY.fullmatch(name):
@@ -221,13 +221,13 @@ def _lora_pairs(tensors: Mapping[str, TensorHeader], base: BaseModel | None) -> 
         if is_embedding != (module.rpartition(".")[2] == "embed_tokens"):
             message = f"tensor {name!r}: embed_tokens has lora_embedding_A and _B, every other module lora_A and _B"
             raise SourceError("tensor_unexpected", message)
-        found.setdefault(module, {})[match["embedding"] or match["half"]] = tensor.shape
-    if not found:
+        shapes_by_module.setdefault(module, {})[match["embedding"] or match["half"]] = tensor.shape
+    if not shapes_by_module:
         message = (
             f"{WEIGHTS_NAME} holds no LoRA tensor; accepted is at least one <module>.lora_A.weight with its lora_B"
         )
         raise SourceError("weights_empty", message)
-    return {module: _pair_of(module, shapes) for module, shapes in found.items()}
+    return {module: _pair_of(module, shapes) for module, shapes in shapes_by_module.items()}
 
 
 def _pair_of(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
@@ -295,11 +295,11 @@ def _example_module(base: BaseModel) -> str:
 def _packing_hint(module: str, names: ModuleShapes) -> str:
     """A hint for the error message if the base model packs the module's parts together, or keeps them apart."""
     parent, _, last = module.rpartition(".")
-    for whole, parts in _PACKED.items():
-        if last == whole and names.find(f"{parent}.{parts[0]}"):
+    for packed, parts in _PACKED.items():
+        if last == packed and names.find(f"{parent}.{parts[0]}"):
             return f"; accepted are its parts {', '.join(parts)}, one pair each"
-        if last in parts and names.find(f"{parent}.{whole}"):
-            return f"; accepted is {whole}, which holds {', '.join(parts)}"
+        if last in parts and names.find(f"{parent}.{packed}"):
+            return f"; accepted is {packed}, which holds {', '.join(parts)}"
     return "; accepted are the base model's own layers"
 
 

@@ -41,11 +41,11 @@ def redacted(ref: str) -> str:
         return ascii(ref[:300])
     head, _, tail = ref.partition("://")
     place = re.split(r"[?#]", tail, maxsplit=1)[0]
-    where, slash, path = place.partition("/")
-    if "@" in where:
-        where = "***@" + where.rpartition("@")[2]
+    host, slash, path = place.partition("/")
+    if "@" in host:
+        host = "***@" + host.rpartition("@")[2]
     hidden = "?***" if len(place) < len(tail) else ""
-    return ascii(f"{head}://{where}{slash}{path}"[:300] + hidden)
+    return ascii(f"{head}://{host}{slash}{path}"[:300] + hidden)
 
 
 def parse_reference(ref: str) -> SplitResult:
@@ -119,5 +119,5 @@ def _may_leave_folder(ref: str) -> bool:
     return ref != unquote(ref) or any(part.partition(";")[0] in {".", ".."} for part in re.split(r"[/\\]", ref))
 
 
-def _invalid_source(ref: str, why: str) -> SourceError:
-    return SourceError("source_invalid", f"source {redacted(ref)}: {why}")
+def _invalid_source(ref: str, reason: str) -> SourceError:
+    return SourceError("source_invalid", f"source {redacted(ref)}: {reason}")

@@ -66,8 +66,8 @@ def parse_header(raw: bytes, data_bytes: int, name: str) -> dict[str, TensorHead
     end = 0
     for begins, ends, key in spans:
         if begins != end:
-            what = "overlaps the one before" if begins < end else f"leaves {begins - end} bytes unused before it"
-            raise _corrupt_error(name, f"tensor {key!r} begins at {begins} and {what}")
+            fault = "overlaps the one before" if begins < end else f"leaves {begins - end} bytes unused before it"
+            raise _corrupt_error(name, f"tensor {key!r} begins at {begins} and {fault}")
         end = ends
     if end != data_bytes:
         raise _corrupt_error(name, f"its tensors take {end} bytes, the file has {data_bytes}: cut short or padded")
@@ -91,9 +91,9 @@ def _checked_span(name: str, key: str, value: Any) -> tuple[int, int, str]:
         raise _corrupt_error(name, f"tensor {key!r} has data_offsets {offsets!r}; accepted is [begin, end]")
     bits = math.prod(shape) * _BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        found = f"{dtype} of shape {shape} takes {bits / 8:g} bytes"
+        expected = f"{dtype} of shape {shape} takes {bits / 8:g} bytes"
         raise _corrupt_error(
-            name, f"tensor {key!r}: {found}, its data_offsets {offsets} give {offsets[1] - offsets[0]}"
+            name, f"tensor {key!r}: {expected}, its data_offsets {offsets} give {offsets[1] - offsets[0]}"
         )
     return offsets[0], offsets[1], key
 
@@ -105,10 +105,10 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("duplicate key")
-    return found
+    return result
 
 
 def _corrupt_error(name: str, message: str) -> SourceError:

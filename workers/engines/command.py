@@ -35,12 +35,12 @@ def settings_from_command(
     flags = {name: flag for flag, name in arguments.SETTING_OF_FLAG[settings.engine].items()}
     changes: dict[str, Any] = {}
     for name, value in arguments.settings_in_arguments(words, settings.engine).items():
-        ours = getattr(settings, name)
-        if value == str(ours):
+        setting = getattr(settings, name)
+        if value == str(setting):
             continue
         if name in settings.model_fields_set:
             raise CommandError(
-                f"the engine's command says {flags[name]} {value}, the setting {name} is {ours}: give only one"
+                f"the engine's command says {flags[name]} {value}, the setting {name} is {setting}: give only one"
             )
         changes[name] = value
         log.info("taken from the engine's command", setting=name, value=value)
@@ -48,9 +48,9 @@ def settings_from_command(
         # The default is the number of ranks, with which vLLM refuses to load adapters at run time.
         log.info("added to the engine's command", flag="--api-server-count 1")
         changes["engine_args"] = (*settings.engine_args, "--api-server-count", "1")
-    given = {name: getattr(settings, name) for name in settings.model_fields_set}
+    set_values = {name: getattr(settings, name) for name in settings.model_fields_set}
     try:
-        return WorkerSettings(**given | changes) if changes else settings
+        return WorkerSettings(**set_values | changes) if changes else settings
     except ValueError as exc:
         raise CommandError(f"the engine's command does not fit the agent's settings: {exc}") from exc
 

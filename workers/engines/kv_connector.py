@@ -45,15 +45,15 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
     """The value of `--kv-transfer-config`, from its fields or its JSON; None without one."""
     fields = list(_dotted_fields(words))
     if fields:  # vLLM appends them as one JSON object, and the last argument wins
-        whole: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         for path, value in fields:
-            inner = whole
+            inner = config
             for name in path[:-1]:
                 inner = inner.setdefault(name, {})
                 if not isinstance(inner, dict):
                     raise CommandError(f"{_CONFIG}.{'.'.join(path)}: {name} has a value already")
             inner[path[-1]] = value
-        return whole
+        return config
     value = _last_value(words, _CONFIG)
     return None if value in {None, "", "None"} else _parse_object(value)
 
@@ -61,12 +61,12 @@ def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
 def _parse_object(text: str) -> Mapping[str, Any]:
     """The JSON object of `--kv-transfer-config`. Raises CommandError."""
     try:
-        found = json.loads(_without_number_suffixes(text))
+        value = json.loads(_without_number_suffixes(text))
     except ValueError as exc:
         raise CommandError(f"{_CONFIG} {text!r}: {exc}; give vLLM's JSON object, {_EXAMPLE}") from exc
-    if not isinstance(found, dict):
-        raise CommandError(f"{_CONFIG} {text!r}: expected a JSON object, {_EXAMPLE}, found {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise CommandError(f"{_CONFIG} {text!r}: expected a JSON object, {_EXAMPLE}, found {type(value).__name__}")
+    return value
 
 
 _EXAMPLE = """as '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'"""
@@ -121,8 +121,8 @@ def _config_file_words(words: Sequence[str]) -> list[str]:
         ) from exc
     if not isinstance(content, dict):
         raise CommandError(f"{_FILE} {path}: expected a mapping of vLLM's arguments, found {type(content).__name__}")
-    found = []
+    arguments = []
     for name, value in content.items():
         if not isinstance(value, bool | list):
-            found += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return found
+            arguments += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return arguments

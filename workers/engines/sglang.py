@@ -68,8 +68,8 @@ class SglangClient(HttpEngineClient):
         raises  EngineError `adapter_refused` with our reason or the engine's, `engine_timeout`, `engine_unreachable`
         """
         base = Path(str((await self._server_info()).get("model_path") or ""))
-        if why := await asyncio.to_thread(sglang_refusal, path, base):
-            raise EngineError("adapter_refused", f"load {name}: {why}; see docs/engines.md")
+        if refusal := await asyncio.to_thread(sglang_refusal, path, base):
+            raise EngineError("adapter_refused", f"load {name}: {refusal}; see docs/engines.md")
         body = {"lora_name": name, "lora_path": str(path)}
         try:
             answer = await self._request("POST", "/load_lora_adapter", body=body, timeout_s=timeout_s)
@@ -232,8 +232,8 @@ def _is_computing(labels: Mapping[str, str]) -> bool:
 def _check_arguments(url: str, info: Mapping[str, Any]) -> None:
     """Raises EngineError if the engine's arguments prevent loading adapters or reading metrics."""
     wrong = [
-        what
-        for is_wrong, what in (
+        fault
+        for is_wrong, fault in (
             (not info.get("enable_lora"), "--enable-lora is missing"),
             (
                 _int_or_zero(info.get("dp_size")) > 1,
@@ -248,8 +248,8 @@ def _check_arguments(url: str, info: Mapping[str, Any]) -> None:
         raise EngineError("engine_start_failed", f"engine {url}: {'; '.join(wrong)}; see docs/engines.md")
 
 
-def _error_text(what: str, name: str, answer: httpx.Response) -> str:
-    return f"{what} {name}: the engine answered {answer.status_code}: {_refusal_reason(answer)}"
+def _error_text(action: str, name: str, answer: httpx.Response) -> str:
+    return f"{action} {name}: the engine answered {answer.status_code}: {_refusal_reason(answer)}"
 
 
 def _has_succeeded(answer: httpx.Response) -> bool:

@@ -67,11 +67,11 @@ def _fused_module_refusal(modules: Iterable[str], is_gated: Callable[[str], bool
     for module in modules:
         parent, _, leaf = module.rpartition(".")
         leaves.setdefault(parent, set()).add(leaf)
-    for parent, found in leaves.items():
-        if found & {"q_proj", "k_proj", "v_proj"} and not found >= {"q_proj", "v_proj"}:
-            named = ", ".join(sorted(found & {"q_proj", "k_proj", "v_proj"}))
-            return f"{parent} has {named} alone: SGLang crashes with it; accepted are q_proj and v_proj together"
-        if "up_proj" in found and "gate_proj" not in found and is_gated(f"{parent}.gate_proj"):
+    for parent, leaves_of_parent in leaves.items():
+        if leaves_of_parent & {"q_proj", "k_proj", "v_proj"} and not leaves_of_parent >= {"q_proj", "v_proj"}:
+            present = ", ".join(sorted(leaves_of_parent & {"q_proj", "k_proj", "v_proj"}))
+            return f"{parent} has {present} alone: SGLang crashes with it; accepted are q_proj and v_proj together"
+        if "up_proj" in leaves_of_parent and "gate_proj" not in leaves_of_parent and is_gated(f"{parent}.gate_proj"):
             return f"{parent} has up_proj alone: SGLang crashes with it; accepted is up_proj with gate_proj"
     return ""
 
@@ -79,10 +79,10 @@ def _fused_module_refusal(modules: Iterable[str], is_gated: Callable[[str], bool
 def _gate_test(base: Path | None) -> Callable[[str], bool]:
     """A test whether the base model has a gate module; always True if the base model is not known."""
     try:
-        found = read_base_model(base) if base is not None and base.is_dir() else None
+        base_model = read_base_model(base) if base is not None and base.is_dir() else None
     except (OSError, ValueError, SourceError):
-        found = None
-    if found is None:
+        base_model = None
+    if base_model is None:
         return lambda _gate: True
-    names = found.module_shapes()
+    names = base_model.module_shapes()
     return lambda gate: names.find(gate) is not None

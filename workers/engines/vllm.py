@@ -82,14 +82,14 @@ class VllmClient(HttpEngineClient):
         return parse_metrics(await self._metrics_page())
 
 
-def _error_text(what: str, answer: httpx.Response) -> str:
+def _error_text(action: str, answer: httpx.Response) -> str:
     """The error message in vLLM's answer."""
     try:
         error = answer.json()
         text = str((error.get("error") or error)["message"])  # flat before 2025
     except (ValueError, KeyError, TypeError, AttributeError):
         text = answer.text[:500]
-    return f"{what}: the engine answered {answer.status_code}: {text}"
+    return f"{action}: the engine answered {answer.status_code}: {text}"
 
 
 def _boot_mark_of(scrape: EngineMetrics) -> str:

@@ -65,7 +65,7 @@ def _unpack_adapter_files(
 ) -> dict[PurePosixPath, list[str]]:
     """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names."""
     total, count = 0, 0
-    found: dict[PurePosixPath, list[str]] = {}
+    folder_files: dict[PurePosixPath, list[str]] = {}
     for member, content in entries:
         count, total = count + 1, total + member.size_bytes
         path = _checked_path(member, ref)
@@ -77,12 +77,12 @@ def _unpack_adapter_files(
         if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
             message = f"source {redacted(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
             raise SourceError("source_too_big", message)
-        names = found.setdefault(path.parent, [])
+        names = folder_files.setdefault(path.parent, [])
         if path.name in names:
             raise SourceError("source_unsafe", f"source {redacted(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
-        _write(content, into / f".{list(found).index(path.parent)}" / path.name, transfer)
-    return found
+        _write(content, into / f".{list(folder_files).index(path.parent)}" / path.name, transfer)
+    return folder_files
 
 
 def _is_unpacked(name: str) -> bool:
@@ -91,17 +91,19 @@ def _is_unpacked(name: str) -> bool:
     return (is_adapter_file(name) or name in PICKLES) and not name.startswith(".")
 
 
-def _keep_adapter_folder(found: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool) -> None:
+def _keep_adapter_folder(
+    folder_files: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool
+) -> None:
     """Move the files of the one folder with an adapter up, and delete all others. Raises SourceError."""
-    folders = [folder for folder, names in found.items() if CONFIG_NAME in names]
+    folders = [folder for folder, names in folder_files.items() if CONFIG_NAME in names]
     if len(folders) != 1:
         code = "source_invalid" if folders else "source_not_found"
         message = f"source {redacted(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
         raise SourceError(code, message)
-    wanted = adapter_file_names(found[folders[0]], allow_pickle=allow_pickle)
-    for number, (folder, names) in enumerate(found.items()):
+    adapter_files = adapter_file_names(folder_files[folders[0]], allow_pickle=allow_pickle)
+    for number, (folder, names) in enumerate(folder_files.items()):
         for name in names:
-            if folder == folders[0] and name in wanted:
+            if folder == folders[0] and name in adapter_files:
                 (into / f".{number}" / name).rename(into / name)
             else:
                 (into / f".{number}" / name).unlink()
@@ -120,9 +122,9 @@ def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     return path
 
 
-def _write(content: IO[bytes], to: Path, transfer: Transfer) -> None:
-    to.parent.mkdir(exist_ok=True)
-    with to.open("xb") as target:
+def _write(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
+    target_path.parent.mkdir(exist_ok=True)
+    with target_path.open("xb") as target:
         while chunk := content.read(_CHUNK_BYTES):
             target.write(chunk)
             transfer.advance(0)  # counted on download; raises if the fetch was cancelled

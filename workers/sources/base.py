@@ -145,8 +145,8 @@ def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> So
 
     raises  SourceError: unknown scheme, secrets in the reference, or outside the allowed `prefixes`
     """
-    found = sources.get(scheme(ref))
-    if found is None:
+    source = sources.get(scheme(ref))
+    if source is None:
         known = ", ".join(f"{name}://" for name in sorted(sources))
         message = f"source {redacted(ref)}: scheme {scheme(ref)[:20]!r} is not known; known: {known} and plain paths"
         raise SourceError("source_unsupported", message)
@@ -156,7 +156,7 @@ def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> So
             allowed = ", ".join(prefixes)
             message = f"source {redacted(ref)}: outside the allowed ones ({allowed}); see source_prefixes"
             raise SourceError("source_forbidden", message)
-    return found
+    return source
 
 
 class TransientSourceError(Exception):

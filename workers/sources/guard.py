@@ -46,10 +46,10 @@ class GuardedTransport(httpx.AsyncBaseTransport):
     async def _addresses(self, host: str, port: int) -> list[str]:
         """The allowed addresses of a host. Raises SourceError if there are none."""
         try:
-            found = await self._resolve(host, port)
+            resolved = await self._resolve(host, port)
         except (OSError, UnicodeError) as exc:
             raise httpx.ConnectError(f"{host}: no address") from exc
-        addresses = [address for address in found if is_allowed(address, self._allowed)]
+        addresses = [address for address in resolved if is_allowed(address, self._allowed)]
         if not addresses:
             message = (
                 f"host {host!r} is not on a public address; private, loopback, link-local and metadata addresses are"
@@ -72,5 +72,5 @@ def _request_to_address(address: str, request: httpx.Request) -> httpx.Request:
 
 async def _resolve_host(host: str, port: int) -> list[str]:
     """All addresses of a host. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(row[4][0]) for row in found))
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(row[4][0]) for row in entries))

@@ -89,13 +89,13 @@ class HubSource:
     def _adapter_files(self, ref: str, reference: HubReference, info: Any, transfer: Transfer) -> list[str]:
         """Paths of the adapter's files in the repository; raises SourceError if there are none, or too many bytes."""
         prefix = f"{reference.folder}/" if reference.folder else ""
-        beside = {
+        folder_files = {
             file.rfilename[len(prefix) :]: file.size or 0
             for file in info.siblings or ()
             if file.rfilename.startswith(prefix) and "/" not in file.rfilename[len(prefix) :]
         }
-        wanted = adapter_file_names(beside, allow_pickle=self._limits.allow_pickle)
-        sizes = {prefix + name: size for name, size in beside.items() if name in wanted}
+        adapter_files = adapter_file_names(folder_files, allow_pickle=self._limits.allow_pickle)
+        sizes = {prefix + name: size for name, size in folder_files.items() if name in adapter_files}
         if prefix + CONFIG_NAME not in sizes:
             message = f"source {redacted(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
             raise SourceError("source_not_found", message)
@@ -110,7 +110,7 @@ class HubSource:
 
 async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call the library in a thread; errors are translated to class and status, as their messages contain addresses."""
-    before = transfer.progress.done_bytes
+    done_before = transfer.progress.done_bytes
     try:
         return await run_in_daemon_thread(function, *args, **kwargs)
     except asyncio.CancelledError:
@@ -119,7 +119,7 @@ async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *a
     except Exception as exc:
         if isinstance(exc, OSError) and exc.errno in DISK_ERRORS:
             raise
-        raise _translated_error(ref, exc, has_moved=transfer.progress.done_bytes > before) from None
+        raise _translated_error(ref, exc, has_moved=transfer.progress.done_bytes > done_before) from None
 
 
 def _translated_error(ref: str, exc: Exception, *, has_moved: bool) -> SourceError | TransientSourceError:
@@ -128,17 +128,17 @@ def _translated_error(ref: str, exc: Exception, *, has_moved: bool) -> SourceErr
     status = getattr(getattr(exc, "response", None), "status_code", 0)
     if not status:
         return TransientSourceError(name, has_moved=has_moved)
-    what = f"source {redacted(ref)}: {name} (HTTP {status})"
+    subject = f"source {redacted(ref)}: {name} (HTTP {status})"
     if name in {"RevisionNotFoundError", "RemoteEntryNotFoundError", "EntryNotFoundError"}:
-        return SourceError("source_not_found", f"{what}: the repository has no such revision or file")
+        return SourceError("source_not_found", f"{subject}: the repository has no such revision or file")
     if name == "GatedRepoError" or status in {401, 403}:
         # The hub also answers 401 if the repository does not exist.
-        message = f"{what}: no such repository, or one that this worker's token may not read; see HF_TOKEN"
+        message = f"{subject}: no such repository, or one that this worker's token may not read; see HF_TOKEN"
         return SourceError("source_unauthorized", message)
     if status in {404, 410}:
-        return SourceError("source_not_found", f"{what}: no such repository")
+        return SourceError("source_not_found", f"{subject}: no such repository")
     if status in {400, 416, 422}:
-        return SourceError("source_invalid", f"{what}: the hub refuses this reference")
+        return SourceError("source_invalid", f"{subject}: the hub refuses this reference")
     return TransientSourceError(f"{name} (HTTP {status})", has_moved=has_moved)
 
 

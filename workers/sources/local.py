@@ -39,10 +39,10 @@ class LocalSource:
 
     def _existing_folder(self, ref: str) -> Path:
         """The resolved folder of a reference. Raises SourceError."""
-        found = self._resolved_path(ref)
-        if not stat.S_ISDIR(mode_of(found)):
+        folder = self._resolved_path(ref)
+        if not stat.S_ISDIR(mode_of(folder)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
-        return found
+        return folder
 
     def _resolve_below_roots(self, path: Path, ref: str) -> Path:
         """The path without symbolic links. Raises SourceError if it is not below the roots."""
@@ -68,7 +68,7 @@ class LocalSource:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left
             left -= self._copy_file(folder / name, into / name, limit, transfer)
 
-    def _copy_file(self, path: Path, to: Path, limit: int, transfer: Transfer) -> int:
+    def _copy_file(self, path: Path, target_path: Path, limit: int, transfer: Transfer) -> int:
         """Copy a regular file of at most `limit` bytes; returns its size. Raises SourceError."""
         resolved = self._resolve_below_roots(path, str(path))
         try:
@@ -84,7 +84,7 @@ class LocalSource:
                 raise SourceError(
                     "source_too_big", f"source {str(path)!r}: {status.st_size} bytes, at most {limit} are allowed"
                 )
-            with to.open("xb") as target:
+            with target_path.open("xb") as target:
                 while chunk := source.read(1 << 20):
                     target.write(chunk)
                     transfer.advance(len(chunk))

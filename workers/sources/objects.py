@@ -52,12 +52,12 @@ class ObjectSource:
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"
         await asyncio.to_thread(self._open_store, ref)
-        before = self._adapter_files(ref, await self._list_folder(ref, folder_path))
-        transfer.expect(sum(size for size, _ in before.values()))
-        parts = await asyncio.to_thread(_FetchedParts.of, into, before, self._part_bytes)
-        for name, (size, _) in sorted(before.items()):
+        files = self._adapter_files(ref, await self._list_folder(ref, folder_path))
+        transfer.expect(sum(size for size, _ in files.values()))
+        parts = await asyncio.to_thread(_FetchedParts.of, into, files, self._part_bytes)
+        for name, (size, _) in sorted(files.items()):
             await self._fetch_file(ref, f"{folder_path}/{name}", size, into / name, transfer, parts)
-        if self._adapter_files(ref, await self._list_folder(ref, folder_path)) != before:
+        if self._adapter_files(ref, await self._list_folder(ref, folder_path)) != files:
             message = f"source {redacted(ref)}: its files changed while they were fetched; try again later"
             raise SourceError("source_failed", message, retry_after_s=30)
         parts.note.unlink()
@@ -100,20 +100,20 @@ class ObjectSource:
 
     async def _list_folder(self, ref: str, folder_path: str) -> list[dict[str, Any]]:
         """The store's entries of a folder. Raises SourceError."""
-        found: list[dict[str, Any]] = await with_retries(
+        entries: list[dict[str, Any]] = await with_retries(
             lambda: self._call_store(ref, self._store._ls(folder_path, detail=True)), ref, self._limits
         )
-        return found
+        return entries
 
     def _adapter_files(self, ref: str, rows: list[dict[str, Any]]) -> dict[str, tuple[int, str]]:
         """name -> (bytes, version) of the adapter's files; raises SourceError for none, or for too many bytes."""
-        beside = {row["name"].rpartition("/")[2]: row for row in rows if row["type"] == "file"}
+        folder_files = {row["name"].rpartition("/")[2]: row for row in rows if row["type"] == "file"}
         files = {
             name: (
-                int(beside[name].get("size") or 0),
-                str([beside[name][key] for key in _ETAGS if key in beside[name]]),
+                int(folder_files[name].get("size") or 0),
+                str([folder_files[name][key] for key in _ETAGS if key in folder_files[name]]),
             )
-            for name in adapter_file_names(beside, allow_pickle=self._limits.allow_pickle)
+            for name in adapter_file_names(folder_files, allow_pickle=self._limits.allow_pickle)
         }
         if CONFIG_NAME not in files:
             raise SourceError("source_not_found", f"source {redacted(ref)}: no {CONFIG_NAME} in that folder")
@@ -125,23 +125,23 @@ class ObjectSource:
         return files
 
     async def _fetch_file(
-        self, ref: str, path: str, size: int, to: Path, transfer: Transfer, parts: "_FetchedParts"
+        self, ref: str, path: str, size: int, target_path: Path, transfer: Transfer, parts: "_FetchedParts"
     ) -> None:
         """Fetch the missing parts of a file, several at a time. Raises SourceError."""
         part_slots = asyncio.Semaphore(self._limits.parts)
 
         async def fetch_part(fd: int, start: int) -> None:
             end = min(start + self._part_bytes, size)
-            if parts.has(to.name, start):
+            if parts.has(target_path.name, start):
                 transfer.advance(end - start)
                 return
             async with part_slots:
                 data = await with_retries(lambda: self._fetch_part(ref, path, start, end), ref, self._limits)
                 await asyncio.to_thread(_write_at, fd, data, start)
-                parts.add(to.name, start)
+                parts.add(target_path.name, start)
                 transfer.advance(len(data))
 
-        with open(to, "r+b", opener=_open_for_writing) as target:  # noqa: ASYNC230
+        with open(target_path, "r+b", opener=_open_for_writing) as target:  # noqa: ASYNC230
             tasks = [
                 asyncio.create_task(fetch_part(target.fileno(), start)) for start in range(0, size, self._part_bytes)
             ]
@@ -207,25 +207,25 @@ class _FetchedParts:
 def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSourceError:
     """A library's exception as SourceError, or TransientSourceError if another attempt may succeed."""
     name, status = type(exc).__name__, _status(exc)
-    what = f"source {redacted(ref)}: {name}" + (f" (HTTP {status})" if status else "")
+    subject = f"source {redacted(ref)}: {name}" + (f" (HTTP {status})" if status else "")
     if isinstance(exc, FileNotFoundError) or status in {404, 410}:
-        return SourceError("source_not_found", f"{what}: no such bucket or folder")
+        return SourceError("source_not_found", f"{subject}: no such bucket or folder")
     # gcsfs 2026.10 (retry.py) raises a plain OSError with this prefix for a 403.
     is_refused = isinstance(exc, PermissionError) or status in {401, 403} or str(exc).startswith("Forbidden")
     if is_refused or "Credential" in name or "Authentication" in name:
-        return SourceError("source_unauthorized", f"{what}: the store refuses this worker's credentials")
+        return SourceError("source_unauthorized", f"{subject}: the store refuses this worker's credentials")
     if status == 400:
-        return SourceError("source_invalid", f"{what}: the store refuses this reference")
-    return TransientSourceError(what.partition(": ")[2])
+        return SourceError("source_invalid", f"{subject}: the store refuses this reference")
+    return TransientSourceError(subject.partition(": ")[2])
 
 
 def _status(exc: Exception) -> int:
     """The HTTP status in a library's exception; 0 without one."""
     response = getattr(exc, "response", None)
-    found = [getattr(exc, "status_code", None), getattr(exc, "status", None), getattr(exc, "code", None)]
+    candidates = [getattr(exc, "status_code", None), getattr(exc, "status", None), getattr(exc, "code", None)]
     if isinstance(response, dict):  # botocore's
-        found.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    return next((int(value) for value in found if isinstance(value, int | str) and str(value).isdigit()), 0)
+        candidates.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+    return next((int(value) for value in candidates if isinstance(value, int | str) and str(value).isdigit()), 0)
 
 
 def _open_for_writing(path: str, flags: int) -> int:

@@ -47,44 +47,44 @@ class PluginSource:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(name)
-            found = await run_in_daemon_thread(function, name)
-            return await found if inspect.isawaitable(found) else found
+            result = await run_in_daemon_thread(function, name)
+            return await result if inspect.isawaitable(result) else result
         except WorkerError:
             raise
         except FileNotFoundError:
             raise SourceError("source_not_found", f"source {redacted(ref)}: the plugin knows no such adapter") from None
         except Exception as exc:  # noqa: BLE001  (third-party code)
-            what = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
-            raise SourceError("source_failed", f"source {redacted(ref)}: {what}", retry_after_s=30) from None
+            failure = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
+            raise SourceError("source_failed", f"source {redacted(ref)}: {failure}", retry_after_s=30) from None
 
 
 def create_manager(path: str) -> LoraManager:
     """Import and create the plugin `package.module.Class`. Raises SettingsError."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        manager_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
-    if not (isinstance(found, type) and issubclass(found, LoraManager)):
+    if not (isinstance(manager_class, type) and issubclass(manager_class, LoraManager)):
         raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraManager")
     try:
-        manager: LoraManager = found()
+        manager: LoraManager = manager_class()
     except TypeError as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
     return manager
 
 
-def entry_point_sources(limits: Limits, taken: frozenset[str]) -> dict[str, Source]:
+def entry_point_sources(limits: Limits, taken_schemes: frozenset[str]) -> dict[str, Source]:
     """Sources by scheme from installed entry points, which are called with the limits. Raises SettingsError."""
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for point in entry_points(group=GROUP):
-        if point.name in taken or point.name in found:
+        if point.name in taken_schemes or point.name in sources:
             raise SettingsError(f"entry point {point.name} = {point.value} of {GROUP}: that scheme is taken")
         try:
-            found[point.name] = point.load()(limits)
+            sources[point.name] = point.load()(limits)
         except (ImportError, AttributeError, TypeError) as exc:
             raise SettingsError(f"entry point {point.name} = {point.value} of {GROUP}: {exc}") from exc
-    return found
+    return sources
 
 
 def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:

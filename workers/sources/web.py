@@ -98,12 +98,12 @@ class WebSource:
         await finish_even_if_cancelled(unpacking, on_cancel=transfer.cancel)
 
     async def _download_file(
-        self, client: httpx.AsyncClient, ref: str, url: str, to: Path, limit: int, transfer: Transfer
+        self, client: httpx.AsyncClient, ref: str, url: str, target_path: Path, limit: int, transfer: Transfer
     ) -> None:
         """Download a file of at most `limit` bytes, resuming a partial one. Raises SourceError."""
-        tag_file = _tag_file(to)
-        tag = await asyncio.to_thread(_read_tag, to)
-        with to.open("ab" if tag else "wb") as target:
+        tag_file = _tag_file(target_path)
+        tag = await asyncio.to_thread(_read_tag, target_path)
+        with target_path.open("ab" if tag else "wb") as target:
             transfer.advance(target.tell())
             download = _Download(ref, url, target, limit, self._limits, transfer, tag_file, tag)
             await with_retries(lambda: download.attempt(client), ref, self._limits)
@@ -157,13 +157,13 @@ class _Download:
         # `from None`: the foreign error's message may contain a signed URL.
         except (httpx.TransportError, httpx.InvalidURL) as exc:
             # httpcore 1.0 keeps only the message of the ssl module's error.
-            why = ": its certificate is not accepted" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
-            raise TransientSourceError(f"{type(exc).__name__}{why}", has_moved=self.target.tell() > start) from None
+            reason = ": its certificate is not accepted" if "CERTIFICATE_VERIFY_FAILED" in str(exc) else ""
+            raise TransientSourceError(f"{type(exc).__name__}{reason}", has_moved=self.target.tell() > start) from None
 
     def _check_status(self, answer: httpx.Response) -> None:
         """Raises TransientSourceError or SourceError for an answer without content."""
         status = answer.status_code
-        what = f"source {redacted(self.ref)}: {Path(self.url).name}: HTTP {status}"
+        subject = f"source {redacted(self.ref)}: {Path(self.url).name}: HTTP {status}"
         if status in {200, 206}:
             return
         if status in _RETRIED_STATUSES:
@@ -172,10 +172,10 @@ class _Download:
             self._start_over()
             raise TransientSourceError("HTTP 416: the file is shorter than it was")
         if status in {401, 403, 407}:
-            raise SourceError("source_unauthorized", f"{what}; give this worker credentials for it: source_netrc")
+            raise SourceError("source_unauthorized", f"{subject}; give this worker credentials for it: source_netrc")
         if status in {404, 410}:
-            raise SourceError("source_not_found", f"{what}; expected an archive's address or that of a folder")
-        raise SourceError("source_invalid", f"{what}; expected 200")
+            raise SourceError("source_not_found", f"{subject}; expected an archive's address or that of a folder")
+        raise SourceError("source_invalid", f"{subject}; expected 200")
 
     def _prepare_target(self, answer: httpx.Response, start: int) -> None:
         """Prepare to append this answer, or to start over if the server sends the whole file (or a new version)."""
@@ -206,8 +206,8 @@ class _Download:
 
     def _start_over(self) -> None:
         """Drop what has been received of the file."""
-        if held := self.target.tell():
-            self.transfer.advance(-held)
+        if received_bytes := self.target.tell():
+            self.transfer.advance(-received_bytes)
             self.target.seek(0)
             self.target.truncate()
 

@@ -69,10 +69,10 @@ class AdapterCache:
         source = source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
         transfer.pinned = ref
-        again = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
+        resume_key = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
         is_kept = False
         try:
-            with self.folder.download_folder(again) as partial:
+            with self.folder.download_folder(resume_key) as partial:
                 try:
                     async with self._fetch_slots, asyncio.timeout(self._fetch_deadline_s):
                         await source.fetch(ref, partial, transfer)
@@ -92,7 +92,7 @@ class AdapterCache:
                     is_kept = self.is_stopping
                     raise
                 finally:
-                    if not (again and is_kept):
+                    if not (resume_key and is_kept):
                         await finish_even_if_cancelled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
         except OSError as exc:
             raise self._translated_disk_error(ref, exc) from exc
@@ -153,7 +153,7 @@ class AdapterCache:
         """
         if self.path(manifest.digest).exists() or await asyncio.to_thread(self.folder.has_room, manifest.size_bytes):
             return []
-        gone, missing = await asyncio.to_thread(self.folder.make_room, manifest.size_bytes, await in_use())
+        deleted, missing = await asyncio.to_thread(self.folder.make_room, manifest.size_bytes, await in_use())
         if missing and not self.path(manifest.digest).exists():  # another agent may have installed it meanwhile
             used, _ = await asyncio.to_thread(self.folder.usage)
             raise SourceError(
@@ -162,13 +162,13 @@ class AdapterCache:
                 f" {used} are taken by adapters in use: {missing} bytes too few. Unload some, or raise max_disk_bytes",
                 retry_after_s=30,
             )
-        return gone
+        return deleted
 
     async def sweep(
-        self, wanted: frozenset[str], known: frozenset[str], in_use: ListDigestsInUse
+        self, wanted: frozenset[str], known_digests: frozenset[str], in_use: ListDigestsInUse
     ) -> tuple[list[str], list[str]]:
         """Renew leases and enforce the limit; returns the wanted and the other known digests that are not installed."""
-        lost = await asyncio.to_thread(self._clean_and_renew, wanted)
+        missing_wanted = await asyncio.to_thread(self._clean_and_renew, wanted)
         if not await asyncio.to_thread(self.folder.has_room, 0):
             try:
                 await asyncio.to_thread(self.folder.make_room, 0, await in_use())
@@ -177,7 +177,7 @@ class AdapterCache:
         folders = await asyncio.to_thread(self.folder.adapters, wanted)
         self.used_bytes, self.adapters = sum(folder.size_bytes for folder in folders), len(folders)
         self.held_bytes = sum(folder.size_bytes for folder in folders if folder.is_in_use)
-        return lost, await asyncio.to_thread(self._missing_digests, known - wanted)
+        return missing_wanted, await asyncio.to_thread(self._missing_digests, known_digests - wanted)
 
     def _missing_digests(self, digests: Collection[str]) -> list[str]:
         return [digest for digest in digests if not self.path(digest).exists()]

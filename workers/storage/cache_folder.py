@@ -123,7 +123,7 @@ class CacheFolder:
     def renew_leases(self, wanted: Iterable[str]) -> list[str]:
         """Renew the leases on wanted adapters and drop all others; returns wanted digests that are not installed."""
         names = frozenset(wanted)
-        lost = [digest for digest in sorted(names) if not self.claim(digest)]
+        missing = [digest for digest in sorted(names) if not self.claim(digest)]
         now = self._now()
         for lease in self.folder.glob(f"*/{leases.USERS}/{self._agent_id}"):
             with contextlib.suppress(OSError):
@@ -132,10 +132,10 @@ class CacheFolder:
                     and now + self._engine_outlives_s - lease.stat().st_mtime > self._grace_s
                 ):
                     lease.unlink()
-        return lost
+        return missing
 
-    def replace_adapter(self, digest: str, by: Path) -> None:
-        """Replace a damaged or missing adapter by the folder `by`, keeping its leases. Raises OSError.
+    def replace_adapter(self, digest: str, new_folder: Path) -> None:
+        """Replace a damaged or missing adapter by the folder `new_folder`, keeping its leases. Raises OSError.
 
         The old folder is moved aside, not deleted, because an engine may have its files open.
         """
@@ -143,9 +143,9 @@ class CacheFolder:
             old = self.path(digest)
             if old.exists():
                 if (old / leases.USERS).is_dir():
-                    (old / leases.USERS).rename(by / leases.USERS)
+                    (old / leases.USERS).rename(new_folder / leases.USERS)
                 old.rename(Path(tempfile.mkdtemp(prefix=f"{_GONE}{self._agent_id}-", dir=self.folder)) / digest)
-            by.rename(old)
+            new_folder.rename(old)
             self._sizes.pop(digest, None)
         self.claim(digest)
 
@@ -183,14 +183,14 @@ class CacheFolder:
         An adapter that another agent has leased meanwhile is not deleted.
         """
         now = self._now()
-        going, missing = adapters_to_delete(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)
-        gone = []
-        for folder in going:
+        chosen, missing = adapters_to_delete(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)
+        deleted = []
+        for folder in chosen:
             if self._delete(folder.digest, wanted):
-                gone.append(folder.digest)
+                deleted.append(folder.digest)
             else:
                 missing += folder.size_bytes
-        return gone, missing
+        return deleted, missing
 
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
         """Rename the adapter away and delete it; False if an agent or an engine uses it."""
@@ -233,14 +233,14 @@ class CacheFolder:
                 _remove(path)
 
     @contextlib.contextmanager
-    def download_folder(self, again: str = "") -> Iterator[Path]:
+    def download_folder(self, resume_key: str = "") -> Iterator[Path]:
         """A folder for a download during the block; it is left to the caller to delete it. Raises OSError.
 
-        again  key of a resumable download: the folder has the files of an earlier download with this key; "": none
+        resume_key  of a resumable download: the folder has the files of an earlier download with this key; "": none
         """
-        path = self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(again.encode()).hexdigest()[:24]}"
+        path = self.folder / f"{PARTIAL}{self._agent_id}-again-{hashlib.sha256(resume_key.encode()).hexdigest()[:24]}"
         self._create_folder()
-        if not again or path in self._open_downloads:
+        if not resume_key or path in self._open_downloads:
             path = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{self._agent_id}-", dir=self.folder))
         self._open_downloads.add(path)
         try:
@@ -260,11 +260,11 @@ class CacheFolder:
 
     def _size(self, digest: str) -> int:
         """Size of an installed adapter's files, cached as they never change."""
-        known = self._sizes.get(digest)
-        if known is None:
-            files = [each for each in self.path(digest).iterdir() if is_adapter_file(each.name)]
-            known = self._sizes[digest] = sum(each.stat().st_size for each in files)
-        return known
+        size_bytes = self._sizes.get(digest)
+        if size_bytes is None:
+            files = [file for file in self.path(digest).iterdir() if is_adapter_file(file.name)]
+            size_bytes = self._sizes[digest] = sum(file.stat().st_size for file in files)
+        return size_bytes
 
     def _has_other_user(self, path: Path, now: float) -> bool:
         return leases.has_other_user(path, self._agent_id, now=now, lease_s=self._lease_s)

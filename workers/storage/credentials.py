@@ -27,22 +27,24 @@ class Credentials:
 
     def _read(self, secret: str, ref: str) -> str:
         """Read and check the credential; blocking. Raises SourceError."""
-        what = f"source {redacted(ref)}: its secret {secret[:520]!r}"
-        found = _SECRET.fullmatch(secret)
-        if found is None or found[2] == _SOURCES:
-            raise SourceError("source_unauthorized", f"{what} is no name/key of a credential")
+        subject = f"source {redacted(ref)}: its secret {secret[:520]!r}"
+        match = _SECRET.fullmatch(secret)
+        if match is None or match[2] == _SOURCES:
+            raise SourceError("source_unauthorized", f"{subject} is no name/key of a credential")
         if self._folder is None:
-            raise SourceError("source_unauthorized", f"{what} cannot be read: secrets_dir is not set for this worker")
-        folder = self._folder / found[1]
+            raise SourceError(
+                "source_unauthorized", f"{subject} cannot be read: secrets_dir is not set for this worker"
+            )
+        folder = self._folder / match[1]
         try:
-            credential = (folder / found[2]).read_text().strip()
+            credential = (folder / match[2]).read_text().strip()
             prefixes = tuple((folder / _SOURCES).read_text().split())
         except (OSError, UnicodeError) as exc:
-            message = f"{what} cannot be read ({type(exc).__name__}): {folder} needs {found[2]!r} and {_SOURCES!r}"
+            message = f"{subject} cannot be read ({type(exc).__name__}): {folder} needs {match[2]!r} and {_SOURCES!r}"
             raise SourceError("source_unauthorized", message) from None
         if not is_below(ref, prefixes):
             hint = f"its file {_SOURCES!r} has the allowed prefixes, one per line, as hf://acme"
-            raise SourceError("source_unauthorized", f"{what} is not allowed for this source; {hint}")
+            raise SourceError("source_unauthorized", f"{subject} is not allowed for this source; {hint}")
         if not credential or not credential.isprintable():
-            raise SourceError("source_unauthorized", f"{what} is empty, or more than one line")
+            raise SourceError("source_unauthorized", f"{subject} is empty, or more than one line")
         return credential

@@ -38,8 +38,8 @@ def has_other_user(adapter: Path, agent_id: str, *, now: float, lease_s: float) 
     """Whether another agent has an unexpired lease on the adapter."""
     users = adapter / USERS
     with contextlib.suppress(FileNotFoundError):
-        others = [lease for lease in users.iterdir() if lease.name != agent_id]
-        return any(now - lease.stat().st_mtime <= lease_s for lease in others)
+        other_leases = [lease for lease in users.iterdir() if lease.name != agent_id]
+        return any(now - lease.stat().st_mtime <= lease_s for lease in other_leases)
     return False
 
 
@@ -58,7 +58,7 @@ def last_used_at(adapter: Path) -> float:
     """Time when a lease on the adapter was last taken, renewed or removed; before the first, the folder's mtime."""
     users = adapter / USERS
     try:
-        return max(each.stat().st_mtime for each in (users, *users.iterdir()))
+        return max(path.stat().st_mtime for path in (users, *users.iterdir()))
     except FileNotFoundError:
         return adapter.stat().st_mtime
 

@@ -95,8 +95,10 @@ class LocalAdapters:
                 # The folder is being deleted or is unreadable; the other adapters are not affected.
                 log.warning("adapter in lora_path left out", lora_id=lora_id, error=str(exc))
                 continue
-            known = self._scanned.get(lora_id)
-            adapters[lora_id] = known if known and known[0] == stamp else (stamp, self._read_adapter(lora_id, path))
+            last_result = self._scanned.get(lora_id)
+            adapters[lora_id] = (
+                last_result if last_result and last_result[0] == stamp else (stamp, self._read_adapter(lora_id, path))
+            )
         return adapters
 
     def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:

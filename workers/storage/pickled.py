@@ -41,10 +41,10 @@ async def convert_pickles(folder: Path) -> None:
         raise OSError(number, os.strerror(number))
     assert process.returncode is not None
     if process.returncode < 0:
-        why = f"its conversion was ended by signal {-process.returncode}, as for a lack of memory"
-        raise SourceError("source_failed", f"{pickle.name}: {why}", retry_after_s=30)
+        reason = f"its conversion was ended by signal {-process.returncode}, as for a lack of memory"
+        raise SourceError("source_failed", f"{pickle.name}: {reason}", retry_after_s=30)
     if process.returncode != 0:
-        why = stderr.decode(errors="replace")[:100] or f"status {process.returncode}"
-        message = f"{pickle.name} is no state dict that torch reads with weights_only ({why}); accepted is one, or"
+        reason = stderr.decode(errors="replace")[:100] or f"status {process.returncode}"
+        message = f"{pickle.name} is no state dict that torch reads with weights_only ({reason}); accepted is one, or"
         raise SourceError("adapter_pickled", f"{message} {WEIGHTS_NAME}")
     pickle.unlink()

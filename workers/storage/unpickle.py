@@ -18,9 +18,9 @@ def main() -> int:
     except ImportError:
         return 3
     try:
-        found = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
+        state_dict = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
         # Copies: safetensors refuses tensors that share memory.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in found.items()}, sys.argv[2])
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in state_dict.items()}, sys.argv[2])
     except Exception as exc:  # noqa: BLE001  (the file is untrusted)
         # safetensors 0.8 (in Rust) reports disk errors only in its message.
         if isinstance(exc, SafetensorError) and (number := re.search(r"\(os error (\d+)\)", str(exc))):

@@ -71,8 +71,8 @@ def read_file_entry(path: Path) -> FileEntry:
     """Size and sha256 of a file: reads every byte."""
     _check_regular_file(path)
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256")
-        return FileEntry(path.name, file.tell(), found.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileEntry(path.name, file.tell(), digest.hexdigest())
 
 
 def read_base_model(folder: Path) -> BaseModel | None:
@@ -120,8 +120,10 @@ def _check_files(files: list[Path], rules: AdapterRules) -> None:
     names = [path.name for path in files]
     adapter_file_names(names, allow_pickle=False)
     if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
-        found = ", ".join(names[:10]) or "nothing"
-        message = f"{' and '.join(missing)} missing, found {found}; accepted are both, not pickled and not in parts"
+        names_found = ", ".join(names[:10]) or "nothing"
+        message = (
+            f"{' and '.join(missing)} missing, found {names_found}; accepted are both, not pickled and not in parts"
+        )
         raise SourceError("adapter_incomplete", message)
     for path in files:
         if is_adapter_file(path.name):

@@ -35,9 +35,9 @@ class SimHandlers:
 
     async def models(self, _request: Request) -> Response:
         """GET /v1/models"""
-        given = self.settings
+        settings = self.settings
         adapters = list(self.engine.adapters.values())
-        listed = answers.model_list(given.served_model_name, str(given.model), given.max_model_len, adapters)
+        listed = answers.model_list(settings.served_model_name, str(settings.model), settings.max_model_len, adapters)
         return JSONResponse(listed)
 
     async def load_adapter(self, request: Request) -> Response:

@@ -24,8 +24,8 @@ class ChainRoot:
     def extra_keys(self, block: int) -> tuple[str, ...] | None:
         """The extra keys of a block in events; the adapter's path is part of the hash, but not of the event."""
         salted = (self.cache_salt,) if block == 0 and self.cache_salt else ()
-        named = (self.lora_name,) if self.lora_name else ()
-        return (named + salted) or None
+        name = (self.lora_name,) if self.lora_name else ()
+        return (name + salted) or None
 
 
 @dataclass(slots=True)
@@ -88,13 +88,13 @@ class BlockPool:
 
     def cached_prefix(self, chain: BlockChain) -> list[int]:
         """Indexes of the blocks with the longest cached prefix of `chain`, without its last token."""
-        found = []
+        hits = []
         for digest in chain.update_hashes()[: (len(chain.tokens) - 1) // self.block_size]:
             holders = self.copies.get(digest)
             if not holders:
                 break
-            found.append(next(iter(holders)))
-        return found
+            hits.append(next(iter(holders)))
+        return hits
 
     def has_room_for(self, hits: Sequence[int], blocks: int) -> bool:
         """Whether `blocks` new blocks can be allocated in addition to `hits`, some of which may be free."""
@@ -109,13 +109,13 @@ class BlockPool:
 
     def allocate(self, blocks: int) -> list[int]:
         """Allocate blocks, evicting their content with events. Check `has_room_for` first."""
-        taken = []
+        allocated = []
         for _ in range(blocks):
             index, _none = self.free.popitem(last=False)
             self._drop_content(index)
             self.blocks[index].references = 1
-            taken.append(index)
-        return taken
+            allocated.append(index)
+        return allocated
 
     def store(self, chain: BlockChain, table: Sequence[int], first: int, last: int) -> None:
         """Cache blocks `first` to `last` of `chain`; `table[i]` is the index of its i-th block."""

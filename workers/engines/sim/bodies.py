@@ -96,14 +96,14 @@ class ChatBody(GenerationBody, MessagesBody):
     @property
     def given_prompt_ids(self) -> list[int] | None:
         """The prompt's token ids if the client sent them; vLLM 0.32 online_renderer.py _reused_prompt_token_ids."""
-        given = (self.kv_transfer_params or {}).get("prompt_token_ids")
-        if given is None or self.echo:
+        ids = (self.kv_transfer_params or {}).get("prompt_token_ids")
+        if ids is None or self.echo:
             return None
-        if not isinstance(given, list) or not given or any(type(one) is not int or one < 0 for one in given):
+        if not isinstance(ids, list) or not ids or any(type(token) is not int or token < 0 for token in ids):
             name = "kv_transfer_params.prompt_token_ids"
             message = "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers."
             raise invalid_parameter(message, name)
-        return given
+        return ids
 
 
 class CompletionBody(GenerationBody):
@@ -203,14 +203,14 @@ def check_generate(body: GenerationBody) -> None:
         raise invalid_parameter("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
 
 
-def check_sampling(body: GenerationBody, wanted: int | None, max_model_len: int) -> None:
-    """The checks that vLLM makes after tokenization; `wanted` is the requested output limit."""
-    if wanted is not None and wanted > max_model_len:
+def check_sampling(body: GenerationBody, max_tokens: int | None, max_model_len: int) -> None:
+    """The checks that vLLM makes after tokenization; `max_tokens` is the requested limit."""
+    if max_tokens is not None and max_tokens > max_model_len:
         raise invalid_parameter(
-            f"max_tokens={wanted} cannot be greater than max_model_len={max_model_len}. "
+            f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
             "max_tokens",
-            wanted,
+            max_tokens,
         )
     if body.n < 1:
         raise ErrorAnswer(f"n must be at least 1, got {body.n}.")
@@ -222,10 +222,10 @@ def check_sampling(body: GenerationBody, wanted: int | None, max_model_len: int)
         raise ErrorAnswer(f"n must be 1 when using greedy sampling, got {body.n}.")
 
 
-def output_limit(wanted: int | None, prompt_tokens: int, max_model_len: int) -> int:
+def output_limit(max_tokens: int | None, prompt_tokens: int, max_model_len: int) -> int:
     """The number of tokens that may follow the prompt. Raises `ErrorAnswer` if there is no room."""
     room = max_model_len - prompt_tokens
-    limit = room if wanted is None else min(wanted, room)
+    limit = room if max_tokens is None else min(max_tokens, room)
     if limit < 1:
         raise invalid_parameter(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     return limit
@@ -311,8 +311,8 @@ def _validation_error(faults: Sequence[Mapping[str, Any]]) -> ErrorAnswer:
 
 def _location(loc: Sequence[int | str]) -> str:
     """An error location as vLLM shows it."""
-    named = [str(part) for part in loc if not (re.search(r"[\[\]{}()]", str(part)) or str(part).lower() in _MARKERS)]
-    return ".".join(named)
+    names = [str(part) for part in loc if not (re.search(r"[\[\]{}()]", str(part)) or str(part).lower() in _MARKERS)]
+    return ".".join(names)
 
 
 def _shown_input(value: object) -> str:

@@ -61,9 +61,9 @@ class GenerationHandlers:
             text, special = self.prompts.rendered_chat(body)
             prompt = await self.prompts.token_ids(text, special=special)
         self.prompts.check_vocabulary(body.given_prompt_ids or ())
-        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         bodies.check_length(len(prompt), self.settings.max_model_len, from_text=True)
-        return await self._generate(request, body, adapter, [prompt], wanted, [""])
+        return await self._generate(request, body, adapter, [prompt], max_tokens, [""])
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
@@ -93,13 +93,13 @@ class GenerationHandlers:
         body: bodies.GenerationBody,
         adapter: SimAdapter | None,
         prompts: list[list[int]],
-        wanted: int | None,
+        max_tokens: int | None,
         echoes: list[str],
     ) -> Response:
         """Check limits, run the request in the engine and answer, whole or as a stream."""
         limit = self.settings.max_model_len
-        bodies.check_sampling(body, wanted, limit)
-        limits = [bodies.output_limit(wanted, len(prompt), limit) for prompt in prompts]
+        bodies.check_sampling(body, max_tokens, limit)
+        limits = [bodies.output_limit(max_tokens, len(prompt), limit) for prompt in prompts]
         is_chat = isinstance(body, bodies.ChatBody)
         name = request.headers.get("x-request-id") or body.request_id or answers.random_id()
         head = answers.AnswerHead(
@@ -161,9 +161,9 @@ class GenerationHandlers:
         """The whole answer; aborts the jobs if the client disconnects."""
         async with self._running(generation) as (jobs, updates):
             finished = asyncio.ensure_future(_wait_until_finished(jobs, updates))
-            gone = asyncio.ensure_future(_wait_for_disconnect(request))
-            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-            gone.cancel()
+            disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
+            await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            disconnected.cancel()
             if not finished.done():
                 finished.cancel()
                 return Response(status_code=499)  # the client has disconnected
@@ -182,8 +182,8 @@ class GenerationHandlers:
                 while any(seen[job] < len(job.reply) for job in jobs):
                     job = _check_job(await updates.get())
                     if head.is_chat and not any(seen.values()):
-                        for index, other in enumerate(jobs):
-                            yield _sse_event(answers.role_chunk(head, index, other, continuous=continuous))
+                        for index, each_job in enumerate(jobs):
+                            yield _sse_event(answers.role_chunk(head, index, each_job, continuous=continuous))
                     first, seen[job] = seen[job], job.produced  # a slow reader gets several tokens at once, as in vLLM
                     if first == job.produced:
                         continue

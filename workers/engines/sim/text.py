@@ -64,10 +64,10 @@ class TextGenerator:
 def _cut_at_stop(reply: SimReply, stops: Sequence[str]) -> SimReply:
     """`reply` cut at the first stop string, whose tokens stay but whose text does not."""
     text = "".join(reply.pieces)
-    found = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
-    if found is None:
+    first_stop = min(((text.index(stop), stop) for stop in stops if stop in text), default=None)
+    if first_stop is None:
         return reply
-    start, stop = found
+    start, stop = first_stop
     pieces: list[str] = []
     length = 0
     for piece in reply.pieces:
