@@ -215,7 +215,7 @@ class ActionRunner:
     def _record_refusal(self, action: WorkerAction, exc: InvalidAdapter) -> None:
         """Record that an agent found source or bytes wrong, or that its engine refuses the registered bytes.
 
-        The failure blocks this worker only, as the digest was found right elsewhere; with three exceptions:
+        The failure blocks this worker only, as the digest was found right elsewhere; with two exceptions:
         no worker ever found good bytes and none is left to try: all workers are blocked until it expires;
         engines refuse the registered bytes: see `failure_scope`.
         """

@@ -1,4 +1,4 @@
-"""A bare client for tests: paths and JSON, nothing retried, nothing hidden."""
+"""A bare Kubernetes client for tests: paths and JSON, without retries."""
 
 import base64
 import contextlib
@@ -17,7 +17,7 @@ from tests.patience import patience, within
 
 @contextlib.asynccontextmanager
 async def connected(kubeconfig: Path) -> AsyncIterator["KubeApi"]:
-    """To the server and namespace of its first context: with a token or a client certificate, as it says."""
+    """A client for the server and namespace of the kubeconfig's first context."""
     cluster, user, context = _named_in(kubeconfig)
     headers = {"authorization": f"Bearer {user['token']}"} if "token" in user else {}
     async with httpx.AsyncClient(
@@ -27,13 +27,13 @@ async def connected(kubeconfig: Path) -> AsyncIterator["KubeApi"]:
 
 
 class KubeApi:
-    """`{namespace}` in a path is the connection's."""
+    """Requests to the API server. `{namespace}` in a path becomes the connection's namespace."""
 
     def __init__(self, client: httpx.AsyncClient, namespace: str) -> None:
         self.client, self.namespace = client, namespace
 
     async def ask(self, method: str, path: str, body: Any = None, *, kind: str = "", **query: Any) -> tuple[int, Any]:
-        """Status and body; `kind` is the content type of a patch."""
+        """Status and body of one request; `kind`: content type of a patch."""
         headers = {"content-type": kind or "application/json"}
         url = path.format(namespace=self.namespace)
         content = None if body is None else json.dumps(body)
@@ -54,7 +54,7 @@ class KubeApi:
 
 
 class WatchEvents:
-    """A watch's events, one `next` each; None when it has ended."""
+    """A watch's events, one per `next`; None when it has ended."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self._lines = answer.aiter_lines()
@@ -65,7 +65,7 @@ class WatchEvents:
         return json.loads(line) if line else None
 
     async def said(self) -> tuple[str, str]:
-        """Type and name of the next one."""
+        """Type and object name of the next event."""
         event = await self.next()
         return event["type"], event["object"]["metadata"].get("name", "")
 

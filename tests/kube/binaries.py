@@ -1,4 +1,4 @@
-"""Real `helm` and `kubectl`, out of packages that the tests are installed with."""
+"""Real `helm` and `kubectl`, from packages that the tests install."""
 
 import os
 import shutil
@@ -22,28 +22,28 @@ _CACHE = Path(__file__).parents[2] / ".pytest_cache" / "binaries"
 
 
 class BinaryMissing(Exception):
-    """A test that needs the program fails: whoever skips it does not know whether the chart works."""
+    """The program is missing. Its tests fail instead of skipping, as only they show that the chart works."""
 
 
 def helm() -> Path:
-    """Helm 4. Unpacked at the first call on this machine (a second), found again afterwards."""
+    """Path of Helm 4, which is unpacked at the first call."""
     return _program("helm")
 
 
 def helm_3() -> Path:
-    """Helm 3, which applies on the client."""
+    """Path of Helm 3, which applies on the client side."""
     return _program("helm", WITH_HELM_3)
 
 
 def kubectl() -> Path:
-    """The version of Kubernetes that `PACKAGE` is named for."""
+    """The Kubernetes version of `PACKAGE`."""
     return _program("kubectl")
 
 
 def run(
     program: Path, *words: str, stdin: str | None = None, environment: dict[str, str] | None = None, **more: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Run it to its end, with no configuration of whoever runs the tests."""
+    """Run the program to its end, without the user's own configuration."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HELM_", "KUBE"))}
     return subprocess.run(
         [str(program), *words],
@@ -69,7 +69,7 @@ def _program(name: str, package: str = PACKAGE) -> Path:
 
 
 def _unpack(found: metadata.Distribution, folder: Path) -> None:
-    """Rename a whole folder into place, so that nobody meets half a program; whoever comes second keeps the first's."""
+    """Rename a complete folder into place; of two processes the second keeps the first's folder."""
     layer = zipfile.ZipFile(BytesIO(_layer(found)))
     folder.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -87,7 +87,7 @@ def _unpack(found: metadata.Distribution, folder: Path) -> None:
 
 
 def _layer(found: metadata.Distribution) -> bytes:
-    """The zip in the tgz in the package's folder."""
+    """The zip file inside the package's tgz."""
     packed = next((file for file in found.files or () if file.name.endswith(".jsii.tgz")), None)
     if packed is None:
         raise BinaryMissing(

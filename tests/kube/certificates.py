@@ -1,4 +1,4 @@
-"""A certificate authority of a minute's making, and a server's certificate from it."""
+"""A new certificate authority, and a server's certificate from it."""
 
 import base64
 import datetime
@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A server's, with its key; `ca_pem` is what clients trust."""
+    """A server's certificate with its key; `ca_pem`: the authority that clients trust."""
 
     ca_pem: str
     pem: str
@@ -36,7 +36,7 @@ class Certificate:
 
 
 def made_for(address: str, *, is_sparse: bool = False) -> Certificate:
-    """Good for a day.
+    """A certificate valid for a day.
 
     is_sparse  as EKS makes them: nothing about the keys, neither which they are nor what they may be used for
     """

@@ -29,7 +29,7 @@ _REAL = os.environ.get("KUBECONFIG", "")
 
 @dataclass(frozen=True, slots=True)
 class KubeCluster:
-    """Where to connect, and what may be used there.
+    """Where to connect, and the namespace that tests may use.
 
     kubeconfig  its context's namespace is `namespace`
     host        an address that this machine's processes can listen on and that endpoints may have
@@ -47,13 +47,13 @@ class KubeCluster:
 
     @property
     def ours(self) -> KubeServer:
-        """For what only ours can do or tell: faults, the log of requests, tokens. Skips on a real cluster."""
+        """The test server, for faults, request log and tokens. Skips the test on a real cluster."""
         if self.server is None:
             pytest.skip("needs the tests' own API server: faults and its log of requests cannot be had of a real one")
         return self.server
 
     def kubectl(self, *words: str, stdin: str | None = None) -> str:
-        """What it prints. Blocks: with our server, which is in the test's own loop, await it in a thread."""
+        """kubectl's output. Blocks: with the test server, which runs in the test's loop, await it in a thread."""
         done = run(kubectl(), *words, stdin=stdin, environment={"KUBECONFIG": str(self.kubeconfig)})
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -86,7 +86,7 @@ def _with_namespace(real: Path, path: Path, namespace: str) -> Path:
 
 
 def _own_address(real: Path) -> str:
-    """This machine's own, as seen from the cluster: a real server refuses endpoints on loopback."""
+    """This machine's address as seen from the cluster: a real server refuses endpoints on loopback."""
     config = yaml.safe_load(real.read_text())
     server = str(urlsplit(config["clusters"][0]["cluster"]["server"]).hostname)
     # The second is an address for documentation, behind the default route: where the server itself is on loopback.
@@ -105,7 +105,7 @@ def _address_towards(host: str) -> str:
 
 @pytest.fixture
 async def manifests(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
-    """Somebody who applies ConfigMaps there."""
+    """Applies ConfigMaps in the cluster."""
     api = await connect(kube.kubeconfig, environ={})
     yield ManifestApplier(api, kube.namespace)
     await api.close()
@@ -113,7 +113,7 @@ async def manifests(kube: KubeCluster) -> AsyncIterator[ManifestApplier]:
 
 @pytest.fixture
 async def instances(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
-    """Orchestrators' stores there."""
+    """Opens orchestrators' stores in the cluster."""
     them = StoreInstances(kube)
     yield them
     await them.close_all()
@@ -121,5 +121,5 @@ async def instances(kube: KubeCluster) -> AsyncIterator[StoreInstances]:
 
 @pytest.fixture
 async def instance(instances: StoreInstances) -> StoreInstance:
-    """One that leads."""
+    """A store instance that leads."""
     return await instances.lead()

@@ -36,7 +36,7 @@ _OWNERS = {"deployments": workloads.deployment, "statefulsets": workloads.statef
 
 
 class WorkloadController:
-    """Of one namespace. `pace`: see `kubelet.PlayedPod`.
+    """Runs the workloads of one namespace. `pace`: see `kubelet.PlayedPod`.
 
     pods  those that are played, by name
     left  command lines of processes that outlived an orderly end of their pod, and were killed
@@ -85,18 +85,18 @@ class WorkloadController:
         await asyncio.gather(*(proxy.stop() for proxy in self._proxies.values()))
 
     def url(self, service: str) -> str:
-        """Of a Service's first port, through its proxy."""
+        """URL of a Service's first port, through its proxy."""
         found = self._server.objects.get("services", self._namespace, service)
         assert found is not None, service
         return f"http://{found['spec']['clusterIP']}:{found['spec']['ports'][0]['port']}"
 
     def pods_of(self, **labels: str) -> list[Object]:
-        """By labels of `app.kubernetes.io/`: `component="router"`."""
+        """Pods by labels of `app.kubernetes.io/`, such as `component="router"`."""
         wanted = {f"app.kubernetes.io/{name}": value for name, value in labels.items()}
         return workloads.selected(self._all("pods"), wanted)
 
     async def until(self, holds: Callable[[], bool], *, within_s: float, what: str) -> None:
-        """Looked at fifty times a second. Says what pods have printed when it is too late."""
+        """Wait for a condition, checked fifty times a second; on timeout the error has the pods' output."""
         try:
             await until(lambda: holds() or self.checked(), within_s=within_s, what=what)
         except TimeoutError as exc:
@@ -104,11 +104,11 @@ class WorkloadController:
             raise AssertionError(f"{exc}\n{printed}") from None
 
     async def settled(self, *, within_s: float = 60.0) -> None:
-        """Until every workload has the pods that it wants, of its newest revision, all ready and no others."""
+        """Wait until every workload has exactly its pods, of its newest revision, all ready."""
         await self.until(self._is_settled, within_s=within_s, what="every pod of every workload is ready")
 
     def checked(self) -> None:
-        """Raises what a task of ours has failed of, and when a pod does nothing but start again."""
+        """Raise a failed task's error, or an error for a pod that keeps restarting."""
         for task in (*self._tasks, *self._living.values()):
             if task.done() and not task.cancelled():
                 task.result()
@@ -130,7 +130,7 @@ class WorkloadController:
             await self._changed.wait()
 
     async def _reconcile(self) -> None:
-        """Level by level: workloads to pods, pods to processes, processes to slices."""
+        """One round: workloads to pods, pods to processes, processes to slices."""
         for plural, wishes in _OWNERS.items():
             for workload in self._all(plural):
                 self._own(plural, workload, wishes)
@@ -267,7 +267,7 @@ class WorkloadController:
                 await proxy.start()
 
     def _targets(self, service: str, port: Object) -> list[tuple[str, int]]:
-        """As kube-proxy: ready pods; when there are none, those that still serve while they go."""
+        """Addresses of ready pods; without any, of terminating pods that still serve."""
         found = self._server.objects.get("services", self._namespace, service)
         pods = workloads.selected(self._all("pods"), found["spec"]["selector"]) if found else []
         number = workloads.target_port(port, pods)

@@ -1,4 +1,4 @@
-"""What a server says of itself: versions, groups, kinds, and as much OpenAPI as kubectl asks for."""
+"""The server's discovery documents: versions, groups, kinds, and the OpenAPI that kubectl needs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _GROUPS = sorted({(resource.group, resource.version) for resource in RESOURCES i
 
 
 def document(path: str, query: dict[str, str]) -> dict[str, Any] | None:
-    """The answer to this path, or None when it names something else."""
+    """The document of this path; None for any other path."""
     if path == "/version":
         return VERSION
     if path == "/api":
@@ -61,7 +61,7 @@ def _rows(resource: ResourceKind) -> list[dict[str, Any]]:
 
 
 def _openapi(prefix: str) -> dict[str, Any]:
-    """Enough for kubectl to see that objects are checked at the server, and to leave that to it."""
+    """Minimal OpenAPI, from which kubectl learns that the server validates objects."""
     field_validation = {"name": "fieldValidation", "in": "query", "schema": {"type": "string", "uniqueItems": True}}
     paths, schemas = {}, {}
     for resource in RESOURCES:

@@ -1,4 +1,4 @@
-"""What can be wrong with an API server, on demand."""
+"""Faults of an API server, on demand."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ from tests.kube.store import VersionedObjects
 
 @dataclass(slots=True)
 class ServerFaults:
-    """Each lasts until it is taken back; none of them forgets an object."""
+    """Faults of the test server. Each lasts until it is taken back; none loses an object."""
 
     store: VersionedObjects
     stop_listening: Callable[[], Awaitable[None]]
@@ -32,7 +32,7 @@ class ServerFaults:
         self._answering.set()
 
     def drop_watches(self, *, cleanly: bool = False) -> int:
-        """End all that are open: cut in the middle, or as a server ends them that is stopped. How many that were."""
+        """End all open watches, cut off or in order; returns how many."""
         found = len(self.watches)
         if cleanly:
             self.dropped.set()
@@ -44,49 +44,49 @@ class ServerFaults:
         return found
 
     def refuse(self, status: int | None, *, retry_after_s: int = 1, times: int | None = None) -> None:
-        """Answer everything with this; open watches go on. 403: as one that has read no Roles yet. None: stop that."""
+        """Answer every request with this status; open watches go on. None: stop."""
         self._refusal = None if status is None else (status, retry_after_s, times)
 
     def freeze(self) -> None:
-        """Accept connections and requests and say nothing; open watches fall silent, and no FIN tells of it."""
+        """Accept connections and requests without answering; open watches fall silent without being closed."""
         self._thawed.clear()
 
     def thaw(self) -> None:
-        """Say everything that was held back."""
+        """Send all responses that were held back."""
         self._thawed.set()
 
     async def thawed(self) -> None:
-        """Returns when nothing is frozen."""
+        """Wait until the server is not frozen."""
         await self._thawed.wait()
 
     def hold_answers(self) -> None:
-        """Do what is asked and answer later: watches tell of a write before whoever wrote hears of it."""
+        """Execute requests and answer later, so that watches show a write before its response."""
         self._answering.clear()
 
     def give_answers(self) -> None:
-        """Answer everything that was held back."""
+        """Send all responses that were held back."""
         self._answering.set()
 
     async def answering(self) -> None:
-        """Returns when no answers are held back."""
+        """Wait until responses are not held back."""
         await self._answering.wait()
 
     def slow_down(
         self, rng: random.Random, *, requests_s: float = 0.0, answers_s: float = 0.0, events_s: float = 0.0
     ) -> None:
-        """Take up to so many seconds, by chance, to do what is asked, to answer it, and to tell a watch of it."""
+        """Delay execution, response and watch events by up to so many seconds, at random."""
         self._rng, self._delays = rng, (requests_s, answers_s, events_s)
 
     async def request_delay(self) -> None:
-        """Returns when a request has come through."""
+        """Wait until a request may be executed."""
         await self._delay(self._delays[0])
 
     async def answer_delay(self) -> None:
-        """Returns when an answer may go out."""
+        """Wait until a response may be sent."""
         await self._delay(self._delays[1])
 
     async def event_delay(self) -> None:
-        """Returns when a watch may tell its next event."""
+        """Wait until a watch may send its next event."""
         await self._delay(self._delays[2])
 
     async def _delay(self, longest_s: float) -> None:
@@ -94,15 +94,15 @@ class ServerFaults:
             await asyncio.sleep(self._rng.uniform(0.0, longest_s))
 
     def compact(self) -> None:
-        """Forget the history: a watch that resumes from before this is told 410, and so is a broken list."""
+        """Drop the history: watches and lists that resume from before get 410."""
         self.store.compact(RESOURCES)
 
     async def go_down(self) -> None:
-        """As if killed: connections are cut, new ones refused. Its port stays its own."""
+        """Stop like a killed server: connections are cut, new ones refused. The port is kept."""
         await self.stop_listening()
 
     async def come_back(self, *, rewound: bool = False) -> None:
-        """With the same objects and no history, as after a restart; `rewound`: at lower versions, as from a backup."""
+        """Start again with the same objects and no history; `rewound`: at lower versions, as from a backup."""
         if rewound:
             self.store.rewind(RESOURCES)
         else:
@@ -110,7 +110,7 @@ class ServerFaults:
         await self.listen()
 
     def refusal(self) -> web.Response | None:
-        """What to answer instead, if anything. Counts."""
+        """The status to answer instead, if any; counts the request."""
         if self._refusal is None:
             return None
         status, retry_after_s, times = self._refusal

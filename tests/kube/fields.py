@@ -15,7 +15,7 @@ Path = tuple[Any, ...]
 Fields = frozenset[Path]
 
 ITEM = object()
-"""What `leaves` has for an item with keys: that it is there."""
+"""Marks in `leaves` that an item with keys exists."""
 
 KEYED = {
     "conditions": ("type",),
@@ -47,14 +47,14 @@ class DuplicateField(Exception):
 
 
 def owned_part(obj: Mapping[str, Any]) -> dict[str, Any]:
-    """The object without its name, its kind and the server's own bookkeeping."""
+    """The object without name, kind and server-managed fields."""
     meta = {key: value for key, value in (obj.get("metadata") or {}).items() if key not in _NOBODYS}
     rest = {key: value for key, value in obj.items() if key not in ("apiVersion", "kind", "metadata")}
     return rest | ({"metadata": meta} if meta else {})
 
 
 def leaves(node: Any, path: Path = ()) -> dict[Path, Any]:
-    """Every leaf and every item with keys. Raises Duplicate."""
+    """Paths of every leaf and every item with keys. Raises DuplicateField."""
     name = path[-1] if path else ""
     if isinstance(node, dict) and node and name not in _ATOMIC_MAPS:
         found: dict[Path, Any] = {}
@@ -76,7 +76,7 @@ def leaves(node: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def merged(live: Any, config: Any, path: Path = ()) -> Any:
-    """The object with what is applied put over it."""
+    """The object with the applied fields merged into it."""
     name = path[-1] if path else ""
     if isinstance(live, dict) and isinstance(config, dict) and name not in _ATOMIC_MAPS:
         both = {key: merged(live.get(key), value, (*path, key)) for key, value in config.items() if value is not None}
@@ -93,7 +93,7 @@ def merged(live: Any, config: Any, path: Path = ()) -> Any:
 
 
 def without(node: Any, gone: Fields, path: Path = ()) -> Any:
-    """The object without these fields, and without maps and lists that are empty for it."""
+    """The object without these fields, and without maps and lists that become empty."""
     if isinstance(node, dict):
         kept = {}
         for key, value in node.items():
@@ -109,7 +109,7 @@ def without(node: Any, gone: Fields, path: Path = ()) -> Any:
 
 
 def as_fields_v1(fields: Iterable[Path]) -> dict[str, Any]:
-    """As `managedFields` writes a set of fields."""
+    """A set of fields in the form of `managedFields`."""
     root: dict[str, Any] = {}
     for path in sorted(fields, key=repr):
         node = root
@@ -132,12 +132,12 @@ def from_fields_v1(node: Mapping[str, Any], path: Path = ()) -> Fields:
 
 
 def shown(path: Path) -> str:
-    """As conflicts name it: `.spec.template.spec.containers[name="worker"].image`."""
+    """The path as conflicts show it: `.spec.template.spec.containers[name="worker"].image`."""
     return "".join(f".{part}" if isinstance(part, str) else _bracket(part) for part in path)
 
 
 def _keys(path: Path) -> tuple[str, ...]:
-    """Of the list at this path; () where it is atomic."""
+    """The key fields of the list at this path; () for an atomic list."""
     if path[-1] != "ports":
         return KEYED.get(path[-1], ()) if isinstance(path[-1], str) else ()
     if path == ("spec", "ports"):

@@ -1,4 +1,4 @@
-"""HTTP: a path and a method to a verb, and the registry's answer back."""
+"""HTTP handlers: a request becomes a verb, and the registry's result a response."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.kube.rules import AccessRules
 
 
 class ApiServerRequest(NamedTuple):
-    """One request, as it came: also those that a fault or a rule refused."""
+    """One received request, including those that a fault or a rule refused."""
 
     time: float
     verb: str
@@ -25,7 +25,7 @@ class ApiServerRequest(NamedTuple):
 
 @dataclass(slots=True)
 class RequestHandlers:
-    """One API server's answers. `bookmark_s`: how often a watch that asks for bookmarks gets one."""
+    """Handles the server's requests. `bookmark_s`: interval of bookmarks."""
 
     registry: ObjectRegistry
     rules: AccessRules

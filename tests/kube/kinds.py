@@ -33,12 +33,12 @@ class ResourceKind:
 
     @property
     def qualified(self) -> str:
-        """As messages name it: `leases.coordination.k8s.io`."""
+        """The name in messages: `leases.coordination.k8s.io`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Its subresources."""
+        """Names of its subresources."""
         own = {"Pod": ("eviction",), "Deployment": ("scale",), "StatefulSet": ("scale",)}.get(self.kind, ())
         return (*(("status",) if self.has_status else ()), *own)
 
@@ -47,7 +47,7 @@ class ResourceKind:
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str = "", name: str = "") -> str:
-        """Of the collection, or of one object."""
+        """The path of the collection, or of one object."""
         within = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
         return f"{self.prefix}{within}/{self.plural}" + (f"/{name}" if name else "")
 

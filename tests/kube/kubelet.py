@@ -1,4 +1,4 @@
-"""Pods played by processes: started, probed, told to readers of their status, and taken down as a kubelet does it."""
+"""Pods run as processes: started, probed and stopped as a kubelet does it."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _RESTART_AFTER_S = 0.5  # a real one backs off from 10 s on; tests wait for it
 
 
 class PlayedPod:
-    """One pod, from its start until it is gone. `told` hears each change of its status.
+    """One pod, from its start until it is gone. `told`: called at each change of its status.
 
     pace  what periods and delays of probes are multiplied by, so that a test need not wait for a cluster's habits
     """
@@ -50,7 +50,7 @@ class PlayedPod:
         self.working_folder = place.folder / ".root"
 
     async def live(self) -> None:
-        """Volumes, init containers, containers, probes; until cancelled."""
+        """Run volumes, init containers, containers and probes until cancelled."""
         podspec.made_volumes(self._place, self._read)
         self._logs.mkdir(exist_ok=True)
         for container in self._place.spec.get("initContainers") or []:
@@ -66,20 +66,20 @@ class PlayedPod:
                 tasks.create_task(self._run(container, client))
 
     async def stop(self, grace_s: float) -> None:
-        """preStop, SIGTERM, and SIGKILL where all of that takes longer than the grace; then nothing is left of it."""
+        """Stop the pod: preStop, SIGTERM, and SIGKILL after the grace period."""
         deadline = time.monotonic() + grace_s
         await asyncio.gather(*(self._end(container, deadline) for container in self._place.spec["containers"]))
         await asyncio.to_thread(self._see_who_is_left)
         await self.kill()
 
     async def kill(self) -> None:
-        """Everything that it ever started, at once."""
+        """Kill every process that the pod has started."""
         for child in self.children.values():
             await child.stop(0.0)
         await asyncio.to_thread(kill_marked, self._mark)
 
     def _see_who_is_left(self) -> None:
-        """A container's end takes everything in it along; here it shows who had to be taken."""
+        """Note in `left` the command lines of processes that outlive the pod's end."""
         until = time.monotonic() + _SETTLED_WITHIN_S
         while (pids := marked_processes(self._mark)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -92,11 +92,11 @@ class PlayedPod:
         return marked_processes(self._mark)
 
     def log(self) -> str:
-        """The end of what its containers printed."""
+        """The last output of the pod's containers."""
         return "\n".join(f"{child.name}:\n{child.tail(40)}" for child in self.children.values())
 
     async def _run_once(self) -> None:
-        """A job or a test: its containers' own end is its end."""
+        """Run a pod that ends with its containers: a job or a test."""
         self.children = {container["name"]: self._child(container) for container in self._place.spec["containers"]}
         codes = []
         for child in self.children.values():
@@ -107,7 +107,7 @@ class PlayedPod:
         self._told(self)
 
     async def _run(self, container: Mapping[str, Any], client: httpx.AsyncClient) -> None:
-        """A container is started again whenever it ends, with whatever it left behind gone."""
+        """Run a container and restart it whenever it ends, after killing what it left behind."""
         child = self.children[container["name"]] = self._child(container)
         while True:
             await child.start()
@@ -128,7 +128,7 @@ class PlayedPod:
             await asyncio.sleep(_RESTART_AFTER_S)
 
     async def _probe(self, container: Mapping[str, Any], client: httpx.AsyncClient) -> None:
-        """Returns when the container has to be started anew."""
+        """Wait until the container has to be restarted."""
         startup = container.get("startupProbe")
         if startup and not await self._settled(startup, container, client):
             return
@@ -149,7 +149,7 @@ class PlayedPod:
             await asyncio.sleep(readiness.get("periodSeconds", 10) * self._pace)
 
     async def _settled(self, probe: Mapping[str, Any], container: Mapping[str, Any], client: httpx.AsyncClient) -> bool:
-        """Whether it starts within the probe's budget, which is real time: only the period is shortened."""
+        """Whether the container starts within the probe's budget of real time; only the period is shortened."""
         ends_at = time.monotonic() + probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
         while time.monotonic() < ends_at:
             if await self._succeeds(probe, container, client):
@@ -206,5 +206,5 @@ class PlayedPod:
 
 
 def folder_for(root: Path, pod: Object) -> Path:
-    """Short, since sockets lie in it: the path of a Unix socket has at most 107 bytes."""
+    """A short folder path, as the path of a Unix socket in it has at most 107 bytes."""
     return root / pod["metadata"]["uid"][:8]

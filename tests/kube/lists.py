@@ -1,4 +1,4 @@
-"""Lists, whole or in pages that are all of one moment."""
+"""Lists, complete or in pages of one version."""
 
 import base64
 import json
@@ -22,12 +22,12 @@ _TOO_OLD_TOKEN = (
 
 @dataclass(slots=True)
 class PagedLists:
-    """Remembers the whole of what was listed in part, by its version: where the next pages come from."""
+    """Remembers partly read lists by version, for their next pages."""
 
     _wholes: dict[tuple[int, ResourceKind, str], list[Object]] = field(default_factory=dict)
 
     def listed(self, store: VersionedObjects, target: PathTarget, query: Mapping[str, str]) -> Any:
-        """What GET of a collection answers. Raises 400, 410 and 504."""
+        """The list of a collection. Raises 400, 410 and 504."""
         resource = target.resource
         asked = version_of(query.get("resourceVersion", ""))
         if asked > store.version:

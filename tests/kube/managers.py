@@ -1,4 +1,4 @@
-"""Who owns which field of an object, and what server-side apply makes of it.
+"""Field ownership and server-side apply.
 
 source  sigs.k8s.io/structured-merge-diff 6 merge/update.go; k8s.io/apimachinery 0.36 pkg/util/managedfields
 """
@@ -28,14 +28,14 @@ Object = dict[str, Any]
 
 
 class FieldWriter(NamedTuple):
-    """Who writes: `fieldManager` of the request, or how the client calls itself. `part`: through which subresource."""
+    """The writer of a request: its `fieldManager` or user agent. `part`: the subresource."""
 
     manager: str = "tests"
     part: str = ""
 
 
 class _ManagerKey(NamedTuple):
-    """What tells entries apart."""
+    """The key of a `managedFields` entry."""
 
     manager: str
     operation: str
@@ -53,7 +53,7 @@ _Owners = Mapping[_ManagerKey, _ManagedFieldsEntry]
 
 
 def updated(resource: ResourceKind, old: Object | None, new: Object, by: FieldWriter) -> Object:
-    """The object with owners: whoever writes a value owns it alone, and what is gone nobody owns.
+    """The object with owners: the writer of a value owns it alone, and a removed field has no owner.
 
     Owners that the object brings itself count, as where a client hands over from one manager to another.
     """
@@ -70,7 +70,7 @@ def updated(resource: ResourceKind, old: Object | None, new: Object, by: FieldWr
 
 
 def applied(resource: ResourceKind, live: Object | None, config: Object, by: FieldWriter, *, force: bool) -> Object:
-    """What the object becomes when this manager applies this. `status` is not the main resource's to write.
+    """The object after a server-side apply by this manager. `status` cannot be written through the main resource.
 
     raises  409 where another manager owns what would change; 500 where a list has an item twice
     """
@@ -113,7 +113,7 @@ def applied(resource: ResourceKind, live: Object | None, config: Object, by: Fie
 
 
 def writer_of(query: Mapping[str, str], user_agent: str, part: str) -> FieldWriter:
-    """Raises 422 where the name is longer than names may be."""
+    """Raise 422 for a name that is too long."""
     manager = query.get("fieldManager") or user_agent.partition("/")[0] or "unknown"
     if len(manager) > _LONGEST:
         raise _refused(f"Too long: may not be more than {_LONGEST} bytes")
@@ -121,7 +121,7 @@ def writer_of(query: Mapping[str, str], user_agent: str, part: str) -> FieldWrit
 
 
 def require_manager(query: Mapping[str, str]) -> None:
-    """Raises 422: nobody applies without saying who."""
+    """Raise 422 for an apply without a field manager."""
     if not query.get("fieldManager"):
         raise _refused("Required value: is required for apply patch")
 
@@ -141,14 +141,14 @@ def _meta(new: Object) -> dict[str, Any]:
 
 
 def _is_held(path: Path, held: Fields) -> bool:
-    """An item with keys stays for as long as anybody owns anything in it."""
+    """Whether the field stays: it is owned, or it is a keyed item in which a field is owned."""
     if path in held:
         return True
     return isinstance(path[-1], tuple) and any(other[: len(path)] == path for other in held)
 
 
 def _handed_over(live: Object, by: FieldWriter) -> frozenset[Path]:
-    """What kubectl has applied on the client, and still stands: on the server it takes that without a conflict.
+    """Fields that kubectl has applied on the client side; on the server side it takes them without a conflict.
 
     source  k8s.io/apimachinery 0.36 util/managedfields/internal/lastappliedmanager.go
     """
@@ -170,13 +170,13 @@ def _owners(obj: Object) -> dict[_ManagerKey, _ManagedFieldsEntry]:
 
 
 def _living(owners: _Owners, there: Mapping[Path, Any]) -> dict[_ManagerKey, _ManagedFieldsEntry]:
-    """Without fields that are not there any more, and without managers that own nothing."""
+    """The entries without removed fields and without managers that own nothing."""
     found = {who: replace(entry, fields=entry.fields & there.keys()) for who, entry in owners.items()}
     return {who: entry for who, entry in found.items() if entry.fields}
 
 
 def _with(obj: Object, owners: _Owners, before: _Owners) -> Object:
-    """An entry keeps its time where its fields are the same: a write that changes nothing is none."""
+    """The object with these owners. An unchanged entry keeps its time, so that a write without a change is none."""
     written = []
     for who, entry in owners.items():
         was = before.get(who)

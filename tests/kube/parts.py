@@ -1,4 +1,4 @@
-"""Subresources that do more than write a part of an object: scale and eviction."""
+"""The subresources scale and eviction."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NAMES = ("scale", "eviction")
 async def answer(
     registry: ObjectRegistry, request: web.Request, verb: str, target: PathTarget, by: FieldWriter
 ) -> tuple[int, Any]:
-    """Evictions, and scales: only the number of replicas, whatever else the object says."""
+    """Handles evictions, and scales, of which only the number of replicas counts."""
     obj = registry.get(target.resource, target.namespace, target.name)
     match target.part, verb:
         case "eviction", "create":
@@ -36,7 +36,7 @@ async def answer(
 
 
 def scale_of(obj: Object) -> Object:
-    """Deployments and StatefulSets as an autoscaler sees them."""
+    """The Scale of a Deployment or StatefulSet."""
     meta = {key: obj["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
     has = (obj.get("status") or {}).get("replicas", 0)
     spec = {"replicas": obj["spec"].get("replicas", 1)}
@@ -50,7 +50,7 @@ def scale_of(obj: Object) -> Object:
 
 
 def _evict(registry: ObjectRegistry, target: PathTarget, eviction: Any) -> tuple[int, Any]:
-    """A delete that asks the disruption budgets first: 429 when one of them has nothing to give."""
+    """Delete a pod unless a disruption budget forbids it: then 429."""
     pod = registry.get(target.resource, target.namespace, target.name)
     labels = pod["metadata"].get("labels") or {}
     budgets = registry.store.find(BY_PLURAL["poddisruptionbudgets"], target.namespace)

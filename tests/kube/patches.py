@@ -1,4 +1,4 @@
-"""PATCH: what an object becomes.
+"""PATCH: the object after a patch.
 
 source  RFC 6902, RFC 7396; strategic merge patch as in k8s.io/apimachinery pkg/util/strategicpatch;
         server-side apply is in managers.py
@@ -14,7 +14,7 @@ _MERGED_BY = KEYED | {"ports": ("containerPort", "port"), "topologySpreadConstra
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """RFC 7396: null removes, objects merge, everything else replaces."""
+    """JSON merge patch (RFC 7396): null removes, objects merge, everything else replaces."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -27,7 +27,7 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def strategic(target: Any, patch: Any) -> Any:
-    """As `merged`, with the lists that have a key merged by it, and with the directives that kubectl writes."""
+    """Strategic merge patch: as `merged`, with keyed lists merged by key, and kubectl's directives."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -49,7 +49,7 @@ def strategic(target: Any, patch: Any) -> Any:
 
 
 def json_patched(target: Any, operations: Any) -> Any:
-    """RFC 6902. Raises 422 when a test fails or a path is not there, as a real server does."""
+    """JSON patch (RFC 6902). Raises 422 when a test fails or a path is missing."""
     if not isinstance(operations, list):
         raise bad_request("a json patch is a list of operations")
     root = {"": target}
@@ -73,7 +73,7 @@ def json_patched(target: Any, operations: Any) -> Any:
 
 
 def _merge_key(name: str, items: list[Any]) -> str:
-    """The key that a list of this name is merged by, where all of these have it."""
+    """The merge key of a list of this name, if all items have it."""
     keys = _MERGED_BY.get(name, ())
     return next((key for key in keys if items and all(isinstance(item, dict) and key in item for item in items)), "")
 

@@ -1,4 +1,4 @@
-"""Slices as a controller writes them, for workers that are servers of the test: each has ports of its own."""
+"""EndpointSlices for workers that are servers of the test, each with ports of its own."""
 
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ def slice_of(
     labels: Mapping[str, str] = LABELS,
     namespace: str = "default",
 ) -> dict:
-    """One slice with one endpoint; `agent` and `engine` are URLs."""
+    """A slice with one endpoint; `agent` and `engine` are URLs."""
     urls = {"agent": agent, "engine": engine}
     endpoint = {
         "addresses": [next(urlsplit(url).hostname for url in urls.values() if url)],
@@ -37,7 +37,7 @@ def slice_of(
 
 
 async def put_slice(kube: KubeCluster, slice_: dict) -> None:
-    """Make it, or replace what has its name."""
+    """Create the object, or replace the one of its name."""
     if kube.server is not None:  # also while it is down, or refuses
         kube.server.objects.put(slice_)
         return

@@ -1,4 +1,4 @@
-"""A container of a rendered pod as a process of this machine: what it runs, in which environment, on which paths.
+"""A container of a rendered pod as a local process: its command, environment and paths.
 
 A pod has an address of its own in 127.0.0.0/8, so container ports stay as they are. What differs from a cluster: "all
 addresses" becomes the pod's own, mounted paths become folders here, Services' names become their addresses, and
@@ -18,14 +18,14 @@ _REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
 class NamespaceReader(Protocol):
-    """Objects of the pod's namespace, by resource and name; None where there is none."""
+    """Reads an object of the pod's namespace by resource and name; None without it."""
 
     def __call__(self, resource: str, name: str) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """Where one pod is played. `hosts`: name of a Service -> its address."""
+    """Where one pod runs. `hosts`: name of a Service -> its address."""
 
     pod: Mapping[str, Any]
     address: str
@@ -39,7 +39,7 @@ class PodPlace:
 
 
 def made_volumes(place: PodPlace, read: NamespaceReader) -> None:
-    """Fill the pod's folder: empty folders, and files from Secrets and ConfigMaps. KeyError for one that is missing."""
+    """Fill the pod's folder with empty folders and files from Secrets and ConfigMaps. Raises KeyError."""
     for volume in place.spec.get("volumes") or []:
         folder = place.folder / volume["name"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def made_volumes(place: PodPlace, read: NamespaceReader) -> None:
 
 
 def command(container: Mapping[str, Any], place: PodPlace, environment: Mapping[str, str]) -> list[str]:
-    """What it runs. A container without a command would be its image's, of which there is none here."""
+    """The container's command line. One without a command would need its image, of which there is none here."""
     return translated_words([*container["command"], *(container.get("args") or [])], container, place, environment)
 
 
@@ -63,7 +63,7 @@ def translated_words(
 
 
 def environment(container: Mapping[str, Any], place: PodPlace, read: NamespaceReader) -> dict[str, str]:
-    """Its own variables. KeyError where a Secret, ConfigMap or key is missing: a real pod would not start either."""
+    """The container's environment. Raises KeyError for a missing Secret, ConfigMap or key."""
     found: dict[str, str] = {}
     for source in container.get("envFrom") or []:
         kind, name = ("secrets", "secretRef") if "secretRef" in source else ("configmaps", "configMapRef")

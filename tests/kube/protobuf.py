@@ -1,4 +1,4 @@
-"""Kubernetes' protobuf, read only, for the few kinds that kubectl and helm send in it; they take JSON for an answer.
+"""Reads Kubernetes' protobuf, for the few kinds that kubectl and helm send; they accept JSON responses.
 
 source  k8s.io/api core/v1 and k8s.io/apimachinery meta/v1 generated.proto, 1.36; the envelope: runtime/generated.proto
 """
@@ -53,7 +53,7 @@ _KINDS: dict[str, _Fields] = {
 
 
 def decoded(message: bytes) -> dict[str, Any]:
-    """The object as JSON has it. Raises ValueError for a kind that is not in the table."""
+    """The object as in JSON. Raises ValueError for an unknown kind."""
     if not message.startswith(MAGIC):
         raise ValueError("no protobuf of Kubernetes: it begins otherwise")
     typed, raw = {}, b""
@@ -100,7 +100,7 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _split(raw: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers with what they carry: an int, or bytes."""
+    """Field numbers with their values: an int, or bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

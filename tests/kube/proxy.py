@@ -1,4 +1,4 @@
-"""A Service's own address: each connection goes to one of its ready pods, as kube-proxy has it."""
+"""A proxy for a Service's address: each connection goes to one of its ready pods, as with kube-proxy."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ _PIECE = 2**16
 
 
 class ServiceProxy:
-    """`targets` says where connections may go now: (address, port) of ready pods. Open ones stay where they are."""
+    """`targets`: returns (address, port) of ready pods for new connections; open ones stay."""
 
     def __init__(self, address: str, port: int, targets: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self.address, self.port = address, port

@@ -1,4 +1,4 @@
-"""Create, replace, patch and delete as a real server does them; nothing here knows HTTP.
+"""Create, replace, patch and delete as a real server does, without HTTP.
 
 source  k8s.io/apiserver pkg/registry/generic/registry/store.go and rest/{create,update,delete}.go, 1.36
 """
@@ -45,7 +45,7 @@ class ObjectRegistry:
         return self._made(resource, obj, by=by, dry_run=dry_run)
 
     def _named(self, resource: ResourceKind, namespace: str, given: Any) -> Object:
-        """What is to be made, with its name. Raises 404 without its namespace, and 409 where it is there already."""
+        """The object to create, with its name. Raises 404 without its namespace, 409 if it exists."""
         obj = self._taken(resource, namespace, given)
         meta = obj["metadata"]
         if meta.get("resourceVersion"):
@@ -72,7 +72,7 @@ class ObjectRegistry:
         by: FieldWriter = _ARRANGED,
         dry_run: bool = False,
     ) -> tuple[Object, bool]:
-        """The object as stored, and whether it was made by this. By the part "status" only that is written."""
+        """The object as stored, and whether it was created. With the part "status" only the status is written."""
         obj = self._taken(resource, namespace, given)
         meta = obj["metadata"]
         if (said := meta.setdefault("name", name)) != name:
@@ -105,7 +105,7 @@ class ObjectRegistry:
         by: FieldWriter = _ARRANGED,
         dry_run: bool = False,
     ) -> Object:
-        """`change` says what the object becomes.
+        """Patch an object; `change` returns its new state.
 
         A patch without a resourceVersion is never a conflict, not even for a Lease: it is no lock.
         """
@@ -124,7 +124,7 @@ class ObjectRegistry:
         force: bool,
         dry_run: bool,
     ) -> tuple[Object, bool]:
-        """Server-side apply: the object as stored, and whether it was made by this."""
+        """Server-side apply: the object as stored, and whether it was created."""
         config = self._taken(resource, namespace, config)
         if (said := config["metadata"].setdefault("name", name)) != name:
             raise status.bad_request(f"the name of the object ({said}) does not match the name on the URL ({name})")
@@ -136,7 +136,7 @@ class ObjectRegistry:
         return self._updated(resource, old, new, by=by, is_applied=True, dry_run=dry_run), False
 
     def _patched(self, resource: ResourceKind, old: Object, obj: Object) -> Object:
-        """Raises 409 and 422 where it is of another name, version or uid."""
+        """Raise 409 or 422 when name, version or uid differ."""
         meta = old["metadata"]
         if obj["metadata"].get("name") != meta["name"]:
             raise status.invalid(resource, meta["name"], [("metadata.name", "Invalid value: field is immutable")])
@@ -149,7 +149,7 @@ class ObjectRegistry:
     def delete(
         self, resource: ResourceKind, namespace: str, name: str, options: dict[str, Any], *, dry_run: bool = False
     ) -> tuple[Object, bool]:
-        """The object, and whether it is gone: finalizers and a pod's grace keep it for a while."""
+        """Delete: the object, and whether it is gone; finalizers and a pod's grace period keep it for a while."""
         old = self.get(resource, namespace, name)
         meta = old["metadata"]
         wanted = options.get("preconditions") or {}
@@ -174,7 +174,7 @@ class ObjectRegistry:
     # --- what they share -----------------------------------------------------------------------------------------
 
     def _taken(self, resource: ResourceKind, namespace: str, given: Any) -> Object:
-        """A copy of what was sent, of this kind and namespace."""
+        """A copy of the sent object, with kind and namespace."""
         if problem := typed(resource, given):
             raise problem
         obj: Object = {"apiVersion": resource.api_version, "kind": resource.kind} | _copy(given)
@@ -186,7 +186,7 @@ class ObjectRegistry:
         return obj
 
     def _made(self, resource: ResourceKind, obj: Object, *, by: FieldWriter | None, dry_run: bool) -> Object:
-        """`by` None: the object says itself who owns what."""
+        """Store a new object. `by` None: its own `managedFields` count."""
         meta = {key: value for key, value in obj["metadata"].items() if key not in _SYSTEM}
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": _now()}
         if resource.has_generation:
@@ -209,7 +209,7 @@ class ObjectRegistry:
         is_applied: bool = False,
         dry_run: bool,
     ) -> Object:
-        """`is_applied`: the object says itself who owns what."""
+        """Store a changed object. `is_applied`: its own `managedFields` count."""
         if by.part == "status":
             obj = old | {"status": obj.get("status"), "metadata": old["metadata"]}
         elif resource.has_status:
@@ -246,7 +246,7 @@ class ObjectRegistry:
         return self.store.put(resource, old | {"metadata": old["metadata"] | mark})
 
     def _emptied(self, namespace: str) -> None:
-        """A controller does that in a cluster, soon; here it is done at once."""
+        """Remove all objects of a deleted namespace at once; in a cluster a controller does it soon."""
         for resource in RESOURCES:
             for obj in self.store.find(resource, namespace) if resource.namespaced else ():
                 self.store.remove(resource, obj)

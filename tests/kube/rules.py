@@ -1,4 +1,4 @@
-"""Who may do what: bearer tokens, and the Roles and RoleBindings that are stored."""
+"""Authentication by bearer tokens and authorization by stored Roles and RoleBindings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ ADMIN = "admin"  # in system:masters, so to speak: may do everything
 
 @dataclass(slots=True)
 class AccessRules:
-    """`tokens`: token -> user, e.g. `system:serviceaccount:<namespace>:<name>`. None at all: everybody is admin."""
+    """Access rules. `tokens`: token -> user, e.g. `system:serviceaccount:<namespace>:<name>`; empty: all are admin."""
 
     store: VersionedObjects
     tokens: dict[str, str] = field(default_factory=dict)
 
     def user(self, authorization: str) -> str:
-        """Who sends this header. Raises 401."""
+        """The user of an authorization header. Raises 401."""
         if not self.tokens:
             return ADMIN
         user = self.tokens.get(authorization.removeprefix("Bearer ").strip())
@@ -30,7 +30,7 @@ class AccessRules:
     def require(
         self, user: str, verb: str, resource: ResourceKind, subresource: str, namespace: str, name: str
     ) -> None:
-        """Raises 403. `name` is "" for a whole collection and for what has none yet."""
+        """Raise 403 without permission. `name`: "" for a collection and for an object without a name yet."""
         if user == ADMIN:
             return
         what = f"{resource.plural}/{subresource}" if subresource else resource.plural
@@ -45,7 +45,7 @@ class AccessRules:
         raise forbidden(user, verb, resource, subresource, namespace, name)
 
     def _rules_of(self, user: str, namespace: str) -> list[dict[str, Any]]:
-        """A role counts in its own namespace alone: without one, for the whole cluster, nobody is granted anything."""
+        """The rules of the user's Roles in this namespace; none for requests of the whole cluster."""
         found = []
         for binding in self.store.find(BY_PLURAL["rolebindings"], namespace) if namespace else ():
             if user in _subjects(binding):

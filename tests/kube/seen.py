@@ -1,4 +1,4 @@
-"""Somebody who follows ConfigMaps, and what was told."""
+"""A follower of ConfigMaps, and the state that its callbacks add up to."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from tests.patience import within
 
 @dataclass
 class FollowedState:
-    """What a follower was told, as the state that it adds up to."""
+    """The state that a follower's callbacks add up to."""
 
     state: dict = field(default_factory=dict)
     lists: int = 0

@@ -1,4 +1,4 @@
-"""Which objects a label or field selector names: equality, sets, existence."""
+"""Label and field selectors: equality, sets, existence."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ _COMMA = re.compile(r",(?![^()]*\))")  # but not inside a set
 
 
 def label_selector(text: str) -> Holds:
-    """Whether labels satisfy all of it; the empty one names everything. Raises the 400 of a selector that is none."""
+    """Whether labels match the selector; an empty one matches all. Raises 400 for an invalid selector."""
     parts = [_requirement(part.strip()) for part in _COMMA.split(text)] if text.strip() else []
     return lambda labels: all(part(labels) for part in parts)
 
 
 def field_selector(text: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether an object satisfies it: dotted paths, `=`, `==`, `!=`."""
+    """Whether an object matches the field selector: dotted paths, `=`, `==`, `!=`."""
     parts = []
     for part in filter(None, text.split(",")):
         path, operator, value = re.split(r"(==|!=|=)", part, maxsplit=1) if "=" in part else (part, "", "")
@@ -32,7 +32,7 @@ def field_selector(text: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def named_by(field_selector_text: str) -> str:
-    """The one object that a field selector names by `metadata.name=`, or "": rules with resourceNames count that."""
+    """The object that a field selector names by `metadata.name=`, or "", for rules with resourceNames."""
     found = re.search(r"(?:^|,)metadata\.name==?([^,]+)", field_selector_text)
     return found.group(1) if found else ""
 

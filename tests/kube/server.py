@@ -1,4 +1,4 @@
-"""A Kubernetes API server for tests: faithful in what we use of one, and wrong on demand.
+"""A Kubernetes API server for tests: faithful where we rely on one, with faults on demand.
 
     async with KubeServer() as server:
         kubeconfig = server.kubeconfig(tmp_path / "kubeconfig")
@@ -35,7 +35,7 @@ _HOST = "127.0.0.1"
 
 
 class DirectObjects:
-    """The server's objects without a request: for what a test arranges. `resource` is the plural, as in paths."""
+    """Direct access to the server's objects, for a test's arrangements. `resource`: the plural, as in paths."""
 
     def __init__(self, registry: ObjectRegistry) -> None:
         self._registry = registry
@@ -44,11 +44,11 @@ class DirectObjects:
         return self._registry.store.get(BY_PLURAL[resource], namespace, name)
 
     def list(self, resource: str, namespace: str = "") -> list[Object]:
-        """Of one namespace or of all; not to be changed in place."""
+        """Objects of one namespace or of all; not to be changed in place."""
         return self._registry.store.find(BY_PLURAL[resource], namespace)
 
     def put(self, obj: Object) -> Object:
-        """Make it, or replace what has its name; everything that a request would have to be is asked of it too."""
+        """Create or replace an object, with the same checks as a request."""
         resource = BY_KIND[obj["apiVersion"], obj["kind"]]
         namespace = obj["metadata"].get("namespace", "default") if resource.namespaced else ""
         name = obj["metadata"]["name"]
@@ -62,7 +62,7 @@ class DirectObjects:
         return stored
 
     def delete(self, resource: str, namespace: str, name: str) -> None:
-        """At once: no grace, no finalizers."""
+        """Delete at once, without grace period and finalizers."""
         row = BY_PLURAL[resource]
         self._registry.store.remove(row, self._registry.get(row, namespace, name))
 
@@ -124,7 +124,7 @@ class KubeServer:
         return self._port
 
     def kubeconfig(self, path: Path, *, token: str = "", namespace: str = "default") -> Path:
-        """Write one that names this server; the path."""
+        """Write a kubeconfig of this server; returns its path."""
         cluster: dict[str, Any] = {"server": self.url}
         if self._certificate:
             cluster["certificate-authority-data"] = self._certificate.ca_base64
@@ -141,7 +141,7 @@ class KubeServer:
         return path
 
     def service_account(self, folder: Path, *, token: str, namespace: str = "default") -> dict[str, str]:
-        """What a pod finds in its file system, in `folder`; and what it finds in its environment. Needs `tls`."""
+        """Write a pod's service account files to `folder`; returns its environment. Needs `tls`."""
         assert self._certificate is not None, "in a cluster everybody speaks https: KubeServer(tls=True)"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "token").write_text(token)
@@ -150,7 +150,7 @@ class KubeServer:
         return {"KUBERNETES_SERVICE_HOST": _HOST, "KUBERNETES_SERVICE_PORT": str(self._port)}
 
     def grant(self, user: str, namespace: str, rules: Sequence[dict[str, Any]]) -> None:
-        """Let a user do this, by a Role and a RoleBinding. Users come with `tokens`: token -> user."""
+        """Grant a user these verbs, by a Role and a RoleBinding. Users come from `tokens`."""
         name = user.replace(":", ".")
         api = "rbac.authorization.k8s.io"
         meta = {"name": name, "namespace": namespace}
@@ -161,7 +161,7 @@ class KubeServer:
         self.objects.put(head | {"kind": "RoleBinding", "subjects": [subject], "roleRef": ref, "metadata": dict(meta)})
 
     def count(self, verb: str = "", path: str = "", *, since: float = 0.0) -> int:
-        """Requests of this verb (list, watch, get, create, update, patch, delete) whose path has this in it."""
+        """Received requests of this verb (list, watch, get, create, update, patch, delete) with the text in their path."""
         return sum(verb in ("", asked.verb) and path in asked.path and asked.time >= since for asked in self.requests)
 
     async def _listen(self) -> None:

@@ -1,4 +1,4 @@
-"""What a refusal looks like: Kubernetes' Status, in its words.
+"""Refusals as Kubernetes' Status objects, in its wording.
 
 source  k8s.io/apimachinery pkg/api/errors/errors.go; FACTS measured on kube-apiserver 1.36
 """
@@ -43,7 +43,7 @@ class ApiError(Exception):
 
 
 def success(resource: ResourceKind, name: str, uid: str) -> dict[str, Any]:
-    """What most DELETEs answer."""
+    """The response to most DELETEs."""
     details = _named(resource, name) | {"uid": uid}
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
 
@@ -98,7 +98,7 @@ def expired(message: str, *, resume: str = "") -> ApiError:
 
 
 def too_large_version(asked: int, now: int) -> ApiError:
-    """A version from before the history was lost, or from another server that is ahead."""
+    """410 for a version from before the history, or ahead of this server."""
     message = f"Timeout: Too large resource version: {asked}, current: {now}"
     causes = [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}]
     return ApiError(504, "Timeout", message, {"causes": causes}, retry_after_s=1)

@@ -1,4 +1,4 @@
-"""Objects at versions, with the history that watches are served from."""
+"""Versioned objects, with the history for watches."""
 
 import asyncio
 from bisect import bisect_right
@@ -19,7 +19,7 @@ Key = tuple[str, str]  # namespace, name
 
 @dataclass(frozen=True)
 class StoredWrite:
-    """One write. `old` is None where it made the object, `new` is the last state where it removed it."""
+    """One write. `old`: None for a creation; `new`: the last state for a removal."""
 
     version: int
     type: str
@@ -33,7 +33,7 @@ class StoredWrite:
 
 @dataclass(slots=True)
 class VersionedObjects:
-    """What etcd is to an API server: one version counter for everything, and a history that can be compacted.
+    """The part of etcd: one version counter for all objects, and a history that can be compacted.
 
     An object that is in here is never changed, only replaced: lists and watches hand the same one out.
     """
@@ -48,12 +48,12 @@ class VersionedObjects:
         return self._objects[resource].get((namespace, name))
 
     def find(self, resource: ResourceKind, namespace: str = "") -> list[Object]:
-        """In the order of keys, of one namespace or of all."""
+        """Objects of one namespace or of all, in the order of keys."""
         found = self._objects[resource]
         return [found[key] for key in sorted(found, key="/".join) if not namespace or key[0] == namespace]
 
     def put(self, resource: ResourceKind, obj: Object) -> Object:
-        """Store it under its own name as the next version."""
+        """Store the object under its name as the next version."""
         key = _key(obj)
         old = self._objects[resource].get(key)
         new = self._next(obj)
@@ -62,14 +62,14 @@ class VersionedObjects:
         return new
 
     def remove(self, resource: ResourceKind, obj: Object) -> Object:
-        """The last state, at the version of its removal: what a watch is told."""
+        """Remove the object; returns its last state at the version of the removal, for watches."""
         old = self._objects[resource].pop(_key(obj))
         gone = self._next(old)
         self._tell(resource, StoredWrite(self.version, "DELETED", gone, old))
         return gone
 
     def changes_since(self, resource: ResourceKind, version: int) -> list[StoredWrite]:
-        """Raises 410 where they are forgotten. A version of the future has none and is no error, as on a real one."""
+        """Changes since the version. Raises 410 when they are compacted; a future version has none."""
         oldest = self.oldest[resource]
         if version < oldest:
             raise expired(f"too old resource version: {version} ({oldest})")
@@ -77,7 +77,7 @@ class VersionedObjects:
         return history[bisect_right(history, version, key=lambda change: change.version) :]
 
     def watch(self, resource: ResourceKind) -> "asyncio.Queue[StoredWrite]":
-        """Each change from now on, until `unwatch`."""
+        """A queue of each change from now on, until `unwatch`."""
         queue: asyncio.Queue[StoredWrite] = asyncio.Queue()
         self._watches[resource].add(queue)
         return queue
@@ -86,14 +86,14 @@ class VersionedObjects:
         self._watches[resource].discard(queue)
 
     def compact(self, resources: tuple[ResourceKind, ...]) -> None:
-        """Forget how things came to be. The counter goes on, as it does when anything else in a cluster is written."""
+        """Drop the history. The version counter goes on."""
         self.version += 100
         for resource in resources:
             self._history[resource].clear()
             self.oldest[resource] = self.version
 
     def rewind(self, resources: tuple[ResourceKind, ...]) -> None:
-        """As after a restored backup of etcd: the same objects at lower versions than clients have seen."""
+        """Lower all versions, as after a restored etcd backup."""
         self.version = 1
         for resource in resources:
             self._history[resource].clear()

@@ -1,4 +1,4 @@
-"""Stores on ConfigMaps, each an orchestrator's own as far as intent goes: opened, led, looked into."""
+"""Orchestrators' stores on ConfigMaps, without the rest of the orchestrator."""
 
 import asyncio
 import contextlib
@@ -21,14 +21,14 @@ FLEET = "lorafleet"
 
 
 async def give_back_lease(kube):
-    """As after an orderly end of whoever led: the first that looks leads at once, however long the lease lasts."""
+    """Write a released Lease, so that the first orchestrator leads at once."""
     lease = KubeLease(kube, namespace=kube.namespace, name=FLEET, timeout_s=5.0)
     await lease.read()
     assert await lease.write(LeaseRecord(holder="before", url="", duration_s=1.0, is_released=True), None)
 
 
 class StubWorkerReports:
-    """As far as the registry asks it."""
+    """Worker reports as far as the adapter registry needs them."""
 
     def __init__(self):
         self.workers = {}
@@ -38,7 +38,7 @@ class StubWorkerReports:
 
 
 class ImmediateRollouts:
-    """Points aliases at once, as rollouts do with `place_s` 0."""
+    """Sets aliases at once, as rollouts do with `place_s` 0."""
 
     def __init__(self, store):
         self._store = store
@@ -50,7 +50,7 @@ class ImmediateRollouts:
 
 
 class StoreInstance:
-    """One orchestrator's store, with the intake beside it. `is_looking` False: it looks when it is told to."""
+    """One orchestrator's store with its object edits. `is_looking` False: edits are applied on request only."""
 
     def __init__(self, kube, *, wall, give_up_s, call_s, is_looking):
         self.kube = kube
@@ -82,7 +82,7 @@ class StoreInstance:
         self.taken += 1
 
     async def lead(self):
-        """A term begins, as the reconciler begins one."""
+        """Begin a term as the reconciler does."""
         await until(lambda: self.backend.is_read)
         await self.store.catch_up()
         self.store.reload()
@@ -93,7 +93,7 @@ class StoreInstance:
         return self
 
     def abdicate(self):
-        """Killed, or without the lease: nothing more is written."""
+        """End the term as after a kill or a lost lease: nothing more is written."""
         self.is_leading = False
         self.store.end_term()
 
@@ -108,7 +108,7 @@ class StoreInstance:
 
 
 class StoreInstances:
-    """Opens them on one cluster; all are closed at the end."""
+    """Opens store instances on one cluster and closes all at the end."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -134,14 +134,14 @@ class StoreInstances:
 
 
 class ManifestApplier:
-    """Whoever applies manifests."""
+    """Applies manifests as people do."""
 
     def __init__(self, api, namespace):
         self.api = api
         self.folder = f"/api/v1/namespaces/{namespace}"
 
     async def apply(self, name, body, *, kind="adapter", text=None, labels=None):
-        """As kubectl does it: what it does not name stays as it is. `text`: instead of a body, or all the data."""
+        """Apply as kubectl does: unnamed fields stay. `text`: instead of a body, or all the data."""
         labels = {KIND: kind, FLEET_LABEL: FLEET} if labels is None else labels
         data = text if isinstance(text, dict) else {f"{kind}.yaml": yaml.safe_dump(body) if text is None else text}
         made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": data}
@@ -166,7 +166,7 @@ class ManifestApplier:
         return (await self.get(name))["metadata"].get("annotations", {}).get(STATUS, "")
 
     async def said(self, name, words):
-        """Waits until the object's status has these words."""
+        """Wait until the object's status has this text."""
 
         async def has_them():
             return words in await self.status(name)

@@ -1,4 +1,4 @@
-"""The programs that the chart's tests run are there and are the real ones."""
+"""The programs of the chart's tests are installed and genuine."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The client of the API server: how it finds one, who it is there, and what it makes of every answer."""
+"""The API server's client: access, credentials, and errors."""
 
 import asyncio
 import contextlib

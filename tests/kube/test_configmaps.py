@@ -1,4 +1,4 @@
-"""Intent that people write as ConfigMaps: what is taken in, what is refused and how that is said, what deletes."""
+"""Intent that people write as ConfigMaps: accepted and refused edits, statuses, Events and deletions."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The store on ConfigMaps when things go wrong: away, refused, put back, fought over, deleted while nobody looked."""
+"""The store on ConfigMaps under faults: outages, refusals, restores, conflicts, unseen deletions."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A router that finds its workers in EndpointSlices, while the API server does what API servers do."""
+"""A router that finds its workers in EndpointSlices, through faults of the API server."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What becomes of an adapter after its object was taken in, as the object says it."""
+"""Failures of adapters in their objects' status and Events."""
 
 from dataclasses import replace
 

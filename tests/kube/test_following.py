@@ -1,4 +1,4 @@
-"""List, then watch, on whichever API server: what is told when nothing is wrong."""
+"""List and watch without faults, on the test server or a real one."""
 
 import asyncio
 

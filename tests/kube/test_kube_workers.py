@@ -1,4 +1,4 @@
-"""An orchestrator that finds its workers in EndpointSlices, before they report and while their pods end."""
+"""An orchestrator that finds its workers in EndpointSlices."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The lease as a Lease: what stands in it, who may change it, and two orchestrators that compete for it."""
+"""The Kubernetes lease: its content, concurrent writes, and competing orchestrators."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Server-side apply with owners of fields: the tests' API server does as a real one, on which this suite holds too."""
+"""Server-side apply and field ownership of the test server; the suite also holds on a real one."""
 
 import asyncio
 from collections.abc import AsyncIterator

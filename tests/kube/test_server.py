@@ -1,4 +1,4 @@
-"""The tests' API server is as a real one where we rely on it. Against a real one this suite holds too."""
+"""The test server behaves like a real API server where we rely on it; the suite also holds on a real one."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""From raw EndpointSlices to the workers they name."""
+"""From raw EndpointSlices to the workers they list."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Services without a port for an agent: their pods are stock engines, found by routers and orchestrators alike."""
+"""Agentless engines found through Services without an agent port."""
 
 from pathlib import Path
 

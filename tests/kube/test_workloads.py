@@ -1,4 +1,4 @@
-"""What the played controllers want of pods, in the order in which a cluster's would."""
+"""The workload controllers of the test cluster."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What a real server refuses of the objects that we write, and how it tidies them up.
+"""Validation and defaulting of objects as on a real server.
 
 source  kubernetes 1.36 pkg/apis/*/validation, k8s.io/apimachinery pkg/util/validation; FACTS measured on a real one
 """
@@ -46,7 +46,7 @@ Causes = list[tuple[str, str]]
 
 
 def check(resource: ResourceKind, obj: dict[str, Any], *, allow_loopback: bool) -> None:
-    """Raises the 422 or 400 that a real server would answer.
+    """Raise the 422 or 400 of a real server for an invalid object.
 
     allow_loopback  real servers refuse endpoints in 127.0.0.0/8; here pods are processes on this machine
     """
@@ -89,7 +89,7 @@ def tidied(resource: ResourceKind, obj: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_change(resource: ResourceKind, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raises the 422 of what may not be changed once it is there. Quantities are compared as they are written."""
+    """Raise 422 for a change of an immutable field. Quantities are compared as written."""
     if resource.kind != "StatefulSet":
         return
     before, after = old.get("spec") or {}, new.get("spec") or {}
@@ -103,7 +103,7 @@ def check_change(resource: ResourceKind, old: dict[str, Any], new: dict[str, Any
 
 
 def nothing(resource: ResourceKind) -> dict[str, Any]:
-    """The fields that an empty object of this kind has on the wire: what a bookmark shows."""
+    """The fields of an empty object of this kind, as in a bookmark."""
     slice_fields = {"addressType": "", "endpoints": None, "ports": None}
     return {"EndpointSlice": slice_fields, "Lease": {"spec": {}}}.get(resource.kind, {})
 
@@ -178,7 +178,7 @@ def _lease(obj: dict[str, Any]) -> Causes:
 
 
 def _event(obj: dict[str, Any]) -> Causes:
-    """What was about an object of another namespace would be told to the wrong people."""
+    """Causes for an invalid Event, such as one about an object of another namespace."""
     own, about = obj["metadata"]["namespace"], (obj.get("involvedObject") or {}).get("namespace", "")
     causes = []
     if about != own and not (about == "" and own == "default"):
@@ -230,7 +230,7 @@ def _address_problem(address_type: str, address: str, *, allow_loopback: bool) -
 
 
 def typed(resource: ResourceKind, obj: Any) -> ApiError | None:
-    """What is wrong with an object's own words about its kind, if anything."""
+    """The error in an object's apiVersion or kind, if any."""
     if not isinstance(obj, dict) or not isinstance(obj.get("metadata", {}), dict):
         return bad_request("the object provided is unrecognized: not a JSON object with metadata")
     given = (obj.get("apiVersion", resource.api_version), obj.get("kind", resource.kind))

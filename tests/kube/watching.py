@@ -1,4 +1,4 @@
-"""A watch: what has changed since a version, then each change as it comes, bookmarks in between."""
+"""Watches: changes since a version, then each change as it comes, with bookmarks."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ _INITIAL_EVENTS_END = "k8s.io/initial-events-end"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchRequest:
-    """What was asked for. `version` None: from now on, and first everything that is there."""
+    """A watch request. `version` None: all present objects first, then changes."""
 
     resource: ResourceKind
     namespace: str
@@ -33,7 +33,7 @@ class WatchRequest:
 
 
 async def lines(watch: WatchRequest, store: VersionedObjects) -> AsyncIterator[bytes]:
-    """One JSON object a line, until the watch's time is over.
+    """Events as one JSON object a line, until the watch's time is over.
 
     A version that is too old is no HTTP error: the stream says ERROR and ends.
     """
@@ -83,7 +83,7 @@ async def _live(
 
 
 def _seen(watch: WatchRequest, change: StoredWrite) -> bytes | None:
-    """The change as this watch sees it: what its selector no longer names is deleted, what it names anew is added."""
+    """The change as this watch sees it: an object that leaves its selector is deleted, one that enters is added."""
     if watch.namespace and change.new["metadata"].get("namespace") != watch.namespace:
         return None
     before = change.old is not None and watch.holds(change.old)

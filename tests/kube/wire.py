@@ -1,4 +1,4 @@
-"""What a request says, and how an answer is put: paths, verbs, bodies, selectors."""
+"""Parsing of requests and rendering of responses: paths, verbs, bodies, selectors."""
 
 import gzip
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _PACKED_FROM_BYTES = 128 * 2**10  # as a real one does, at the cheapest level
 
 @dataclass(frozen=True, slots=True)
 class PathTarget:
-    """What a path names."""
+    """The resource, namespace and name of a path."""
 
     resource: ResourceKind
     namespace: str
@@ -28,7 +28,7 @@ class PathTarget:
 
 
 def target_of(path: str) -> PathTarget | None:
-    """What a path names, or None for the server's own documents."""
+    """The target of a path; None for the server's own documents."""
     parts = path.strip("/").split("/")
     if parts[:2] == ["api", "v1"]:
         group, version, rest = "", "v1", parts[2:]
@@ -47,7 +47,7 @@ def target_of(path: str) -> PathTarget | None:
 
 
 def verb_of(request: web.Request, target: PathTarget | None) -> str:
-    """As rules and audit logs name it."""
+    """The verb as in rules and audit logs."""
     if target is None:
         return request.method.lower()
     if request.method == "GET":
@@ -59,7 +59,7 @@ def verb_of(request: web.Request, target: PathTarget | None) -> str:
 
 
 def answered(code: int, body: Any, headers: dict[str, str] | None = None, *, packed: bool = False) -> web.Response:
-    """`packed`: the client takes gzip, which is only worth it for long answers."""
+    """A JSON response. `packed`: compress it; worthwhile for long bodies only."""
     text = msgspec.json.encode(body)
     headers = dict(headers or {})
     if packed and len(text) > _PACKED_FROM_BYTES:
@@ -69,7 +69,7 @@ def answered(code: int, body: Any, headers: dict[str, str] | None = None, *, pac
 
 
 async def body_of(request: web.Request) -> Any:
-    """JSON, or YAML where that is said. Raises 400."""
+    """The body as JSON, or YAML by its content type. Raises 400."""
     try:
         text = await request.read()
     except web.HTTPRequestEntityTooLarge as exc:
@@ -84,7 +84,7 @@ async def body_of(request: web.Request) -> Any:
 
 
 async def options_of(request: web.Request) -> dict[str, Any]:
-    """Of a delete: in the body, in the query, or none."""
+    """The options of a delete, from body or query."""
     given = await body_of(request) if await request.read() else {}
     if "gracePeriodSeconds" in request.query:
         given["gracePeriodSeconds"] = int(request.query["gracePeriodSeconds"])
@@ -92,7 +92,7 @@ async def options_of(request: web.Request) -> dict[str, Any]:
 
 
 async def change_of(request: web.Request) -> Callable[[Object], Any]:
-    """What the patch makes of an object."""
+    """A function that returns the patched object."""
     patch = await body_of(request)
     match request.content_type:
         case "application/merge-patch+json":
@@ -105,14 +105,14 @@ async def change_of(request: web.Request) -> Callable[[Object], Any]:
 
 
 def holds_of(query: Any) -> Callable[[Object], bool]:
-    """Whether both selectors name an object."""
+    """A function that tells whether both selectors match an object."""
     labelled = selectors.label_selector(query.get("labelSelector", ""))
     fielded = selectors.field_selector(query.get("fieldSelector", ""))
     return lambda obj: labelled(obj["metadata"].get("labels") or {}) and fielded(obj)
 
 
 def version_of(text: str) -> int:
-    """0 for none. Raises 400."""
+    """The integer in a parameter; 0 without it. Raises 400."""
     try:
         return int(text or 0)
     except ValueError as exc:

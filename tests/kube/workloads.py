@@ -1,4 +1,4 @@
-"""What Deployments, StatefulSets, Services and budgets want of the pods there are. Pure: pods in, wishes out.
+"""Controllers of Deployments, StatefulSets, Services and disruption budgets as pure functions of pods.
 
 source  kubernetes 1.36 pkg/controller/{deployment,statefulset,endpointslice,disruption}; ReplicaSets are left out
 """
@@ -16,14 +16,14 @@ REVISION = "controller-revision-hash"
 
 @dataclass(frozen=True, slots=True)
 class PodChanges:
-    """Pods to make, by name or by the beginning of one, and pods to delete, by name."""
+    """Pods to create, by name or name prefix, and pods to delete, by name."""
 
     make: tuple[str, ...] = ()
     delete: tuple[str, ...] = ()
 
 
 def revision(workload: Object) -> str:
-    """Of its template: pods of another one are old."""
+    """Hash of the pod template; pods with another one are old."""
     return hashlib.sha256(json.dumps(workload["spec"]["template"], sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -37,7 +37,7 @@ def is_going(pod: Object) -> bool:
 
 
 def deployment(workload: Object, pods: Sequence[Object]) -> PodChanges:
-    """New pods as far as the surge goes, old ones away as far as enough others are ready."""
+    """Changes of a Deployment: new pods within the surge, old ones deleted while enough others are ready."""
     wanted = workload["spec"].get("replicas", 1)
     rolling = (workload["spec"].get("strategy") or {}).get("rollingUpdate") or {}
     surge = _share(rolling.get("maxSurge", "25%"), wanted, up=True)
@@ -59,7 +59,7 @@ def deployment(workload: Object, pods: Sequence[Object]) -> PodChanges:
 
 
 def stateful_set(workload: Object, pods: Sequence[Object]) -> PodChanges:
-    """Names stay: what has to change is deleted first, the highest number first, and one at a time."""
+    """Changes of a StatefulSet: pods keep their names and are replaced one at a time, the highest number first."""
     name, wanted = workload["metadata"]["name"], workload["spec"].get("replicas", 1)
     at_once = workload["spec"].get("podManagementPolicy") == "Parallel"
     there = {_name(pod): pod for pod in pods}
@@ -83,7 +83,7 @@ def stateful_set(workload: Object, pods: Sequence[Object]) -> PodChanges:
 
 
 def status(workload: Object, pods: Sequence[Object]) -> dict[str, Any]:
-    """As `kubectl rollout status` and `helm --wait` read it."""
+    """The status that `kubectl rollout status` and `helm --wait` read."""
     staying = [pod for pod in pods if not is_going(pod)]
     new = [pod for pod in staying if pod["metadata"]["labels"][REVISION] == revision(workload)]
     ready = sum(map(is_ready, staying))
@@ -106,7 +106,7 @@ def status(workload: Object, pods: Sequence[Object]) -> dict[str, Any]:
 
 
 def budget_status(budget: Object, pods: Sequence[Object]) -> dict[str, Any]:
-    """How many of the budget's pods may be evicted now."""
+    """Number of the budget's pods that may be evicted now."""
     spec, expected = budget["spec"], len(pods)
     healthy = sum(is_ready(pod) and not is_going(pod) for pod in pods)
     if "maxUnavailable" in spec:
@@ -124,7 +124,7 @@ def budget_status(budget: Object, pods: Sequence[Object]) -> dict[str, Any]:
 
 
 def slice_of(service: Object, pods: Sequence[Object], zones: Mapping[str, str]) -> dict[str, Any]:
-    """The EndpointSlice of a Service. Empty lists become null on the server, as they do in a cluster."""
+    """The EndpointSlice of a Service. The server turns empty lists into null, as in a cluster."""
     meta = service["metadata"]
     always = bool(service["spec"].get("publishNotReadyAddresses"))
     ports = [
@@ -170,7 +170,7 @@ def slice_of(service: Object, pods: Sequence[Object], zones: Mapping[str, str]) 
 
 
 def target_port(port: Object, pods: Sequence[Object]) -> int | None:
-    """The number that a Service's port has in its pods; None while nobody can tell."""
+    """The port number in the Service's pods; None while it is not known."""
     target = port.get("targetPort", port["port"])
     if isinstance(target, int):
         return target
@@ -185,7 +185,7 @@ def target_port(port: Object, pods: Sequence[Object]) -> int | None:
 
 
 def selected(pods: Sequence[Object], labels: Mapping[str, str] | None) -> list[Object]:
-    """Pods with all these labels; a Service without a selector has none."""
+    """Pods with all labels of the Service's selector; none without a selector."""
     return [pod for pod in pods if labels and labels.items() <= (pod["metadata"].get("labels") or {}).items()]
 
 

@@ -1,4 +1,4 @@
-"""An orchestrator whose passes are run by hand, in front of agents served for real."""
+"""An orchestrator whose passes run on request, in front of served agents."""
 
 import math
 from contextlib import AsyncExitStack
@@ -13,7 +13,7 @@ from tests.serving import serving
 
 
 class ManualClock:
-    """Monotonic time that only moves when told to."""
+    """Monotonic time that a test moves by hand."""
 
     def __init__(self):
         self.now = 1000.0
@@ -23,7 +23,7 @@ class ManualClock:
 
 
 class OrchestratorUnderTest:
-    """The orchestrator's REST, its reconciler, and the agents it acts on. No loop runs: `turn` is one pass."""
+    """The orchestrator's REST API, its reconciler, and its agents. No loop runs: `turn` is one pass."""
 
     def __init__(self, path, clock, **settings):
         self.clock = clock
@@ -54,14 +54,14 @@ class OrchestratorUnderTest:
             assert answer.status_code == 200, answer.text
 
     async def turn(self):
-        """One pass to its end: heartbeats, pass, all its actions. Returns what it did."""
+        """Run heartbeats, a pass, and all its actions to their end; returns the actions."""
         await self.beat()
         actions = self.reconciler.run_pass()
         await self.reconciler.wait_for_actions()
         return actions
 
     async def settle(self, turns=30):
-        """Passes until one does nothing; returns all that was done."""
+        """Run passes until one has no action; returns all actions."""
         done = []
         for _ in range(turns):
             actions = await self.turn()
@@ -104,7 +104,7 @@ def clock():
 
 @pytest.fixture
 async def open_service(tmp_path, clock):
-    """Makes houses on one store file; all are closed at the end."""
+    """Opens orchestrators on one store file and closes all at the end."""
     houses = []
 
     def make(path=tmp_path / "store.db", **settings):

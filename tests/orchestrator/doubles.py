@@ -1,4 +1,4 @@
-"""A worker's agent and engine in one small server, served for real: slots, digests, and failures on demand."""
+"""A worker's agent and engine in one small server: slots, digests, and failures on demand."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ from lorafleet.service.http import envelope
 
 
 def digest_of(source):
-    """The bytes behind a source: a source is its content here."""
+    """The digest of a source, whose content is its own URL here."""
     return hashlib.sha256(source.encode()).hexdigest()
 
 
@@ -58,13 +58,13 @@ class FakeAgent:
         self.app = self._app()
 
     def start_anew(self):
-        """As it was made, still served where it is."""
+        """Reset the agent to its initial state, at the same address."""
         url = self.url
         self.__init__(self.worker_id, slots=self.slots)
         self.url = url
 
     def put(self, lora_id, source, *, loaded_at="2020-01-01T00:00:00Z"):
-        """An adapter that is there without anybody having asked us."""
+        """Put an adapter on the worker without a call."""
         digest = digest_of(source)
         self.loaded[lora_id] = {
             "lora_id": lora_id,

@@ -1,4 +1,4 @@
-"""Engines without an agent as workers: the orchestrator loads into them what lies on their own disks."""
+"""Agentless engines as workers: the orchestrator loads adapters from their own disks."""
 
 import json
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def shared(model) -> Iterator[RunningEngine]:
 
 @pytest.fixture
 def engine(shared) -> Iterator[RunningEngine]:
-    """With nothing loaded, before and after."""
+    """An engine with nothing loaded, before and after the test."""
     yield shared
     for name in held(shared):
         httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, verify=False).raise_for_status()
@@ -57,7 +57,7 @@ def held(engine: RunningEngine) -> dict[str, str]:
 
 
 class OrchestratorOfEngines(OrchestratorUnderTest):
-    """Engines beside the agents: each turn begins with a report of theirs."""
+    """An orchestrator with agentless engines, which report at the start of each turn."""
 
     async def beat(self):
         await super().beat()
@@ -66,7 +66,7 @@ class OrchestratorOfEngines(OrchestratorUnderTest):
 
 @pytest.fixture
 async def house_of(tmp_path, clock):
-    """Makes a service in front of these engines."""
+    """Opens an orchestrator in front of these engines."""
     houses = []
 
     def make(*running, engines=(), **settings):
@@ -220,7 +220,7 @@ async def test_a_missing_path_is_reported_without_quarantine(house_of, engine, s
 
 @pytest.mark.parametrize(("status", "code"), [(500, "adapter_refused"), (401, None), (503, None)])
 async def test_only_engine_errors_about_the_adapter_count_against_it(house_of, status, code):
-    """Were a wrong key or a moment's overload the adapter's fault, it would be quarantined everywhere."""
+    """A wrong key or an overload must not quarantine the adapter."""
     models = {"data": [{"id": "tiny-qwen", "owned_by": "vllm"}]}
     refusing = Starlette(
         routes=[

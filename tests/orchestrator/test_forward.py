@@ -1,4 +1,4 @@
-"""What an orchestrator that does not lead does with requests, in front of a leader that is served for real."""
+"""Request forwarding by a standby, in front of a served leader."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ from tests.serving import serving
 
 
 class FakeLeadership:
-    """Leadership as a forwarder sees it."""
+    """Leadership as `LeaderForwarding` needs it."""
 
     is_leading = False
     is_late = False
@@ -155,7 +155,7 @@ async def test_a_refusal_says_why_no_process_leads():
 
 
 async def asked(client, leader):
-    """A call that waits at the leader by now."""
+    """A forwarded call that waits at the leader."""
     waiting = asyncio.create_task(client.post("/hang"))
     await until(lambda: leader.seen)
     return waiting
@@ -196,7 +196,7 @@ async def test_local_routes_and_the_leaders_own_requests_are_not_forwarded(leade
 
 
 class LateLeadership(FakeLeadership):
-    """Leads again after one look at the lease."""
+    """Leads again after one check of the lease."""
 
     is_late = True
 

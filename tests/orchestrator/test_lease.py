@@ -1,4 +1,4 @@
-"""Who may act, and until when: the pure rules, the file, and two orchestrators that compete for it."""
+"""The lease protocol, the file lease, and competing orchestrators."""
 
 import asyncio
 import os
@@ -123,7 +123,7 @@ async def test_renewals_keep_the_lease_for_any_time(two):
 
 
 async def test_an_expired_term_goes_on_when_no_other_has_led(two):
-    """As on a machine so starved that no renewal comes in time."""
+    """Starve the process so that no renewal comes in time."""
     _, clock, a, _ = two
     await a.check_lease()
     for _ in range(12):

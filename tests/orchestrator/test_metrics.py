@@ -1,4 +1,4 @@
-"""What is counted, under which name, and what one pass may cost."""
+"""Metrics, their bounded labels, and the cost of a pass."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What the watch says and what our own writes are answered may come in any order; the newer word counts."""
+"""Watch events and responses to our own writes may come in any order; the newer state counts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document is whole, and nothing that it allows, or forbids, is answered with a 500."""
+"""The OpenAPI document is complete, and no call, valid or not, gets a 500."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.di
 
 @st.composite
 def spoiled(draw, example):
-    """The example with something in it exchanged, taken away or added, anywhere inside."""
+    """The example with one value replaced, removed or added at any depth."""
     if isinstance(example, dict) and example and draw(st.integers(0, 4)):
         key = draw(st.sampled_from(sorted(example)))
         return {**example, key: draw(spoiled(example[key]))}

@@ -1,4 +1,4 @@
-"""Tombstones, not absence: a store that knows nothing takes nothing from a fleet, and gets it back with one call."""
+"""Orphans: an empty store unloads nothing, and adopts the fleet's adapters with one call."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from orchestrator.store.store import IntentStore
 
 
 async def filled(service, count=4):
-    """A fleet of three workers that holds what was asked for."""
+    """A fleet of three workers with loaded adapters."""
     agents = [await service.worker(f"w{n}") for n in range(3)]
     for number in range(count):
         await service.register(f"a{number}/v1")
@@ -24,7 +24,7 @@ async def move(agents, service):
 
 
 async def pass_by(service):
-    """Passes enough, and time enough between them, for every drain to end and every unload to happen."""
+    """Run enough passes, with enough time, for all drains and unloads."""
     for _ in range(5):
         service.clock.now += 60
         await service.turn()

@@ -1,4 +1,4 @@
-"""An orchestrator's own key may change in its file while it runs: agents are asked with the new one."""
+"""The orchestrator's own key may change in its file while it runs."""
 
 import httpx
 import pytest

@@ -61,7 +61,7 @@ def is_due(lora_id, demand):
 
 
 def applied(observed, desired, now=NOW):
-    """The fleet after every load and removal has been done."""
+    """The fleet after all loads and removals."""
     workers = dict(observed.workers)
     for step in desired.removals:
         left = {k: v for k, v in workers[step.worker_id].adapters.items() if k != step.lora_id}

@@ -1,4 +1,4 @@
-"""What moves, what goes, what makes room, and when everything stands still."""
+"""Moves, removals, victims, and the churn limiter."""
 
 from dataclasses import replace
 from random import Random
@@ -38,7 +38,7 @@ def carried(observed, desired):
 
 
 def settled(wanted, observed, demand, rules=RULES, passes=40, step_s=60.0, now=NOW):
-    """Passes until one does nothing; (fleet, loads, removals)."""
+    """Run passes until one has no step; returns (fleet, loads, removals)."""
     loads, removals = [], []
     for number in range(passes):
         desired = place(wanted, observed, demand, rules, now + number * step_s)
@@ -52,7 +52,7 @@ def settled(wanted, observed, demand, rules=RULES, passes=40, step_s=60.0, now=N
 
 @st.composite
 def served(draw):
-    """A fleet that serves: every adapter somewhere, with some demand for it."""
+    """A fleet with every adapter placed and some demand for each."""
     workers = draw(st.integers(2, 6))
     names = [f"a{i}" for i in range(draw(st.integers(1, 3 * workers)))]
     parts = {name: draw(st.sampled_from([0.0, 0.02, 0.1, 0.3])) for name in names}
@@ -470,7 +470,7 @@ def test_an_earlier_wait_comes_before_a_hotter_adapter():
 
 
 def test_every_waiting_adapter_gets_a_turn_when_not_all_fit():
-    """Four slots for twelve adapters, all asked for all the time, one of them by far the least."""
+    """Four slots for twelve adapters in constant demand, one of them far colder."""
     rates = {f"a{number}": 1.0 + number for number in range(11)} | {"rare": 0.01}
     observed, every = fleet(worker("w0", slots=2), worker("w1", slots=2)), intent(*map(adapter, rates))
     waiting, longest = dict.fromkeys(rates, NOW), 0.0

@@ -1,4 +1,4 @@
-"""When a drain is over, and how many actions a pass may start."""
+"""The end of drains, and the action budgets of a pass."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What autoscalers ask for: how long a pool's requests wait, and how many adapter slots its load needs."""
+"""Figures for autoscalers: queue wait and needed adapter slots of each pool."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Orchestrators as processes: killed at any moment, paused past their lease, and side by side on one store."""
+"""Orchestrators as processes: killed, paused past their lease, and side by side on one store."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ class OrchestratorProcess:
         await until(self.is_up)
 
     async def says(self, name):
-        """One field of /health; None when nobody answers."""
+        """One field of /health; None without a response."""
         with contextlib.suppress(httpx.HTTPError):
             return (await self.http.get("/health")).json()[name]
 
@@ -67,7 +67,7 @@ class OrchestratorProcess:
         return await self.says("status") == "ok"
 
     async def pause(self):
-        """SIGSTOP, but never amid a transaction: with SQLite's lock in its hands nobody could write in its place."""
+        """SIGSTOP outside of a transaction: a paused holder of SQLite's lock would block every other writer."""
         while True:
             os.kill(self.process.pid, signal.SIGSTOP)
             await until(lambda: state_of(self.process.pid) == "T")
@@ -86,7 +86,7 @@ class OrchestratorProcess:
 
 
 def is_unlocked(path):
-    """Whether somebody could write to this SQLite file now."""
+    """Whether the SQLite file can be written now."""
     with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as db:
         try:
             db.execute("BEGIN EXCLUSIVE")
@@ -98,7 +98,7 @@ def is_unlocked(path):
 
 @pytest.fixture(autouse=True)
 async def nothing_is_left():
-    """A test that fails leaves no orchestrator, not even a paused one."""
+    """Kill all orchestrators after a failed test, paused ones included."""
     yield
     for it in OrchestratorProcess.started:
         if it.process.returncode is None:
@@ -111,7 +111,7 @@ async def nothing_is_left():
 
 @pytest.fixture
 async def beating():
-    """Agents that are served and tell an orchestrator of themselves: `tell.url` says which."""
+    """Served agents that send heartbeats to the orchestrator at `tell.url`."""
 
     class BeatingAgents:
         url = ""
@@ -179,7 +179,7 @@ async def test_kills_at_random_moments_lose_nothing_and_load_nothing_twice(tmp_p
 
 @pytest.fixture(params=["files", "kubernetes"])
 async def shared(request, kube):  # noqa: F811
-    """Flags of orchestrators that share lease and store."""
+    """Flags for orchestrators that share lease and store."""
     if request.param == "files":
         return {}
     client = await connect(kube.kubeconfig, environ={})

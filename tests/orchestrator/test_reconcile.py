@@ -1,4 +1,4 @@
-"""Passes against agents that are served for real."""
+"""Passes of the reconcile loop against served agents."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ SQL_ENGINE = engine_name("sql/v1", digest_of(SQL))
 
 
 async def ready(service, lora_id="sql/v1", **spec):
-    """Register, and have it on a worker."""
+    """Register the adapter and load it."""
     await service.register(lora_id, **spec)
     await service.ensure(lora_id)
     await service.settle()
@@ -734,7 +734,7 @@ async def test_any_failed_call_is_mended_by_later_passes(open_service, clock, tm
 
 
 async def _story(service, clock):
-    """Loads, a named victim, a move off a worker that is drained, a deletion; each step until it holds."""
+    """A scenario of loads, an eviction, a drained worker and a deletion; each step runs until it holds."""
 
     async def mended(true, tell=None):
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""The REST contract: what is answered, to whom, and in which form."""
+"""The REST contract: responses, errors, scopes."""
 
 import asyncio
 import json
@@ -538,7 +538,7 @@ def test_every_error_has_a_status_and_a_code():
 
 @pytest.fixture
 async def start(tmp_path):
-    """Starts `python -m orchestrator` on one store: the process, and the first line of its log."""
+    """Starts `python -m orchestrator` on one store; yields the process and its first log line."""
     processes = []
 
     async def begun(*flags):

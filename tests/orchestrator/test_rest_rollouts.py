@@ -1,4 +1,4 @@
-"""Aliases that move: make before break, rollouts in steps, and what a restart remembers of them."""
+"""Switches and rollouts of aliases over REST: make before break, steps, and restarts."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def code(answer):
 
 
 class ReportingRouter:
-    """A router's reports: adds to what it counted of an adapter, and says so."""
+    """A router that adds to an adapter's counts and reports them."""
 
     def __init__(self, service):
         self.service = service
@@ -40,7 +40,7 @@ class ReportingRouter:
 
 @pytest.fixture
 async def two_versions(service):
-    """v1 on two of three workers under the alias `sql`; v2 is registered and nowhere."""
+    """v1 on two of three workers under the alias `sql`; v2 is registered and unplaced."""
     for name in ("w0", "w1", "w2"):
         await service.worker(name)
     await service.register(V1)
@@ -68,7 +68,7 @@ async def status(service):
 
 
 async def told(service):
-    """What routers are told that the alias points at."""
+    """The alias's targets in the catalog."""
     (alias,) = (await service.catalog())["aliases"]
     return {target["lora_id"]: target["weight"] for target in alias["targets"]}
 

@@ -1,4 +1,4 @@
-"""What routers report reaches the demand that placement and rollouts decide from, field by field."""
+"""Every field of a usage report reaches the demand book."""
 
 from orchestrator.core.state import TrafficFigures
 

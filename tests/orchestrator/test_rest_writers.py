@@ -1,4 +1,4 @@
-"""Two writers, the same change twice, who is written down for it, and lists by what is asked for."""
+"""Concurrent writers (If-Match), repeated changes, the history's actors, and list filters."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""The state machine of a rollout: pure, so that every way through it can be walked."""
+"""The state machine of a rollout."""
 
 import json
 from dataclasses import replace
@@ -57,7 +57,7 @@ def seen(old=4, new=0, *, tally=GOOD, **more):
 
 
 def walked(rollout, looks):
-    """(rollout, all that the alias was told to point at) after these (now, Seen)."""
+    """(rollout, all targets of the alias) after these (now, observation)."""
     said = []
     for now, look in looks:
         for turn in range(10):
@@ -189,7 +189,7 @@ def test_a_version_waits_for_at_most_as_many_replicas_as_fit():
     st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4, unique=True).map(sorted),
 )
 def test_a_sound_version_completes_from_any_former_targets(old, target, workers, weights):
-    """Each old target has a weight and replicas, none has more than there are workers; placement does what it can."""
+    """Old targets with weights and replicas, at most as many as workers."""
     names = [f"sql/v{number}" for number in range(len(old))]
     to = f"sql/v{target}"
     before = tuple((name, float(weight)) for name, (weight, _) in zip(names, old, strict=True))
@@ -229,7 +229,7 @@ def test_unknown_fields_of_a_newer_version_are_ignored():
 
 
 def test_equal_versions_are_not_told_apart_by_chance():
-    """A sound version under a bad time: 5 % errors of either, looked at every 20 requests, 200 rollouts."""
+    """200 rollouts of a sound version with 5 % errors of both versions, compared every 20 requests."""
     rng, rolled_back = Random(7), 0
     for _ in range(200):
         old = new = RequestTally()

@@ -54,7 +54,7 @@ def test_revisions_grow_after_an_old_backup_is_restored(tmp_path):
 
 
 def test_orchestrators_can_start_together_on_a_new_store(tmp_path):
-    """By chance: where nobody waits for anybody one of nearly every round finds a table that is there already."""
+    """A race by chance: without the lock nearly every round has a process that finds an existing table."""
     together = Barrier(3)
 
     def start(number):
@@ -149,7 +149,7 @@ def _nonsense_inside(path):
 
 
 def _changed(statement, *values):
-    """A whole store, but for one statement."""
+    """A complete store, but for one statement."""
 
     def spoil(path):
         _full(path)
@@ -206,7 +206,7 @@ def test_a_folder_in_the_place_of_the_store_is_refused(tmp_path):
 
 @contextmanager
 def _as_nobody():
-    """Root may write any file; for a while nobody is root."""
+    """Drop root's permission to write any file for the test."""
     if os.geteuid() != 0:
         yield
         return
@@ -257,7 +257,7 @@ def test_a_store_in_a_missing_folder_is_refused_with_advice(tmp_path):
 
 
 class FullDiskConnection(sqlite3.Connection):
-    """A database on a disk that has room for two pages."""
+    """A connection to a database on a disk with room for two pages."""
 
     def __init__(self, *args, **named):
         super().__init__(*args, **named)

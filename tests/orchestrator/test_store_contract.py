@@ -1,4 +1,4 @@
-"""What every store keeps, wherever it keeps it: one suite, each backend."""
+"""The contract of store backends: one suite for each backend."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class SqliteStores:
         return IntentStore(self._folder / "s.db", **options)
 
     async def look(self):
-        """As somebody opens it who does not lead."""
+        """Open the store without leading."""
         return IntentStore(self._folder / "s.db")
 
     async def close(self, store):

@@ -1,4 +1,4 @@
-"""How many replicas: what demand is worth, and how long a target stands."""
+"""Replica targets: from demand, and how long they last."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Cold adapters are loaded in fair order between tenants, whoever asks for how many."""
+"""The fair order between tenants in which cold adapters are loaded."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -16,11 +16,11 @@ from tests.properties import examples
 RULES = PlacementPolicy()
 TENANTS = ("", "acme", "bolt", "core")
 WIDE = fleet(*(worker(f"w{number:02}", slots=1) for number in range(12)))
-"""Room for all at once: what comes first is told by the order alone."""
+"""Room for all at once, so that only the order matters."""
 
 
 def order_of(wants, *, fits=lambda name: True, priority=lambda name: 0, observed=WIDE, **demand):
-    """Names in the order in which a pass has them loaded. `fits`: of others nobody has the base model."""
+    """Names in the order of a pass's loads. `fits`: adapters with a served base model."""
     known = [adapter(name, base_model="qwen" if fits(name) else "llama", priority=priority(name)) for name in wants]
     desired = place(intent(*known), observed, DemandSnapshot(wants=wants, **demand), RULES, NOW)
     return [load.lora_id for load in desired.loads]
@@ -31,7 +31,7 @@ def waits(since=NOW, *tenants, **more):
 
 
 def naive(wants, rates, turns, stuck):
-    """One after the other, each the best of all that are left."""
+    """One after the other, each the best of those left."""
     left, had, found = {name: want for name, want in wants.items() if name not in stuck}, Counter(), []
 
     def best(name):
@@ -86,7 +86,7 @@ def test_within_one_tenant_earlier_and_then_hotter_adapters_come_first(case):
 
 @st.composite
 def arrivals(draw):
-    """(when, tenant, heat) of requests for an adapter each, and how many loads may begin in each pass."""
+    """(time, tenant, rate) of requests for one adapter each, and the loads of each pass."""
     asks = st.tuples(st.integers(0, 40), st.sampled_from(TENANTS), st.sampled_from([0.0, 1.0, 9.0]))
     return draw(st.lists(asks, min_size=1, max_size=40)), draw(st.lists(st.integers(0, 3), min_size=20, max_size=60))
 

@@ -1,4 +1,4 @@
-"""The page is one file that asks nobody else, and runs nothing but itself."""
+"""The status page is self-contained."""
 
 import re
 

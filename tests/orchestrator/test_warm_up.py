@@ -1,4 +1,4 @@
-"""A new worker's share of the adapters that are asked for, there before the worker is ready."""
+"""Warm-up: a new worker loads its share of adapters in demand before it is ready."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_a_warming_worker_does_not_change_placement_of_others(ready, new, slots,
 
 
 class WarmingAgent(FakeAgent):
-    """Waits to hear that it is warm."""
+    """An agent that waits until it is warm."""
 
     def metadata(self):
         is_warming = self.state == "starting"
@@ -109,7 +109,7 @@ async def is_warm(service, agent):
 
 
 async def report(service, *lora_ids):
-    """One router that sends each of these a request a second to w0."""
+    """One router that sends w0 a request a second for each adapter."""
     so_far = {"worker_id": "w0", "requests": service.sent, "work_s": service.sent / 10}
     uses = [so_far | {"engine_name": service.agents["w0"].loaded[name]["engine_name"]} for name in lora_ids]
     body = {"router_id": "r", "boot_id": "b", "seq": service.sent, "revision_seen": 0, "uses": uses}
@@ -119,7 +119,7 @@ async def report(service, *lora_ids):
 
 
 async def busy_house(service):
-    """Twelve adapters on one worker, all of them asked for."""
+    """Twelve adapters on one worker, all in demand."""
     names = [f"sql/v{i}" for i in range(12)]
     await service.worker("w0", slots=16)
     for name in names:

@@ -1,4 +1,4 @@
-"""What would happen if: the same decisions as the passes to come would make, with their cost, and nothing is done."""
+"""What-if plans: the decisions of coming passes, with their cost."""
 
 import asyncio
 import threading
