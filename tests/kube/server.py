@@ -161,7 +161,7 @@ class KubeServer:
         self.objects.put(head | {"kind": "RoleBinding", "subjects": [subject], "roleRef": ref, "metadata": dict(meta)})
 
     def count(self, verb: str = "", path: str = "", *, since: float = 0.0) -> int:
-        """Received requests of this verb (list, watch, get, create, update, patch, delete) with the text in their path."""
+        """Received requests of this verb (list, watch, get, create, update, patch, delete) with this in their path."""
         return sum(verb in ("", asked.verb) and path in asked.path and asked.time >= since for asked in self.requests)
 
     async def _listen(self) -> None:
