@@ -16,13 +16,13 @@ from router.core.schedule.cost_settings import CostSettings
 _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
 
 
-def _origin(text: str) -> str:
+def _parse_origin(text: str) -> str:
     if not _ORIGIN.fullmatch(text):
         raise ValueError(f"{text!r} is no origin: expected https://host or http://host:port, without a path, or *")
     return text.lower()
 
 
-Origin = Annotated[str, AfterValidator(_origin)]
+Origin = Annotated[str, AfterValidator(_parse_origin)]
 PolicyName = Literal["kv_lora", "round_robin", "least_loaded", "session", "prefix_hash"]
 
 
@@ -36,119 +36,131 @@ class RouterSettings(WorkerDiscoverySettings):
 
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     orchestrator_url: Url = Field(
-        default="http://127.0.0.1:8080", description="where the catalog comes from; with engines named, none by default"
+        default="http://127.0.0.1:8080", description="orchestrator that serves the catalog; default with engines: none"
     )
     zone: str = Field(
-        default="", description="the zone this router is in: replicas there are preferred, see other_zone_s in costs"
+        default="", description="zone of this router: replicas there are preferred, see other_zone_s in costs"
     )
-    router_id: str = Field(default="", description="our name in usage reports; empty: host name and process id")
+    router_id: str = Field(
+        default="", description="this router's name in usage reports; empty: host name and process id"
+    )
     state_dir: Path | None = Field(
-        default=None, description="keep the last catalog here, so that a restart does not need the orchestrator"
+        default=None, description="folder for the last catalog, so that a restart does not need the orchestrator"
     )
-    catalog_poll_s: float = Field(default=1.0, gt=0, description="longest time between looks at the catalog")
-    metadata_poll_s: float = Field(default=1.0, gt=0, description="longest time between looks at each agent")
-    control_timeout_s: float = Field(default=5.0, gt=0, description="for each call to an agent or the orchestrator")
+    catalog_poll_s: float = Field(default=1.0, gt=0, description="longest time between two reads of the catalog")
+    metadata_poll_s: float = Field(
+        default=1.0, gt=0, description="longest time between two reads of each agent's report"
+    )
+    control_timeout_s: float = Field(default=5.0, gt=0, description="timeout of a call to an agent or the orchestrator")
     unreachable_after_s: float = Field(
-        default=10.0, gt=0, description="an agent silent for so long no longer vouches for its engine"
+        default=10.0, gt=0, description="silence after which an agent's worker counts as unreachable"
     )
-    connect_timeout_s: float = Field(default=2.0, gt=0, description="to open a connection to an engine")
+    connect_timeout_s: float = Field(default=2.0, gt=0, description="timeout for opening a connection to an engine")
     first_data_timeout_s: float = Field(
-        default=300.0, gt=0, description="from sending a request to its first token or whole answer"
+        default=300.0,
+        gt=0,
+        description="timeout from sending a request to its first token, or to its whole unstreamed answer",
     )
     trial_timeout_s: float = Field(
-        default=30.0, gt=0, description="the same, for the one stream that finds out whether a failing replica is well"
+        default=30.0, gt=0, description="the same for the trial request of a half-open circuit"
     )
     max_answer_s: float = Field(
         default=3600.0,
         gt=0,
-        description="to a first token or whole answer at most, where the client says in x-lorafleet-timeout-s that it"
-        " waits for longer, or where the answer is not streamed and its engine is seen to work",
+        description="upper bound of that timeout, where the client asks for more in x-lorafleet-timeout-s, or where the"
+        " engine is seen to compute an unstreamed answer",
     )
-    idle_timeout_s: float = Field(default=120.0, gt=0, description="between two pieces of a streamed answer")
+    idle_timeout_s: float = Field(default=120.0, gt=0, description="timeout between two pieces of a streamed answer")
     stream_keep_alive_s: float = Field(
         default=0.0,
         ge=0,
-        description="say this often, by a comment, that a stream's first event is waited for; 0: never. The first one"
-        " is sent with status 200, and what fails after it is told in the stream",
+        description="send an SSE comment every so many seconds until the first token; 0: off. The first comment commits"
+        " status 200, so later errors arrive as a stream event",
     )
     cold_start_timeout_s: float = Field(
-        default=60.0, gt=0, description="how long a request waits for an adapter that is loaded nowhere"
+        default=60.0, gt=0, description="how long a request waits for an adapter that no worker has loaded"
     )
     first_sync_wait_s: float = Field(
         default=10.0,
         ge=0,
-        description="from its start on, how long a router that has met no worker holds requests before it says no",
+        description="after its start, how long a router without any known worker holds requests before it refuses them",
     )
     failover_wait_s: float = Field(
-        default=10.0, gt=0, description="how long a base model's request waits when every replica has failed it"
+        default=10.0, gt=0, description="how long a request waits for another replica when every one has failed it"
     )
-    max_held_requests: int = Field(default=1000, ge=1, description="requests that may wait for adapters at once")
-    max_held_bytes: int = Field(default=256 * 2**20, gt=0, description="and what their bodies may take together")
+    max_held_requests: int = Field(default=1000, ge=1, description="requests that may wait for cold adapters at once")
+    max_held_bytes: int = Field(default=256 * 2**20, gt=0, description="bytes of their bodies together")
     max_cold_adapters_per_tenant: int = Field(
-        default=32, ge=1, description="adapters that may be brought for one tenant at once; more: 429"
+        default=32, ge=1, description="cold adapters that may load for one tenant at once; more: 429"
     )
     max_head_bytes: int = Field(default=64 * 2**10, ge=1024, description="largest head of a request; larger: 431")
     max_body_bytes: int = Field(default=32 * 2**20, gt=0, description="largest request body; larger: 413")
     max_body_items: int = Field(
         default=200_000,
         ge=1000,
-        description="texts, objects and lists in a request's body: messages, their parts, tools; more: 400",
+        description="JSON strings, objects and lists in a request's body; more: 400",
     )
     max_sequences: int = Field(
         default=256,
         ge=1,
-        description="answers that one request may ask for: n, for each prompt of a list; more: 400. As many as an"
-        " engine runs at once (--max-num-seqs): others wait behind what is more",
+        description="sequences of one request: n for each of its prompts; more: 400. Best as many as an engine runs at"
+        " once (--max-num-seqs)",
     )
-    max_bodies_bytes: int = Field(
-        default=2**30, gt=0, description="bodies of all requests that are not answered yet; more: 429"
+    max_bodies_bytes: int = Field(default=2**30, gt=0, description="bytes of all unanswered bodies; more: 429")
+    head_timeout_s: float = Field(
+        default=15.0, gt=0, description="timeout for a client to send a whole head; later: 408"
     )
-    head_timeout_s: float = Field(default=15.0, gt=0, description="for a client to send a whole head; longer: 408")
-    body_timeout_s: float = Field(default=60.0, gt=0, description="for a client to send a whole body; longer: 408")
+    body_timeout_s: float = Field(
+        default=60.0, gt=0, description="timeout for a client to send a whole body; later: 408"
+    )
     send_timeout_s: float = Field(
-        default=60.0, gt=0, description="how long a client may read nothing of its answer before it is hung up on"
+        default=60.0,
+        gt=0,
+        description="how long a client may read nothing of its answer before its connection is closed",
     )
     allowed_origins: tuple[Origin, ...] = Field(
         default=(),
-        description="whose pages in a browser may ask and read answers, each as https://host, or * for all; none by"
-        " default. With * and without keys any page that a user of this machine opens may",
+        description="CORS: origins whose pages may use this router: https://host, or * for all; none by default."
+        " With * and without keys, any page that a user of this machine opens can use it",
     )
     keep_alive_s: float = Field(
         default=75.0,
         gt=0,
-        description="how long a client's connection may idle; a proxy in front must give up first",
+        description="how long a client's connection may idle; a proxy in front must close earlier",
     )
     max_answer_bytes: int = Field(default=64 * 2**20, gt=0, description="largest unstreamed answer from an engine")
     background_timeout_s: float = Field(
-        default=3600.0, gt=0, description="how long a response in the background counts as under way at most"
+        default=3600.0, gt=0, description="how long a background response counts as running at most"
     )
     max_background_responses: int = Field(
-        default=1000, ge=1, description="responses that may be under way in the background at once; more: 429"
+        default=1000, ge=1, description="background responses that may run at once; more: 429"
     )
-    max_tries: int = Field(default=3, ge=1, description="replicas that one request may be sent to before it fails")
+    max_tries: int = Field(default=3, ge=1, description="attempts at one request, each at another replica")
     tokenizer: str = Field(
         default="auto",
         pattern="^(auto|remote|off)$",
-        description="auto: here when equal to the engine's, else there; remote: always there; off: no KV matching",
+        description="auto: in the router when equal to the engine's, else by the engine; remote: always by the engine;"
+        " off: no prefix matching",
     )
     tokenizer_paths: dict[str, DirectoryPath] = Field(
-        default={}, description="base model -> folder with its tokenizer's files; without one an agent's are fetched"
+        default={},
+        description="base model -> folder with its tokenizer's files; by default they are fetched from an agent",
     )
     tokenize_timeout_s: float = Field(
-        default=0.5, gt=0, description="how long an engine's /tokenize may hold up a request that is not tokenized here"
+        default=0.5,
+        gt=0,
+        description="timeout of an engine's /tokenize for a request that is not tokenized in the router",
     )
     send_prompt_ids: Literal["off", "completions", "all"] = Field(
         default="completions",
-        description="give vLLM the ids of prompts tokenized here; all: of chats, too, by kv_transfer_params",
+        description="send vLLM the ids of prompts tokenized in the router; all: of chats, too, in kv_transfer_params",
     )
     kv_tail_poll_s: float = Field(
-        default=5.0, gt=0, description="how often a silent engine is asked for KV events that got lost"
+        default=5.0, gt=0, description="how often a silent engine is asked for lost KV events"
     )
-    policy: PolicyName = Field(
-        default="kv_lora", description="the rule that picks a replica; docs/architecture.md tells them apart"
-    )
+    policy: PolicyName = Field(default="kv_lora", description="routing policy; see docs/architecture.md")
     shadow_policies: tuple[PolicyName, ...] = Field(
-        default=(), description="policies to run beside it on live traffic; they decide nothing, metrics compare them"
+        default=(), description="shadow policies on live traffic: they decide nothing, metrics compare them"
     )
     costs: dict[str, NonNegativeFloat] = Field(
         default={},
@@ -157,70 +169,87 @@ class RouterSettings(WorkerDiscoverySettings):
     late_binding_s: float = Field(
         default=1.0,
         ge=0,
-        description="seconds of work queued at an engine at most; the rest waits here, in fair order",
+        description="seconds of work queued at an engine at most; further requests wait in the router, in fair order",
     )
-    max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for room at an engine")
-    max_waiting_bytes: int = Field(default=2**30, gt=0, description="and what their bodies may take together")
+    max_waiting_requests: int = Field(
+        default=10_000, ge=1, description="requests that may wait for room at an engine at once"
+    )
+    max_waiting_bytes: int = Field(default=2**30, gt=0, description="bytes of their bodies together")
     tenant_share: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="of what may wait, for room or adapters, and of bodies, that one tenant may take",
+        description="share that one tenant may take of requests waiting for room or adapters, and of bodies",
     )
     max_in_flight_tokens: int = Field(
-        default=0, ge=0, description="prompt tokens at one base model's engines at once, the rest waits; 0: no bound"
+        default=0,
+        ge=0,
+        description="prompt tokens at one base model's engines at once, further requests wait; 0: no bound",
     )
-    max_wait_s: float = Field(default=60.0, gt=0, description="how long a request may wait for room; longer: 429")
+    max_wait_s: float = Field(
+        default=60.0, gt=0, description="how long a request may wait for room at an engine; longer: 429"
+    )
     breaker_failures: int = Field(default=5, ge=1, description="failures in a row that open an engine's circuit")
-    breaker_open_s: float = Field(default=2.0, gt=0, description="how long a circuit stays open first; it doubles")
-    breaker_max_open_s: float = Field(default=60.0, gt=0, description="and how long at most")
+    breaker_open_s: float = Field(
+        default=2.0, gt=0, description="how long a circuit stays open at first; doubles with each opening"
+    )
+    breaker_max_open_s: float = Field(default=60.0, gt=0, description="how long a circuit stays open at most")
     breaker_eject_share: float = Field(
-        default=0.5, ge=0, le=1, description="of a base model's fleet that may be shut for failing more than the others"
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share of a base model's replicas whose circuits may open for failing more than the others",
     )
     breaker_silent_s: float = Field(
-        default=20.0, gt=0, description="silence, beyond what its work explains, that opens an engine's circuit"
+        default=20.0, gt=0, description="silence beyond the time of its work that opens an engine's circuit"
     )
-    retry_share: float = Field(default=0.2, ge=0, le=1, description="share of recent requests that may be retried")
-    retry_floor_per_s: float = Field(default=3.0, ge=0, description="and so many retries a second besides")
+    retry_share: float = Field(
+        default=0.2, ge=0, le=1, description="retry budget: share of recent requests that may be retried"
+    )
+    retry_floor_per_s: float = Field(default=3.0, ge=0, description="retry budget: retries a second besides that share")
     deadly_hold_s: float = Field(
         default=30.0,
         ge=0,
-        description="for how long what engines died of is sent to none; it doubles; 0: it is not held back",
+        description="how long a request that engines died of is held back; doubles; 0: never",
     )
     session_header: str = Field(
-        default="x-session-id", description="names a client's session, for policy session; without it: the body's user"
+        default="x-session-id",
+        description="header that names a client's session, for policy session; default: the body's user",
     )
     drain_s: float = Field(
         default=5.0,
         ge=0,
         allow_inf_nan=False,
-        description="on SIGTERM, how long to go on serving while /ready says no: balancers lag",
+        description="on SIGTERM, how long to go on serving while /ready fails, for load balancers to notice",
     )
     grace_s: float = Field(
-        default=30.0, ge=0, allow_inf_nan=False, description="then, how long requests in flight may still take"
+        default=30.0, ge=0, allow_inf_nan=False, description="after that, how long requests in flight may still take"
     )
     processes: int = Field(default=1, ge=1, le=64, description="router processes on this port, each with its own index")
     otlp_endpoint: Url = Field(
-        default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: none"
+        default="", description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; empty: no traces"
     )
     trace_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="of requests to trace, where the client's traceparent has not decided"
+        default=0.1,
+        ge=0,
+        le=1,
+        description="share of requests to trace, where the client's traceparent does not decide",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _engines_need_no_orchestrator(cls, given: dict[str, object]) -> dict[str, object]:
+    def _default_orchestrator_to_none_with_engines(cls, given: dict[str, object]) -> dict[str, object]:
         return {"orchestrator_url": "", **given} if given.get("engines") else given
 
     @model_validator(mode="after")
-    def _has_somebody_to_follow(self) -> Self:
+    def _require_worker_source(self) -> Self:
         if not engines_by_id(self.engines) and not self.orchestrator_url and not self.kube_selector:
             raise ValueError("orchestrator_url: give one, or name engines, or a kube_selector")
         return self
 
     @field_validator("costs")
     @classmethod
-    def _known(cls, costs: dict[str, float]) -> dict[str, float]:
+    def _check_costs(cls, costs: dict[str, float]) -> dict[str, float]:
         known = [field.name for field in fields(CostSettings)]
         if unknown := sorted(costs.keys() - set(known)):
             raise ValueError(f"unknown {unknown}; known: {', '.join(known)}")
