@@ -15,7 +15,7 @@ import httpx
 
 from lorafleet.http_server.serve import bind, configured
 from lorafleet.service.settings import load
-from tests.patience import patience, until
+from tests.patience import patience, until, within
 from tests.serving import serving
 from workers.app import build
 from workers.config import TIMERS, AgentTimers, WorkerSettings
@@ -26,6 +26,7 @@ from workers.engines.sim.engine import SimEngine
 from workers.engines.sim.metrics import SimMetrics
 from workers.engines.sim.publisher import KVEventPublisher
 from workers.engines.sim.settings import parse_settings
+from workers.wire import Metadata
 
 _SLOTS = ("--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
 SIM = ("--engine", "sim", *_SLOTS)
@@ -185,6 +186,19 @@ async def post(client: httpx.AsyncClient, call: str, *, epoch: int | None = None
 
 def code(answer: httpx.Response) -> str:
     return answer.json()["error"]["code"]
+
+
+async def metadata_of(client: httpx.AsyncClient) -> Metadata:
+    """The worker's metadata."""
+    return Metadata.model_validate((await client.get("/metadata")).json())
+
+
+async def until_state(client: httpx.AsyncClient, state: str, *, within_s: float = 20) -> Metadata:
+    """Wait until the worker has this state; returns its metadata."""
+    async with within(within_s):
+        while (metadata := await metadata_of(client)).state != state:
+            await asyncio.sleep(0.02)
+    return metadata
 
 
 async def loaded(client: httpx.AsyncClient) -> set[str]:

@@ -17,7 +17,7 @@ from lorafleet.service.auth import SCOPES, hash_key
 from orchestrator.wire import Heartbeat
 from tests.patience import patience, until, within
 from tests.serving import serving
-from tests.workers.running import code, group_of, is_running, loaded, post, sse
+from tests.workers.running import code, group_of, is_running, loaded, metadata_of, post, sse
 from workers.config import AgentTimers
 from workers.wire import AvailableLoras, Metadata
 
@@ -30,10 +30,6 @@ async def chat(engine_url: str, model: str) -> httpx.Response:
         return await client.post(f"{engine_url}/v1/chat/completions", json={**CHAT, "model": model})
 
 
-async def metadata(client) -> Metadata:
-    return Metadata.model_validate((await client.get("/metadata")).json())
-
-
 async def test_loaded_adapter_answers_and_unloaded_adapter_does_not(worker):
     async with worker.together() as client:
         answer = await post(client, "load_lora", lora_id="sql-expert/v1")
@@ -41,20 +37,20 @@ async def test_loaded_adapter_answers_and_unloaded_adapter_does_not(worker):
         assert answer.status_code == 200
         assert item["engine_name"] == engine_name("sql-expert/v1", item["digest"])
         assert item["path"] == str((worker.cache_dir / item["digest"]).resolve())
-        engine = (await metadata(client)).transport.engine_url
+        engine = (await metadata_of(client)).transport.engine_url
         assert (await chat(engine, item["engine_name"])).status_code == 200
         again = await post(client, "load_lora", lora_id="sql-expert/v1", digest=item["digest"])
         assert again.json()["loaded_at"] == item["loaded_at"]
         assert (await post(client, "unload_lora", lora_id="sql-expert/v1")).status_code == 200
         assert (await chat(engine, item["engine_name"])).status_code == 404
         assert code(await post(client, "unload_lora", lora_id="sql-expert/v1")) == "not_loaded"
-        assert (await metadata(client)).lora.capacity.ghosts == 1
+        assert (await metadata_of(client)).lora.capacity.ghosts == 1
 
 
 @pytest.mark.fleet
 async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(worker):
     async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
-        told = await metadata(client)
+        told = await metadata_of(client)
         shape = told.model.runtime_config
         assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 100, 2048)
         assert told.transport.kv_topic == f"kv@{told.engine_boot_id}"
@@ -71,11 +67,11 @@ async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(work
 async def test_killed_engine_restarts_with_its_adapters(worker):
     async with worker.inside("--preload-loras", "legal/v2") as client:
         item = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
-        before = await metadata(client)
+        before = await metadata_of(client)
         os.kill(worker.engine_pid, signal.SIGKILL)
         await until(lambda: not (worker.state_dir / "engine.pid").exists())
         await worker.ready(client)
-        after = await metadata(client)
+        after = await metadata_of(client)
         assert after.engine_boot_id not in {before.engine_boot_id, ""}
         assert after.agent_boot_id == before.agent_boot_id
         assert await loaded(client) == {"sql-expert/v1", "legal/v2"}
@@ -131,7 +127,7 @@ async def test_older_epoch_is_refused_even_after_a_restart(worker):
         stale = await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")
         assert (stale.status_code, code(stale)) == (409, "stale_epoch")
     async with worker.together() as client:
-        assert (await metadata(client)).epoch == 7
+        assert (await metadata_of(client)).epoch == 7
         assert code(await post(client, "unload_lora", epoch=6, lora_id="sql-expert/v1")) == "stale_epoch"
         headers = {"x-lorafleet-epoch": "-1"}
         answer = await client.post("/v1/admin/unload_lora", json={"lora_id": "a"}, headers=headers)
@@ -307,7 +303,7 @@ async def test_drained_worker_refuses_loads_until_undrained(worker):
     async with worker.together(timers=AgentTimers(quiet_s=0.1)) as client:
         answer = await post(client, "drain", deadline_s=patience(5))
         assert answer.json()["is_drained"] is True
-        assert (await metadata(client)).state == "draining"
+        assert (await metadata_of(client)).state == "draining"
         assert (await client.get("/ready")).status_code == 503
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "draining"
         assert (await post(client, "undrain")).json()["state"] == "ready"
@@ -373,7 +369,7 @@ async def test_failed_engine_start_is_reported_with_its_output_and_retried(worke
     async with worker.inside(*flags, until_ready=False) as client:
 
         async def in_a_loop() -> Metadata | None:
-            told = await metadata(client)
+            told = await metadata_of(client)
             return told if "crash loop" in told.state_reason else None
 
         told = await until(in_a_loop)

@@ -13,7 +13,7 @@ import pytest
 from lorafleet.identity import block_hashes, root_hash
 from tests.kv import CLEARED, KvAgent, KvEngine, chain, ours, removed, stored
 from tests.patience import patience, until, within
-from tests.workers.running import code, post
+from tests.workers.running import code, metadata_of, post
 from workers.wire import KvFrame, KvSnapshot, Metadata, unpack_hashes
 
 SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
@@ -214,10 +214,6 @@ async def complete(told: Metadata, prompt: list[int], model="tiny-qwen"):
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         answer = await client.post(f"{told.transport.engine_url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-
-
-async def metadata_of(client) -> Metadata:
-    return Metadata.model_validate((await client.get("/metadata")).json())
 
 
 async def wait_for_blocks(client, expected, *, within_s=10.0):

@@ -11,9 +11,8 @@ from structlog.testing import capture_logs
 
 from lorafleet.kv.connectors import CONNECTORS
 from tests.serving import serving
-from tests.workers.running import SIM, RunningWorker, code, post
+from tests.workers.running import SIM, RunningWorker, code, metadata_of, post
 from workers.engines.kinds import engine_client
-from workers.wire import Metadata
 
 MODEL = "tiny-qwen"
 
@@ -21,10 +20,6 @@ MODEL = "tiny-qwen"
 def command_with_connector(name: str) -> tuple[str, ...]:
     config = f'{{"kv_connector": "{name}", "kv_role": "kv_both"}}'
     return ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--kv-transfer-config", config)
-
-
-async def metadata_of(client: httpx.AsyncClient) -> Metadata:
-    return Metadata.model_validate((await client.get("/metadata")).json())
 
 
 async def completion(url: str, model: str) -> int:

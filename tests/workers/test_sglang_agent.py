@@ -11,7 +11,7 @@ import pytest
 
 from tests.engines import start_engine
 from tests.patience import patience, until
-from tests.workers.running import RunningWorker, loaded, post
+from tests.workers.running import RunningWorker, loaded, metadata_of, post
 from workers.config import AgentTimers
 from workers.wire import Metadata
 
@@ -32,10 +32,6 @@ def stub_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def worker(agent_model, agent_adapters, tmp_path) -> RunningWorker:
     return RunningWorker(agent_model, agent_adapters, tmp_path, *FLAGS)
-
-
-async def metadata_of(client) -> Metadata:
-    return Metadata.model_validate((await client.get("/metadata")).json())
 
 
 async def until_another(client, before: Metadata) -> None:

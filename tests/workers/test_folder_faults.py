@@ -1,0 +1,138 @@
+"""The agent with full disks, damaged files and hostile folders."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+
+import httpx
+import pytest
+
+from lorafleet.local.tiny_model import make_adapter
+from tests.patience import patience, until, within
+from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
+
+THREE = ("sql-expert/v1", "legal/v2", "python-expert/v1")
+
+
+@pytest.mark.fleet
+async def test_unwritable_engine_log_stops_neither_engine_nor_agent(worker):
+    worker.state_dir.mkdir()
+    (worker.state_dir / "engine.log").symlink_to("/dev/full")
+    async with worker.running() as client:
+        await until(lambda: "\nINFO:     Application startup complete" in (worker.folder / "agent.log").read_text())
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        await until(lambda: not (worker.state_dir / "engine.pid").exists())
+        await worker.ready(client)
+
+
+@pytest.mark.fleet
+async def test_full_disk_fails_no_unload_lease_engine_or_request(worker):
+    async with worker.running("--cache-grace-s", "1", "--engine-args=--sim-decode-tokens-per-s=20") as client:
+        digests = {lora_id: (await post(client, "load_lora", lora_id=lora_id)).json()["digest"] for lora_id in THREE}
+        simulate_full_disk(worker.process.pid)
+        assert (await post(client, "unload_lora", lora_id=THREE[0], epoch=7)).status_code == 200
+        again = await post(client, "load_lora", lora_id=THREE[0], digest=digests[THREE[0]], epoch=7)
+        assert again.status_code == 200
+        assert (await post(client, "unload_lora", lora_id=THREE[1], epoch=7)).status_code == 200
+        assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
+
+        before = await metadata_of(client)
+        await client.post("/v1/usage", json=usage_report_of(before.lora.loaded_loras[0].engine_name))
+        [lease] = (worker.cache_dir / digests[THREE[2]] / ".users").iterdir()
+        renewed_at = lease.stat().st_mtime
+        await until(lambda: lease.stat().st_mtime > renewed_at)
+
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        async with within(30):
+            while (await metadata_of(client)).engine_boot_id in {"", before.engine_boot_id}:
+                await asyncio.sleep(0.02)
+        await worker.ready(client)
+        assert await loaded(client) == {THREE[0], THREE[2]}
+
+        url = (await metadata_of(client)).transport.engine_url
+        ask = {"model": "tiny-qwen", "prompt": "a", "max_tokens": 40, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=url, timeout=30) as engine:
+            answer = asyncio.create_task(engine.post("/v1/completions", json=ask))
+            async with within(10):
+                while not (await metadata_of(client)).load.running:
+                    await asyncio.sleep(0.02)
+            worker.process.send_signal(signal.SIGTERM)
+            assert (await answer).json()["usage"]["completion_tokens"] == 40  # the engine is drained all the same
+        assert await asyncio.wait_for(worker.process.wait(), patience(30)) == 0
+
+
+@pytest.mark.fleet
+async def test_failed_writes_are_repeated_when_the_disk_has_space(worker):
+    async with worker.running("--cache-grace-s", "1") as client:
+        for lora_id in THREE:
+            await post(client, "load_lora", lora_id=lora_id)
+        simulate_full_disk(worker.process.pid)
+        await post(client, "unload_lora", lora_id=THREE[0], epoch=7)
+        simulate_full_disk(worker.process.pid, False)
+        epoch = worker.state_dir / "epoch.json"
+        await until(lambda: epoch.exists() and json.loads(epoch.read_text()) == {"epoch": 7})
+        assert await loaded(client) == {THREE[1], THREE[2]}  # it answers after the later writes, too
+        worker.process.kill()
+        await worker.process.wait()
+    async with worker.inside() as client:
+        assert await loaded(client) == {THREE[1], THREE[2]}
+        assert code(await post(client, "unload_lora", lora_id=THREE[1], epoch=6)) == "stale_epoch"
+
+
+def simulate_full_disk(pid: int, is_full: bool = True) -> None:
+    """Make all file writes of a process and its children fail, as on a full disk."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if is_full else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def usage_report_of(engine_name: str) -> dict:
+    """A router's usage report of one request."""
+    use = {"worker_id": "worker-0", "engine_name": engine_name, "requests": 1}
+    return {"router_id": "r", "boot_id": "b", "seq": 1, "uses": [use], "revision_seen": 0}
+
+
+@pytest.mark.fleet
+async def test_second_agent_on_the_same_state_folder_is_refused(worker):
+    async with worker.inside():
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            _, said = await asyncio.wait_for(second.communicate(), patience(10))
+        finally:
+            if second.returncode is None:
+                second.kill()
+        assert second.returncode == 2
+        assert b"another agent" in said
+
+
+@pytest.mark.fleet
+async def test_damaged_epoch_file_stops_the_start_with_a_remedy(worker):
+    worker.state_dir.mkdir()
+    (worker.state_dir / "epoch.json").write_text("{")
+    agent = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
+    assert agent.returncode == 2
+    assert b"epoch.json is damaged" in said
+    assert b"Traceback" not in said
+
+
+@pytest.mark.slow
+async def test_hostile_files_in_lora_path_do_not_affect_other_adapters(worker, agent_model, tmp_path):
+    folder = tmp_path / "shelf"
+    make_adapter(folder, "fine/v1")
+    os.mkfifo(make_adapter(folder, "pipe/v1") / "more.safetensors")
+    weights = make_adapter(folder, "endless/v1") / "adapter_model.safetensors"
+    header = b'{"a.lora_A.weight": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 1e999]}}'
+    weights.write_bytes(struct.pack("<Q", len(header)) + header)
+    other = RunningWorker(agent_model, folder, tmp_path, *worker.flags[14:])
+    async with other.together("--lora-path", str(folder)) as client:
+        states = {item["lora_id"]: item["state"] for item in (await client.get("/v1/metadata/loras")).json()["data"]}
+        assert states == {"fine/v1": "on_disk", "pipe/v1": "failed", "endless/v1": "failed"}
+        assert code(await post(client, "load_lora", lora_id="endless/v1")) == "weights_corrupt"
+        assert (await post(client, "load_lora", lora_id="fine/v1")).status_code == 200
