@@ -1,4 +1,4 @@
-"""An engine's KV event sockets, which can be told to lose messages, and an agent's ledger of it over HTTP."""
+"""Test doubles: an engine's KV event sockets, which can lose messages, and an agent's ledger over HTTP."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def ours(tokens, *, name="", salt=""):
 
 
 class KvEngine:
-    """One rank's two sockets, as vLLM has them."""
+    """One rank's two KV event sockets, as in vLLM."""
 
     def __init__(self, topic="kv@boot"):
         self.topic = topic.encode()

@@ -1,4 +1,4 @@
-"""Runs a benchmark as a person does, small, and reads what it wrote."""
+"""Runs a small benchmark from the command line and reads its rows."""
 
 import json
 import subprocess

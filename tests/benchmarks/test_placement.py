@@ -1,4 +1,4 @@
-"""The simulated fleet of the placement benchmark does what it says; the quick run ends and reports."""
+"""The placement benchmark: its simulated fleet, and its quick run."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def test_one_lru_over_all_slots_misses_what_it_evicted_and_nothing_else():
 
 
 class LoadWantedPolicy:
-    """Loads what is wanted on the only worker."""
+    """A policy that loads the wanted adapter on the only worker."""
 
     name = "nobody"
 

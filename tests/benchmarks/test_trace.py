@@ -1,4 +1,4 @@
-"""The trace benchmark: its workload, its bounds, what its routers are told, the peers' rules, and that it runs."""
+"""The trace benchmark: its workload, bounds, router reports, the peers' rules, and its quick run."""
 
 import json
 import subprocess
@@ -166,11 +166,11 @@ def test_an_adapter_is_read_from_disk_once_while_the_host_has_room_for_it():
     assert engine.counters.load_seconds == pytest.approx(8.0)
 
 
-# --- what routers are told --------------------------------------------------------------------------------------------
+# --- reports to routers -----------------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """A router that sends everything to worker 0 and remembers what it was told."""
+    """A router that sends everything to worker 0 and records its reports."""
 
     def __init__(self, fleet: TraceFleet) -> None:
         self.fleet = fleet

@@ -1,4 +1,4 @@
-"""The trace benchmark's engine does what the sim's batch does, step by step, and what it adds on purpose."""
+"""The trace benchmark's engine equals the sim's batch step by step, apart from its additions."""
 
 from dataclasses import replace
 from random import Random
@@ -30,7 +30,7 @@ def draw(rng: Random, jobs: int) -> list[tuple[float, int, list[int], int]]:
 
 
 def by_batch(drawn, hardware):
-    """What the sim's batch does, step by step."""
+    """The sim's batch, step by step."""
     pace = EngineLimits(
         max_num_seqs=hardware.max_num_seqs, max_num_batched_tokens=hardware.max_num_batched_tokens,
         max_loras=hardware.max_loras, max_cpu_loras=hardware.max_cpu_loras, load_s=hardware.load_s,
@@ -41,7 +41,7 @@ def by_batch(drawn, hardware):
     for arrived_at, adapter, prompt, output in drawn:
         name = str(adapter) if adapter else None
         chain = BlockChain(list(prompt), ChainRoot(lora_name=name), BLOCK)
-        reply = [-1 - len(jobs)] * output  # nobody else's
+        reply = [-1 - len(jobs)] * output  # unshared
         job = EngineJob(
             chain=chain,
             prompt_tokens=len(prompt),
@@ -65,7 +65,7 @@ def by_batch(drawn, hardware):
 
 
 def by_engine(drawn, hardware):
-    """What the fast engine does, in stretches."""
+    """The fast engine, in stretches of steps."""
     engine = TraceEngine(hardware, Random(0))
     jobs = []
     names: dict[tuple[object, ...], int] = {}

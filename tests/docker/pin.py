@@ -1,4 +1,4 @@
-"""`python -m tests.docker.pin > docker/constraints.txt`: what the images install, in the versions of this environment.
+"""`python -m tests.docker.pin > docker/constraints.txt`: the images' packages, in the versions of this environment.
 
 Run it where `make test` has passed. Everything that lorafleet needs is listed, with what that needs in turn; of the
 extras those that an image has.

@@ -1,4 +1,4 @@
-"""The images cannot be built here. Their steps can be run: what a Dockerfile says is linted, read and done."""
+"""The Dockerfiles are linted, parsed and their steps run here, since images cannot be built here."""
 
 import re
 import shlex

@@ -48,7 +48,7 @@ class RunningFleet:
         return httpx.request(method, url, headers=self.headers, timeout=120, trust_env=False, verify=False, **more)
 
     def ask(self, **body: Any) -> httpx.Response:
-        """A chat completion through the router at temperature 0; 16 tokens unless told otherwise."""
+        """A chat completion through the router at temperature 0; 16 tokens by default."""
         return self.http("POST", f"{self.router}/v1/chat/completions", json=chat(**body))
 
     def workers(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class RunningFleet:
         return {item["id"]: self.get(f"{item['agent_url']}/metadata") for item in items}
 
     def held_by(self, lora_id: str) -> list[str]:
-        """Workers whose agent says that the engine has it ready."""
+        """Workers whose agent reports the adapter as ready."""
         return [
             worker
             for worker, metadata in self.workers().items()
@@ -74,7 +74,7 @@ class RunningFleet:
         return [pid for pid, line in self.processes().items() if wanted in line]
 
     def kill(self, *words: str) -> list[int]:
-        """SIGKILL to them; who that was."""
+        """Kill processes with SIGKILL; returns their ids."""
         found = self.pids(*words)
         assert found, words
         for pid in found:
@@ -88,7 +88,7 @@ class RunningFleet:
         return self.process.wait(patience(within_s))
 
     def said(self) -> str:
-        """What it has written to standard error: its progress."""
+        """The fleet's progress lines on standard error."""
         return self.errors.read_text()
 
 
@@ -127,7 +127,7 @@ def start(
 
 @functools.cache
 def _made() -> "tempfile.TemporaryDirectory[str]":
-    """A state folder with the tiny model and its adapters in it, as `up` makes them."""
+    """A state folder with the tiny model and its adapters in it, as `up` creates them."""
     folder = tempfile.TemporaryDirectory(prefix="e2e-")
     tiny_model.make_model(Path(folder.name) / tiny_model.MODEL_NAME)
     tiny_model.make_adapters(Path(folder.name) / "adapters")
@@ -135,7 +135,7 @@ def _made() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _stop_with_tests() -> None:
-    """SIGTERM to `up` when the test run is killed: nobody else would ever stop it."""
+    """Send SIGTERM to `up` when the test run is killed, so that it does not run on."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
@@ -176,7 +176,7 @@ def running(
 
 
 def kill(fleet: RunningFleet) -> dict[int, str]:
-    """Whatever of it still runs is killed; what that was."""
+    """Kill the processes that still run; returns their commands."""
     left = fleet.processes()
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -206,7 +206,7 @@ def chat(**body: Any) -> dict[str, Any]:
 
 
 def until(true: Callable[[], object], *, within_s: float, what: str) -> None:
-    """Wait for it; whatever it raises of HTTP counts as not yet."""
+    """Wait until the condition is true; HTTP errors count as false."""
 
     def is_true() -> bool:
         with contextlib.suppress(httpx.HTTPError, KeyError):
@@ -217,7 +217,7 @@ def until(true: Callable[[], object], *, within_s: float, what: str) -> None:
 
 
 def is_free(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Whether no process listens on the port."""
     port = int(url.rpartition(":")[2])
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -55,7 +55,7 @@ class InstalledRelease:
         return await self._run(kubectl(), *words, stdin=stdin)
 
     async def upgrade(self, *words: str) -> None:
-        """To other values, and until every pod is of them."""
+        """Upgrade to other values and wait until every pod has them."""
         await self.helm("upgrade", NAME, str(CHART), "--reuse-values", *words)
         await self.cluster.settled(within_s=120)
 
@@ -65,7 +65,7 @@ class InstalledRelease:
         return base64.b64decode(found["data"][f"{role}.1"]).decode()
 
     async def orchestrator(self, method: str, path: str, body: Any = None) -> Any:
-        """As the operator, through the Service: whichever answers. What says when to try again is tried again."""
+        """A call through the Service as operator; answers with Retry-After are tried again."""
         headers = {"authorization": f"Bearer {self.token('admin')}"}
         url = f"{self.cluster.url(f'{NAME}-lorafleet-orchestrator')}{path}"
         async with (
@@ -78,7 +78,7 @@ class InstalledRelease:
         return answer.json() if answer.content else None
 
     async def workers(self) -> dict[str, str]:
-        """Worker -> state, as the orchestrator has them."""
+        """Worker -> state by the orchestrator."""
         return {item["id"]: item["state"] for item in (await self.orchestrator("GET", "/v1/workers"))["data"]}
 
     async def adapters(self) -> set[str]:
@@ -101,7 +101,7 @@ class InstalledRelease:
                 await until(partial(knows, address), within_s=within_s, what=f"{address} knows {lora_id}")
 
     async def leading(self) -> list[str]:
-        """Addresses of the orchestrators that say of themselves that they lead."""
+        """Addresses of the orchestrators that report to be leader."""
         addresses = [pod["status"]["podIP"] for pod in self.cluster.pods_of(component="orchestrator")]
         async with self._client() as client:
             found = [(await client.get(f"http://{address}:8080/health")).json() for address in addresses]
@@ -109,7 +109,7 @@ class InstalledRelease:
 
     @contextlib.asynccontextmanager
     async def under_requests(self, *, models: tuple[str, ...] = (BASE, *ADAPTERS)) -> AsyncIterator[SentRequests]:
-        """A few clients that ask one thing after another; afterwards none of what they asked may have failed."""
+        """A few clients that send one request after another; none may fail."""
         sent = SentRequests()
         stopping = asyncio.Event()
         asking = [asyncio.create_task(self._ask_until(stopping, models, sent)) for _ in range(_CLIENTS)]
@@ -122,7 +122,7 @@ class InstalledRelease:
         assert sent.answered >= _CLIENTS
 
     async def burst(self, model: str, sent: SentRequests, *, requests: int) -> None:
-        """So many at once that one worker alone is a poor choice."""
+        """Many requests at once, so that one worker alone is a poor choice."""
         message = {"role": "user", "content": "a burst"}
         body = {"model": model, "max_tokens": 64, "stream": False, "messages": [message]}
         async with self._client() as client:

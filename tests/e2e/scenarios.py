@@ -1,4 +1,4 @@
-"""What every fleet must do, whatever its engines are: one suite, run on sim and on real vLLM.
+"""What every fleet must do with any engine: one suite, run on sim, vLLM and SGLang.
 
 A subclass in a test file has a `fleet` fixture. Prompts are fresh, so that no test finds another's cached blocks.
 """
@@ -27,7 +27,7 @@ _WORDS = (
 
 
 def fresh_prompt() -> str:
-    """A prompt that nobody asked before, different from its first words on; some 100 to 200 tokens."""
+    """A new prompt that differs from all others at its first words; about 100 to 200 tokens."""
     number = next(_fresh)
     return f"{number} {os.getpid()} question number {number}: {_WORDS}. Then number {number} came back: {_WORDS}."
 
@@ -38,7 +38,7 @@ def text(answer: httpx.Response) -> str:
 
 
 def cached(answer: httpx.Response) -> int:
-    """Cached prompt tokens, as the engine itself counts them."""
+    """Cached prompt tokens, by the engine's own count."""
     details = answer.json()["usage"]["prompt_tokens_details"] or {}
     return details.get("cached_tokens") or 0
 

@@ -58,7 +58,7 @@ def _engines(fleet: RunningFleet) -> dict[str, set[str]]:
 
 
 def _placements(fleet: RunningFleet) -> dict[str, set[str]]:
-    """Worker -> lora_ids that are ready there, as the orchestrator says; empty while anything is on its way."""
+    """Worker -> lora_ids that are ready there, by the orchestrator; empty while anything is loading."""
     rows = fleet.get(f"{fleet.orchestrator}/v1/placements")["data"]
     if any(row["state"] not in ("ready", "on_disk", "remote") for row in rows):
         return {}

@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(folder) -> Iterator[tuple[RunningEngine, RunningEngine]]:
-    """Two, with `sql` loaded in both. The first has its development routes, and so tells its whole configuration."""
+    """Two engines with `sql` loaded. The first has its development routes, and so reports its configuration."""
     model, sql = make_model(folder / "model"), make_adapter(folder / "adapters", "sql")
     (folder / "kv").mkdir()
     config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}

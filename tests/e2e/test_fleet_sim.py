@@ -254,7 +254,7 @@ def test_no_service_reads_an_unauthorised_body(guarded: tuple[RunningFleet, dict
 
 
 def _status_before_the_body(url: str, key: str) -> int:
-    """What is answered to the head of a request whose body never comes."""
+    """The answer to a request's head without its body."""
     parts = urlsplit(url)
     head = f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
     with socket.create_connection((str(parts.hostname), parts.port or 80), timeout=patience(10)) as client:
@@ -279,7 +279,7 @@ def test_a_tenants_adapter_is_not_there_for_another(guarded: tuple[RunningFleet,
     assert SQL not in _models(other)
     refused = other.ask(prompt=fresh_prompt(), lora_id=SQL)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-    # The same words as for a name that does not exist: whether it does is nobody else's business.
+    # The same message as for an unknown name, so that other tenants learn nothing.
     absent = other.ask(prompt=fresh_prompt(), lora_id="sql-expert/v9")
     assert json.dumps(refused.json()).replace(SQL, "") == json.dumps(absent.json()).replace("sql-expert/v9", "")
 

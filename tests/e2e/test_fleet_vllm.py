@@ -14,7 +14,7 @@ from tests.e2e.shifting import FIVE, ShiftSuite
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# As a person gives them: without these arguments of vLLM every client's tools are 400.
+# Without these arguments vLLM answers 400 to every request with tools.
 TOOLS = ("--", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 by_model = pytest.mark.parametrize("model", [SQL, pytest.param("tiny-qwen", marks=pytest.mark.thorough)])
 CITIES = ("Paris", "Rome")

@@ -1,4 +1,4 @@
-"""Short chats, then a crowd, then long prompts, before one engine that has nothing else to do: nobody is refused."""
+"""Short chats, then a burst, then long prompts for one idle engine: no request is refused."""
 
 import asyncio
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ async def release(folder: Path) -> AsyncIterator[InstalledRelease]:
 
 
 def leader(release: InstalledRelease) -> str | None:
-    """The pod whose orchestrator holds the Lease, by the address in it. None while a leader that left has no heir."""
+    """The pod whose orchestrator holds the Lease, by the address in it. None between two leaders."""
     lease = release.server.objects.get("leases", NAMESPACE, f"{NAME}-lorafleet")
     assert lease is not None
     said = str(lease["metadata"]["annotations"])
@@ -141,7 +141,7 @@ async def test_an_adapter_comes_by_kubectl_apply_and_goes_by_kubectl_delete(
 async def test_an_api_server_that_is_away_and_comes_back_without_history_fails_no_request(
     release: InstalledRelease,
 ) -> None:
-    """For longer than the Lease lasts: nobody leads meanwhile, and routers know the fleet as it was."""
+    """For longer than the Lease lasts: there is no leader meanwhile, and routers keep the last known fleet."""
 
     async def leads_nobody() -> bool:
         return not await release.leading()

@@ -38,7 +38,7 @@ async def test_workers_that_serve_one_base_model_under_other_names_answer_for_it
         router = await stack.enter_async_context(serving(app, http=app.state.http))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router, timeout=patience(30)))
         assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
-        # Nobody says for which base model it is, as in `lorafleet adapters add`.
+        # Without a base model, as `lorafleet adapters add` does.
         spec = {"lora_id": "sql/v1", "source": f"file://{shelf}/sql/v1"}
         (await client.post(f"{url}/v1/adapters", json=spec)).raise_for_status()
         (

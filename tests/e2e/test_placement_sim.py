@@ -49,7 +49,7 @@ class TestTwoSimWorkers(ShiftSuite):
         gone = next(name for name, metadata in workers.items() if set(hot) & _ready(metadata))
         left = next(name for name in workers if name != gone)
         lost = set(hot) & _ready(workers[gone])
-        # Stopped rather than killed: `up` would start a dead one again before anybody missed it.
+        # Stopped rather than killed: `up` would restart a dead worker before it is missed.
         pids = [pid for pid, line in fleet.processes().items() if f"\0{gone}\0" in line]
         engine_port = workers[gone]["transport"]["engine_url"].rpartition(":")[2]
         pids += fleet.pids("--port", engine_port)

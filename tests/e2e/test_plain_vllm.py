@@ -95,7 +95,7 @@ async def test_predictions_stay_exact_on_a_real_vllm_whose_prompts_are_salted(en
                 await asyncio.sleep(0.02)
         index = parts.feeds.index(BASE, 32)
         text = "Salted by somebody, and by us. " * 20
-        # Another salt finds nothing, and each finds what it had itself.
+        # Another salt finds no block; each salt finds its own blocks.
         for model, salt in (("own", None), ("own", "a"), ("own", "b"), (BASE, "a"), (BASE, None)):
             for path, prompt in (
                 ("/v1/completions", {"prompt": text}),

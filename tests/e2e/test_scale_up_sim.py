@@ -1,4 +1,4 @@
-"""A worker is added under load: it has its share before it is ready, and nobody meets a cold adapter on it."""
+"""A worker added under load has its adapters before it is ready, so no request meets a cold one."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ FLAGS = (
 
 
 class AdapterTraffic:
-    """Requests for all adapters in turn, one a few milliseconds after the other, until told to stop."""
+    """Requests for all adapters in turn, one a few milliseconds after the other, until stopped."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client

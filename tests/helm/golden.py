@@ -1,4 +1,4 @@
-"""Whole renders that are kept, so that a change of a template is seen as a change of what it makes."""
+"""Golden files: whole renders, so that a template's change shows as a change of its output."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ _LEFT_OUT = ("kind: PrometheusRule", "files/dashboard.json", "-dashboard\n", "he
 
 
 def golden(case: str) -> str:
-    """What is in the file of this case."""
+    """The golden file of a case."""
     documents = re.split(r"^---\n", steady(rendered(case)), flags=re.MULTILINE)
     kept = (text for text in documents if text.strip() and not any(mark in text for mark in _LEFT_OUT))
     return "".join(f"---\n{text}" for text in kept)

@@ -1,4 +1,4 @@
-"""`python -m tests.helm.refresh`: the golden files, as the templates now make them. Look at the difference."""
+"""`python -m tests.helm.refresh`: renders the golden files again. Review the difference."""
 
 from tests.helm.golden import GOLDEN, golden
 

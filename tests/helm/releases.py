@@ -23,7 +23,7 @@ class HelmRelease:
         }
 
     async def tried(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """What helm says, whether it works or not."""
+        """helm's output, of success and failure."""
         return await asyncio.to_thread(
             run, self.program(), *words, "--namespace", self._kube.namespace, environment=self._environment
         )

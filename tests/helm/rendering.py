@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[Path, ...]] = {
 
 
 def helm_template(*words: str) -> tuple[bool, str]:
-    """Whether it worked, and what helm said."""
+    """Whether helm succeeded, and its output."""
     done = run(helm(), "template", RELEASE, str(CHART), "--namespace", NAMESPACE, *DRAWN, *words)
     return done.returncode == 0, done.stdout if done.returncode == 0 else done.stderr
 
@@ -82,13 +82,13 @@ def containers(spec: Manifest) -> list[Manifest]:
 
 
 def secret(case: str, name: str) -> dict[str, str]:
-    """What is in a Secret, in clear."""
+    """A Secret's values, decoded."""
     found = one(case, "Secret", name)
     coded = {key: b64decode(value).decode() for key, value in found.get("data", {}).items()}
     return coded | found.get("stringData", {})
 
 
 def steady(text: str) -> str:
-    """Without what is drawn anew at each render: tokens and their hashes."""
+    """The manifests without random tokens and their hashes."""
     text = re.sub(r"^(  [a-z]+\.[0-9]+): [A-Za-z0-9+/]{62}==$", r"\1: DRAWN", text, flags=re.MULTILINE)
     return re.sub(r"sha256: [0-9a-f]{64}", "sha256: DRAWN", text)

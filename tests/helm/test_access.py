@@ -106,7 +106,7 @@ def test_nothing_belongs_to_the_cluster(case):
 
 
 def admitted(case: str, name: str) -> set[tuple[str, int]]:
-    """(who, port) that a policy lets in; who is a component, `any`, or the labels of somebody else."""
+    """(peer, port) that a policy admits; a peer is a component, `any`, or labels."""
     found = set()
     for rule in one(case, "NetworkPolicy", name)["spec"]["ingress"]:
         for peer in rule.get("from", [{}]):
@@ -171,7 +171,7 @@ def scopes(case: str, service: str, tmp_path) -> dict[str, frozenset[str]]:
 def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_path):
     infer, load, register, drain, metrics, admin = (frozenset({scope}) for scope in SCOPES)
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
-    # One orchestrator to another: who stands by follows the leader's events.
+    # Between orchestrators: a standby follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
         "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
     }  # fmt: skip

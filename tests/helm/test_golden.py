@@ -1,4 +1,4 @@
-"""The manifests as they were last looked at."""
+"""The manifests equal the golden files."""
 
 import difflib
 

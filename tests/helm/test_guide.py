@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md shows to paste does what it says."""
+"""Commands and manifests of docs/kubernetes.md work."""
 
 import base64
 import os
@@ -23,7 +23,7 @@ from tests.test_docs import DOCS
 GUIDE = (DOCS / "kubernetes.md").read_text()
 
 ENGINE = {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "ports": [{"name": "http", "containerPort": 8000}]}
-# A Deployment as somebody may have it, before an agent comes beside its engine.
+# A user's Deployment before the agent is added.
 VLLM = {
     "apiVersion": "apps/v1",
     "kind": "Deployment",

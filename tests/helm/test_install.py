@@ -1,4 +1,4 @@
-"""Real helm and kubectl against an API server: what a render cannot show, because it looks at no cluster."""
+"""Real helm and kubectl against an API server: parts that rendering alone cannot test."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_the_notes_say_what_comes_next(case):
 
 
 async def test_kubectl_takes_every_render(release):
-    """What is not Kubernetes' own has no resource on this server, and a schema in kinds.py instead."""
+    """Custom kinds are unknown to this server, and have a schema in kinds.py."""
     items = [item for case in VALUES for item in manifests(case) if item["kind"] not in KINDS]
     namespaced = [{**item, "metadata": {**item["metadata"], "namespace": release._kube.namespace}} for item in items]
     texts = "".join(f"---\n{json.dumps(item)}\n" for item in namespaced)

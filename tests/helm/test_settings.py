@@ -1,4 +1,4 @@
-"""What the chart puts into a pod's environment is what the service in that pod reads."""
+"""The chart sets a pod's environment as the pod's service reads it."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from lorafleet.service.settings import load
 from tests.helm.rendering import VALUES, containers, helm_template, one, pod_templates
 from tests.patience import patience
 
-# What the kubelet fills in.
+# Set by the kubelet.
 FIELDS = {
     "metadata.name": "fleet-lorafleet-0",
     "metadata.namespace": "ml",

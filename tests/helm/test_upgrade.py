@@ -1,5 +1,5 @@
-"""Whatever the chart owns can be upgraded, applied on the server (Helm 4) or on the client (Helm 3, and Helm 4 where a
-release began so), with and without hands in between.
+"""Upgrades of all objects of the chart, applied on the server (Helm 4) or on the client (Helm 3, and Helm 4 for
+releases that began so), with and without manual changes in between.
 """
 
 import pytest
@@ -33,7 +33,7 @@ class Upgrades:
         self._count = 0
 
     async def tried(self, verb: str, *words: str, pool=None, **values):
-        """What helm says when it installs or upgrades to these values."""
+        """helm's output for an installation or upgrade with these values."""
         pool = {"name": "p", "engine": "sim", "demoModel": True, "replicas": 6, **(pool or {})}
         # Something changes each time, as in an upgrade that is worth one.
         self._count += 1

@@ -1,4 +1,4 @@
-"""Wrong values are refused before anything is installed, in words that say which, and what would do."""
+"""Wrong values are refused before the installation, with the value's name and the valid ones."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_addresses_of_ipv6_pods_stand_in_brackets():
 
 
 def test_a_new_chart_restarts_no_engine_by_itself(tmp_path):
-    """Only what pods run or are told restarts them: an image, a setting."""
+    """Only a changed image or setting restarts pods."""
     newer = tmp_path / "lorafleet"
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text()

@@ -1,9 +1,9 @@
-"""Houses that are started to see how they end, forked from a process that has imported them all.
+"""Starts services as forks of a process that has imported them all, to test how they end.
 
     with Forks() as forks:
         ended = forks.run("router", "--port", "80", folder=tmp_path)
 
-A process of its own takes a second of CPU to import what it needs, a fork next to none.
+A new process takes a second of CPU for its imports, a fork almost none.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 
 class Forks:
-    """The process that forks: it has one thread, as a process that forks has to."""
+    """The forking process; it has one thread, as forking requires."""
 
     def __enter__(self) -> Self:
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("LORAFLEET_")}
@@ -37,12 +37,12 @@ class Forks:
         self._folder.cleanup()
 
     def run(self, *words: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-        """`python -m WORDS` in this folder, once it has ended by itself; without settings in its environment."""
+        """The result of `python -m WORDS` in this folder, without settings in the environment."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         out, err = (Path(self._folder.name) / name for name in ("out", "err"))
-        asked = {"words": words, "folder": str(folder), "env": self._env, "out": str(out), "err": str(err)}
-        self._server.stdin.write(f"{json.dumps(asked)}\n")
+        request = {"words": words, "folder": str(folder), "env": self._env, "out": str(out), "err": str(err)}
+        self._server.stdin.write(f"{json.dumps(request)}\n")
         self._server.stdin.flush()
         status = int(self._server.stdout.readline())
         return subprocess.CompletedProcess(words, status, out.read_text(), err.read_text())
@@ -53,13 +53,13 @@ def _serve() -> None:
 
     for line in sys.stdin:
         if (child := os.fork()) == 0:
-            _become(**json.loads(line))
+            _run_module(**json.loads(line))
             sys.exit()
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
 
 
-def _become(*, words: list[str], folder: str, env: dict[str, str], out: str, err: str) -> Any:
+def _run_module(*, words: list[str], folder: str, env: dict[str, str], out: str, err: str) -> Any:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for opened, number in ((os.open(os.devnull, os.O_RDONLY), 0), (os.open(out, flags), 1), (os.open(err, flags), 2)):
         os.dup2(opened, number)

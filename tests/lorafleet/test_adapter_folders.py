@@ -1,4 +1,4 @@
-"""What `lorafleet up --adapters` finds below a folder, and what it says of the rest."""
+"""`lorafleet up --adapters`: the adapters found below a folder, and notices about the rest."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ SPLITS = {
     "qwen": QWEN,
     "llama 3": QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
     "gpt 2": None,
-    # Leaves what is no letter to nobody: the tokenizer then takes it for a word.
+    # Matches letters only; the tokenizer takes the rest for words.
     "letters": r" ?\p{L}+",
 }
 CORPUS = [
@@ -61,7 +61,7 @@ bits = st.sampled_from([
     "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|im_", "end|>", "<tool>", "<to", "\x00", "\x7f",
 ])  # fmt: skip
 texts = ascii_texts | st.lists(bits, max_size=12).map("".join)
-# So much before a text that it is cut at its spaces first.
+# A prefix long enough that the text is split at spaces first.
 BEFORE = "fox " * 64
 
 
@@ -170,7 +170,7 @@ def test_the_cache_bounds_words_and_their_length(monkeypatch):
 
 
 def changed(**changes):
-    """What `AsciiBpeCache.from_json` takes, of a tokenizer whose library numbers as its file does."""
+    """Arguments of `AsciiBpeCache.from_json` for a tokenizer with the file's own numbers."""
     file = json.loads(TOKENIZERS["qwen"].to_str()) | changes
     return json.dumps(file), {token["content"]: token["id"] for token in file["added_tokens"]}.get
 

@@ -200,7 +200,7 @@ def test_an_invalid_file_is_read_once_and_each_new_error_is_logged(tmp_path):
     with capture_logs() as said:
         path.write_text("keys: [{sha256: nonsense}]")
         keys.caller("Bearer one")
-        with no_more_files():  # it would be said that it cannot be read
+        with no_more_files():  # it would be reported as unreadable
             keys.caller("Bearer one")
         path.unlink()
         keys.caller("Bearer one")

@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="module")
 def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     store = tmp_path_factory.mktemp("orchestrator") / "store.db"
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else it logs between what the CLI prints
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())  # else its logs mix with the CLI's output
     try:
         with serving_in_thread(lambda: build(OrchestratorSettings(store=store)).app) as url:
             yield url

@@ -16,7 +16,7 @@ from workers.app import build as build_worker
 from workers.config import WorkerSettings
 
 EVIL = b"https://evil.example"
-# What browsers say of a page elsewhere; the last is an old one, or one that calls an address without TLS.
+# Headers of a browser's page of another site; the last is of an old browser, or of a plain HTTP address.
 FOREIGN = [
     {b"sec-fetch-site": b"cross-site", b"origin": EVIL},
     {b"sec-fetch-site": b"same-site", b"origin": b"http://localhost:3000"},

@@ -1,4 +1,4 @@
-"""Our counters look to Prometheus as its own client's do."""
+"""Fast metrics are exposed as prometheus_client's own."""
 
 import prometheus_client
 import pytest

@@ -1,4 +1,4 @@
-"""A disk that is full: said in one line that names the folder, and nothing half made is left."""
+"""A full disk gives one line that names the folder, and leaves no partial files."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The connections of a service without hot routes, as orchestrator and agent are: each has a limit for what it does."""
+"""The connections of a service without hot routes, such as orchestrator and agent: each has its limits."""
 
 import asyncio
 import contextlib

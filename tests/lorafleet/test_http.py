@@ -1,4 +1,4 @@
-"""What the houses' apps have in common."""
+"""Parts that all services' apps share."""
 
 import httpx
 from fastapi import APIRouter, FastAPI

@@ -1,4 +1,4 @@
-"""Bodies of JSON that are no larger than others and take a hundred times as long: what is in them is counted first."""
+"""JSON bodies with very many values are counted and refused before they are parsed."""
 
 import json
 
@@ -22,7 +22,7 @@ JSON = st.recursive(
 
 
 def counted(value) -> int:
-    """Texts, objects, lists and the commas between what is in these."""
+    """Strings, objects, lists and the commas in these."""
     if isinstance(value, dict):
         return 1 + max(0, len(value) - 1) + len(value) + sum(map(counted, value.values()))
     if isinstance(value, list):

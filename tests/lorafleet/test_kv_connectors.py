@@ -1,4 +1,4 @@
-"""The table of vLLM's KV connectors, and what is made of a configuration, of a running engine and of the setting."""
+"""The table of vLLM's KV connectors, and the verdicts on configurations, running engines and the setting."""
 
 import importlib.util
 import re
@@ -66,7 +66,7 @@ def multi(*parts: dict) -> dict:
         (of("ExampleConnector"), "refused", "tokens and images"),
         (of("SharedStorageConnector"), "refused", "tokens and images"),
         (of("MyConnector"), "refused", "it is not known how KV connector MyConnector keeps adapters apart"),
-        # A module comes before vLLM's own registry, so the name alone says nothing.
+        # A module comes before vLLM's own registry, so the name alone decides nothing.
         (of("OffloadingConnector", kv_connector_module_path="mine.kv"), "refused", "OffloadingConnector of mine.kv"),
         (
             of("LMCacheMPConnector", kv_connector_module_path="lmcache.integration.vllm.lmcache_mp_connector"),

@@ -1,4 +1,4 @@
-"""What the ledger says is cached is what the engine then finds cached: the sim's word, and vLLM's own."""
+"""The ledger's cached blocks equal the engine's cache hits, on the sim and on vLLM."""
 
 import random
 
@@ -20,7 +20,7 @@ MOST_BLOCKS = 64  # small, so that there are evictions all the time
 
 
 class DeviceBlocks(set):
-    """What a ledger tells, of the device."""
+    """A ledger's blocks on the device."""
 
     def __init__(self):
         super().__init__()
@@ -57,9 +57,9 @@ class DeviceBlocks(set):
 
 
 async def settled(held, client, number):
-    """Nothing more comes of earlier requests: the events of a later one are known, and events come in order.
+    """Wait until all events of earlier requests were applied, by the events of a later request.
 
-    What a partial block took the room of is told by no store that one could wait for.
+    Blocks evicted by a partial block come with no store event to wait for.
     """
     prompt = [9, *([number] * BLOCK)]
     body = {"model": "tiny-qwen", "prompt": prompt, "max_tokens": 1, "temperature": 0}
@@ -104,7 +104,7 @@ async def test_every_hit_of_the_engine_is_predicted_to_the_block(engine):
                 details = answer.json()["usage"]["prompt_tokens_details"] or {}
                 assert (number, predicted) == (number, details.get("cached_tokens") or 0)
                 hits += predicted
-                # The whole prompt is cached now, and so the ledger says in a moment.
+                # The whole prompt is cached now, and the ledger will soon have it.
                 await until(lambda hashes=hashes: held.issuperset(hashes))
                 await settled(held, client, number + 10)
                 evicted = held.ledger.accepted["BlockRemoved"]

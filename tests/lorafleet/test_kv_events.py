@@ -48,7 +48,7 @@ def test_maps_and_arrays_decode_alike_with_int_and_bytes_hashes(name):
     for field in (*STORED.keys() - {"type"},):
         assert getattr(from_map, field) == getattr(from_array, field)
     assert from_map.block_hashes == [name]
-    # And back again: an engine is allowed to change its mind.
+    # And back again, as an engine may change its encoding.
     assert decoded(event, decoder=decoder).events[0] == from_map
 
 

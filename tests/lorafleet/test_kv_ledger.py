@@ -21,7 +21,7 @@ MEDIA = {"GPU": "device", "CPU": "host", "cpu": "host", "CPU_PINNED": "host", "S
 
 
 class StrictSink:
-    """A sink that minds: nothing comes twice, nothing goes that is not there."""
+    """A sink that fails if a block is added twice or dropped while missing."""
 
     def __init__(self):
         self.tiers = {tier: set() for tier in TIERS}
@@ -319,7 +319,7 @@ def test_a_ledger_with_missed_removals_keeps_the_newest_blocks():
     apply(book, stored([4], [4, 4], block_size=2))
     assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 2, 3, 4)}
     assert book.rejected == {"overflow": 1}
-    # What the engine reports it has; those of which nothing is heard are the ones whose removal was missed.
+    # Reported blocks are present; unreported ones are those with missed removals.
     book.expect_repeats(True)
     apply(book, stored([1], [1, 1], block_size=2), stored([5], [5, 5], block_size=2))
     assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 3, 4, 5)}

@@ -1,4 +1,4 @@
-"""Where an engine's KV events are, told from its own configuration."""
+"""KV event endpoints from an engine's own configuration."""
 
 import pytest
 
@@ -18,7 +18,7 @@ BOUND = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": "tcp://
         ("fd00::7", {"endpoint": "tcp://[::]:5557"}, KvEventEndpoints(("tcp://[fd00::7]:5557",), (), "kv")),
         ("10.0.0.7", {"endpoint": "ipc:///tmp/kv"}, KvEventEndpoints()),
         ("127.0.0.1", {"endpoint": "ipc:///tmp/kv", "topic": ""}, KvEventEndpoints(("ipc:///tmp/kv",), (), "")),
-        ("10.0.0.7", {"endpoint": "tcp://10.0.0.9:5557"}, KvEventEndpoints()),  # it connects to somebody's there
+        ("10.0.0.7", {"endpoint": "tcp://10.0.0.9:5557"}, KvEventEndpoints()),  # it connects instead of binding
         ("10.0.0.7", {"endpoint": None}, KvEventEndpoints()),
         ("10.0.0.7", {"enable_kv_cache_events": False}, KvEventEndpoints()),
         ("10.0.0.7", {"publisher": "null"}, KvEventEndpoints()),

@@ -1,4 +1,4 @@
-"""Batches once and in order, whatever the sockets lose."""
+"""Batches are delivered once and in order, though sockets lose messages."""
 
 import contextlib
 import resource
@@ -14,7 +14,7 @@ from tests.patience import until
 
 
 class RecordedBatches:
-    """What one follower told."""
+    """The calls of one subscriber."""
 
     def __init__(self):
         self.numbers: list[int] = []
@@ -56,7 +56,7 @@ async def following(engine, *, tail_poll_s=60.0, replay=True):
 
 
 async def connected(engine, told):
-    """A subscription takes a moment, and what is published before is lost: publish until something arrives."""
+    """Publish until a message arrives, since messages before the subscription are lost."""
     before = len(told.numbers)
     while len(told.numbers) == before:
         await engine.publish(len(engine.batches))

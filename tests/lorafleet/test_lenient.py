@@ -1,4 +1,4 @@
-"""HEAD wherever there is a GET, and paths with a slash behind them, at all three services."""
+"""HEAD for every GET, and trailing slashes, at all three services."""
 
 import httpx
 import pytest

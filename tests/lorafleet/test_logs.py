@@ -35,7 +35,7 @@ def lines_of(said: bytes) -> list[dict]:
 
 
 def unread_bytes(pipe) -> int:
-    """What is in the pipe; one of Linux takes 65,536."""
+    """The content of the pipe, which holds 65,536 bytes on Linux."""
     count = array.array("i", [0])
     fcntl.ioctl(pipe, termios.FIONREAD, count)
     return count[0]

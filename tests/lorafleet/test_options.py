@@ -72,7 +72,7 @@ def test_engine_arguments_set_the_agents_settings(monkeypatch: pytest.MonkeyPatc
     words = ("--max_loras", "8", "--max-lora-rank=64", "--served-model-name", "mine", "--max-model-len", "1024")
     found = settings_of(ask(*words, "--dtype", "bfloat16"), monkeypatch)
     assert (found.max_loras, found.max_cpu_loras, found.max_lora_rank, found.model_name) == (8, 16, 64, "mine")
-    assert found.max_model_len is None  # the engine says it
+    assert found.max_model_len is None  # from the engine arguments
     assert last(found.engine_args, "--dtype") == "bfloat16"
     assert "float32" not in found.engine_args
 

@@ -40,7 +40,7 @@ def test_a_file_comes_before_a_fixed_key_and_is_read_again_when_it_changes(file)
     own = OwnKey("fixed", file, clock=clock)
     assert own.headers == {"authorization": "Bearer lf-one"}
     put(file, "lf-two")
-    assert own.key == "lf-one"  # looked at once a second
+    assert own.key == "lf-one"  # checked once a second
     clock.now += 1
     assert own.key == "lf-two"
 

@@ -1,4 +1,4 @@
-"""A conversation's prompt by its frame is the prompt that the template renders, whatever its texts are."""
+"""Prompts from the rendered-template cache equal rendered prompts for all texts."""
 
 import json
 from pathlib import Path

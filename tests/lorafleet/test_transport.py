@@ -1,4 +1,4 @@
-"""Calls fail as httpx says they do, and what they brought does not stay."""
+"""Calls raise httpx's errors only, and leave no answers or connections."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def test_a_connection_reset_at_once_is_a_network_error():
 
 
 async def _refusals() -> set[type[Exception]]:
-    """What came of calls to somebody who resets each connection, in a loop that has more to do."""
+    """Outcomes of calls to a peer that resets each connection, on a busy event loop."""
     busy = asyncio.create_task(_keep_busy())
     failures: set[type[Exception]] = set()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -55,7 +55,7 @@ def parent(flags: argparse.Namespace) -> int | str:
 
 
 class BareApp:
-    """Says who it is, asks its siblings, streams, and hangs."""
+    """An app that reports its slot, asks the other processes, streams, and hangs."""
 
     def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:
         self.me, self.flags = me, flags

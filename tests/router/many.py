@@ -1,4 +1,4 @@
-"""A router as `python -m router` starts it, in several processes, with routes that say who answers."""
+"""A router as `python -m router` starts it, in several processes, with routes that report the answering process."""
 
 import os
 import sys

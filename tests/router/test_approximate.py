@@ -1,4 +1,4 @@
-"""Prompts that nobody here can tokenize: their approximate keys, and a conversation that stays at its engine."""
+"""Approximate prompts: their hashes, and conversations that stay on one engine."""
 
 import base64
 import json
@@ -63,7 +63,7 @@ def test_hashes_of_a_longer_conversation_begin_with_the_shorters(name, items, mo
     known = {"tools": tools, "instructions": instructions, "chat_template_kwargs": {"unheard_of": 1}}
     shorter, longer = known | {name: items}, known | {name: items + more}
     assert keys(longer)[: len(keys(shorter))] == keys(shorter)
-    # What else a body says, and in which order, is of no matter.
+    # Other fields and their order have no effect.
     other = {"temperature": 0.5, "stream": True, **dict(reversed(shorter.items())), "metadata": {"turn": "7"}}
     assert keys(other) == keys(shorter)
 
@@ -331,7 +331,7 @@ async def test_a_conversation_is_identified_with_its_adapter_and_salt():
 async def test_two_independent_routers_send_a_conversation_to_one_engine():
     engines = [EveryRoute(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (one, _, parts), fleet(*engines) as (other, _, _):
-        # What one of them has sent besides is news to the other: to it that replica is a little dearer.
+        # Other requests of one router are unknown to the other, which sees slightly other costs.
         busy = parts.scheduler.load.add("w0", "", 0.0, parts.clock(), 0, 0, BASE, 0.0, 1)
         homes = []
         for c in range(8):

@@ -1,4 +1,4 @@
-"""Pages of other origins in a browser: which of them may ask, and read what they are answered."""
+"""CORS: which pages of other origins may send requests and read answers."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from router.protocols.cors import EXPOSED_HEADERS
 from tests.router.doubles import CHAT, EngineDouble, echo, error_of, fleet
 
 PAGE, OTHER = "https://app.example", "https://evil.example"
-# Of each kind: what the router answers by itself, in pieces, and by FastAPI.
+# One of each kind: a router's own answer, a streamed one, and FastAPI's.
 PATHS = ("/v1/chat/completions", "/v1/models", "/v1/route", "/health", "/nowhere")
 
 

@@ -1,4 +1,4 @@
-"""Workers of several kinds: of one that this router has never heard of, and of SGLang."""
+"""Workers with SGLang and with an unknown kind of engine."""
 
 import json
 
@@ -13,7 +13,7 @@ from workers.wire import Metadata
 
 
 def speaking(control: AgentDouble, **dialects: str) -> AgentDouble:
-    """The same control plane, whose workers' engines are of these kinds."""
+    """A control plane double whose workers have these kinds of engines."""
     plain = control.metadata
 
     def metadata(worker: str) -> Metadata:

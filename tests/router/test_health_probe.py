@@ -1,4 +1,4 @@
-"""What is found of an engine that answers with errors, by asking it for something of our own."""
+"""Health probes of engines that answer with errors."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ REPLICA = a_replica("w0", engine_boot_id="a", model_name="served")
 
 
 class ScriptedEngines:
-    """Answers each path as it is told to; an exception is raised."""
+    """Answers each path as scripted; exceptions are raised."""
 
     def __init__(self, **answers):
         self.answers = answers

@@ -1,4 +1,4 @@
-"""What a router has not heard yet: before it has met its workers, and what was registered a moment ago."""
+"""Requests before the first worker is known, and requests for adapters registered a moment ago."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def test_early_requests_wait_for_the_first_worker():
         ]
         answering = [asyncio.create_task(ask) for ask in asks]
         before = control.unanswered
-        # That an agent was asked and gave no report is no meeting.
+        # A poll without a report does not count as knowing the worker.
         await until(lambda: control.unanswered >= before + 3)
         assert not [task for task in answering if task.done()]
         control.silent = False
@@ -71,7 +71,7 @@ async def test_a_request_sees_adapters_registered_before_it():
     control = with_sql("w0")
     async with fleet(EngineDouble("w0"), control=control, **RARELY) as (client, _, _):
         assert (await client.post(CHATS, json={**CHAT, "lora_id": "sql/v1"})).status_code == 200
-        # Deleted, registered anew under another name: of neither is the router told.
+        # Deleted and registered under another name, without an event to the router.
         control.adapters.clear()
         control.add_adapter("sql/v2", on=["w0"])
         answer = await client.post(CHATS, json={**CHAT, "lora_id": "sql/v2"})

@@ -1,4 +1,4 @@
-"""A router's own key may change in its file while it runs: orchestrator and agents are asked with the new one."""
+"""A router's own key may change in its file while it runs: calls to orchestrator and agents then have the new one."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from tests.router.doubles import BASE, CHAT, AgentDouble, EngineDouble, fleet
 
 @dataclass
 class GuardedControl(AgentDouble):
-    """Takes one key, and remembers which paths were asked with it."""
+    """Accepts one key, and records the paths called with it."""
 
     takes: str = "one"
     opened: set[str] = field(default_factory=set)

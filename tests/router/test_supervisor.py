@@ -28,7 +28,7 @@ ROUTERS, BARE = "tests.router.many", "tests.router.bare"
 
 @dataclass
 class SupervisedRouters:
-    """A parent and its processes, as whoever started them sees them."""
+    """A supervisor and its processes, seen from outside."""
 
     process: asyncio.subprocess.Process
     folder: Path
@@ -54,7 +54,7 @@ class SupervisedRouters:
             return answer.json() if answer.headers.get("content-type") == "application/json" else answer.text
 
     async def clients(self, stack: contextlib.AsyncExitStack, pids: set[int]) -> dict[int, httpx.AsyncClient]:
-        """For each process a client whose one connection is to that process."""
+        """One client for each process, connected to that process."""
         found: dict[int, httpx.AsyncClient] = {}
         async with within(20):
             while found.keys() != pids:
@@ -63,7 +63,7 @@ class SupervisedRouters:
         return found
 
     async def pids(self, *, without: int = 0, count: int = 2) -> set[int]:
-        """The processes that serve, once there are so many."""
+        """Wait until this many processes serve; returns them."""
         found: set[int] = set()
         async with within(20):
             while len(found) < count:
@@ -75,7 +75,7 @@ class SupervisedRouters:
             return await self.process.wait()
 
     async def refuses(self) -> None:
-        """Returns once nobody listens any more."""
+        """Wait until no process listens."""
         async with within(20):
             while True:
                 try:
@@ -94,7 +94,7 @@ class SupervisedRouters:
 async def several(
     folder: Path, *flags: str, of: str = BARE, processes: int = 2, port: str = "0", log=None, **environment: str
 ):
-    """A parent of so many processes, started in a folder of its own. Its bare processes drain for no time."""
+    """A supervisor of this many processes in its own folder; its bare processes do not drain."""
     temporary = folder / "tmp"
     temporary.mkdir(parents=True)
     process = await asyncio.create_subprocess_exec(
@@ -121,9 +121,9 @@ async def bare(folder: Path, *flags: str, **more):
 
 @contextlib.asynccontextmanager
 async def routers(folder: Path, *flags: str, drain_s: float = 0, silent: bool = False, **environment: str):
-    """Two real router processes in front of one engine of our own, once both can route.
+    """Two real router processes in front of one engine double, once both can route.
 
-    silent  its agent says nothing yet: once both listen
+    silent  the agent does not answer yet; then once both listen
     """
     engine, control = EngineDouble("w0"), AgentDouble(silent=silent)
     async with contextlib.AsyncExitStack() as stack:
@@ -147,7 +147,7 @@ async def is_ready(client: httpx.AsyncClient) -> bool:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory):
-    """Two routers, for tests that kill one of them and wait for another in its place."""
+    """Two routers, for tests that kill one of them and wait for its replacement."""
     async with routers(tmp_path_factory.mktemp("routers"), **{JOIN_WITHIN_S: str(patience(600))}) as fleet:
         yield fleet
 

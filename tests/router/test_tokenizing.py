@@ -1,4 +1,4 @@
-"""Tokens of a prompt: where they come from, what is kept of them, and what a slow one costs the others."""
+"""Token ids of prompts: their sources, caches, engine probes and threads."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def chat(model) -> ChatTokenizer:
 
 
 class TokenizingWorker:
-    """An agent and its engine in one: serves a model's files and tokenizes with them."""
+    """An agent and its engine in one app: serves a model's files and tokenizes with them."""
 
     def __init__(self, chat: ChatTokenizer, files: dict[str, str]) -> None:
         self.chat = chat
@@ -116,7 +116,7 @@ def conversation(turns: int, words: str = "") -> dict:
     return {"messages": [{"role": "system", "content": RULES}, *said]}
 
 
-# --- what is kept ------------------------------------------------------------------------------------------------
+# --- caches ------------------------------------------------------------------------------------------------------
 
 
 async def test_earlier_turns_are_not_tokenized_again(tokens, metrics, chat):
@@ -420,7 +420,7 @@ async def test_a_disagreeing_minority_of_engines_changes_nothing(client, chat, m
         after = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
         assert after.ids == array("I", new.chat.completion_ids(RULES)) != before.ids
         assert tokenizers.agrees(("w1", "2"), after)
-        # What was made before goes to nobody who agreed on something else.
+        # Tokens of the old tokenizer do not count for engines that agree with the new one.
         assert not tokenizers.agrees(("w1", "2"), before)
         assert not tokenizers.agrees(("w2", "1"), after)
         for worker, boot, url in (("w0", "2", new_url), ("w2", "1", old_url)):
@@ -543,7 +543,7 @@ async def test_ids_replace_the_text_only_for_agreeing_boots(chat, model):
         engine.ids_of = ids_of
         control.boot_id = "third"
         control.tell()
-        # What the boot before was asked for may still come, and then the third is held against that, too.
+        # An answer of the previous boot may still come; the third boot is then probed as well.
         async with within(10):
             await client.post("/v1/completions", json=body)
             while engine.bodies.pop()["prompt"] != chat.completion_ids(RULES):
@@ -665,7 +665,7 @@ async def test_a_batch_of_one_is_tokenized_as_one_prompt(client, tokens, worker,
 
 
 class Gate:
-    """A tokenizer whose long prompts wait until they are let go: what the threads do is up to the test."""
+    """A tokenizer whose long prompts wait until the test releases them."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self.chat = chat

@@ -33,7 +33,7 @@ NOT_SAMPLED = THEIRS[:-2] + b"00"
 
 
 class Collector:
-    """An OTLP/HTTP collector: keeps what it is sent, or refuses it."""
+    """An OTLP/HTTP collector double that keeps spans, or refuses them."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
