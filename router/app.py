@@ -517,7 +517,7 @@ def _leave(hung: Replica, scheduler: Scheduler, pool: EnginePool, now: float) ->
     ]
     if others:
         served = {name for replica in others for name in replica.residents if name not in replica.draining}
-        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.may_move(served))
+        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served))
 
 
 def _count_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:

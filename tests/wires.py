@@ -11,7 +11,7 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import ANYONE
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.error_shapes import error_body
 from tests.patience import until, within
 from tests.serving import serving

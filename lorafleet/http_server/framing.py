@@ -55,17 +55,17 @@ def checked_head(
     host = fields.get(b"host")
     if host is None:
         if is_1_1:
-            raise _invalid("no Host header")
+            raise _invalid_request("no Host header")
     elif not _HOST.fullmatch(host):
-        raise _invalid("a Host header that names no host")
+        raise _invalid_request("a Host header that names no host")
     content_length = 0
     length = fields.get(b"content-length")
     if length is not None:
         if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS:
-            raise _invalid("a Content-Length that is not digits only, or more than any length has")
+            raise _invalid_request("a Content-Length that is not digits only, or more than any length has")
         content_length = int(length)
     elif b"transfer-encoding" in fields and (fields[b"transfer-encoding"].lower() != b"chunked" or not is_1_1):
-        raise _invalid("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")
+        raise _invalid_request("a Transfer-Encoding other than `chunked`, or in HTTP/1.0")
     return is_1_1, content_length, is_1_1 and b"expect" in fields and _is_continue_expected(fields[b"expect"])
 
 
@@ -83,7 +83,7 @@ def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, hea
     """
     method = parser.get_method()
     if method == b"CONNECT":
-        raise _invalid("CONNECT is not served: this is no proxy")
+        raise _invalid_request("CONNECT is not served: this is no proxy")
     lines = b"".join([b"%b: %b\r\n" % header for header in headers if header[0] not in _UPGRADES])
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, parser.get_http_version().encode(), lines)
 
@@ -104,16 +104,16 @@ def _split_target(target: bytes) -> tuple[str, bytes]:
         try:
             parts = httptools.parse_url(target)
         except httptools.HttpParserInvalidURLError as exc:
-            raise _invalid("a request target that is no path") from exc
+            raise _invalid_request("a request target that is no path") from exc
         path, query = parts.path, parts.query
         if not path or not path.startswith(b"/"):
-            raise _invalid("a request target without a path")
+            raise _invalid_request("a request target without a path")
     else:
         path, _, query = target.partition(b"?")
     try:
         return path.decode("ascii"), query or b""
     except UnicodeDecodeError as exc:
-        raise _invalid("a request target with characters outside ASCII") from exc
+        raise _invalid_request("a request target with characters outside ASCII") from exc
 
 
 def _is_continue_expected(value: bytes) -> bool:
@@ -128,8 +128,8 @@ def _put_first_values(headers: Headers, fields: dict[bytes, bytes]) -> None:
     fields.update(reversed(headers))
     for name in _ONCE:
         if sum(1 for each, _ in headers if each == name) > 1:
-            raise _invalid(f"more than one {name.decode()} header")
+            raise _invalid_request(f"more than one {name.decode()} header")
 
 
-def _invalid(what: str) -> RefusedMessage:
-    return RefusedMessage(400, "invalid_http", f"the request is refused: {what}")
+def _invalid_request(why: str) -> RefusedMessage:
+    return RefusedMessage(400, "invalid_http", f"the request is refused: {why}")

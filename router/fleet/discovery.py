@@ -31,7 +31,7 @@ from router.fleet.catalog import (
 )
 from router.fleet.replica_report import FollowedWorker, replica_from, replica_state, with_location
 from router.fleet.worker_sources import WorkerSource, merged_worker_sources
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchedStream, FetchRefused
 from workers.wire import Metadata
 

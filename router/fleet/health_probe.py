@@ -12,7 +12,7 @@ import structlog
 
 from router.core.failover.circuit_breaker import is_fault
 from router.core.fleet import Incarnation, Replica
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 
 log = structlog.get_logger()

@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers, Origin
+from router.http.engine_connection import EngineConnection, EngineLost, Headers, Origin
+from router.http.engine_pool import EnginePool
 
 # Unread bytes of a stream, above which reading is paused.
 _MAX_UNREAD_BYTES = 1 << 20
@@ -153,7 +154,7 @@ async def fetch(
         try:
             return await send_on(idle)
         except EngineLost as exc:
-            if exc.reason != "no_answer" or not idle.said_nothing:
+            if exc.reason != "no_answer" or not idle.is_silent:
                 raise
     return await send_on(await pool.connect(origin))
 

@@ -149,7 +149,7 @@ def _hand_to_background(run: "RequestRun") -> bool:
 
 def _record_survival(run: "RequestRun", attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
     """Tell the poison books whether an engine has answered the request to its end, or died in the middle."""
-    if attempt.lost_by in _BLAMING_REQUEST and not attempt.has_said_done:
+    if attempt.loss_reason in _BLAMING_REQUEST and not attempt.is_done_sent:
         _record_death(run, dispatched)
     elif attempt.is_whole:
         for book, suspect in _suspects(run, dispatched):

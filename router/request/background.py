@@ -18,7 +18,7 @@ import structlog
 from router.core.errors import Saturated
 from router.core.fleet import Incarnation, Replica
 from router.core.kv.index import WorkerId
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from router.protocols.usage import EngineUsage, usage_of
 

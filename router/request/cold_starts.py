@@ -31,7 +31,7 @@ from router.core.fleet import Excluded, Replica, RoutableAdapter
 from router.core.queue.admission import QueueLimits, QueueUsage
 from router.fleet.discovery import Discovery
 from router.fleet.usage_report import HeldRequests
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import LoadRequest

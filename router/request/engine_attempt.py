@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.exchange import HttpExchange
 from router.core.errors import ReplicaUnreachable, StreamBroken
-from router.core.failover.circuit_breaker import is_fault
-from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Headers
+from router.http.engine_connection import EngineConnection, EngineLost, Headers
+from router.http.engine_pool import EnginePool
 from router.http.error_shapes import enveloped
 from router.http.sse import (
     MAX_EVENT_BYTES,
@@ -24,13 +23,9 @@ from router.http.sse import (
 )
 from router.protocols.routes import has_only_early_events
 from router.protocols.usage import EngineUsage, UsageFilter, usage_of, usage_of_events
+from router.request.attempt_failures import retry_reason, unreachable
 from router.request.engine_request import EngineRequest
 
-_SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, ENGINE_DEAD))
-# SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
-_NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
-# Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
-_KEY_REFUSALS = frozenset({401, 403, 407})
 _EVENT_STREAM = b"text/event-stream"
 # The usage event is the last but `[DONE]`, and each may come in a chunk of its own; a third chunk for an event without
 # a closing blank line.
@@ -39,14 +34,6 @@ _TAIL_CHUNKS = 3
 _LINGER_S = 1.0
 # A loss this early closed an idle connection: no engine can have read a request that kills it.
 STALE_WITHIN_S = 0.05
-LOSS_MESSAGES = {
-    "connection": "no connection",
-    "no_descriptors": "no connection, because this router has no file descriptor left",
-    "no_answer": "it broke off before its answer began",
-    "begun_only": "it broke off when its answer had begun and nothing more",
-    "no_answer_in_time": "no answer in time",
-    "hung": "its engine hangs, by its agent's word",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +91,14 @@ class EngineAttempt(msgspec.Struct, eq=False):
     is_stale: bool = False
 
     def begin(self, connection: EngineConnection) -> None:
-        """Send it, on a connection fresh from the pool."""
+        """Send the request, on a connection fresh from the pool."""
         self.connection = connection
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.longer = self._limits.longer
         connection.send(self._request.request, self)
 
-    def may_move(self, served: Container[str]) -> bool:
+    def can_move(self, served: Container[str]) -> bool:
         """Whether another replica may answer instead: nothing of the answer is there, and it is no stored response's.
 
         served  adapters of the other replicas
@@ -123,15 +110,15 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def check(self) -> None:
         """Return where a decided attempt has the client's answer, an error or not.
 
-        raises  ReplicaUnreachable where another replica may do better, see `_retry_reason` and core.failover.verdict
+        raises  ReplicaUnreachable where another replica may do better, see `retry_reason` and core.failover.verdict
         """
         failure, request = self.failure, self._request
         if failure is not None:
             # The engine may break off in the read that decided the attempt: the client has got nothing then.
             lost = failure.__cause__ if isinstance(failure, StreamBroken) else failure
-            raise _unreachable(request, lost) if isinstance(lost, EngineLost) else failure
+            raise unreachable(request, lost) if isinstance(lost, EngineLost) else failure
         if self.status != 200:
-            reason = _retry_reason(self, request)
+            reason = retry_reason(self.status, self.first, request, in_band_error=self.in_band_error)
             if reason is not None:
                 self.close()
                 what = f"replica {request.replica}: {self.status} {self.first[:200]!r}"
@@ -148,7 +135,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         *,
         hidden: UsageFilter | None = None,
     ) -> None:
-        """As `relay`, and request `on_over` when the stream is over, perhaps at once."""
+        """Begin a relay, and call `on_over` when the stream is over, perhaps at once."""
         self._rewriter, self._hidden, self.notify = rewriter, hidden, on_over
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
@@ -163,9 +150,9 @@ class EngineAttempt(msgspec.Struct, eq=False):
     async def relay(
         self, exchange: HttpExchange, rewriter: AnswerRewriter, *, hidden: UsageFilter | None = None
     ) -> None:
-        """Send a stream's bytes on as they come, until it is over; `failure` says how, where it did not end well.
+        """Send a stream's events to the client until it is over. Where it broke off, `failure` says why.
 
-        hidden  takes out the event with the usage, where we asked for it and the client did not
+        hidden  removes the usage event, where the router asked for it and the client did not
         """
         over = Signal()
         self.start_relay(exchange, rewriter, over.set, hidden=hidden)
@@ -177,7 +164,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return isinstance(self.failure, StreamBroken)
 
     @property
-    def lost_by(self) -> str:
+    def loss_reason(self) -> str:
         """How the engine was lost, by EngineLost's reasons; empty: it was not."""
         cause = self.failure.__cause__ if isinstance(self.failure, StreamBroken) else self.failure
         return cause.reason if isinstance(cause, EngineLost) else ""
@@ -188,12 +175,12 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return self.connection is None and self.failure is None
 
     @property
-    def has_said_done(self) -> bool:
+    def is_done_sent(self) -> bool:
         """Whether the last event of the stream was sent on, so that the client lacks nothing."""
         return self._has_ended
 
     def usage(self) -> EngineUsage | None:
-        """The usage in a complete answer; None: it has none. Parses at each request."""
+        """The usage in a complete answer; None: it has none. Parses at each call."""
         kind = self._request.route.usage
         if self._tail is None:
             return usage_of(kind, self.first if self.metadata is None else self.metadata)
@@ -271,7 +258,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             and not self.status
             and connection is not None
             and connection.answers > 0
-            and connection.said_nothing
+            and connection.is_silent
             and connection.loop.time() - self._sent_at <= STALE_WITHIN_S
         )
         self._decide()
@@ -413,7 +400,7 @@ async def open_attempt(pool: EnginePool, request: EngineRequest, limits: Attempt
     except EngineLost as exc:
         # An engine that has just broken off and no longer listens has died.
         why = lost if lost is not None and exc.reason == "connection" else exc
-        raise _unreachable(request, why) from why
+        raise unreachable(request, why) from why
     attempt = await _sent(connection, request, limits)
     attempt.check()
     return attempt
@@ -430,31 +417,3 @@ async def _sent(connection: EngineConnection, request: EngineRequest, limits: At
         attempt.close()
         raise
     return attempt
-
-
-def _unreachable(request: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
-    # The message of the loss names addresses, which only the log may have.
-    unreachable = ReplicaUnreachable(f"replica {request.replica}: {LOSS_MESSAGES[lost.reason]}", reason=lost.reason)
-    unreachable.__cause__ = lost
-    return unreachable
-
-
-def _retry_reason(attempt: EngineAttempt, request: EngineRequest) -> str | None:
-    """Why another replica may do better; None: the client gets this answer, an error or not."""
-    status, first = attempt.status, attempt.first
-    if status in (502, 503):
-        return "engine_unavailable"
-    if status in _KEY_REFUSALS and not attempt.in_band_error:
-        return "engine_unauthorized"
-    # A 404 for an unknown model names the model; any other (a route that the engine lacks) is the client's.
-    if status == 404 and request.engine_name and request.engine_model.encode() in first:
-        return "adapter_missing"
-    if status == 400 and request.engine_name and any(said in first for said in _NOT_LOADED):
-        return "adapter_missing"
-    if status == 500 and _SHUTTING_DOWN in first:
-        return "engine_draining"
-    if status == 500 and any(said in first for said in _DEAD):
-        return "engine_dead"
-    if attempt.in_band_error and is_fault(status):
-        return "first_event_error"
-    return None

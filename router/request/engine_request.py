@@ -6,7 +6,7 @@ from secrets import token_hex
 import msgspec
 
 from router.core.fleet import Replica
-from router.http.engine_pool import Origin
+from router.http.engine_connection import Origin
 from router.protocols.routes import Route
 from router.protocols.stored_responses import tagged_response_id
 from router.request.dispatched import DispatchedRequest

@@ -151,7 +151,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     def send_error(self, exc: RouterError | HttpError) -> None:
         """Send an error in the route's shape; as the last event of a stream, unless that has its last one already."""
         run = self.run
-        if run is not None and run.attempt is not None and run.attempt.has_said_done:
+        if run is not None and run.attempt is not None and run.attempt.is_done_sent:
             self.exchange.finish()
             return
         self.code = exc.code

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lorafleet.service.auth import hash_key
 from router.core.errors import Saturated
 from router.core.fleet import EngineReport
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from router.request.background import Background
 from tests.patience import until

@@ -13,7 +13,7 @@ from lorafleet.service.loops import ChangeSignal
 from router.core.errors import AdapterFailed, ColdStartTimeout, DeadlineExceeded, ModelNotFound, NoCapacity, Saturated
 from router.core.fleet import RoutableAdapter, RouterFleet
 from router.core.queue.admission import QueueLimits, QueueUsage
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from router.request.cold_starts import ColdStarts
 from router.telemetry.metrics import RouterMetrics

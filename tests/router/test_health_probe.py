@@ -6,7 +6,7 @@ import json
 import pytest
 
 from router.fleet.health_probe import HealthProbes
-from router.http.engine_pool import EngineLost
+from router.http.engine_connection import EngineLost
 from router.http.fetch import FetchRefused
 from tests.patience import until
 from tests.router.test_policy import a_replica

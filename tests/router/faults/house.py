@@ -14,7 +14,7 @@ import router
 from lorafleet.http_server.listener import HttpListener
 from router.app import build
 from router.config import RouterSettings
-from router.http.engine_pool import Origin
+from router.http.engine_connection import Origin
 from router.request.services import Services
 from tests.patience import patience, until
 from tests.router.doubles import BASE, AgentDouble, chunk

@@ -7,7 +7,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from router.core.errors import ReplicaUnreachable
-from router.http.engine_pool import EnginePool, Origin
+from router.http.engine_connection import Origin
+from router.http.engine_pool import EnginePool
 from router.http.sse import MAX_EVENT_BYTES, ModelRenamer
 from router.protocols.routes import ROUTES
 from router.protocols.usage import EngineUsage
@@ -396,8 +397,8 @@ def test_what_waits_may_go_to_those_who_can_answer_it(path, engine_name, served,
     route = next(route for route in ROUTES.values() if route.path == path)
     call = EngineRequest(route, Origin.parse("http://e"), b"", "m", engine_name, "w0", streamed=True)
     attempt = EngineAttempt(call, LIMITS, lambda: None, True)
-    assert attempt.may_move(served) is moves
+    assert attempt.can_move(served) is moves
     attempt.head(200, {b"content-type": b"text/event-stream"})
-    assert attempt.may_move(served) is moves  # vLLM sends that long before its first token
+    assert attempt.can_move(served) is moves  # vLLM sends that long before its first token
     attempt.data(b'data: {"choices":[]}\n\n')
-    assert not attempt.may_move(served)
+    assert not attempt.can_move(served)

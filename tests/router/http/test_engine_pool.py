@@ -7,7 +7,8 @@ import ssl
 
 import pytest
 
-from router.http.engine_pool import EngineConnection, EngineLost, EnginePool, Origin
+from router.http.engine_connection import EngineConnection, EngineLost, Origin
+from router.http.engine_pool import EnginePool
 from tests.patience import patience, until
 from tests.wires import RawEngine, RecordingSink, finished, saying
 
@@ -181,7 +182,7 @@ async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
             os.write((await said).fileno(), b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 3\r\n\r\nabc")
             await asyncio.wait_for(second.done.wait(), patience(5))
             assert (second.calls, second.failure.reason) == ([], "no_answer")
-            assert connection.said_nothing  # so it goes out again, on another
+            assert connection.is_silent  # so it goes out again, on another
             assert engine.requests == [b"hello"]
             assert not pool.connections
 

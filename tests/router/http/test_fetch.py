@@ -5,7 +5,8 @@ from math import inf
 
 import pytest
 
-from router.http.engine_pool import EngineLost, EnginePool, Origin
+from router.http.engine_connection import EngineLost, Origin
+from router.http.engine_pool import EnginePool
 from router.http.fetch import FetchRefused, fetch, stream
 from tests.patience import patience, until, within
 from tests.wires import RawEngine, finished
