@@ -2,16 +2,17 @@
 
 The stages, in order, each once:
 
-    read          RequestReader.read            the head and body as a ParsedRequest
-    authenticate  InferenceHandler._authenticate  the caller, before the body is parsed
-    resolve       RequestRun._resolve           base model and adapter
-    authorise     resolve_target                an adapter that the caller may not use is unknown to it
-    tokenize      RequestRun._tokenize          token ids, or an approximation
-    match         stages.match                  cached blocks of each replica
-    decide        RequestRun._decide            the replica, at once or from the queue
-    open          RequestRun._open              the attempt, until its first event decides it
-    relay         ClientResponse._relay         the answer to the client
-    record        accounting.record             load, quota, circuits, poison books, trace
+    read          InferenceRequestReader.read       the head and body as a ParsedRequest
+    authenticate  InferenceHandler._authenticate    the caller, before the body is parsed
+    resolve       RequestRun._resolve               base model and adapter
+    authorise     resolve_target                    an adapter that the caller may not use is unknown to it
+    tokenize      RequestRun._tokenize              token ids, or an approximation
+    hash          stages.hash_prompt                block hashes of the prompt
+    match         stages.match                      cached blocks of each replica
+    decide        RequestRun._decide                the replica, at once or from the queue
+    open          RequestRun._open                  the attempt, until its first event decides it
+    relay         ClientResponse._relay             the answer to the client
+    record        accounting.record                 load, quota, circuits, poison books, trace
 
 The six classes of a request and their lives:
 
