@@ -79,7 +79,7 @@ from workers.wire import Metadata
 
 log = structlog.get_logger()
 
-_USAGE_EVERY_S = 1.0
+USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
 # Agents and orchestrators send a sign of life more often.
 _LISTEN_IDLE_S = 60.0
@@ -539,7 +539,7 @@ async def _report_usage(
     await forever(
         step,
         name="usage",
-        every_s=_USAGE_EVERY_S,
+        every_s=USAGE_EVERY_S,
         poke=discovery.drains_begun,
         on_failure=metrics.loop_failures.labels("usage").inc,
     )

@@ -153,7 +153,7 @@ async def length(exchange: HttpExchange) -> None:
 
 
 @contextlib.asynccontextmanager
-async def fronted(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=None, **limits):
+async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=None, **limits):
     """A server with `handler` on HOT and MESSAGES for POST, GET and HEAD, and an app on every other path."""
     seen: list[tuple[str, bytes]] = []
 

@@ -83,7 +83,7 @@ async def serve(
 
     drain_s  seconds to serve on after SIGTERM: load balancers hear of it late
     """
-    server = _Server(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
+    server = DrainingServer(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
     if signal.SIGHUP in signals.stop_signals():  # uvicorn itself handles the others
@@ -117,7 +117,7 @@ def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = N
     )
 
 
-class _Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float = 0.0) -> None:
         super().__init__(config)
         self._on_stop = on_stop

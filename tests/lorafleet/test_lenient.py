@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from tests.lorafleet.test_cross_site import agent, orchestrator
-from tests.lorafleet.test_front_of_apps import served
+from tests.lorafleet.test_listener_for_app import served
 from tests.router.doubles import CHAT, EngineDouble, error_of, fleet
 
 PROBES = ("/health", "/ready", "/metrics", "/docs", "/openapi.json")

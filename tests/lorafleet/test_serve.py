@@ -32,7 +32,7 @@ async def length(scope, receive, send):
 async def served():
     sock = serve.bind("127.0.0.1", 0)
     # In a server's own way but for its signals, which belong to the test runner.
-    server = serve._Server(serve.configured(length, grace_s=1.0), None)
+    server = serve.DrainingServer(serve.configured(length, grace_s=1.0), None)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([sock])
@@ -166,10 +166,10 @@ def test_a_missing_folder_or_file_ends_a_service_with_one_line(tmp_path, forks, 
 
 
 @pytest.mark.fleet
-@pytest.mark.parametrize("house", ["router", "orchestrator"])
-def test_an_unwritable_port_file_ends_a_service_without_a_traceback(tmp_path, forks, house):
-    it = forks.run(house, "--port", "0", "--port-file", "none/port", folder=tmp_path)
-    says = f"python -m {house}: port file none/port: No such file or directory; name one that can be written"
+@pytest.mark.parametrize("service", ["router", "orchestrator"])
+def test_an_unwritable_port_file_ends_a_service_without_a_traceback(tmp_path, forks, service):
+    it = forks.run(service, "--port", "0", "--port-file", "none/port", folder=tmp_path)
+    says = f"python -m {service}: port file none/port: No such file or directory; name one that can be written"
     assert (it.returncode, "Traceback" in it.stderr) == (2, False)
     assert says in it.stderr.splitlines()
 

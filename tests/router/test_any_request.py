@@ -11,7 +11,7 @@ from hypothesis.errors import Unsatisfiable
 
 from tests.patience import patience
 from tests.properties import THOROUGH
-from tests.router.faults.house import FaultyFleet, house
+from tests.router.faults.faulty_fleet import FaultyFleet, faulty_fleet
 
 # Of each operation: so many that the document allows, and so many that it does not. Tried once with 400, too.
 EXAMPLES = 12 if THOROUGH else 4
@@ -26,7 +26,7 @@ def a_router() -> Iterator[FaultyFleet]:
     is_up, down, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
-        async with house(1, cold_start_timeout_s=1) as router:
+        async with faulty_fleet(1, cold_start_timeout_s=1) as router:
             found.append(router)
             is_up.set()
             await down.wait()

@@ -6,7 +6,7 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
-from tests.lorafleet.test_front_of_apps import served
+from tests.lorafleet.test_listener_for_app import served
 from tests.patience import patience
 from tests.router.doubles import EngineDouble, fleet
 

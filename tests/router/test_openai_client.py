@@ -10,7 +10,7 @@ from lorafleet.service.auth import hash_key
 from tests.patience import until
 from tests.recordings.openai_answers import ASKED, recorded_answers
 from tests.router.doubles import BASE, AgentDouble
-from tests.router.faults.house import answering, house, pieces
+from tests.router.faults.faulty_fleet import answering, faulty_fleet, pieces
 from tests.serving import client_of
 
 MODEL = "sql/v1"
@@ -49,7 +49,7 @@ async def asking(tmp_path=None, *, engines=1, **settings):
 
     control = AgentDouble()
     control.add_adapter(MODEL, on=[f"w{number}" for number in range(engines)])
-    async with house(engines, control=control, **settings) as router:
+    async with faulty_fleet(engines, control=control, **settings) as router:
         for engine in router.engines:
             engine.script = vllm
         async with AsyncOpenAI(

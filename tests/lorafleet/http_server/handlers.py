@@ -6,7 +6,7 @@ import contextlib
 from lorafleet.http_server.batches import Signal, leave_batch
 from lorafleet.http_server.limits import ClientLimits
 from tests.patience import until
-from tests.wires import HOT, fronted, length, post
+from tests.wires import HOT, length, listening, post
 
 # More than the sockets between a client that does not read and the listener hold.
 LARGE = 4_000_000
@@ -94,7 +94,7 @@ def look_later(connection) -> None:
 async def queued_behind_a_large_answer():
     """(server, client, connection, calls) while one of two pipelined requests waits until a large answer is read."""
     calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
+    async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
         calls.answer(0, b"x" * LARGE)

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from lorafleet.http_server.batches import leave_batch
 from tests.lorafleet.http_server.handlers import Calls, Work
 from tests.patience import until
-from tests.wires import COLD, HOT, error_of, fronted, parsed_head, post
+from tests.wires import COLD, HOT, error_of, listening, parsed_head, post
 
 
 async def test_a_handler_sees_the_request_as_it_was_sent():
@@ -19,7 +19,7 @@ async def test_a_handler_sees_the_request_as_it_was_sent():
         seen.append(exchange)
         exchange.respond(200, b"", b"")
 
-    async with fronted(keep) as served, await served.client() as client:
+    async with listening(keep) as served, await served.client() as client:
         client.send(post("/hot?a=%20b", b"{}", b"X-Two: 1", b"x-two: 2", b"Accept: */*"))
         await client.answer()
     (exchange,) = seen
@@ -31,7 +31,7 @@ async def test_a_handler_sees_the_request_as_it_was_sent():
 @pytest.mark.parametrize("size", [0, 1, 1000, 70_000, 3_000_000])
 async def test_bodies_of_any_size_arrive_whole_in_reads_of_any_size(size):
     body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         for path in (HOT, COLD, HOT):
             client.send(post(path, body))
             assert (await client.answer())[2] == str(size).encode()
@@ -50,7 +50,7 @@ async def test_an_answer_in_pieces_is_chunked_and_the_connection_stays_open():
             await asyncio.sleep(0)
         exchange.finish(exchange.body)
 
-    async with fronted(pieces) as served, await served.client() as client:
+    async with listening(pieces) as served, await served.client() as client:
         for last in (b"", b"last"):
             client.send(post(HOT, last))
             status, headers, body = await client.answer()
@@ -67,7 +67,7 @@ async def test_an_empty_answer_in_pieces_still_has_its_head():
         exchange.begin(200, b"")
         exchange.finish()
 
-    async with fronted(nothing) as served, await served.client() as client:
+    async with listening(nothing) as served, await served.client() as client:
         client.send(post(HOT, b""))
         assert (await client.answer())[::2] == (200, b"")
 
@@ -76,13 +76,13 @@ async def test_a_204_has_no_length():
     async def none(exchange):
         exchange.respond(204, b"", b"")
 
-    async with fronted(none) as served, await served.client() as client:
+    async with listening(none) as served, await served.client() as client:
         client.send(post(HOT, b""))
         assert await client.answer() == (204, {}, b"")
 
 
 async def test_an_answer_to_head_has_a_length_and_no_body():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(b"HEAD /hot HTTP/1.1\r\nHost: a\r\n\r\n" + post(HOT, b"abc"))
         status, headers = parsed_head(await client.reader.readuntil(b"\r\n\r\n"))
         assert (status, headers[b"content-length"]) == (200, b"1")
@@ -100,7 +100,7 @@ async def test_a_failing_handler_is_answered_500_or_its_stream_is_broken(begun, 
             raise RuntimeError("secret")
 
     with capture_logs() as logs:
-        async with fronted(bad) as served, await served.client() as client:
+        async with listening(bad) as served, await served.client() as client:
             client.send(post(HOT, b"x", b"Connection: close"))
             said = await client.rest()
     if begun:
@@ -114,7 +114,7 @@ async def test_a_failing_handler_is_answered_500_or_its_stream_is_broken(begun, 
 
 async def test_a_handler_that_answers_logs_nothing():
     with capture_logs() as logs:
-        async with fronted() as served, await served.client() as client:
+        async with listening() as served, await served.client() as client:
             client.send(post(HOT, b"x"))
             await client.answer()
     assert not logs
@@ -125,7 +125,7 @@ async def test_a_handler_that_raises_without_a_task_is_answered_500():
         raise RuntimeError("a defect")
 
     with capture_logs() as logs:
-        async with fronted(broken) as served, await served.client() as client:
+        async with listening(broken) as served, await served.client() as client:
             for _ in range(2):
                 client.send(post(HOT, b"abc"))
                 status, _, body = await client.answer()
@@ -139,7 +139,7 @@ async def test_an_unexpected_error_is_a_500_and_closes_its_connection():
         raise RuntimeError("secret")
 
     with capture_logs() as logs:
-        async with fronted(caller_of=caller_of) as served:
+        async with listening(caller_of=caller_of) as served:
             said = await served.said(post(HOT, b"abc"))
             assert error_of(said) == (500, "internal_error")
             assert not served.seen
@@ -156,7 +156,7 @@ async def test_a_handler_without_a_task_may_answer_later_or_start_one():
         else:
             await work(exchange)
 
-    async with fronted(handler) as served, await served.client() as client:
+    async with listening(handler) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         await until(lambda: calls.exchanges)
         calls.answer(0, b"one")
@@ -168,7 +168,7 @@ async def test_a_handler_without_a_task_may_answer_later_or_start_one():
 
 
 async def test_the_app_serves_every_other_path_on_the_same_connection():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         for path in (HOT, COLD, HOT, HOT, COLD, COLD, HOT):
             client.send(post(path, path.encode()))
             assert (await client.answer())[2] == b"%d" % len(path)
@@ -176,13 +176,13 @@ async def test_the_app_serves_every_other_path_on_the_same_connection():
 
 
 async def test_a_post_with_preflight_headers_is_not_for_the_app():
-    async with fronted(cors_headers=lambda _origin: b"") as served, await served.client() as client:
+    async with listening(cors_headers=lambda _origin: b"") as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Origin: page", b"Access-Control-Request-Method: POST"))
         assert (await client.answer())[1][b"content-type"] == b"text/plain"  # which the app's has not
 
 
 async def test_a_clients_connection_sends_without_delay():
-    async with fronted(work := Work()) as served, await served.client() as client:
+    async with listening(work := Work()) as served, await served.client() as client:
         client.send(post(HOT, b""))
         await until(lambda: work.begun)
         (connection,) = served.listener.connections

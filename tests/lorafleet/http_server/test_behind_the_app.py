@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.patience import until
-from tests.wires import COLD, HOT, fronted, post
+from tests.wires import COLD, HOT, listening, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
@@ -20,7 +20,7 @@ async def test_a_request_behind_an_answer_that_is_all_there_is_served(path, size
         await over.wait()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.answer = answer
         client.send(post(COLD, b"first"))
         assert (await client.answer())[2] == b"all!"
@@ -43,7 +43,7 @@ async def test_what_comes_behind_an_answer_that_ends_the_connection_is_not_serve
         await over.wait()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.answer = answer
         client.send(post(COLD, b"first", b"Connection: close"))
         await client.answer()

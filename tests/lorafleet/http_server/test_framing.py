@@ -10,7 +10,7 @@ import pytest
 
 from lorafleet.http_server.batches import leave_batch
 from tests.patience import until
-from tests.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
+from tests.wires import COLD, HOT, error_of, length, listening, parsed_head, post
 
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
 TE = b"Transfer-Encoding: chunked\r\n"
@@ -191,7 +191,7 @@ SERVED = {
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_ambiguous_message_is_refused_and_nothing_behind_it_is_served(path):
-    async with fronted() as served:
+    async with listening() as served:
         for name, rest in REFUSED.items():
             said = await served.said(b"POST %b HTTP/1.1\r\n%b%b" % (path.encode(), rest, SMUGGLED))
             status, code = error_of(said)
@@ -202,7 +202,7 @@ async def test_ambiguous_message_is_refused_and_nothing_behind_it_is_served(path
 
 
 async def test_messages_that_are_no_request_here_are_refused():
-    async with fronted() as served:
+    async with listening() as served:
         for name, raw in REFUSED_WHOLE.items():
             said = await served.said(raw + SMUGGLED)
             assert not served.seen, (name, said, served.seen)
@@ -214,7 +214,7 @@ async def test_messages_that_are_no_request_here_are_refused():
 @pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize("cut", [None, 1])
 async def test_unambiguous_message_is_served_and_its_connection_stays_open(path, cut):
-    async with fronted() as served:
+    async with listening() as served:
         for name, (rest, body) in SERVED.items():
             async with await served.client() as client:
                 raw = b"POST %b HTTP/1.1\r\n%b" % (path.encode(), rest)
@@ -231,7 +231,7 @@ async def test_unambiguous_message_is_served_and_its_connection_stays_open(path,
 
 async def test_an_upgrade_that_is_not_taken_up_hides_nothing_that_follows_it():
     upgrade = b"POST /hot HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send((upgrade + post(HOT, b"abc")) * 3)
         assert [(await client.answer())[2] for _ in range(6)] == [b"0", b"3"] * 3
         client.send(upgrade + b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -259,7 +259,7 @@ async def test_messages_behind_an_ignored_upgrade_are_read_as_usual(behind, last
         quick(exchange)
 
     upgrade = b"POST /hot HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
-    async with fronted(quick if at_once else slow, body_bytes=1000) as served, await served.client() as client:
+    async with listening(quick if at_once else slow, body_bytes=1000) as served, await served.client() as client:
         client.send(upgrade + behind)
         assert (await client.answer())[::2] == (200, b"0")
         if last:
@@ -271,7 +271,7 @@ async def test_messages_behind_an_ignored_upgrade_are_read_as_usual(behind, last
 
 @pytest.mark.parametrize("target", ["http://a/hot", "http://a:80/hot?x=1", "/hot?x=1", "/hot?", "/hot#x"])
 async def test_absolute_target_is_split_into_path_and_query(target):
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(target, b"abc"))
         assert (await client.answer())[0] == 200
         assert served.seen == [("/hot", b"abc")]
@@ -279,7 +279,7 @@ async def test_absolute_target_is_split_into_path_and_query(target):
 
 @pytest.mark.parametrize("path", ["/%68ot", "/hot/", "//hot", "/./hot", "/x/../hot", "/HOT", "/hot;x"])
 async def test_path_spelled_otherwise_than_a_hot_route_goes_to_the_app(path):
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(path, b"abc"))
         await client.answer()
         assert served.seen  # by the app
@@ -288,7 +288,7 @@ async def test_path_spelled_otherwise_than_a_hot_route_goes_to_the_app(path):
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_what_follows_a_message_that_said_close_is_not_served(path):
-    async with fronted() as served:
+    async with listening() as served:
         said = await served.said(post(path, b"abc", b"Connection: close") + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
@@ -299,7 +299,7 @@ async def test_what_follows_a_message_that_said_close_is_not_served(path):
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_trailer_saying_close_ends_the_connection_behind_its_message(path):
     whole = b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path.encode(), TE)
-    async with fronted() as served:
+    async with listening() as served:
         said = await served.said(whole + b"3\r\nabc\r\n0\r\nConnection: close\r\n\r\n" + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers.get(b"connection")) == (200, b"close")
@@ -308,7 +308,7 @@ async def test_trailer_saying_close_ends_the_connection_behind_its_message(path)
 
 
 async def test_a_trailer_is_no_header_to_the_app():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n0\r\nAuthorization: Bearer a\r\n\r\n" % (COLD.encode(), TE))
         assert (await client.answer())[0] == 200
         assert served.app.headers == [(b"host", b"a"), (b"transfer-encoding", b"chunked")]
@@ -321,7 +321,7 @@ async def test_a_trailer_is_no_header_of_the_request_behind_it():
         headers.append(exchange.headers)
         await length(exchange)
 
-    async with fronted(keep) as served, await served.client() as client:
+    async with listening(keep) as served, await served.client() as client:
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n0\r\nAuthorization: Bearer a\r\n\r\n" % (HOT.encode(), TE))
         await client.answer()
         client.send(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % HOT.encode())
@@ -330,7 +330,7 @@ async def test_a_trailer_is_no_header_of_the_request_behind_it():
 
 
 async def test_trailer_saying_close_ends_a_connection_that_is_answered_already():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.read_body = False
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n3\r\nabc\r\n" % (COLD.encode(), TE))
         await client.answer()
@@ -340,7 +340,7 @@ async def test_trailer_saying_close_ends_a_connection_that_is_answered_already()
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_http_1_0_is_not_asked_for_its_body(path):
-    async with fronted() as served:
+    async with listening() as served:
         raw = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n" % path.encode()
         async with await served.client() as client:
             client.send(raw)
@@ -352,7 +352,7 @@ async def test_http_1_0_is_not_asked_for_its_body(path):
 @pytest.mark.parametrize("behind", [SMUGGLED, b""])
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_http_1_0_is_answered_plainly_and_closed(path, behind):
-    async with fronted() as served:
+    async with listening() as served:
         raw = b"POST %b HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nabc" % path.encode()
         said = await served.said(raw + behind)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])

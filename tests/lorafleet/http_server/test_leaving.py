@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 from lorafleet.http_server.batches import Batches, leave_batch, next_stage
 from tests.lorafleet.http_server.handlers import LARGE, Calls, Work, failing
 from tests.patience import patience, until
-from tests.wires import HOT, fronted, post, reset
+from tests.wires import HOT, listening, post, reset
 
 
 async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch):
     work, late = Work(), []
-    async with fronted(work) as served:
+    async with listening(work) as served:
         monkeypatch.setattr(Batches, "begin", lambda _self, stepper, _loop: late.append(stepper))
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
@@ -28,7 +28,7 @@ async def test_no_work_begins_for_a_client_that_left_before_its_turn(monkeypatch
 @pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
 async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
     calls = Calls()
-    async with fronted(calls) as served:
+    async with listening(calls) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: calls.exchanges)
@@ -69,7 +69,7 @@ async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
             told.append(exchange)
             raise
 
-    async with fronted(cut_off) as served, await served.client() as client:
+    async with listening(cut_off) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 2)
         assert not (await client.rest()).endswith(b"0\r\n\r\n")
         await asyncio.wait_for(done.wait(), patience(5))
@@ -81,7 +81,7 @@ async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
 @pytest.mark.parametrize("leave", ["close", "reset"])
 async def test_a_failing_on_gone_is_logged_and_leaves_no_bytes_held(leave):
     with capture_logs() as logs:
-        async with fronted(failing) as served:
+        async with listening(failing) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc") * 3 + post(HOT, b"abc")[:-1])
                 await until(lambda: served.listener.held_bytes == 11)
@@ -105,7 +105,7 @@ async def test_on_gone_is_called_for_a_task_that_has_not_begun(recwarn):
             gone.append(exchange)
             raise
 
-    async with fronted(handler) as served:
+    async with listening(handler) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: gone)
@@ -125,7 +125,7 @@ async def test_work_is_cancelled_when_its_client_leaves(leave, begun):
             exchange.send(b"x")
         await work(exchange)
 
-    async with fronted(stream) as served:
+    async with listening(stream) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await until(lambda: work.begun)
@@ -150,7 +150,7 @@ async def test_work_is_cancelled_when_a_client_leaves_with_much_unread():
         exchange.send(b"x" * LARGE)
         await work(exchange)
 
-    async with fronted(much) as served, await served.client() as client:
+    async with listening(much) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.begun)
         client.writer.write_eof()
@@ -159,7 +159,7 @@ async def test_work_is_cancelled_when_a_client_leaves_with_much_unread():
 
 async def test_queued_requests_are_dropped_when_their_client_leaves():
     work = Work()
-    async with fronted(work) as served:
+    async with listening(work) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc") * 5)
             await until(lambda: work.begun and served.listener.held_bytes == 15)
@@ -178,7 +178,7 @@ async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
         await go_on.wait()
         done.set()
 
-    async with fronted(afterwards) as served:
+    async with listening(afterwards) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc"))
             await client.answer()
@@ -188,7 +188,7 @@ async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
 
 
 async def test_a_client_without_a_key_holds_no_bytes():
-    async with fronted(caller_of=lambda _: None) as served:
+    async with listening(caller_of=lambda _: None) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc")[:-1])
             await until(lambda: any(each.body_bytes == 2 for each in served.listener.connections))
@@ -211,7 +211,7 @@ async def test_nothing_of_an_answered_request_is_kept_on_an_idle_connection():
         kept.append(weakref.ref(one))
         one.answer(exchange)
 
-    async with fronted(handler) as served, await served.client() as client:
+    async with listening(handler) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await client.answer()
         assert served.listener.connections
@@ -231,7 +231,7 @@ async def test_a_request_whose_client_left_is_freed_without_the_garbage_collecto
 
     gc.disable()
     try:
-        async with fronted(lambda exchange: KeptCoroutineHandler().answer(exchange)) as served:
+        async with listening(lambda exchange: KeptCoroutineHandler().answer(exchange)) as served:
             async with await served.client() as client:
                 client.send(post(HOT, b"abc"))
                 await until(lambda: kept)
@@ -258,7 +258,7 @@ async def test_many_clients_that_leave_leave_nothing_behind(leave, count):
             if leave == "reset":
                 reset(client.writer)
 
-    async with fronted(work) as served:
+    async with listening(work) as served:
         for n in range(0, count, 100):
             await asyncio.gather(*(one(n + each) for each in range(100)))
         await until(lambda: not served.listener.connections)

@@ -9,13 +9,13 @@ import pytest
 from lorafleet.service.auth import Caller
 from tests.lorafleet.http_server.handlers import CHUNKED, Calls, Work
 from tests.patience import patience, until
-from tests.wires import COLD, HOT, MESSAGES, error_of, fronted, post
+from tests.wires import COLD, HOT, MESSAGES, error_of, listening, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_client_can_read_the_413_to_a_body_too_large(path, chunked):
-    async with fronted(body_bytes=100_000) as served:
+    async with listening(body_bytes=100_000) as served:
         body = b"x" * 2_000_000
         raw = post(path, body)
         if chunked:
@@ -41,7 +41,7 @@ async def test_an_app_answer_that_has_begun_breaks_when_its_message_is_refused()
         await served.app.left.wait()
 
     begun = asyncio.Event()
-    async with fronted(body_bytes=1000) as served, await served.client() as client:
+    async with listening(body_bytes=1000) as served, await served.client() as client:
         served.app.read_body, served.app.answer = False, begin
         client.send(post(COLD, b"x" * 10).split(b"\r\n\r\n")[0].replace(b"Content-Length: 10", CHUNKED) + b"\r\n\r\n")
         await asyncio.wait_for(begun.wait(), patience(5))
@@ -54,7 +54,7 @@ async def test_an_app_answer_that_has_begun_breaks_when_its_message_is_refused()
 
 
 async def test_the_app_sees_a_disconnect_when_its_message_is_refused():
-    async with fronted(body_bytes=1000) as served, await served.client() as client:
+    async with listening(body_bytes=1000) as served, await served.client() as client:
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
         await until(lambda: any(each.is_app_busy() for each in served.listener.connections))
         client.send(b"3e8\r\n" + b"x" * 1000)
@@ -64,7 +64,7 @@ async def test_the_app_sees_a_disconnect_when_its_message_is_refused():
 
 
 async def test_a_client_that_expects_100_continue_gets_the_413_at_once():
-    async with fronted(body_bytes=1000) as served:
+    async with listening(body_bytes=1000) as served:
         head = post(HOT, b"x" * 1001, b"Expect: 100-continue").split(b"\r\n\r\n")[0] + b"\r\n\r\n"
         assert error_of(await served.said(head)) == (413, "body_too_large")
 
@@ -79,7 +79,7 @@ async def test_a_client_that_expects_100_continue_gets_the_413_at_once():
     ],
 )
 async def test_requests_of_anthropics_clients_are_refused_in_anthropics_form(path, more, body, status, word):
-    async with fronted(body_bytes=1000) as served:
+    async with listening(body_bytes=1000) as served:
         said = await served.said(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n%b" % (path.encode(), more, body))
     assert error_of(said)[0] == status
     told = json.loads(said.partition(b"\r\n\r\n")[2])
@@ -91,7 +91,7 @@ async def test_a_refusal_has_the_pages_headers_unless_the_app_has_the_request():
     def told(origin):
         return b"x-for: %b\r\n" % origin
 
-    async with fronted(cors_headers=told, body_bytes=1000) as served:
+    async with listening(cors_headers=told, body_bytes=1000) as served:
         for path, is_told in ((HOT, True), (COLD, False)):
             head = b"POST %b HTTP/1.1\r\nHost: a\r\nOrigin: page\r\n%b\r\n\r\n" % (path.encode(), CHUNKED)
             said = await served.said(head + b"fff\r\n" + b"x" * 0xFFF)
@@ -114,7 +114,7 @@ async def test_a_head_without_end_is_refused(path, start):
         "trailers": (chunked + b"0\r\n", b"x: " + b"a" * 1000 + b"\r\n"),
         "extension": (chunked + b"1;x=", b"a" * 1000),
     }[start]
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(raw)
         rest = asyncio.create_task(client.rest())
         with contextlib.suppress(ConnectionError):
@@ -128,7 +128,7 @@ async def test_a_head_without_end_is_refused(path, start):
 
 
 async def test_a_large_head_is_refused_and_one_that_fits_is_served():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(HOT, b"x" * 200_000, *(b"x-%d: %b" % (n, b"v" * 100) for n in range(300))))
         assert (await client.answer())[0] == 200
         client.send(post(HOT, b"x", *(b"x-%d: %b" % (n, b"v" * 1000) for n in range(66))))
@@ -137,7 +137,7 @@ async def test_a_large_head_is_refused_and_one_that_fits_is_served():
 
 @pytest.mark.parametrize(("size", "status"), [(1000, 200), (1001, 431)])
 async def test_a_head_of_the_limit_is_served_and_a_larger_one_refused(size, status):
-    async with fronted(head_bytes=1000) as served:
+    async with listening(head_bytes=1000) as served:
         async with await served.client() as client:
             # Target and headers are counted: "/hot", "Host: a", "Content-Length: 0" and "X: xx...", 4 more for each.
             client.send(post(HOT, b"", b"X: " + b"x" * (size - 4 - 9 - 19 - 5)))
@@ -154,7 +154,7 @@ async def test_a_head_of_the_limit_is_served_and_a_larger_one_refused(size, stat
 
 async def test_all_bodies_together_are_bounded_and_the_next_is_refused_429():
     work = Work()
-    async with fronted(work, held_bytes=10_000) as served, await served.client() as first:
+    async with listening(work, held_bytes=10_000) as served, await served.client() as first:
         first.send(post(HOT, b"x" * 9000))
         await until(lambda: work.begun)
         said = await served.said(post(HOT, b"x" * 1001))
@@ -178,7 +178,7 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
     def caller_of(headers):
         return Caller(headers[b"tenant"].decode(), frozenset())
 
-    async with fronted(calls, caller_of=caller_of, tenant_bytes=1000) as served, contextlib.AsyncExitStack() as stack:
+    async with listening(calls, caller_of=caller_of, tenant_bytes=1000) as served, contextlib.AsyncExitStack() as stack:
         first, second, third, other = [await stack.enter_async_context(await served.client()) for _ in range(4)]
         first.send(asking(b"a", 600))
         second.send(asking(b"a", 400))

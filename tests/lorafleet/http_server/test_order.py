@@ -13,7 +13,7 @@ from tests.lorafleet.http_server.handlers import (
     queued_behind_a_large_answer,
 )
 from tests.patience import until
-from tests.wires import COLD, HOT, error_of, fronted, post
+from tests.wires import COLD, HOT, error_of, listening, post
 
 
 async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
@@ -29,7 +29,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         running -= 1
         exchange.respond(200, b"", exchange.body)
 
-    async with fronted(slow_first) as served, await served.client() as client:
+    async with listening(slow_first) as served, await served.client() as client:
         sent = 10
         client.send(b"".join(post(HOT, b"%d" % n) for n in range(10)))
         assert [(await client.answer())[2] for _ in range(10)] == [b"%d" % n for n in range(10)]
@@ -44,7 +44,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
 
 async def test_a_client_too_far_ahead_is_answered_so_far_and_closed():
     work = Work()
-    async with fronted(work, pipelined=3) as served, await served.client() as client:
+    async with listening(work, pipelined=3) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 50)
         await until(lambda: work.begun)
         (connection,) = served.listener.connections
@@ -61,7 +61,7 @@ async def test_a_client_too_far_ahead_is_answered_so_far_and_closed():
 
 async def test_a_request_too_far_ahead_does_not_lose_the_answers_before_it():
     work = Work()
-    async with fronted(work, pipelined=1) as served, await served.client() as client:
+    async with listening(work, pipelined=1) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * 3)
         await until(lambda: work.begun)
         (connection,) = served.listener.connections
@@ -77,7 +77,7 @@ async def test_a_request_too_far_ahead_does_not_lose_the_answers_before_it():
 @pytest.mark.parametrize("paths", [(HOT, COLD), (COLD, HOT), (COLD, COLD)])
 async def test_requests_for_the_app_are_never_answered_out_of_order(paths):
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         served.app.go_on.clear()
         client.send(b"".join(post(path, b"x" * (1 + n)) for n, path in enumerate(paths)))
         await until(lambda: served.seen)
@@ -94,7 +94,7 @@ async def test_requests_for_the_app_are_never_answered_out_of_order(paths):
 @pytest.mark.parametrize("good", [1, 2])
 async def test_a_bad_request_behind_good_ones_is_refused_after_their_answers(good):
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") * good + b"GET / HTTP/1.1\r\nHost : a\r\n\r\n")
         await until(lambda: work.begun and served.listener.refusals)
         work.go_on.set()
@@ -127,7 +127,7 @@ async def test_a_bad_request_is_refused_after_one_queued_behind_a_large_answer()
 
 
 async def test_a_client_that_expects_100_continue_is_asked_for_its_body():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         for path in (HOT, COLD, HOT):
             head, body = post(path, b"abc", b"Expect: 100-continue").split(b"abc")[0], b"abc"
             client.send(head)
@@ -140,7 +140,7 @@ async def test_a_client_that_expects_100_continue_is_asked_for_its_body():
 
 async def test_a_100_continue_comes_only_after_the_answers_before_it():
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         head = post(HOT, b"", b"Expect: 100-continue").replace(b"Length: 0", b"Length: 3")
         client.send(post(HOT, b"x") + head)
         await until(lambda: work.begun)
@@ -157,7 +157,7 @@ EXPECTING = post(HOT, b"next", b"Expect: 100-continue")
 @pytest.mark.parametrize(("begun", "rest"), [(post(HOT, b"next")[:-4], b"next"), (EXPECTING[:-1], b"t")])
 async def test_a_body_that_has_begun_to_come_gets_no_100_continue(begun, rest):
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"x") + post(HOT, b"abc", b"Expect: 100-continue") + begun)
         await until(lambda: served.listener.held_bytes == 8 - len(rest))
         work.go_on.set()
@@ -170,7 +170,7 @@ async def test_a_100_continue_comes_after_one_queued_behind_a_large_answer():
     def large_for_one(exchange):
         exchange.respond(200, b"", b"x" * LARGE if exchange.body == b"1" else exchange.body)
 
-    async with fronted(large_for_one) as served, await served.client() as client:
+    async with listening(large_for_one) as served, await served.client() as client:
         client.send(post(HOT, b"1"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"2") + EXPECTING[:-4])
@@ -185,7 +185,7 @@ async def test_a_100_continue_comes_after_one_queued_behind_a_large_answer():
 
 async def test_a_client_that_keeps_sending_after_its_last_request_is_cut_off():
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close"))
         await until(lambda: work.begun)
         with contextlib.suppress(ConnectionError):
@@ -197,7 +197,7 @@ async def test_a_client_that_keeps_sending_after_its_last_request_is_cut_off():
 
 async def test_bytes_sent_after_the_last_request_do_not_lose_its_answer():
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close"))
         await until(lambda: work.begun)
         (connection,) = served.listener.connections
@@ -213,7 +213,7 @@ async def test_bytes_sent_after_the_last_request_do_not_lose_its_answer():
 
 @pytest.mark.parametrize("more", [b"more", post(HOT, b"more")])
 async def test_bytes_read_with_the_last_request_are_ignored_and_lose_no_answer(more):
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close") + more)
         assert (await client.answer())[2] == b"3"
         assert await client.rest() == b""
@@ -223,7 +223,7 @@ async def test_bytes_read_with_the_last_request_are_ignored_and_lose_no_answer(m
 
 
 async def test_a_message_refused_after_its_answer_gets_no_second_answer():
-    async with fronted(body_bytes=1000) as served, await served.client() as client:
+    async with listening(body_bytes=1000) as served, await served.client() as client:
         served.app.read_body = False
         client.send(b"POST /cold HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
         assert (await client.answer())[0] == 200

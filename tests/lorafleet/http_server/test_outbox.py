@@ -5,7 +5,7 @@ import asyncio
 from lorafleet.http_server import outbox
 from lorafleet.http_server.outbox import Outbox
 from tests.patience import patience
-from tests.wires import HOT, fronted, post
+from tests.wires import HOT, listening, post
 
 
 class ManualLoop:
@@ -85,7 +85,7 @@ def test_behind_what_cannot_be_written_nothing_is_written_to_the_same():
 
 
 async def test_answer_of_the_tick_that_closes_its_connection_is_sent():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"abcd", b"Connection: close"))
         assert [(await client.answer())[2] for _ in range(2)] == [b"3", b"4"]
         assert await asyncio.wait_for(client.rest(), patience(5)) == b""

@@ -8,7 +8,7 @@ from lorafleet.http_server.batches import leave_batch
 from lorafleet.http_server.limits import ClientLimits
 from tests.lorafleet.http_server.handlers import LARGE, Calls, Work, large_of, look_later, say_last
 from tests.patience import patience, until
-from tests.wires import COLD, HOT, fronted, post
+from tests.wires import COLD, HOT, listening, post
 
 
 async def test_a_slow_reader_pauses_the_work_and_little_is_held_for_it():
@@ -42,7 +42,7 @@ async def test_a_slow_reader_pauses_the_work_and_little_is_held_for_it():
             await asyncio.sleep(0)
         exchange.finish()
 
-    async with fronted(fast) as served:
+    async with listening(fast) as served:
         client = await served.client()  # whose reader stops at 128 KiB until it is asked
         client.send(post(HOT, b""))
         await asyncio.wait_for(paused.wait(), patience(5))
@@ -67,7 +67,7 @@ async def test_a_stalled_reader_is_closed_and_its_work_is_cancelled(whole):
         exchange.send(b"x" * LARGE)
         await work(exchange)
 
-    async with fronted(much, send_stall_s=0.2, idle_s=0.2) as served, await served.client() as client:
+    async with listening(much, send_stall_s=0.2, idle_s=0.2) as served, await served.client() as client:
         client.send(post(HOT, b"stop"))
         await until(lambda: served.seen)
         await until(lambda: not served.listener.connections)
@@ -86,7 +86,7 @@ async def test_a_slow_reader_is_not_closed_while_it_reads(whole):
         exchange.send(b"x" * LARGE)
         await work(exchange)
 
-    async with fronted(much) as served, await served.client() as client:
+    async with listening(much) as served, await served.client() as client:
         client.send(post(HOT, b"read", b"Connection: close"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         (connection,) = served.listener.connections
@@ -103,7 +103,7 @@ async def test_a_slow_reader_is_not_closed_while_it_reads(whole):
 
 async def test_a_request_behind_a_large_unread_answer_begins_paused():
     calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
+    async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"large"))
         await until(lambda: calls.exchanges)
         (connection,) = served.listener.connections
@@ -116,7 +116,7 @@ async def test_a_client_that_asks_more_and_reads_nothing_is_closed():
     def large(exchange):
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large) as served, await served.client() as client:
+    async with listening(large) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"next"))
@@ -135,7 +135,7 @@ async def test_a_client_that_reads_nothing_is_closed_though_more_is_sent():
         exchange.send(b"x" * LARGE)
         await work(exchange)
 
-    async with fronted(stream) as served, await served.client() as client:
+    async with listening(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.begun and work.exchanges[0].is_paused)
         (connection,) = served.listener.connections
@@ -158,7 +158,7 @@ async def test_a_client_that_reads_its_last_answer_again_is_not_closed(version):
         await resumed.wait()
         await work(exchange)
 
-    async with fronted(stream) as served, await served.client() as client:
+    async with listening(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close").replace(b"1.1", version))
         await asyncio.wait_for(paused.wait(), patience(5))
         reading = asyncio.create_task(client.reader.read())
@@ -183,7 +183,7 @@ async def test_a_reader_is_not_closed_for_bytes_added_to_its_last_answer(more):
         exchange.finish()
 
     work.answer = add
-    async with fronted(stream) as served, await served.client() as client:
+    async with listening(stream) as served, await served.client() as client:
         client.send(post(HOT, b"abc", b"Connection: close"))
         await until(lambda: work.begun and work.exchanges[0].is_paused)
         connection = work.exchanges[0].connection
@@ -211,7 +211,7 @@ async def test_a_client_with_an_unread_answer_is_closed_though_nothing_was_pause
         exchange.connection.transport.set_write_buffer_limits(2 * LARGE)
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large) as served, await served.client() as client:
+    async with listening(large) as served, await served.client() as client:
         served.app.answer = large_of(served)
         client.send(post(path, b"abc", line))
         await until(lambda: served.seen)
@@ -229,7 +229,7 @@ async def test_a_client_that_reads_part_of_its_answer_and_stops_is_closed():
     def large(exchange):
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large) as served, await served.client() as client:
+    async with listening(large) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         (connection,) = served.listener.connections
@@ -249,7 +249,7 @@ async def test_a_half_closed_client_that_reads_nothing_is_closed():
         connection.check_deadlines(connection.loop.time() + ClientLimits().send_stall_s + 1)
         return not served.listener.connections
 
-    async with fronted(large, idle_s=10**6) as served, await served.client() as client:
+    async with listening(large, idle_s=10**6) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: served.seen)
         (connection,) = served.listener.connections
@@ -264,7 +264,7 @@ async def test_a_half_closed_client_may_still_read_its_whole_answer(path):
     def large(exchange):
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large) as served, await served.client() as client:
+    async with listening(large) as served, await served.client() as client:
         served.app.answer = large_of(served)
         client.send(post(path, b"abc"))
         await until(lambda: served.seen)
@@ -287,7 +287,7 @@ async def test_the_app_waits_for_a_slow_reader_and_then_goes_on():
             sent += 1
         await send({"type": "http.response.body", "body": b""})
 
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.answer = stream
         client.send(post(COLD, b"abc"))
         await until(lambda: sent and any(connection.is_write_paused for connection in served.listener.connections))
@@ -299,7 +299,7 @@ async def test_a_client_that_stops_inside_its_last_answer_is_closed():
     async def large(exchange) -> None:
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large, send_stall_s=0.3) as served, await served.client() as client:
+    async with listening(large, send_stall_s=0.3) as served, await served.client() as client:
         await until(lambda: served.listener.connections)
         (connection,) = served.listener.connections
         connection.transport.set_write_buffer_limits(LARGE // 2, LARGE // 2)
@@ -321,7 +321,7 @@ async def test_an_answer_comes_whole_though_its_handler_ignores_pauses():
         await go_on.wait()
         exchange.finish(b"y")
 
-    async with fronted(pieces) as served, await served.client() as client:
+    async with listening(pieces) as served, await served.client() as client:
         client.send(post(HOT, b""))
         await until(lambda: exchanges and exchanges[0].is_paused)
         reading = asyncio.create_task(client.answer())
@@ -343,7 +343,7 @@ async def test_a_client_watched_while_idle_is_not_closed_at_its_next_request():
         exchange.connection.transport.set_write_buffer_limits(2 * LARGE)  # never paused
         exchange.respond(200, b"", b"x" * LARGE)
 
-    async with fronted(large_then_slow, idle_s=10.0) as served, await served.client() as client:
+    async with listening(large_then_slow, idle_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: work.exchanges)
         (connection,) = served.listener.connections

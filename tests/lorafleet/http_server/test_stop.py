@@ -22,7 +22,7 @@ from tests.lorafleet.http_server.handlers import (
     say_last,
 )
 from tests.patience import patience, until
-from tests.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, error_of, fronted, length, post
+from tests.wires import COLD, HOT, MESSAGES, AsgiApp, RawClient, error_of, length, listening, post
 
 
 async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
@@ -30,7 +30,7 @@ async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
         await (failing(exchange) if exchange.body == b"fail" else calls(exchange))
 
     calls = Calls()
-    async with fronted(handler) as served, contextlib.AsyncExitStack() as stack:
+    async with listening(handler) as served, contextlib.AsyncExitStack() as stack:
         logs = stack.enter_context(capture_logs())
         clients = [await stack.enter_async_context(await served.client()) for _ in range(5)]
         for client in clients[1:]:
@@ -44,7 +44,7 @@ async def test_a_failing_on_gone_does_not_keep_a_stop_from_the_others():
 
 async def test_a_stop_ends_requests_without_a_task():
     calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
+    async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc"))
         await until(lambda: calls.exchanges)
         served.listener.stop()
@@ -54,7 +54,7 @@ async def test_a_stop_ends_requests_without_a_task():
 
 async def test_a_stop_ends_work_though_idle_clients_are_connected():
     calls = Calls()
-    async with fronted(calls) as served, contextlib.AsyncExitStack() as idle, await served.client() as client:
+    async with listening(calls) as served, contextlib.AsyncExitStack() as idle, await served.client() as client:
         for _ in range(4):
             await idle.enter_async_context(await served.client())
         client.send(post(HOT, b"abc"))
@@ -66,7 +66,7 @@ async def test_a_stop_ends_work_though_idle_clients_are_connected():
 
 async def test_a_stop_drops_queued_requests_without_an_answer():
     calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
+    async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
         await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
         (connection,) = served.listener.connections
@@ -82,7 +82,7 @@ async def test_a_stop_drops_queued_requests_without_an_answer():
 @pytest.mark.parametrize(("path", "word"), [(HOT, "service_unavailable_error"), (MESSAGES, "overloaded_error")])
 async def test_a_stop_answers_503_to_a_request_not_yet_begun(path, word):
     calls = Calls()
-    async with fronted(calls) as served, await served.client() as client:
+    async with listening(calls) as served, await served.client() as client:
         await until(lambda: served.listener.connections)
         (connection,) = served.listener.connections
         connection.data_received(post(path, b"abc"))
@@ -107,7 +107,7 @@ async def test_a_stop_keeps_a_task_from_beginning():
             raise
 
     with capture_logs() as logs:
-        async with fronted(handler) as served, await served.client() as client:
+        async with listening(handler) as served, await served.client() as client:
             await until(lambda: served.listener.connections)
             (connection,) = served.listener.connections
             client.send(post(HOT, b"abc"))
@@ -123,7 +123,7 @@ async def ending(handler):
     sock = serve.bind("127.0.0.1", 0)
     made = HttpListener(lambda method, path: handler if path == HOT else None, ClientLimits())
     app = AsgiApp([])
-    server = serve._Server(serve.configured(app, grace_s=5.0, http=made), None)
+    server = serve.DrainingServer(serve.configured(app, grace_s=5.0, http=made), None)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([sock])
@@ -204,7 +204,7 @@ async def test_a_shutdown_finishes_requests_in_flight_and_closes_idle_connection
 
 
 async def test_while_draining_each_answer_closes_its_connection_and_new_ones_are_taken():
-    async with fronted() as served:
+    async with listening() as served:
         for path in (HOT, COLD):
             async with await served.client() as kept:
                 kept.send(post(path, b"abc"))
@@ -220,7 +220,7 @@ async def test_while_draining_each_answer_closes_its_connection_and_new_ones_are
 
 
 async def test_no_request_begins_after_an_answer_that_closes_its_connection():
-    async with fronted(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
+    async with listening(lambda exchange: exchange.respond(200, b"", b"")) as served, await served.client() as client:
         served.listener.is_draining = True
         client.send(post(HOT, b"abc"))
         assert (await client.answer())[1][b"connection"] == b"close"
@@ -238,7 +238,7 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
         exchange.send(b"first")
         await work(exchange)
 
-    async with fronted(stream) as served, await served.client() as client:
+    async with listening(stream) as served, await served.client() as client:
         served.listener.is_draining = True
         following = post(HOT, b"next")
         client.send(post(HOT, b"one") + following[:came_before])
@@ -278,7 +278,7 @@ async def test_a_message_answered_early_does_not_delay_a_shutdown():
 
 
 async def test_a_shutdown_begins_nothing_behind_a_message_answered_early():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.read_body, served.app.answer = False, large_of(served)
         client.send(post(COLD, b"abc")[:-1])
         await until(lambda: served.seen)
@@ -294,7 +294,7 @@ async def test_a_shutdown_begins_nothing_behind_a_message_answered_early():
 
 async def test_a_shutdown_does_not_wait_for_a_half_sent_request():
     calls = Calls()
-    async with fronted(calls, body_s=10.0) as served, await served.client() as client:
+    async with listening(calls, body_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"half")[:-1])
         await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
         (connection,) = served.listener.connections

@@ -8,13 +8,13 @@ import pytest
 from lorafleet.http_server.limits import ClientLimits
 from tests.lorafleet.http_server.handlers import Work
 from tests.patience import until
-from tests.wires import COLD, HOT, error_of, fronted, post
+from tests.wires import COLD, HOT, error_of, listening, post
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
     raw = post(path, b"abc" * 1000)
-    async with fronted(head_s=0.15, body_s=0.15) as served:
+    async with listening(head_s=0.15, body_s=0.15) as served:
         for soon in (40, len(raw) - 20):
             async with await served.client() as client:
                 rest = asyncio.create_task(client.rest())
@@ -34,7 +34,7 @@ async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
 @pytest.mark.parametrize("path", [HOT, COLD])
 @pytest.mark.parametrize(("left", "limit_s"), [(20, ClientLimits().head_s), (1, ClientLimits().body_s)])
 async def test_a_head_and_a_body_each_have_their_own_deadline(left, limit_s, path):
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         await until(lambda: served.listener.connections)
         (connection,) = served.listener.connections
         began_at = connection.loop.time()
@@ -48,7 +48,7 @@ async def test_a_head_and_a_body_each_have_their_own_deadline(left, limit_s, pat
 
 async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
     work = Work()
-    async with fronted(work) as served, await served.client() as client:
+    async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
         await until(lambda: work.begun and served.listener.held_bytes == 6)
         (connection,) = served.listener.connections
@@ -60,7 +60,7 @@ async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
 
 
 async def test_a_refused_client_that_never_closes_is_cut_off_after_a_while():
-    async with fronted(body_bytes=1000) as served, await served.client() as client:
+    async with listening(body_bytes=1000) as served, await served.client() as client:
         await until(lambda: served.listener.connections)
         (connection,) = served.listener.connections
         now = connection.loop.time()
@@ -81,7 +81,7 @@ async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
         (connection,) = served.listener.connections
         connection.check_deadlines(connection.loop.time() + 10**6)
 
-    async with fronted(work) as served:
+    async with listening(work) as served:
         served.app.go_on.clear()
         for path, go_on in ((HOT, work.go_on), (COLD, served.app.go_on)):
             async with await served.client() as client:
@@ -96,7 +96,7 @@ async def test_an_idle_connection_is_closed_and_one_at_work_is_not():
 
 
 async def test_a_loop_that_is_always_late_still_closes_idle_connections():
-    async with fronted(idle_s=0.1, head_s=0.1, body_s=0.1) as served, await served.client() as client:
+    async with listening(idle_s=0.1, head_s=0.1, body_s=0.1) as served, await served.client() as client:
         rest = asyncio.create_task(client.rest())
         for _ in range(20):
             time.sleep(0.1)  # noqa: ASYNC251  (that is the point)
@@ -108,7 +108,7 @@ async def test_a_loop_that_is_always_late_still_closes_idle_connections():
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_connection_stays_open_for_the_idle_time_after_its_answer(path):
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(post(path, b"abc"))
         await client.answer()
         (connection,) = served.listener.connections
@@ -119,7 +119,7 @@ async def test_a_connection_stays_open_for_the_idle_time_after_its_answer(path):
 
 
 async def test_a_connection_answered_early_is_closed_after_the_idle_time_too():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.read_body = False
         client.send(post(COLD, b"abc")[:-1])
         await client.answer()
@@ -133,7 +133,7 @@ async def test_a_connection_answered_early_is_closed_after_the_idle_time_too():
 
 
 async def test_a_message_answered_early_still_has_its_bodys_deadline():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         served.app.read_body = False
         client.send(post(COLD, b"abc")[:-1])
         await client.answer()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.lorafleet.http_server.test_framing import H2C, SMUGGLED, TE
-from tests.wires import COLD, HOT, error_of, fronted, length, parsed_head, post
+from tests.wires import COLD, HOT, error_of, length, listening, parsed_head, post
 
 BODY = b"b" * 300_000
 
@@ -11,7 +11,7 @@ BODY = b"b" * 300_000
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_a_large_body_behind_an_upgrade_arrives_whole(path):
     whole = post(path, BODY, *H2C.splitlines())
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         for _ in range(3):
             client.send(whole)
             assert (await client.answer())[2] == b"300000"
@@ -19,7 +19,7 @@ async def test_a_large_body_behind_an_upgrade_arrives_whole(path):
 
 
 async def test_pipelined_upgrades_with_bodies_are_answered_in_order():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(b"".join(post(HOT, b"x" * size, *H2C.splitlines()) for size in range(10)))
         assert [(await client.answer())[2] for _ in range(10)] == [b"%d" % size for size in range(10)]
 
@@ -31,7 +31,7 @@ async def test_a_handler_sees_neither_the_upgrade_nor_its_settings():
         seen.append(exchange.headers)
         await length(exchange)
 
-    async with fronted(keep) as served, await served.client() as client:
+    async with listening(keep) as served, await served.client() as client:
         client.send(post(HOT, b"{}", *H2C.splitlines(), b"Authorization: Bearer a"))
         await client.answer()
         client.send(post(COLD, b"{}", *H2C.splitlines()))
@@ -43,7 +43,7 @@ async def test_a_handler_sees_neither_the_upgrade_nor_its_settings():
 
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_an_upgrade_that_says_close_is_the_last_on_its_connection(path):
-    async with fronted() as served:
+    async with listening() as served:
         said = await served.said(post(path, b"abc", b"Connection: close, Upgrade", b"Upgrade: h2c") + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
@@ -60,14 +60,14 @@ async def test_an_upgrade_that_says_close_is_the_last_on_its_connection(path):
 )
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_limits_hold_for_a_request_that_asks_for_an_upgrade(path, limits, more, expected):
-    async with fronted(**limits) as served:
+    async with listening(**limits) as served:
         said = await served.said(b"POST %b HTTP/1.1\r\nHost: a\r\n%b%b" % (path.encode(), H2C, more))
         assert error_of(said) == expected
         assert not served.seen
 
 
 async def test_client_waiting_for_100_continue_gets_it_once():
-    async with fronted() as served, await served.client() as client:
+    async with listening() as served, await served.client() as client:
         client.send(b"POST %b HTTP/1.1\r\nHost: a\r\n%bExpect: 100-continue\r\n" % (HOT.encode(), H2C))
         client.send(b"Content-Length: 3\r\n\r\n")
         assert (await client.answer())[0] == 100

@@ -9,14 +9,14 @@ import pytest
 
 from tests.patience import patience, until
 from tests.router.doubles import BASE
-from tests.router.faults.house import (
+from tests.router.faults.faulty_fleet import (
     CHAT,
     COMPLETIONS,
     EVENTS,
     STREAM_HEAD,
     WHOLE,
     error_of,
-    house,
+    faulty_fleet,
     pieces,
     saying,
 )
@@ -38,7 +38,7 @@ def asking(prompt: str, **more) -> bytes:
 async def test_clients_that_leave_at_any_moment_leave_nothing_behind(leave, aborts):
     """Before, in the middle of and after their request, and after the first event."""
     begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         router.play.usual = begun
         loop = asyncio.get_running_loop()
         whole = asking("gone", stream=True)
@@ -65,7 +65,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(leave, abor
 
 
 async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         router.play.usual = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
         async with await router.raw() as client:
             client.send(asking("half", stream=True))
@@ -84,7 +84,7 @@ async def test_a_client_that_says_no_more_has_left_and_its_engine_stops():
     ],
 )
 async def test_client_leaving_before_its_work_begins_is_counted(method, path, route):
-    async with house(1) as router, await router.raw() as client:
+    async with faulty_fleet(1) as router, await router.raw() as client:
         await until(lambda: router.listener.connections)
         (connection,) = router.listener.connections
         connection.data_received(request(b'{"text": "gone"}', path).replace(b"POST", method))
@@ -114,7 +114,7 @@ INVALID = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate", "/v1/messages", "/v1/responses", "/v1/route"])
 async def test_invalid_body_is_refused_and_reaches_no_engine(path):
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         for body in INVALID:
             answer = await router.client.post(path, content=body)
             assert 400 <= answer.status_code < 500, (body[:50], answer.text)
@@ -130,7 +130,7 @@ async def test_bad_json_in_an_unread_field_reaches_the_engine(value):
         await engine.request(reader)
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(refusal), refusal))
 
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         router.engines[0].script = strict
         for field, path in ((b"prompt", COMPLETIONS), (b"messages", CHAT), (b"user", CHAT), (b"x", CHAT)):
             answer = await router.client.post(path, content=b'{"model": "tiny-qwen", "%b": %b}' % (field, value))
@@ -153,18 +153,18 @@ async def test_a_large_body_is_refused_or_reaches_its_engine_whole(chunked, size
         for at in range(0, len(body), 10**6):
             yield body[at : at + 10**6]
 
-    async with house(1, **small) as router:
+    async with faulty_fleet(1, **small) as router:
         answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body, headers=as_json)
         assert error_of(answer) == (413, "body_too_large")
         assert not router.play.asked
-    async with house(1, **large) as router:
+    async with faulty_fleet(1, **large) as router:
         answer = await router.client.post(COMPLETIONS, content=parts() if chunked else body, headers=as_json)
         assert (answer.status_code, answer.content) == (200, WHOLE)
         assert len(router.engines[0].requests[0]) >= len(prompt)
 
 
 async def test_clients_that_send_too_slowly_are_ended_and_delay_nobody():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         whole = asking("slow")
         halves = [whole[:20], whole[:-5]]  # in the head, in the body
 
@@ -193,7 +193,7 @@ async def test_clients_that_send_too_slowly_are_ended_and_delay_nobody():
 
 async def test_client_reading_nothing_is_cut_off_and_its_engine_stops():
     event = b"data: " + b"a" * 60_000 + b"\n\n"
-    async with house(1, send_timeout_s=0.3) as router:
+    async with faulty_fleet(1, send_timeout_s=0.3) as router:
         router.play.usual = saying(STREAM_HEAD + pieces(EVENTS[0]) + pieces(event) * 1000, "hang")
         async with await router.raw() as client:
             client.writer.transport.pause_reading()

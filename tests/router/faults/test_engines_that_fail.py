@@ -9,7 +9,7 @@ from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
 from tests.lorafleet.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, AgentDouble, with_sql
-from tests.router.faults.house import (
+from tests.router.faults.faulty_fleet import (
     BASE,
     CHAT,
     COMPLETIONS,
@@ -21,7 +21,7 @@ from tests.router.faults.house import (
     answering,
     error_of,
     events_of,
-    house,
+    faulty_fleet,
     pieces,
     saying,
     sound,
@@ -40,7 +40,7 @@ def places(raw: bytes, *edges: int) -> list[int]:
 
 
 async def test_refusing_engine_is_passed_over_and_refusing_fleet_is_503():
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         router.engines[0].server.close()
         await router.engines[0].server.wait_closed()
         answers = await asyncio.gather(*(router.ask(f"p{n}") for n in range(20)))
@@ -58,7 +58,7 @@ async def test_refusing_engine_is_passed_over_and_refusing_fleet_is_503():
 
 
 async def test_router_without_file_descriptors_does_not_blame_an_engine():
-    async with house(1, breaker_failures=1) as router:
+    async with faulty_fleet(1, breaker_failures=1) as router:
         assert (await router.ask("first")).status_code == 200
         assert router.parts.pool.connections == router.parts.pool.idle_connections
         for connection in list(router.parts.pool.open_connections):
@@ -75,7 +75,7 @@ async def test_router_without_file_descriptors_does_not_blame_an_engine():
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_stream_broken_at_any_byte_is_retried_or_ends_with_an_error(how, is_connected):
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         for at in places(STREAM, len(STREAM_HEAD), FIRST_EVENT_AT, FIRST_EVENT_AT + 60, len(STREAM) - 5):
             if is_connected:
                 await router.connect()
@@ -102,7 +102,7 @@ async def test_stream_broken_at_any_byte_is_retried_or_ends_with_an_error(how, i
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 async def test_stream_broken_behind_its_last_event_ends_without_an_error(line_end):
     said = STREAM_HEAD + pieces(*(event.replace(b"\n", line_end) for event in EVENTS))
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         answer = await router.ask("x", saying(said, "close"), stream=True)
         assert answer.content.replace(b"\r\n", b"\n") == b"".join(EVENTS)
         assert router.parts.metrics.requests.labels(COMPLETIONS, 200, "").value == 1
@@ -150,7 +150,7 @@ async def streamed(router, path, raw, then="stay"):
 async def test_stream_ended_early_by_its_engine_ends_with_an_error(path, is_chunked):
     events = STREAMS[path][1]
     raw = STREAM_HEAD + pieces(*events) + b"0\r\n\r\n" if is_chunked else UNCHUNKED + b"".join(events)
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         got = await streamed(router, path, raw, "stay" if is_chunked else "close")
         error = got.removesuffix(DONE).split(b"\n\n")[-2]
         assert b"error" in error
@@ -165,7 +165,7 @@ async def test_stream_ended_early_by_its_engine_ends_with_an_error(path, is_chun
     ids=["finished", "with usage", "an error of the engine's", "done"],
 )
 async def test_stream_with_a_finish_reason_is_relayed_unchanged(end):
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         said = (*EVENTS[:2], *end)
         for line_end in (b"\n", b"\r\n"):
             events = [event.replace(b"\n", line_end) for event in said]
@@ -177,7 +177,7 @@ async def test_stream_with_a_finish_reason_is_relayed_unchanged(end):
 @pytest.mark.parametrize("path", STREAMS)
 async def test_engine_not_ending_its_body_holds_neither_client_nor_quota(path, tmp_path):
     events = (*STREAMS[path][1], LAST.get(path, DONE))
-    async with house(1, **key_file(tmp_path, concurrent_requests=1), idle_timeout_s=3600.0) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, concurrent_requests=1), idle_timeout_s=3600.0) as router:
         router.client.headers["authorization"] = "Bearer a"
         for _ in range(2):
             async with within(10):
@@ -198,7 +198,7 @@ async def test_connection_ended_right_behind_the_last_event_is_reused():
         return True
 
     go_on = asyncio.Event()
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         router.play.usual = in_two_writes
         assert (await router.ask("x", stream=True)).content == CLEAN
         go_on.set()
@@ -211,7 +211,7 @@ async def test_connection_ended_right_behind_the_last_event_is_reused():
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_whole_answer_broken_at_any_byte_is_retried_elsewhere(how, is_connected):
     raw = answering(WHOLE)
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         for at in places(raw, raw.index(b"\r\n\r\n") + 4, len(raw) - 1):
             if is_connected:
                 await router.connect()
@@ -223,7 +223,7 @@ async def test_whole_answer_broken_at_any_byte_is_retried_elsewhere(how, is_conn
 @pytest.mark.parametrize("is_connected", [True, False])
 async def test_an_engine_that_hangs_before_its_answer_is_given_up_in_time(is_connected):
     before = {"nothing": b"", "half a head": STREAM_HEAD[:40], "no event": STREAM_HEAD, "half an event": STREAM[:150]}
-    async with house(2, first_data_timeout_s=0.1, idle_timeout_s=0.1) as router:
+    async with faulty_fleet(2, first_data_timeout_s=0.1, idle_timeout_s=0.1) as router:
         asked = {name: router.ask(name, saying(raw, "hang"), stream=True) for name, raw in before.items()}
         asked["a whole answer"] = router.ask("a whole answer", saying(answering(WHOLE)[:80], "hang"))
         for name, asking in asked.items():
@@ -233,7 +233,7 @@ async def test_an_engine_that_hangs_before_its_answer_is_given_up_in_time(is_con
 
 
 async def test_an_engine_that_hangs_inside_a_stream_is_given_up_in_time():
-    async with house(2, first_data_timeout_s=patience(60), idle_timeout_s=0.1) as router:
+    async with faulty_fleet(2, first_data_timeout_s=patience(60), idle_timeout_s=0.1) as router:
         answer = await router.ask("x", saying(STREAM_HEAD + pieces(*EVENTS[:2]), "hang"), stream=True)
         *good, error, done = events_of(answer.content)
         assert (tuple(good), done) == (EVENTS[:2], DONE)
@@ -242,7 +242,7 @@ async def test_an_engine_that_hangs_inside_a_stream_is_given_up_in_time():
 
 async def test_an_answer_that_trickles_lives_however_long_it_takes():
     idle_s = patience(0.3)
-    async with house(1, first_data_timeout_s=patience(60), idle_timeout_s=idle_s) as router:
+    async with faulty_fleet(1, first_data_timeout_s=patience(60), idle_timeout_s=idle_s) as router:
         # Each takes half as long again as it may be silent.
         slow = saying(STREAM, each=4, pause_s=1.5 * idle_s / (len(STREAM) // 4))
         whole = saying(answering(WHOLE), each=1, pause_s=1.5 * idle_s / len(answering(WHOLE)))
@@ -251,7 +251,7 @@ async def test_an_answer_that_trickles_lives_however_long_it_takes():
 
 
 async def test_engine_silent_after_an_answer_gets_a_new_connection():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         for number in range(3):
             answer = await router.ask(f"{number}", saying(answering(WHOLE), "half_close"))
             assert (answer.status_code, answer.content) == (200, WHOLE)
@@ -261,7 +261,7 @@ async def test_engine_silent_after_an_answer_gets_a_new_connection():
 
 async def test_a_head_without_measure_is_no_answer_and_another_engine_gives_one():
     huge = b"x-huge: " + b"a" * 100_000
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         answer = await router.ask("huge", saying(answering(WHOLE, huge)))
         assert (answer.status_code, answer.content) == (200, WHOLE)
         many = [b"x-%d: a" % n for n in range(10_000)]
@@ -271,7 +271,7 @@ async def test_a_head_without_measure_is_no_answer_and_another_engine_gives_one(
 
 @pytest.mark.parametrize("status", [b"000 x", b"099 x", b"101 Switching Protocols", b"600 x", b"999 x"])
 async def test_a_status_that_is_none_is_no_answer(status):
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         answer = await router.ask("odd", saying(answering(WHOLE, status=status)))
         assert (answer.status_code, answer.content) == (200, WHOLE)
 
@@ -292,7 +292,7 @@ NONSENSE = [
 @pytest.mark.parametrize("body", NONSENSE)
 async def test_odd_answers_reach_the_client_unchanged(body):
     said = b"data: " + body + b"\n\n"
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         whole = await router.ask("whole", saying(answering(body)))
         assert (whole.status_code, whole.content) == (200, body)
         streamed = await router.ask("streamed", saying(STREAM_HEAD + pieces(said, DONE) + b"0\r\n\r\n"), stream=True)
@@ -305,7 +305,7 @@ async def test_generate_with_a_nonsensical_answer_is_502_or_ends_with_an_error(b
     usage = {"prompt_tokens": 1, "completion_tokens": 1}
     first = b"data: " + json.dumps({"id": "1", "choices": [good], "usage": usage}).encode() + b"\n\n"
     said = b"data: " + body + b"\n\n"
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         router.play.acts["whole"] = [saying(answering(body))]
         whole = await router.client.post("/generate", json={"text": "whole"})
         assert error_of(whole) == (502, "replica_unreachable")
@@ -331,7 +331,7 @@ async def test_generate_ending_in_half_an_event_ends_with_an_error(how, at_once)
         begun, rest = head + first, HALF
     else:
         begun, rest, then = STREAM_HEAD + pieces(first), pieces(HALF) + b"0\r\n\r\n", "stay"
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         each = len(begun + rest) if at_once else len(begun)
         router.play.usual = saying(begun + rest, then, each=each, pause_s=0.01)
         answer = await router.client.post("/generate", json={"text": "a", "stream": True})
@@ -344,7 +344,7 @@ async def test_generate_ending_in_half_an_event_ends_with_an_error(how, at_once)
 @pytest.mark.parametrize("field", [b"message", b"error"])
 async def test_too_deeply_nested_error_reaches_the_client_unchanged(field):
     body = b'{"%b":' % field + b"[" * 100_000
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         answer = await router.ask("whole", saying(answering(body, status=b"400 Bad Request")))
         assert (answer.status_code, answer.content) == (400, body)
         first = saying(STREAM_HEAD + pieces(b'data: {"error":' + b"[" * 100_000 + b"\n\n") + b"0\r\n\r\n")
@@ -355,7 +355,7 @@ async def test_too_deeply_nested_error_reaches_the_client_unchanged(field):
 @pytest.mark.parametrize("words", [*ENGINE_DEAD, SHUTTING_DOWN])
 async def test_answer_of_an_ending_engine_is_retried_elsewhere(words, stream):
     said = json.dumps({"error": {"message": f"{words} (and so on)", "code": 500}}).encode()
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         ending = saying(answering(said, status=b"500 Internal Server Error"))
         answer = await router.ask("ending", ending, stream=stream)
         assert answer.status_code == 200
@@ -365,7 +365,7 @@ async def test_answer_of_an_ending_engine_is_retried_elsewhere(words, stream):
 @pytest.mark.parametrize("status", [b"429 Too Many Requests", b"500 Internal Server Error"])
 async def test_other_engine_errors_and_their_retry_after_reach_the_client(status):
     said = b'{"error":{"message":"a bug","type":"x","param":null,"code":"x"}}'
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         answer = await router.ask("refused", saying(answering(said, b"retry-after: 7", status=status)))
         assert (answer.status_code, answer.content) == (int(status[:3]), said)
         assert answer.headers["retry-after"] == "7"
@@ -378,7 +378,7 @@ async def test_other_engine_errors_and_their_retry_after_reach_the_client(status
 )
 async def test_engine_refusing_the_routers_key_is_not_a_client_error(status, stream):
     refused = saying(answering(b'{"error": "Unauthorized"}', b"www-authenticate: Bearer", status=status))
-    async with house(2, breaker_failures=3) as router:
+    async with faulty_fleet(2, breaker_failures=3) as router:
         answer = await router.ask("one", refused, stream=stream)
         assert (answer.status_code, router.play.asked["one"]) == (200, 2)
         answer = await router.ask("all", refused, refused, stream=stream)
@@ -395,7 +395,7 @@ async def test_engine_refusing_the_routers_key_is_not_a_client_error(status, str
 
 async def test_held_back_choice_end_is_sent_when_its_stream_breaks():
     end = b'data: {"id":"1","choices":[{"index":0,"text":"","finish_reason":"stop"}]}\n\n'
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         broken = saying(STREAM_HEAD + pieces(EVENTS[0], end), "close")
         answer = await router.ask("broken", broken, stream=True)
         *events, error, done = events_of(answer.content)
@@ -408,7 +408,7 @@ async def test_refusal_in_a_streams_internal_error_reaches_the_client():
     said = "{'error': {'message': 'Invalid grammar', 'type': 'BadRequestError', 'param': None, 'code': 400}}"
     event = {"type": "error", "error": {"type": "internal_error", "message": said}}
     data = b"event: error\ndata: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         router.play.acts["None"] = [saying(STREAM_HEAD + pieces(data) + b"0\r\n\r\n")]
         body = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "stream": True}
         answer = await router.client.post("/v1/messages", json=body)
@@ -420,7 +420,7 @@ async def test_refusal_in_a_streams_internal_error_reaches_the_client():
 async def test_a_response_that_no_engine_gets_beyond_its_begin_opens_no_circuit(kinds):
     """vLLM 0.32: of a schema that it can't compile; of `"truncation": null`, with nothing behind the head."""
     events = [b'event: %b\ndata: {"type":"%b"}\n\n' % (kind, kind) for kind in kinds]
-    async with house(2, breaker_failures=3) as router:
+    async with faulty_fleet(2, breaker_failures=3) as router:
         parts = router.parts
         for n in range(8):
             router.play.acts[f"p{n}"] = [saying(STREAM_HEAD + pieces(*events), "close")] * 2
@@ -440,7 +440,7 @@ async def test_only_engine_is_retried_after_it_has_answered_again(lora_id, is_he
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
     wait_s = patience(20) if is_heard else 0.5
-    async with house(1, control=control, failover_wait_s=wait_s, cold_start_timeout_s=wait_s) as router:
+    async with faulty_fleet(1, control=control, failover_wait_s=wait_s, cold_start_timeout_s=wait_s) as router:
         admit, admitted = router.parts.queue.admit, []
 
         async def noted_admit(queued, begin):
@@ -470,7 +470,7 @@ async def test_requests_missing_their_adapter_are_served_once_it_is_listed_again
     said = json.dumps({"error": {"message": "The model `sql/v1@abababababab` does not exist."}}).encode()
     lacking = saying(answering(said, status=b"404 Not Found"))
     # An engine that computed nothing is asked again without regard to the budget for retries.
-    async with house(1, control=control, retry_share=0.0, retry_floor_per_s=0.0) as router:
+    async with faulty_fleet(1, control=control, retry_share=0.0, retry_floor_per_s=0.0) as router:
         asks = [asyncio.create_task(router.ask(f"p{n}", lacking, lora_id="sql/v1")) for n in range(10)]
         await until(lambda: router.parts.cold_starts.held.requests == 10)
         # The agent's word is older than the engine's: it is not taken for the adapter's return.
@@ -489,7 +489,9 @@ async def test_long_request_waits_for_the_only_engine_that_takes_it(lora_id):
     control = AgentDouble(max_model_lens={"w0": 100})
     control.add_adapter("sql/v1", on=["w0", "w1"])
     named = {} if lora_id is None else {"lora_id": lora_id}
-    async with house(2, control=control, failover_wait_s=patience(20), cold_start_timeout_s=patience(20)) as router:
+    async with faulty_fleet(
+        2, control=control, failover_wait_s=patience(20), cold_start_timeout_s=patience(20)
+    ) as router:
         await router.connect()
         prompt = list(range(200))
         router.play.acts[str(prompt)] = [saying(b"", "reset")] * 2
@@ -506,7 +508,7 @@ async def test_living_engine_with_a_stream_error_is_not_waited_for(lora_id):
     control = AgentDouble()
     control.add_adapter("sql/v1", on=["w0"])
     named = {} if lora_id is None else {"lora_id": lora_id}
-    async with house(1, control=control, failover_wait_s=6000.0, cold_start_timeout_s=6000.0) as router:
+    async with faulty_fleet(1, control=control, failover_wait_s=6000.0, cold_start_timeout_s=6000.0) as router:
         async with within(10):
             refused = await router.ask("x", saying(STREAM_HEAD + pieces(event, DONE)), stream=True, **named)
         assert error_of(refused) == (503, "no_replica")
@@ -528,7 +530,7 @@ async def test_requests_of_a_dying_engine_are_retried_once_and_alone():
         served.append(body["prompt"])
         return await sound(writer, body)
 
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         dies = asyncio.Event()
 
         async def doomed(writer, body):
@@ -558,7 +560,7 @@ async def test_suspect_waiting_for_its_turn_counts_nowhere_and_blocks_no_request
         await dies.wait()
         return False
 
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         router.play.usual = slow
         asking = [asyncio.create_task(router.ask(f"p{n}", doomed)) for n in range(12)]
         await _until_asked(router, 12)
@@ -577,7 +579,7 @@ async def _until_asked(router, count):
 
 
 async def test_later_suspects_do_not_join_the_running_one():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         parts, inside, most = router.parts, 0, 0
         go_on = asyncio.Event()
 
@@ -604,7 +606,7 @@ async def test_later_suspects_do_not_join_the_running_one():
 
 
 async def test_an_answer_larger_than_may_be_held_is_not_asked_for_again():
-    async with house(2, max_answer_bytes=10_000) as router:
+    async with faulty_fleet(2, max_answer_bytes=10_000) as router:
         answer = await router.ask("large", saying(answering(b"a" * 20_000)))
         assert error_of(answer) == (400, "answer_too_large")
         assert "retry-after" not in answer.headers

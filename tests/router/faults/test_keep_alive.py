@@ -8,7 +8,17 @@ import pytest
 
 from tests.patience import patience
 from tests.router.doubles import BASE, AgentDouble
-from tests.router.faults.house import CHAT, COMPLETIONS, DONE, EVENTS, STREAM, WHOLE, answering, house, saying
+from tests.router.faults.faulty_fleet import (
+    CHAT,
+    COMPLETIONS,
+    DONE,
+    EVENTS,
+    STREAM,
+    WHOLE,
+    answering,
+    faulty_fleet,
+    saying,
+)
 
 WAITING = b": waiting\n\n"
 OFTEN = {"stream_keep_alive_s": 0.05}
@@ -47,7 +57,7 @@ async def rest(pieces):
 
 @pytest.mark.parametrize("connected", [True, False])
 async def test_waiting_stream_gets_comments_and_then_all_its_events(connected):
-    async with house(1, **OFTEN) as router:
+    async with faulty_fleet(1, **OFTEN) as router:
         if connected:
             await router.connect()
         go_on = asyncio.Event()
@@ -59,7 +69,7 @@ async def test_waiting_stream_gets_comments_and_then_all_its_events(connected):
 
 
 async def test_it_may_still_go_elsewhere():
-    async with house(2, **OFTEN) as router:
+    async with faulty_fleet(2, **OFTEN) as router:
         go_on = asyncio.Event()
         async with begun(router, held(go_on, b"", "reset"), saying(STREAM)) as (_, pieces):
             go_on.set()
@@ -76,7 +86,7 @@ async def test_it_may_still_go_elsewhere():
     ],
 )
 async def test_what_fails_after_that_is_told_as_an_event(raw, said):
-    async with house(1, **OFTEN, max_tries=1) as router:
+    async with faulty_fleet(1, **OFTEN, max_tries=1) as router:
         go_on = asyncio.Event()
         async with begun(router, held(go_on, raw)) as (_, pieces):
             go_on.set()
@@ -86,7 +96,7 @@ async def test_what_fails_after_that_is_told_as_an_event(raw, said):
 
 
 async def test_a_message_is_told_its_errors_in_its_own_form():
-    async with house(1, **OFTEN) as router:
+    async with faulty_fleet(1, **OFTEN) as router:
         go_on = asyncio.Event()
         raw = answering(REFUSAL, status=b"400 Bad Request")
         more = {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
@@ -101,21 +111,21 @@ async def test_one_that_waits_for_a_cold_adapter_is_told_so():
 
     control = AgentDouble(ensure=never)
     control.add_adapter("cold/v1")
-    async with house(1, control=control, **OFTEN, cold_start_timeout_s=patience(0.3)) as router:
+    async with faulty_fleet(1, control=control, **OFTEN, cold_start_timeout_s=patience(0.3)) as router:
         async with begun(router, model="cold/v1") as (_, pieces):
             got = await rest(pieces)
         assert json.loads(got.removesuffix(DONE).removeprefix(b"data: "))["error"]["code"] == "adapter_loading"
 
 
 async def test_a_client_that_leaves_is_told_nothing_more():
-    async with house(1, **OFTEN) as router:
+    async with faulty_fleet(1, **OFTEN) as router:
         go_on = asyncio.Event()
         async with begun(router, held(go_on)):
             pass
 
 
 async def test_what_is_not_streamed_and_what_has_failed_before_keep_their_status():
-    async with house(1, **OFTEN) as router:
+    async with faulty_fleet(1, **OFTEN) as router:
         go_on = asyncio.Event()
         whole = asyncio.create_task(router.ask("whole", held(go_on, answering(WHOLE))))
         async with begun(router, held(go_on)) as (_, pieces):

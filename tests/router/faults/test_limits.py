@@ -11,7 +11,7 @@ from lorafleet.service.http import HttpError
 from router.protocols.stored_responses import tagged_response_id
 from tests.patience import patience, until
 from tests.router.doubles import BASE, UNHEARD, AgentDouble
-from tests.router.faults.house import (
+from tests.router.faults.faulty_fleet import (
     CHAT,
     COMPLETIONS,
     DONE,
@@ -20,7 +20,7 @@ from tests.router.faults.house import (
     answering,
     error_of,
     events_of,
-    house,
+    faulty_fleet,
     pieces,
     saying,
 )
@@ -54,7 +54,7 @@ def counted(router, name, *labels):
 
 
 async def test_key_has_its_requests_per_minute_and_limit_headers(tmp_path):
-    async with house(1, **key_file(tmp_path, requests_per_minute=3)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, requests_per_minute=3)) as router:
         for left in (2, 1, 0):
             answer = await router.ask("x", headers=bearer("a"))
             assert answer.status_code == 200
@@ -77,7 +77,7 @@ async def test_key_has_its_requests_per_minute_and_limit_headers(tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_key_is_charged_the_engines_token_count(tmp_path, stream):
     said = saying(STREAM_HEAD + pieces(*EVENTS[:2], USAGE_EVENT, DONE) + b"0\r\n\r\n" if stream else answering(COUNTED))
-    async with house(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
         for _ in range(2):
             answer = await router.ask("x", said, stream=stream, headers=bearer("a"))
             assert answer.status_code == 200
@@ -96,7 +96,7 @@ async def test_answer_of_bytes_keeps_its_metadata_and_is_charged_by_it(tmp_path)
     usage = {"prompt_tokens": 70, "total_tokens": 70}
     told = {"id": "e", "model": BASE, "data": [{"start": 0, "end": 8}], "usage": usage}
     head = b"content-type: application/octet-stream\r\nmetadata: %b\r\n" % json.dumps(told).encode()
-    async with house(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
         router.play.usual = saying(b"HTTP/1.1 200 OK\r\n%bcontent-length: 8\r\n\r\n%b" % (head, bytes(8)))
         for left in (100, 30):
             body = {"model": BASE, "input": "", "encoding_format": "bytes"}
@@ -109,7 +109,7 @@ async def test_answer_of_bytes_keeps_its_metadata_and_is_charged_by_it(tmp_path)
 async def test_failed_and_refused_requests_cost_no_tokens_and_free_their_slot(tmp_path):
     refusal = answering(b'{"error": {"message": "no"}}', status=b"400 Bad Request")
     limits = key_file(tmp_path, tokens_per_minute=1000, concurrent_requests=1)
-    async with house(1, control=AgentDouble(figures=UNHEARD), **limits, failover_wait_s=0.05) as router:
+    async with faulty_fleet(1, control=AgentDouble(figures=UNHEARD), **limits, failover_wait_s=0.05) as router:
         key = bearer("a")
         assert (await router.ask("refused", saying(refusal), headers=key)).status_code == 400
         # Twice: a connection that was used before may have been closed for having been idle.
@@ -132,7 +132,7 @@ async def test_failed_and_refused_requests_cost_no_tokens_and_free_their_slot(tm
 
 
 async def test_too_large_answer_is_charged_its_prompt(tmp_path):
-    async with house(1, **key_file(tmp_path, tokens_per_minute=10_000), max_answer_bytes=10_000) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, tokens_per_minute=10_000), max_answer_bytes=10_000) as router:
         for _ in range(3):
             large = saying(answering(b"a" * 20_000))
             answer = await router.ask("x" * 8000, large, headers=bearer("a"))
@@ -142,7 +142,7 @@ async def test_too_large_answer_is_charged_its_prompt(tmp_path):
 
 
 async def test_batch_items_are_counted_queued_and_refused_beyond_the_quota(tmp_path):
-    async with house(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
         choice = {"index": 0, "text": "hi", "finish_reason": "stop", "token_ids": [1]}
         router.play.usual = saying(answering(json.dumps(json.loads(COUNTED) | {"choices": [choice]}).encode()))
         key = bearer("a")
@@ -167,7 +167,7 @@ async def test_batch_holds_its_quota_from_start_to_end(tmp_path):
         await writer.drain()
         return True
 
-    async with house(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, requests_per_minute=5, concurrent_requests=2)) as router:
         key, ask = bearer("a"), {"text": ["t0", "t1", "t2", "t3"]}
         router.play.usual = slow
         single = asyncio.create_task(router.ask("single", headers=key))
@@ -189,7 +189,7 @@ async def test_batch_holds_its_quota_from_start_to_end(tmp_path):
 
 
 async def test_failed_batch_gives_back_the_quota_of_unbegun_items(tmp_path):
-    async with house(1, **key_file(tmp_path, requests_per_minute=10, concurrent_requests=1)) as router:
+    async with faulty_fleet(1, **key_file(tmp_path, requests_per_minute=10, concurrent_requests=1)) as router:
         key, ask = bearer("a"), {"text": [f"t{n}" for n in range(8)]}
 
         def left():
@@ -221,7 +221,7 @@ async def test_tenant_cannot_fill_the_cold_start_queue_or_all_loads(tmp_path):
     for number in range(4):
         control.add_adapter(f"cold-{number}/v1")
     limits = {"max_held_requests": 4, "tenant_share": 0.5, "max_cold_adapters_per_tenant": 1}
-    async with house(1, control=control, **key_file(tmp_path), **limits) as router:
+    async with faulty_fleet(1, control=control, **key_file(tmp_path), **limits) as router:
 
         def ask(key, number):
             return router.ask("x", lora_id=f"cold-{number}/v1", model=None, headers=bearer(key))
@@ -258,7 +258,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
     control.add_adapter("cold/v1")
     limit, later = {"x-lorafleet-timeout-s": "0.15"}, {"x-lorafleet-timeout-s": str(patience(0.3))}
     begun = saying(STREAM_HEAD + pieces(EVENTS[0]), "hang")
-    async with house(1, control=control) as router:
+    async with faulty_fleet(1, control=control) as router:
         cold = router.ask("cold", lora_id="cold/v1", model=None, headers=limit)
         hanging = router.ask("hanging", saying(b"", "hang"), headers=limit)
         # These two have to begin in time.
@@ -278,7 +278,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is_and_its_engine_stops():
 
 
 async def test_deadline_behind_a_streams_last_event_adds_no_error():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         said = saying(STREAM_HEAD + pieces(*EVENTS), "hang")
         answer = await router.ask("x", said, stream=True, headers={"x-lorafleet-timeout-s": str(patience(0.3))})
         assert answer.content == b"".join(EVENTS)
@@ -288,7 +288,7 @@ async def test_deadline_behind_a_streams_last_event_adds_no_error():
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "soon", "", "1e400"])
 async def test_invalid_deadline_is_400_and_distant_one_changes_nothing(given):
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         refused = await router.ask("x", headers={"x-lorafleet-timeout-s": given})
         assert error_of(refused) == (400, "invalid_request_body")
         assert (await router.ask("y", headers={"x-lorafleet-timeout-s": "1e300"})).status_code == 200
@@ -310,7 +310,7 @@ def is_known(keys, key):
 
 async def test_no_tenant_takes_all_memory_for_bodies(tmp_path):
     settings = {"max_body_bytes": 10_000, "max_bodies_bytes": 20_000, **key_file(tmp_path)}
-    async with house(1, **settings) as router, contextlib.AsyncExitStack() as clients:
+    async with faulty_fleet(1, **settings) as router, contextlib.AsyncExitStack() as clients:
 
         async def begin(key, size_bytes):
             client = await clients.enter_async_context(await router.raw())
@@ -332,7 +332,7 @@ async def test_no_tenant_takes_all_memory_for_bodies(tmp_path):
 
 async def test_key_that_became_valid_during_its_body_gets_401(tmp_path):
     settings = key_file(tmp_path)
-    async with house(1, max_body_bytes=10_000, **settings) as router, await router.raw() as client:
+    async with faulty_fleet(1, max_body_bytes=10_000, **settings) as router, await router.raw() as client:
         client.send(begun("late", 9000))
         await until(lambda: any(each.body_bytes == 9000 for each in router.listener.connections))
         key_file(tmp_path, names=["late"])
@@ -346,7 +346,7 @@ async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
     control = AgentDouble(ensure=never, figures=UNHEARD)
     control.add_adapter("cold/v1")
     settings = {"max_body_bytes": 1000, "cold_start_timeout_s": 0.1, "failover_wait_s": 0.05, **key_file(tmp_path)}
-    async with house(1, control=control, **settings) as router:
+    async with faulty_fleet(1, control=control, **settings) as router:
         key = bearer("a")
         broken = saying(b"", "close")
         await router.ask("no key")
@@ -380,7 +380,7 @@ async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generate", "/v1/messages", "/tokenize", "/v1/rerank"])
 async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
             answer = await router.client.request(method, path)
             assert (answer.status_code, answer.headers["allow"]) == (405, "POST"), method
@@ -394,7 +394,7 @@ async def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
 
 @pytest.mark.parametrize(("path", "allowed"), [("", "GET"), ("/cancel", "POST")])
 async def test_wrong_method_at_a_stored_response_is_405(path, allowed):
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         for method in {"GET", "PUT", "DELETE", "POST"} - {allowed}:
             answer = await router.client.request(method, f"/v1/responses/resp_{method}{path}")
             assert (error_of(answer), answer.headers["allow"]) == ((405, "method_not_allowed"), allowed)
@@ -406,7 +406,7 @@ async def test_anthropic_clients_have_their_own_header_and_error_shape(tmp_path)
     ask = {"model": BASE, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
     limits = key_file(tmp_path, requests_per_minute=2)
     first = b'event: message_start\ndata: {"type":"message_start","message":{"model":"tiny-qwen"}}\n\n'
-    async with house(1, **limits) as router:
+    async with faulty_fleet(1, **limits) as router:
 
         async def said(body, key="a", **headers):
             found = await router.client.post("/v1/messages", json=body, headers={"x-api-key": key, **headers})
@@ -446,7 +446,7 @@ async def given_up(asking):
 
 
 async def test_what_follows_up_on_a_response_waits_its_turn_as_everybody_does():
-    async with house(2, late_binding_s=0.01, max_waiting_requests=3) as router:
+    async with faulty_fleet(2, late_binding_s=0.01, max_waiting_requests=3) as router:
         earlier = tagged_response_id("r", "", tenant=None, worker="w0")
         body = {"model": BASE, "input": "x" * 8000, "previous_response_id": earlier}
         asking = await waiting_for(router, "/v1/responses", body, count=5)
@@ -455,7 +455,7 @@ async def test_what_follows_up_on_a_response_waits_its_turn_as_everybody_does():
 
 
 async def test_follow_up_on_a_lost_workers_response_is_refused():
-    async with house(2) as router:
+    async with faulty_fleet(2) as router:
         earlier = tagged_response_id("r", "", tenant=None, worker="w9")
         for more in ({}, {"background": True}, {"stream": True}):
             body = {"model": BASE, "input": "x", "previous_response_id": earlier} | more
@@ -467,7 +467,7 @@ async def test_follow_up_on_a_lost_workers_response_is_refused():
 
 
 async def test_ids_of_responses_that_are_no_texts_are_their_engines_to_refuse():
-    async with house(1) as router:
+    async with faulty_fleet(1) as router:
         given = {"model": BASE, "input": "x", "request_id": 3, "previous_response_id": [4]}
         await router.client.post("/v1/responses", json=given)
         (sent,) = [json.loads(body) for engine in router.engines for body in engine.requests]
@@ -476,7 +476,7 @@ async def test_ids_of_responses_that_are_no_texts_are_their_engines_to_refuse():
 
 async def test_tokenize_requests_need_no_room_and_take_none(tmp_path):
     limits = key_file(tmp_path, tokens_per_minute=100)
-    async with house(1, late_binding_s=0.01, max_waiting_requests=3, **limits) as router:
+    async with faulty_fleet(1, late_binding_s=0.01, max_waiting_requests=3, **limits) as router:
         router.client.headers.update(bearer("b"))
         asking = await waiting_for(router, COMPLETIONS, {"model": BASE, "prompt": "x" * 8000}, count=5)
         router.play.usual = saying(answering(b'{"count": 1}'))
@@ -489,7 +489,7 @@ async def test_tokenize_requests_need_no_room_and_take_none(tmp_path):
 
 
 async def test_stored_response_is_asked_of_its_own_engine_only(tmp_path):
-    async with house(2, **key_file(tmp_path)) as router:
+    async with faulty_fleet(2, **key_file(tmp_path)) as router:
         targets = []
 
         async def keeping(engine, reader, writer):

@@ -197,7 +197,7 @@ def _name_of(task: asyncio.Task) -> str:
 
 
 @contextlib.asynccontextmanager
-async def house(
+async def faulty_fleet(
     engines: int = 2, *, control: AgentDouble | None = None, play: Play | None = None, **settings
 ) -> AsyncIterator[FaultyFleet]:
     """A router before so many engines. Its circuits and its budget for retries are out of the way."""

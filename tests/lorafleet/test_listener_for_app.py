@@ -21,7 +21,7 @@ async def served(limits: ClientLimits | None = None):
     """Clients of an app that is served in a service's own way."""
     sock = serve.bind("127.0.0.1", 0)
     config = serve.configured(length, grace_s=1.0, http=listener_for_app(limits) if limits else None)
-    server = serve._Server(config, None)
+    server = serve.DrainingServer(config, None)
     config.load()
     server.lifespan = config.lifespan_class(config)
     await server.startup([sock])
