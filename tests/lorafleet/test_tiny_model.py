@@ -1,6 +1,8 @@
 import hashlib
 import json
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -136,3 +138,10 @@ def test_the_command_prints_what_it_created(tmp_path, capsys):
     assert str(tmp_path / "tiny-qwen") in said
     assert all(lora_id in said for lora_id in tiny_model.ADAPTERS)
     assert tiny_model.main([]) == 2
+
+
+@pytest.mark.parametrize("name", ["lorafleet.tiny", "lorafleet.local.tiny_model"])
+def test_the_command_runs_by_its_old_and_new_name(name):
+    done = subprocess.run([sys.executable, "-P", "-m", name], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: python -m lorafleet.local.tiny_model DIR" in done.stderr
