@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 from lorafleet.identity import TIERS, BlockHash, Tier, block_hashes, root_hash
 from lorafleet.kv.events import (
@@ -17,11 +17,11 @@ from lorafleet.kv.events import (
     BlocksRemoved,
     BlocksStored,
     EngineHash,
-    ExtraKeys,
     KvEventBatch,
     KvEventDecoder,
     UndecodableBatch,
 )
+from lorafleet.kv.extra_keys import extra_hash_inputs
 
 # vLLM 0.32 has GPU (also on a CPU), CPU and STORAGE; its Mooncake store has "cpu". SGLang 0.5.23 has GPU, CPU_PINNED,
 # DISK, and EXTERNAL for a shared pool (disaggregation/kv_events.py StorageMedium). EXTERNAL and unknown media are
@@ -416,48 +416,6 @@ class BlockLedger:
                 self._roots.clear()
             root = self._roots[adapter, salt] = root_hash(self.base_model, adapter, salt)
         return root
-
-
-def extra_hash_inputs(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple[str, dict[int, bytes] | None] | None:
-    """The cache salt or "", and extra bytes by block number; None if a key is not understood.
-
-    keys      per block: nil, or [adapter's name][(multimodal id, offset)...][salt, block 0 only][prompt embeddings]
-    is_start  whether the first of these blocks is the prompt's first
-    source    vLLM 0.32 v1/core/kv_cache_utils.py generate_block_hash_extra_keys, to_event_extra_keys
-    """
-    salt, extra = "", {}
-    for number, of_block in enumerate(keys):
-        unread = list(of_block or ())
-        if adapter:
-            if unread[:1] != [adapter]:
-                return None
-            del unread[0]
-        if unread and is_start and number == 0 and isinstance(unread[-1], str):
-            salt = unread.pop()
-        if unread:
-            packed = media_key(unread)
-            if packed is None:
-                return None
-            extra[number] = packed
-    return salt, extra or None
-
-
-def media_key(items: Iterable[Any]) -> bytes | None:
-    """The extra bytes for a block with these multimodal items; None if an item is not (id, offset).
-
-    offset  the item's first token relative to the block's, negative in a block that continues it
-    """
-    packed = bytearray()
-    for item in items:
-        if not isinstance(item, list | tuple) or len(item) != 2:
-            return None
-        identifier, offset = item
-        if not isinstance(identifier, str) or not isinstance(offset, int) or abs(offset) >= 1 << 62:
-            return None
-        data = identifier.encode("utf-8", "surrogatepass")
-        # Length first, so that different lists of items give different bytes.
-        packed += len(data).to_bytes(4, "big") + data + offset.to_bytes(8, "big", signed=True)
-    return bytes(packed)
 
 
 def _engine_hash_keys(hashes: Sequence[EngineHash]) -> list[int]:

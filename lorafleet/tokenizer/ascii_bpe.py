@@ -42,9 +42,9 @@ _KEPT_ESCAPES: Final = frozenset([r"\r", r"\n", r"\t", r"\\", r"\'", r"\-", r"\[
 
 # Splitting holds Python's lock; this many characters take about a millisecond.
 MAX_CHARS: Final = 32_768
-_MAX_WORDS = 50_000
+MAX_WORDS = 50_000
 _LONGEST_WORD = 64
-_MAX_STRETCHES, _LONGEST_STRETCH = 1000, 16
+MAX_STRETCHES, _LONGEST_STRETCH = 1000, 16
 # Below this length the expression is as fast as splitting at spaces.
 _LEAST_SPLIT_CHARS = 96
 # The tokenizer takes about 3 us for one word. A text with more unknown words goes to the tokenizer whole.
@@ -121,7 +121,7 @@ class AsciiBpeCache:
             return self._ids_between_spaces(stretch, encode)
         ids = self._ids_by_word(stretch, encode)
         if ids is not None and len(stretch) <= _LONGEST_STRETCH:
-            if len(self.stretch_cache) - len(self.added_ids) > _MAX_STRETCHES:
+            if len(self.stretch_cache) - len(self.added_ids) > MAX_STRETCHES:
                 self.stretch_cache = dict(self.added_ids)
             self.stretch_cache[stretch] = ids
         return ids
@@ -148,7 +148,7 @@ class AsciiBpeCache:
                 if ids is None:
                     return None
                 if unknown and 0 < len(text) < _LONGEST_WORD and not text.endswith(_SPACES):
-                    if len(spaced) > _MAX_WORDS:
+                    if len(spaced) > MAX_WORDS:
                         spaced.clear()
                     spaced[text] = ids
             pieces.append(ids)
@@ -169,7 +169,7 @@ class AsciiBpeCache:
     def _learn_ids(self, words: list[str], encode: Callable[[str], list[int]]) -> bytes | None:
         """The ids of these words, after encoding the unknown ones; None if too many are unknown."""
         known = self.word_cache
-        if len(known) > _MAX_WORDS:
+        if len(known) > MAX_WORDS:
             known.clear()
         new = {word for word in words if word not in known}
         found: dict[str, bytes] = {}

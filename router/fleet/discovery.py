@@ -129,7 +129,7 @@ class Discovery:
         self._catalog_poll_s = catalog_poll_s
         self._metadata_poll_s = metadata_poll_s
         self._unreachable_after_s = unreachable_after_s
-        self._clock = clock
+        self.clock = clock
         self._on_failure = on_failure
         self._catalog = Catalog(revision=0)
         self.catalog_ids: frozenset[str] = frozenset()
@@ -182,7 +182,7 @@ class Discovery:
         """
         if not self.has_catalog and self._url:
             return "the orchestrator's catalog"
-        may_wait = self._clock() - self._began_at < _SLICES_WAIT_S
+        may_wait = self.clock() - self._began_at < _SLICES_WAIT_S
         if self.slices is not None and not self.slices.is_synced and may_wait:
             return "the first list of EndpointSlices"
         if not self._has_polled_all():
@@ -193,14 +193,14 @@ class Discovery:
     def is_starting_up(self) -> bool:
         """Whether this router has just started and has no worker yet, so that a request may wait."""
         if self._is_starting_up:
-            is_over = self._clock() - self._began_at >= self._first_sync_wait_s
+            is_over = self.clock() - self._began_at >= self._first_sync_wait_s
             self._is_starting_up = not (is_over or (self.is_synced() and self.fleet.replicas))
         return self._is_starting_up
 
     async def wait_for_first_worker(self) -> None:
         """Wait while no worker is known, at most until `first_sync_wait_s` after this router's start."""
         if self.is_starting_up:
-            left_s = self._first_sync_wait_s - (self._clock() - self._began_at)
+            left_s = self._first_sync_wait_s - (self.clock() - self._began_at)
             await self.changes.until(lambda: not self.is_starting_up, timeout_s=left_s)
 
     @property
@@ -216,7 +216,7 @@ class Discovery:
         """
         if not self.can_refresh_catalog:
             return False
-        asked_at = self._clock()
+        asked_at = self.clock()
         self._schedule_catalog_read(asked_at)
         await self.changes.until(
             lambda: self._catalog_asked_at >= asked_at or not self.can_refresh_catalog,
@@ -262,16 +262,16 @@ class Discovery:
 
     def catalog_age_s(self) -> float | None:
         """Seconds since the orchestrator last confirmed the catalog in force; None before the first time."""
-        return None if self.confirmed_at is None else self._clock() - self.confirmed_at
+        return None if self.confirmed_at is None else self.clock() - self.confirmed_at
 
     def report_age_s(self, worker: WorkerId) -> float | None:
         """Seconds since a worker last reported; None if it has not, or is not followed."""
         followed = self.followed.get(worker)
-        return None if followed is None or followed.metadata is None else self._clock() - followed.heard_at
+        return None if followed is None or followed.metadata is None else self.clock() - followed.heard_at
 
     async def _poll_catalog(self) -> None:
         """Read the catalog, and record whether the orchestrator is reachable."""
-        self._catalog_read_began_at = began_at = self._clock()
+        self._catalog_read_began_at = began_at = self.clock()
         try:
             await self._fetch_catalog()
         except BaseException:
@@ -292,7 +292,7 @@ class Discovery:
             self._etag = answer.headers.get("etag")
             if self._state_file is not None:
                 save_catalog(self._state_file, answer.content)
-        self.confirmed_at = self._clock()
+        self.confirmed_at = self.clock()
 
     async def _follow_catalog_events(self) -> None:
         await self._follow_events(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_wake)
@@ -384,7 +384,7 @@ class Discovery:
                 kv_events=worker.kv_events,
                 kv_replay=worker.kv_replay,
                 salt=self._engine_salt,
-                clock=self._clock,
+                clock=self.clock,
             )
         self.followed[worker.id] = followed
 
@@ -412,7 +412,7 @@ class Discovery:
 
     async def _poll_worker(self, followed: FollowedWorker) -> None:
         """Read a worker's report once, and update its replica."""
-        asked_at = self._clock()
+        asked_at = self.clock()
         try:
             metadata = await self._fetch_report(followed)
         except Exception:  # any error counts as no report: one odd answer must not hold up the first sync
@@ -425,7 +425,7 @@ class Discovery:
             return
         before, followed.metadata = followed.metadata, with_location(metadata, followed.source)
         _log_refusal(before, metadata)
-        followed.asked_at, followed.heard_at = asked_at, self._clock()
+        followed.asked_at, followed.heard_at = asked_at, self.clock()
         followed.is_answering, followed.engine_answers = True, True
         if followed.agentless is not None and (before is None or before.lora != metadata.lora):
             self._update_known_adapters()
@@ -439,8 +439,8 @@ class Discovery:
 
     async def _on_missing_report(self, followed: FollowedWorker) -> None:
         """After a failed poll: try the worker's next address, mark it late, or stop following it."""
-        followed.heard_at, followed.is_answering = followed.heard_at or self._clock(), False
-        is_late = self._clock() - followed.heard_at > self._unreachable_after_s
+        followed.heard_at, followed.is_answering = followed.heard_at or self.clock(), False
+        is_late = self.clock() - followed.heard_at > self._unreachable_after_s
         if is_late:
             followed.engine_answers = await self._is_engine_healthy(followed)
         id_, addresses = followed.source.id, followed.source.addresses
@@ -516,7 +516,7 @@ class Discovery:
 
     def _replica_of(self, followed: FollowedWorker, metadata: Metadata) -> Replica:
         """A worker's replica, built again only if its report or state has changed."""
-        is_silent = self._clock() - followed.heard_at > self._unreachable_after_s
+        is_silent = self.clock() - followed.heard_at > self._unreachable_after_s
         state = replica_state(followed, metadata, is_silent=is_silent)
         is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())
         # Only replicas whose report changed are rebuilt: a fleet reports many times a second.

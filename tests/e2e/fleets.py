@@ -87,7 +87,7 @@ class RunningFleet:
             self.process.send_signal(how)
         return self.process.wait(patience(within_s))
 
-    def said(self) -> str:
+    def progress(self) -> str:
         """The fleet's progress lines on standard error."""
         return self.errors.read_text()
 
@@ -144,7 +144,7 @@ def wait_ready(fleet: RunningFleet, *, within_s: float) -> RunningFleet:
     began = time.monotonic()
     line = read_line(fleet, within_s=within_s)
     found = READY.match(line)
-    assert found, f"not a ready line: {line!r}; it said:\n{fleet.said()}"
+    assert found, f"not a ready line: {line!r}; its progress:\n{fleet.progress()}"
     fleet.router, fleet.orchestrator = found.groups()
     fleet.ready_in_s = time.monotonic() - began
     return fleet
@@ -155,7 +155,7 @@ def read_line(fleet: RunningFleet, *, within_s: float) -> str:
     assert fleet.process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(fleet.process.stdout, selectors.EVENT_READ)
-        assert selector.select(patience(within_s)), f"nothing within {within_s} s; it said:\n{fleet.said()}"
+        assert selector.select(patience(within_s)), f"nothing within {within_s} s; its progress:\n{fleet.progress()}"
     return fleet.process.stdout.readline().rstrip("\n")
 
 

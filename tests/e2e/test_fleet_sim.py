@@ -58,21 +58,21 @@ def ended_by(fleet: RunningFleet, how: signal.Signals) -> None:
     assert fleet.processes() == {}
     assert is_free(fleet.router)
     assert is_free(fleet.orchestrator)
-    assert "nothing is left running" in fleet.said()
+    assert "nothing is left running" in fleet.progress()
 
 
 def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Path) -> None:
     state, empty = tmp_path / "state", tmp_path / "empty"
     empty.mkdir()
     with running(state, *FLAGS, "1", "--adapters", str(empty)) as fleet:
-        assert f"{empty} has no adapters" in fleet.said()
+        assert f"{empty} has no adapters" in fleet.progress()
         assert cli(fleet, "workers", "drain", "w0").returncode == 0
         workers = f"{fleet.orchestrator}/v1/workers"
         until(lambda: fleet.get(workers)["data"][0]["state"] == "draining", within_s=10, what="it drains")
     with running(state, *FLAGS, "1", "--demo") as fleet:
-        until(lambda: "demo: skipped, because every worker" in fleet.said(), within_s=10, what="all is said")
-        (line,) = (line for line in fleet.said().splitlines() if "drained since an earlier run" in line)
-        assert "3 not verified, because" in fleet.said()
+        until(lambda: "demo: skipped, because every worker" in fleet.progress(), within_s=10, what="all is said")
+        (line,) = (line for line in fleet.progress().splitlines() if "drained since an earlier run" in line)
+        assert "3 not verified, because" in fleet.progress()
         words = line.rpartition("to undo that: ")[2].split()
         assert words[:3] == ["lorafleet", "--orchestrator-url", fleet.orchestrator]
         assert cli(fleet, *words[3:]).returncode == 0
@@ -97,7 +97,7 @@ def test_a_killed_up_leaves_no_process(tmp_path: Path) -> None:
 def test_a_stop_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path, word: str) -> None:
     fleet = start(tmp_path / "state", *FLAGS, "2")
     try:
-        until(lambda: word in fleet.said(), within_s=30, what=word)
+        until(lambda: word in fleet.progress(), within_s=30, what=word)
         assert fleet.stop() == 130
     finally:
         left = kill(fleet)
@@ -111,7 +111,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         with httpx.stream("POST", f"{fleet.router}/v1/chat/completions", json=body, timeout=60) as answer:
             next(answer.iter_raw())
             fleet.process.send_signal(signal.SIGINT)
-            until(lambda: "stopping" in fleet.said(), within_s=10, what="it is stopping")
+            until(lambda: "stopping" in fleet.progress(), within_s=10, what="it is stopping")
             fleet.process.send_signal(signal.SIGINT)
             assert fleet.process.wait(patience(10)) == 130  # 0 where it has ended all in order
         until(lambda: fleet.processes() == {}, within_s=5, what="everything is gone")
@@ -135,20 +135,20 @@ def small(shelf: Path) -> Iterator[RunningFleet]:
         yield fleet
 
 
-@pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
-def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, house: str) -> None:
-    before = small.kill("-m", house)
-    name = "w0" if house == "workers" else house
-    until(lambda: f"{name}: ended with SIGKILL" in small.said(), within_s=10, what="it says so")
-    until(lambda: small.pids("-m", house) not in ([], before), within_s=10, what="it is there again")
+@pytest.mark.parametrize("service", ["router", "orchestrator", "workers"])
+def test_a_dead_child_is_restarted_and_reported(small: RunningFleet, service: str) -> None:
+    before = small.kill("-m", service)
+    name = "w0" if service == "workers" else service
+    until(lambda: f"{name}: ended with SIGKILL" in small.progress(), within_s=10, what="it says so")
+    until(lambda: small.pids("-m", service) not in ([], before), within_s=10, what="it is there again")
     until(lambda: small.ask(prompt=fresh_prompt(), lora_id="good/v1").is_success, within_s=30, what="an answer")
 
 
 def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: RunningFleet) -> None:
     second = start(small.state_dir, *FLAGS, "1")
     assert second.process.wait(patience(30)) == 1
-    assert "--state-dir" in second.said()
-    assert len(second.said().splitlines()) == 1
+    assert "--state-dir" in second.progress()
+    assert len(second.progress().splitlines()) == 1
     kill(second)
     assert small.ask(prompt=fresh_prompt()).status_code == 200
 
@@ -175,7 +175,7 @@ def test_the_demo_shows_the_hit_and_leaves_nothing_in_a_folder_with_packages_nam
 
 
 def test_a_folder_that_is_no_adapter_is_reported(small: RunningFleet) -> None:
-    assert "adapter bad/v1: failed" in small.said()
+    assert "adapter bad/v1: failed" in small.progress()
     assert text(small.ask(prompt=fresh_prompt(), lora_id="good/v1"))
 
 
@@ -184,7 +184,7 @@ def test_an_adapter_may_call_the_base_model_as_a_hub_does(small: RunningFleet) -
 
 
 def test_an_adapter_of_another_base_model_is_refused_until_somebody_vouches(small: RunningFleet, shelf: Path) -> None:
-    assert "adapter other/v1: failed: base_model_mismatch" in small.said()
+    assert "adapter other/v1: failed: base_model_mismatch" in small.progress()
     spec = {"lora_id": "other/v1", "source": str(shelf / "other/v1"), "base_model": "tiny-qwen"}
     assert small.http("POST", f"{small.orchestrator}/v1/adapters", json=spec).status_code == 200
     until(
@@ -202,9 +202,9 @@ def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Pa
     try:
         assert read_line(fleet, within_s=30) == ""
         assert fleet.process.wait(patience(60)) == 1
-        assert "w0" in fleet.said()
-        assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.said()
-        assert str(tmp_path / "state" / "workers" / "w0" / "engine.log") in fleet.said()
+        assert "w0" in fleet.progress()
+        assert str(tmp_path / "state" / "logs" / "w0.log") in fleet.progress()
+        assert str(tmp_path / "state" / "workers" / "w0" / "engine.log") in fleet.progress()
     finally:
         left = kill(fleet)
     assert not left
@@ -312,15 +312,15 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
             lora = metadata["lora"]
             assert (lora["max_loras"], lora["max_cpu_loras"], lora["max_lora_rank"]) == (3, 6, 64)
         assert fleet.ask(prompt=fresh_prompt(), model="mine").is_success
-        assert "settings of the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.said()
-        assert f"settings of the router: {file}" in fleet.said()
+        assert "settings of the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.progress()
+        assert f"settings of the router: {file}" in fleet.progress()
 
 
 def test_an_engine_that_refuses_its_arguments_ends_the_start(tmp_path: Path) -> None:
     fleet = start(tmp_path / "state", *FLAGS, "1", "--", "--no-such-flag")
     try:
         assert fleet.process.wait(patience(60)) == 1
-        assert "unrecognized arguments: --no-such-flag" in fleet.said()
+        assert "unrecognized arguments: --no-such-flag" in fleet.progress()
     finally:
         left = kill(fleet)
     assert not left

@@ -37,9 +37,9 @@ def helm_template(*words: str) -> tuple[bool, str]:
 @cache
 def _all() -> dict[str, str]:
     def text(case: str) -> str:
-        worked, said = helm_template(*(word for path in VALUES[case] for word in ("--values", str(path))))
-        assert worked, f"{case}: {said}"
-        return said
+        worked, output = helm_template(*(word for path in VALUES[case] for word in ("--values", str(path))))
+        assert worked, f"{case}: {output}"
+        return output
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(VALUES, pool.map(text, VALUES), strict=True))

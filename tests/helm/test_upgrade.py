@@ -51,20 +51,20 @@ class Upgrades:
         return done.stdout
 
     async def replicas(self, kind: str) -> int:
-        said = await self.release.kubectl("get", KINDS[kind], NAMES[kind], "-o", "jsonpath={.spec.replicas}")
-        return int(said)
+        output = await self.release.kubectl("get", KINDS[kind], NAMES[kind], "-o", "jsonpath={.spec.replicas}")
+        return int(output)
 
     async def by_autoscaler(self, kind: str, replicas: int) -> None:
         """As the HorizontalPodAutoscaler's controller writes it, KEDA's too."""
         async with connected(self.kube.kubeconfig) as api:
-            code, said = await api.ask(
+            code, output = await api.ask(
                 "PATCH",
                 f"{SCALES}/{KINDS[kind]}s/{NAMES[kind]}/scale",
                 {"spec": {"replicas": replicas}},
                 kind="application/merge-patch+json",
                 fieldManager="kube-controller-manager",
             )
-        assert code == 200, said
+        assert code == 200, output
 
     async def by_hand(self, kind: str, replicas: int) -> None:
         await self.release.kubectl("scale", KINDS[kind], NAMES[kind], "--replicas", str(replicas))
@@ -96,8 +96,8 @@ async def test_turning_on_autoscaling_takes_no_worker_and_no_router_away(upgrade
 
     notes = await upgrades("upgrade")
     assert [await upgrades.replicas(kind) for kind in ("statefulset", "deployment")] == [9, 2]
-    said = "StatefulSet fleet-lorafleet-p keeps its 9 replicas, which kube-controller-manager has set"
-    assert f"{said}, though values say 6." in notes
+    output = "StatefulSet fleet-lorafleet-p keeps its 9 replicas, which kube-controller-manager has set"
+    assert f"{output}, though values say 6." in notes
 
 
 @WAYS
@@ -195,14 +195,14 @@ async def test_volumes_that_are_there_are_not_changed_and_the_refusal_says_what_
     cache = {"size": "10Gi", "persistent": VOLUMES}
     await upgrades("install", pool={"cache": cache})
     await upgrades("upgrade", pool={"cache": cache})
-    for other, said in [
+    for other, output in [
         (cache | {"size": "20Gi"}, "cache.size is 20Gi now, and its workers' volumes were made with 10Gi"),
         ({"persistent": {"enabled": False}}, "cache.persistent.enabled is false now, and its workers have volumes of"),
         (cache | {"persistent": VOLUMES | {"storageClassName": "slow"}}, 'storageClassName is "slow" now'),
     ]:
         done = await upgrades.tried("upgrade", pool={"cache": other})
         assert done.returncode != 0
-        assert f"pool p: {said}" in done.stderr.replace("cache.persistent.storageClassName", "storageClassName")
+        assert f"pool p: {output}" in done.stderr.replace("cache.persistent.storageClassName", "storageClassName")
     command = done.stderr.split("let kubectl ")[1].split(",")[0]
     await upgrades.release.kubectl(*command.split())
     await upgrades("upgrade", pool={"cache": cache | {"size": "20Gi"}})
@@ -220,6 +220,6 @@ async def test_a_pool_that_is_to_have_volumes_and_has_none_is_told_so(upgrades):
 async def test_a_pool_of_another_kind_does_not_end_all_workers_of_the_one_that_is_there(upgrades):
     await upgrades("install")
     done = await upgrades.tried("upgrade", pool={"kind": "Deployment"})
-    said = "pool p: kind is Deployment now, and its workers are a StatefulSet's: all of them would end at once."
-    assert said in done.stderr
+    output = "pool p: kind is Deployment now, and its workers are a StatefulSet's: all of them would end at once."
+    assert output in done.stderr
     assert await upgrades.replicas("statefulset") == 6

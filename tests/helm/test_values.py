@@ -24,15 +24,15 @@ def render(tmp_path, values) -> tuple[bool, str]:
 
 def test_the_pool_that_the_refusals_vary_is_good(tmp_path):
     pool = {"name": "p", "model": "org/m"}
-    worked, said = render(tmp_path, {"pools": [pool, {**pool, "name": "q", "maxLoras": 2, "maxCpuLoras": 2}]})
-    assert worked, said
+    worked, output = render(tmp_path, {"pools": [pool, {**pool, "name": "q", "maxLoras": 2, "maxCpuLoras": 2}]})
+    assert worked, output
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(tmp_path, what):
-    worked, said = render(tmp_path, REFUSED[what]["values"])
+    worked, output = render(tmp_path, REFUSED[what]["values"])
     assert not worked
-    assert REFUSED[what]["says"] in said
+    assert REFUSED[what]["says"] in output
 
 
 def test_a_pool_takes_from_the_defaults_what_it_does_not_say_itself():
@@ -144,8 +144,8 @@ def test_every_value_is_said_in_values_yaml_and_used_by_some_template():
             if name not in {"settings", "resources", "image", "global"}:
                 yield from allowed(below, (*path, name))
 
-    said = {path[:depth] for path in leaves(values) for depth in range(1, len(path) + 1)}
-    assert sorted(set(allowed(schema)) - said - {("global",)}) == []
+    output = {path[:depth] for path in leaves(values) for depth in range(1, len(path) + 1)}
+    assert sorted(set(allowed(schema)) - output - {("global",)}) == []
     templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     whole = {"grafana_dashboard", "cpu", "memory"}  # within tables that are put in as they are
     assert sorted(path for path in leaves(values) if path[-1] not in whole and f".{path[-1]}" not in templates) == []

@@ -151,7 +151,7 @@ async def running(
         )
         app, it.parts = build(config)
         it.discovery.slices.times = times
-        it.discovery._clock = lambda: time.monotonic() + it.now
+        it.discovery.clock = lambda: time.monotonic() + it.now
         url = await stack.enter_async_context(serving(app, http=app.state.http))
         it.client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=patience(10)))
         yield it

@@ -44,8 +44,14 @@ def test_only_links_to_adapter_folders_are_reported(tmp_path: Path) -> None:
 
 def test_a_folder_without_adapters_gives_a_hint(tmp_path: Path) -> None:
     (line,) = folder_notices(put(tmp_path / "empty" / "deeper").parent)
-    for said in (str(tmp_path / "empty"), "has no adapters", CONFIG_NAME, WEIGHTS_NAME, "lorafleet adapters add NAME"):
-        assert said in line
+    for part in (
+        str(tmp_path / "empty"),
+        "has no adapters",
+        CONFIG_NAME,
+        WEIGHTS_NAME,
+        "lorafleet adapters add NAME",
+    ):
+        assert part in line
 
 
 def test_a_folder_of_valid_adapters_gives_no_notice(tmp_path: Path) -> None:
@@ -71,10 +77,10 @@ def test_an_adapter_in_the_root_folder_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "part"),
     [("missing", "no such folder"), ("file", "is a file"), ("one", "--adapters {}, where its name is one")],
 )
-def test_a_wrong_adapters_folder_is_refused_with_a_hint(tmp_path: Path, name: str, said: str) -> None:
+def test_a_wrong_adapters_folder_is_refused_with_a_hint(tmp_path: Path, name: str, part: str) -> None:
     (tmp_path / "file").write_text("")
     put(tmp_path / "one", CONFIG_NAME, WEIGHTS_NAME)
-    assert said.format(tmp_path) in folder_problem(tmp_path / name)
+    assert part.format(tmp_path) in folder_problem(tmp_path / name)

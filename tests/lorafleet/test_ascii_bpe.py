@@ -65,7 +65,7 @@ texts = ascii_texts | st.lists(bits, max_size=12).map("".join)
 BEFORE = "fox " * 64
 
 
-def asked(name, text):
+def cached_and_own_ids(name, text):
     def encode(word):
         return TOKENIZERS[name].encode(word, add_special_tokens=False).ids
 
@@ -76,7 +76,7 @@ def asked(name, text):
 @given(texts)
 @settings(max_examples=examples(400))
 def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
-    found, own = asked(name, text)
+    found, own = cached_and_own_ids(name, text)
     assert found is None or list(found) == own
 
 
@@ -85,7 +85,7 @@ def test_the_ids_of_a_text_are_the_tokenizers_own(name, text):
 @settings(max_examples=examples(400))
 def test_the_ids_of_a_long_text_are_the_tokenizers_own(name, text):
     for long in (BEFORE + text, f"{BEFORE}{text} fox", f"{text} {BEFORE}"):
-        found, own = asked(name, long)
+        found, own = cached_and_own_ids(name, long)
         assert found is None or list(found) == own
 
 
@@ -93,7 +93,7 @@ def test_the_ids_of_a_long_text_are_the_tokenizers_own(name, text):
 def test_three_ascii_characters_are_split_as_the_tokenizer_splits_them(name):
     for text in map("".join, product("a1 \n\r\t\x0b\x1c\x1f'.s", repeat=3)):
         for whole in (text, f"{BEFORE}{text} fox"):
-            found, own = asked(name, whole)
+            found, own = cached_and_own_ids(name, whole)
             assert found is not None
             assert list(found) == own, repr(whole)
 
@@ -111,7 +111,7 @@ def test_text_between_spaces_is_split_once_in_a_long_text():
 
 
 def test_short_texts_between_markers_are_split_once(monkeypatch):
-    monkeypatch.setattr(ascii_bpe, "_MAX_STRETCHES", 10)
+    monkeypatch.setattr(ascii_bpe, "MAX_STRETCHES", 10)
     words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):
@@ -126,13 +126,13 @@ def test_short_texts_between_markers_are_split_once(monkeypatch):
 
 
 def test_text_without_a_word_match_is_left_to_the_tokenizer():
-    assert asked("letters", "fine words")[0] is not None
-    assert asked("letters", "fine, words")[0] is None
+    assert cached_and_own_ids("letters", "fine words")[0] is not None
+    assert cached_and_own_ids("letters", "fine, words")[0] is None
 
 
 @pytest.mark.parametrize("text", ["naïve", "a\u0130", "x" * (MAX_CHARS + 1)])
 def test_text_beyond_ascii_or_too_long_is_left_to_the_tokenizer(text):
-    assert asked("qwen", text)[0] is None
+    assert cached_and_own_ids("qwen", text)[0] is None
 
 
 def test_many_new_words_are_learned_in_several_calls():
@@ -154,7 +154,7 @@ def test_many_new_words_are_learned_in_several_calls():
 
 
 def test_the_cache_bounds_words_and_their_length(monkeypatch):
-    monkeypatch.setattr(ascii_bpe, "_MAX_WORDS", 50)
+    monkeypatch.setattr(ascii_bpe, "MAX_WORDS", 50)
     words = AsciiBpeCache.from_json(TOKENIZERS["qwen"].to_str(), TOKENIZERS["qwen"].token_to_id)
 
     def encode(word):

@@ -184,20 +184,20 @@ def test_a_key_is_revoked_after_failed_reads_of_its_file(tmp_path):
     path = key_file(tmp_path / "k", ("leaked", "acme", "infer"), ("good", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
     key_file(path, ("good", "acme", "infer"))
-    with capture_logs() as said:
+    with capture_logs() as logs:
         with no_more_files():
             for _ in range(3):
                 assert keys.caller("Bearer leaked")
         with pytest.raises(HttpError):
             keys.caller("Bearer leaked")
         assert keys.caller("Bearer good")
-    assert [line["log_level"] for line in said] == ["error", "info"]
+    assert [line["log_level"] for line in logs] == ["error", "info"]
 
 
 def test_an_invalid_file_is_read_once_and_each_new_error_is_logged(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
-    with capture_logs() as said:
+    with capture_logs() as logs:
         path.write_text("keys: [{sha256: nonsense}]")
         keys.caller("Bearer one")
         with no_more_files():  # it would be reported as unreadable
@@ -205,21 +205,21 @@ def test_an_invalid_file_is_read_once_and_each_new_error_is_logged(tmp_path):
         path.unlink()
         keys.caller("Bearer one")
         keys.caller("Bearer one")
-    assert len(said) == 2
-    assert "sha256" in said[0]["error"]
-    assert "No such file" in said[1]["error"]
+    assert len(logs) == 2
+    assert "sha256" in logs[0]["error"]
+    assert "No such file" in logs[1]["error"]
 
 
 def test_a_restored_file_and_its_next_loss_are_logged(tmp_path):
     path = key_file(tmp_path / "k", ("one", "acme", "infer"))
     keys = ApiKeys([path], clock=KeyFileClock())
-    with capture_logs() as said:
+    with capture_logs() as logs:
         for _ in range(2):
             away = path.rename(tmp_path / "away")
             keys.caller("Bearer one")
             away.rename(path)
             keys.caller("Bearer one")
-    assert [line["log_level"] for line in said] == ["error", "info"] * 2
+    assert [line["log_level"] for line in logs] == ["error", "info"] * 2
 
 
 @pytest.mark.parametrize(
@@ -358,12 +358,12 @@ async def test_errors_of_every_kind_come_in_one_envelope(tmp_path):
         "post": (405, "method_not_allowed"),
     }
     assert answers["/number"].json()["error"]["param"] == "query.n"
-    said = {name: answer.json()["error"]["message"] for name, answer in answers.items()}
-    assert said["post"] == "/admin takes GET, found POST"
+    logs = {name: answer.json()["error"]["message"] for name, answer in answers.items()}
+    assert logs["post"] == "/admin takes GET, found POST"
     is_wrong_base = ": paths of the API begin with /v1, once"
-    assert said["/nowhere"] == f"there is no /nowhere here{is_wrong_base}; GET /docs shows what there is"
-    assert said["/v1/v1/admin"] == f"there is no /v1/v1/admin here{is_wrong_base}; GET /docs shows what there is"
-    assert said["/v1/nowhere"] == "there is no /v1/nowhere here; GET /docs shows what there is"
-    assert said["/v1/\u20ac"] == f"there is no /v1/\\u20ac{'x' * 72}... here; GET /docs shows what there is"
+    assert logs["/nowhere"] == f"there is no /nowhere here{is_wrong_base}; GET /docs shows what there is"
+    assert logs["/v1/v1/admin"] == f"there is no /v1/v1/admin here{is_wrong_base}; GET /docs shows what there is"
+    assert logs["/v1/nowhere"] == "there is no /v1/nowhere here; GET /docs shows what there is"
+    assert logs["/v1/\u20ac"] == f"there is no /v1/\\u20ac{'x' * 72}... here; GET /docs shows what there is"
     assert "secret" not in answers["/broken"].text
     assert answers["/admin"].headers["www-authenticate"] == "Bearer"

@@ -75,9 +75,9 @@ def ask(run: Run, orchestrator: str) -> Run:
     """`lorafleet ARGS` to that orchestrator; must succeed."""
 
     def ask_it(*args: str) -> CliResult:
-        said = run("--orchestrator-url", orchestrator, *args)
-        assert said.status == 0, said.err
-        return said
+        result = run("--orchestrator-url", orchestrator, *args)
+        assert result.status == 0, result.err
+        return result
 
     return ask_it
 
@@ -98,18 +98,18 @@ def test_an_adapter_is_added_listed_shown_and_removed(ask: Run, tmp_path: Path) 
 def test_adding_an_adapter_again_works_unless_its_source_differs(ask: Run, run: Run, orchestrator: str) -> None:
     ask("adapters", "add", "again/v1", "file:///a", "--base-model", "tiny")
     ask("adapters", "add", "again/v1", "file:///a", "--base-model", "tiny")
-    said = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///b")
-    assert said.status == 1
-    assert "new version" in said.err
-    assert len(said.err.splitlines()) == 1
-    said = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///a", "--tenant", "acme")
-    assert "PATCH /v1/adapters/again/v1 changes those (lorafleet adapters set LORA_ID)" in said.err
+    result = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///b")
+    assert result.status == 1
+    assert "new version" in result.err
+    assert len(result.err.splitlines()) == 1
+    result = run("--orchestrator-url", orchestrator, "adapters", "add", "again/v1", "file:///a", "--tenant", "acme")
+    assert "PATCH /v1/adapters/again/v1 changes those (lorafleet adapters set LORA_ID)" in result.err
 
 
 def test_only_named_fields_of_an_adapter_change(ask: Run) -> None:
     ask("adapters", "add", "set/v1", "file:///a", "--base-model", "tiny", "--min-replicas", "1", "--tenant", "acme")
-    said = ask("adapters", "set", "set/v1", "priority=5", "pinned=true", "min-replicas=null").out
-    assert re.search(r"priority +5\n", said)
+    result = ask("adapters", "set", "set/v1", "priority=5", "pinned=true", "min-replicas=null").out
+    assert re.search(r"priority +5\n", result)
     shown = ask("adapters", "show", "set/v1").out
     assert "loading=-, min_replicas=-, max_replicas=-, pinned=True, priority=5" in shown
     assert re.search(r"tenants +acme\n", shown)
@@ -137,10 +137,10 @@ def test_a_wrong_change_of_an_adapter_is_one_line_and_changes_nothing(
 ) -> None:
     ask("adapters", "add", "unset/v1", "file:///a", "--base-model", "tiny")
     before = ask("adapters", "show", "unset/v1").out
-    said = run("--orchestrator-url", orchestrator, "adapters", "set", "unset/v1", *words)
-    assert said.status == status
-    assert says in said.err
-    assert len(said.err.splitlines()) == 1
+    result = run("--orchestrator-url", orchestrator, "adapters", "set", "unset/v1", *words)
+    assert result.status == status
+    assert says in result.err
+    assert len(result.err.splitlines()) == 1
     assert ask("adapters", "show", "unset/v1").out == before
 
 
@@ -148,16 +148,16 @@ def test_an_adapter_changes_only_if_its_etag_matches(ask: Run, run: Run, orchest
     ask("adapters", "add", "seen/v1", "file:///a", "--base-model", "tiny")
     tag = next(line.split()[1] for line in ask("adapters", "show", "seen/v1").out.splitlines() if "etag" in line)
     ask("adapters", "set", "seen/v1", "priority=1", "--if-match", tag)
-    said = run("--orchestrator-url", orchestrator, "adapters", "set", "seen/v1", "priority=2", "--if-match", tag)
-    assert said.status == 1
-    assert "read it again" in said.err
+    result = run("--orchestrator-url", orchestrator, "adapters", "set", "seen/v1", "priority=2", "--if-match", tag)
+    assert result.status == 1
+    assert "read it again" in result.err
 
 
 def test_an_unknown_adapter_gives_one_line_with_the_command_to_add_it(run: Run, orchestrator: str) -> None:
-    said = run("--orchestrator-url", orchestrator, "adapters", "show", "nope")
-    assert said.status == 1
-    assert said.err.endswith("(lorafleet adapters add LORA_ID SOURCE)\n")
-    assert said.err.count("\n") == 1
+    result = run("--orchestrator-url", orchestrator, "adapters", "show", "nope")
+    assert result.status == 1
+    assert result.err.endswith("(lorafleet adapters add LORA_ID SOURCE)\n")
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ def test_an_unknown_adapter_gives_one_line_with_the_command_to_add_it(run: Run, 
 def test_an_invalid_name_or_number_gives_one_line_and_is_not_sent(
     run: Run, orchestrator: str, args: list[str], says: str
 ) -> None:
-    said = run("--orchestrator-url", orchestrator, *args)
-    assert said.status == 2
-    assert says in said.err
-    assert len(said.err.splitlines()) == 1
+    result = run("--orchestrator-url", orchestrator, *args)
+    assert result.status == 2
+    assert says in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 def test_control_characters_in_names_are_escaped(ask: Run, run: Run, orchestrator: str) -> None:
-    said = ask(
+    result = ask(
         "adapters", "add", "esc/v1", "file:///\x1b[31mred", "--tenant", "a\x1b]0;title\x07", "--tenant", "b\nc\u202ed"
     )
     shown = [
-        said,
+        result,
         ask("adapters", "list"),
         ask("adapters", "show", "esc/v1"),
         ask("history", "--kind", "adapter_registered"),
@@ -214,23 +214,23 @@ def test_another_server_gives_one_line_that_names_the_flag(run: Run, answer: str
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            said = run("--orchestrator-url", f"http://127.0.0.1:{server.server_port}", "adapters", "list")
+            result = run("--orchestrator-url", f"http://127.0.0.1:{server.server_port}", "adapters", "list")
         finally:
             server.shutdown()
             thread.join()
-    assert said.status == 1
-    assert "/v1/adapters" in said.err
-    assert said.err.endswith("is it the right server? (lorafleet --orchestrator-url names another address)\n")
-    assert len(said.err.splitlines()) == 1
+    assert result.status == 1
+    assert "/v1/adapters" in result.err
+    assert result.err.endswith("is it the right server? (lorafleet --orchestrator-url names another address)\n")
+    assert len(result.err.splitlines()) == 1
 
 
 def test_an_unknown_history_kind_is_refused_with_the_known_ones(ask: Run, run: Run, orchestrator: str) -> None:
-    said = run("--orchestrator-url", orchestrator, "history", "--kind", "nope")
-    assert said.status == 1
-    assert "'nope'" in said.err
-    for kind in re.findall(r"[a-z_]+", said.err.partition("known: ")[2]):
+    result = run("--orchestrator-url", orchestrator, "history", "--kind", "nope")
+    assert result.status == 1
+    assert "'nope'" in result.err
+    for kind in re.findall(r"[a-z_]+", result.err.partition("known: ")[2]):
         ask("history", "--kind", kind)
-    assert "policy_changed" in said.err
+    assert "policy_changed" in result.err
 
 
 def test_a_relative_folder_is_registered_by_its_whole_path(
@@ -242,9 +242,9 @@ def test_a_relative_folder_is_registered_by_its_whole_path(
 
 
 def test_a_folder_of_another_machine_is_registered_with_a_note(run: Run, orchestrator: str, tmp_path: Path) -> None:
-    said = run("--orchestrator-url", orchestrator, "adapters", "add", "elsewhere/v1", str(tmp_path / "nothing"))
-    assert said.status == 0
-    assert f"this machine has no folder {tmp_path / 'nothing'}" in said.err
+    result = run("--orchestrator-url", orchestrator, "adapters", "add", "elsewhere/v1", str(tmp_path / "nothing"))
+    assert result.status == 0
+    assert f"this machine has no folder {tmp_path / 'nothing'}" in result.err
 
 
 def test_an_alias_is_set_listed_and_removed(ask: Run) -> None:
@@ -264,10 +264,10 @@ def test_the_policy_is_shown_and_changed(ask: Run) -> None:
 
 
 def test_an_unknown_policy_field_gives_one_line_with_its_name(run: Run, orchestrator: str) -> None:
-    said = run("--orchestrator-url", orchestrator, "policy", "set", "lodaing=eager")
-    assert said.status == 1
-    assert "lodaing: not in the policy; known: loading, min_replicas" in said.err
-    assert len(said.err.splitlines()) == 1
+    result = run("--orchestrator-url", orchestrator, "policy", "set", "lodaing=eager")
+    assert result.status == 1
+    assert "lodaing: not in the policy; known: loading, min_replicas" in result.err
+    assert len(result.err.splitlines()) == 1
     planned = run("--orchestrator-url", orchestrator, "plan", "--policy", "lodaing=eager")
     assert "policy: lodaing: not in the policy; known: loading" in planned.err
 
@@ -358,32 +358,32 @@ def test_the_demo_shows_texts_only_if_they_fit(width: int, text: bool) -> None:
 
 
 def test_an_unknown_worker_is_one_line(run: Run, orchestrator: str) -> None:
-    said = run("--orchestrator-url", orchestrator, "workers", "cordon", "w9")
-    assert said.status == 1
-    assert "w9" in said.err
-    assert len(said.err.splitlines()) == 1
+    result = run("--orchestrator-url", orchestrator, "workers", "cordon", "w9")
+    assert result.status == 1
+    assert "w9" in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("args", [["adapters", "list"], ["explain", "hello"], ["decisions"], ["top"]])
 def test_an_unreachable_server_gives_one_line_that_names_the_flag(run: Run, args: list[str]) -> None:
     away = "http://127.0.0.1:9"
-    said = run("--orchestrator-url", away, "--router-url", away, *args)
-    assert said.status == 1
-    assert "-url" in said.err
-    assert len(said.err.splitlines()) == 1
+    result = run("--orchestrator-url", away, "--router-url", away, *args)
+    assert result.status == 1
+    assert "-url" in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("flag", "words"), [("--orchestrator-url", ["adapters", "list"]), ("--router-url", ["decisions"])]
 )
 def test_an_invalid_address_gives_one_line_that_names_the_flag(run: Run, flag: str, words: list[str]) -> None:
-    said = run(flag, "localhost:8080", *words)
-    assert said.status == 2
-    assert said.err == f"lorafleet: {flag} 'localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
-    said = run(flag, "http://me:hidden@localhost:8080", *words)
-    assert said.status == 2
+    result = run(flag, "localhost:8080", *words)
+    assert result.status == 2
+    assert result.err == f"lorafleet: {flag} 'localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
+    result = run(flag, "http://me:hidden@localhost:8080", *words)
+    assert result.status == 2
     assert (
-        said.err
+        result.err
         == f"lorafleet: {flag} 'http://***@localhost:8080': must be an address, such as http://127.0.0.1:8080\n"
     )
 
@@ -429,8 +429,8 @@ def test_a_new_key_is_printed_once_and_the_file_holds_only_its_hash(run: Run, tm
 def test_a_file_that_is_not_a_key_file_is_not_changed(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "notes.yaml"
     path.write_text("shopping: [milk]\n")
-    said = run("keys", "new", "--file", str(path))
-    assert said.status == 1
+    result = run("keys", "new", "--file", str(path))
+    assert result.status == 1
     assert path.read_text() == "shopping: [milk]\n"
     assert run("keys", "new", "--scopes", "root", "--file", str(tmp_path / "k")).status == 2
     assert not (tmp_path / "k").exists()
@@ -439,10 +439,10 @@ def test_a_file_that_is_not_a_key_file_is_not_changed(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize("scopes", ["admin", "infer,admin", "load", "register", "drain", "metrics"])
 def test_a_tenants_key_gets_no_fleet_wide_scope(run: Run, tmp_path: Path, scopes: str) -> None:
     path = tmp_path / "keys.yaml"
-    said = run("keys", "new", "--tenant", "acme", "--scopes", scopes, "--file", str(path))
-    assert said.status == 2
-    assert "--tenant acme --scopes infer" in said.err
-    assert f"--scopes {scopes} without --tenant" in said.err
+    result = run("keys", "new", "--tenant", "acme", "--scopes", scopes, "--file", str(path))
+    assert result.status == 2
+    assert "--tenant acme --scopes infer" in result.err
+    assert f"--scopes {scopes} without --tenant" in result.err
     assert not path.exists()
     for words in (("--tenant", "acme", "--scopes", "infer"), ("--scopes", scopes)):
         assert run("keys", "new", *words, "--file", str(path)).status == 0
@@ -473,22 +473,22 @@ def routed(run: Run, router: str) -> Run:
     """`lorafleet ARGS` to that router; must succeed."""
 
     def ask_it(*args: str) -> CliResult:
-        said = run("--router-url", router, *args)
-        assert said.status == 0, said.err
-        return said
+        result = run("--router-url", router, *args)
+        assert result.status == 0, result.err
+        return result
 
     return ask_it
 
 
-def row_of(said: CliResult, word: str) -> list[str]:
-    return next(line for line in said.out.splitlines() if word in line).split()
+def row_of(result: CliResult, word: str) -> list[str]:
+    return next(line for line in result.out.splitlines() if word in line).split()
 
 
 @pytest.mark.fleet
 def test_the_last_decisions_are_listed_newest_first_with_the_engines_own_count(routed: Run) -> None:
-    said = routed("decisions")
-    assert [line.split()[-1] for line in said.out.splitlines()[1:]] == [f"request-{n}" for n in (3, 2, 1, 0)]
-    *_, predicted, engines, trust, _, _, _ = row_of(said, "request-1")
+    result = routed("decisions")
+    assert [line.split()[-1] for line in result.out.splitlines()[1:]] == [f"request-{n}" for n in (3, 2, 1, 0)]
+    *_, predicted, engines, trust, _, _, _ = row_of(result, "request-1")
     assert predicted == engines != "0"
     assert trust == "exact"
 
@@ -505,8 +505,8 @@ def test_decisions_of_a_silent_router_process_are_reported_missing(run: Run) -> 
     with HTTPServer(("127.0.0.1", 0), PartialAnswerHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        said = run("--router-url", url, "decisions")
-        assert (said.status, "did not answer in time (slot 1, 3)" in said.err) == (0, True)
+        result = run("--router-url", url, "decisions")
+        assert (result.status, "did not answer in time (slot 1, 3)" in result.err) == (0, True)
         assert "a process of this one that did not answer" in run("--router-url", url, "decisions", "request-1").err
         server.shutdown()
 
@@ -520,11 +520,11 @@ def test_decisions_are_found_by_adapter_and_by_number(routed: Run) -> None:
 
 @pytest.mark.fleet
 def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, router: str) -> None:
-    said = routed("decisions", "request-2")
-    assert said.out.startswith("sql-expert/v1@")
-    assert "by kv_lora" in said.out
-    assert "the engine had 0 tokens cached" in said.out
-    assert "adapter not resident" in said.out
+    result = routed("decisions", "request-2")
+    assert result.out.startswith("sql-expert/v1@")
+    assert "by kv_lora" in result.out
+    assert "the engine had 0 tokens cached" in result.out
+    assert "adapter not resident" in result.out
     missing = run("--router-url", router, "decisions", "request-9")
     assert missing.status == 1
     assert "request-9" in missing.err
@@ -532,14 +532,14 @@ def test_one_decision_is_shown_in_full_by_its_request(routed: Run, run: Run, rou
 
 @pytest.mark.fleet
 def test_explain_shows_every_term_the_trust_and_the_cached_blocks_of_every_worker(routed: Run) -> None:
-    said = routed("explain", QUESTION)
-    assert "by kv_lora" in said.out.splitlines()[0]
+    result = routed("explain", QUESTION)
+    assert "by kv_lora" in result.out.splitlines()[0]
     for heading in ("trust", "cached blocks", "prefill s", "adapter s", "slot s", "queue s", "harm s", "cost s"):
-        assert heading in said.out.splitlines()[1]
-    winner = row_of(said, "->")
+        assert heading in result.out.splitlines()[1]
+    winner = row_of(result, "->")
     assert winner[2] == "exact"
     assert int(winner[3]) * 32 == int(winner[4]) > 0
-    assert {"w0", "w1"} <= set(said.out.split())
+    assert {"w0", "w1"} <= set(result.out.split())
 
 
 def test_a_decision_fits_a_narrow_terminal_and_names_rejected_replicas() -> None:
@@ -564,10 +564,10 @@ def test_a_decision_fits_a_narrow_terminal_and_names_rejected_replicas() -> None
 
 @pytest.mark.fleet
 def test_explain_says_what_a_request_for_a_cold_adapter_would_do(routed: Run) -> None:
-    said = routed("explain", "hello", "--model", "legal/v2")
-    assert "no worker" in said.out
-    assert said.out.count("adapter not resident") >= 2
-    assert "would wait for a load" in said.out
+    result = routed("explain", "hello", "--model", "legal/v2")
+    assert "no worker" in result.out
+    assert result.out.count("adapter not resident") >= 2
+    assert "would wait for a load" in result.out
 
 
 @pytest.mark.fleet
@@ -597,10 +597,10 @@ def test_a_bare_record_is_replayed_and_a_changed_one_differs(
     for replica in one["record"]["replicas"]:
         replica["state"] = "draining" if replica["id"] == one["worker_id"] else "ready"
     file.write_text(json.dumps(one))
-    said = run("--router-url", router, "explain", "--replay", str(file))
-    assert said.status == 1
-    assert "1 of 1 decided otherwise" in said.err
-    assert "draining" in said.out
+    result = run("--router-url", router, "explain", "--replay", str(file))
+    assert result.status == 1
+    assert "1 of 1 decided otherwise" in result.err
+    assert "draining" in result.out
 
 
 @pytest.mark.fleet
@@ -608,9 +608,9 @@ def test_decisions_can_be_replayed_with_another_policy(routed: Run, run: Run, ro
     file = tmp_path / "one.json"
     file.write_text(routed("decisions", "--limit", "1", "--json").out)
     assert "by least_loaded" in routed("explain", "--replay", str(file), "--policy", "least_loaded").out
-    said = run("--router-url", router, "explain", "--replay", str(file), "--policy", "luck")
-    assert said.status == 1
-    assert "kv_lora, least_loaded, prefix_hash, round_robin, session" in said.err
+    result = run("--router-url", router, "explain", "--replay", str(file), "--policy", "luck")
+    assert result.status == 1
+    assert "kv_lora, least_loaded, prefix_hash, round_robin, session" in result.err
 
 
 @pytest.mark.fleet
@@ -621,9 +621,9 @@ def test_decisions_can_be_replayed_with_another_policy(routed: Run, run: Run, ro
 def test_an_invalid_record_gives_one_line(run: Run, router: str, tmp_path: Path, text: str) -> None:
     file = tmp_path / "no.json"
     file.write_text(text)
-    said = run("--router-url", router, "explain", "--replay", str(file))
-    assert said.status == 1
-    assert len(said.err.splitlines()) == 1
+    result = run("--router-url", router, "explain", "--replay", str(file))
+    assert result.status == 1
+    assert len(result.err.splitlines()) == 1
 
 
 @pytest.mark.fleet
@@ -665,9 +665,9 @@ WORDS = list(commands(typer.main.get_command(cli.app)))
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_every_command_explains_itself_with_an_example(run: Run, words: list[str]) -> None:
-    said = run(*words, "--help")
-    assert said.status == 0
-    assert f"lorafleet {' '.join(words)}" in said.out.partition("Example")[2]
+    result = run(*words, "--help")
+    assert result.status == 0
+    assert f"lorafleet {' '.join(words)}" in result.out.partition("Example")[2]
 
 
 def test_the_page_about_the_command_line_has_every_command() -> None:
@@ -681,11 +681,11 @@ def test_a_rollout_is_started_shown_paused_and_aborted(ask: Run, run: Run, orche
     for version in ("v1", "v2"):
         ask("adapters", "add", f"moving/{version}", str(tmp_path / version))
     ask("aliases", "set", "moving", "moving/v1")
-    said = ask("rollout", "start", "moving", "moving/v2", "--step", "0.25:600", "--step", "0.5").out
-    assert said.startswith("moving -> moving/v2: ")
-    assert "step 1 of 3" in said
-    said = ask("rollout", "status", "moving").out
-    assert "new: 0 requests ended, 0 errors" in said
+    result = ask("rollout", "start", "moving", "moving/v2", "--step", "0.25:600", "--step", "0.5").out
+    assert result.startswith("moving -> moving/v2: ")
+    assert "step 1 of 3" in result
+    result = ask("rollout", "status", "moving").out
+    assert "new: 0 requests ended, 0 errors" in result
     assert "paused" in ask("rollout", "pause", "moving").out
     assert "paused" not in ask("rollout", "resume", "moving").out
     assert "aborted" in ask("rollout", "abort", "moving").out
@@ -709,17 +709,17 @@ def test_a_plan_reports_adapters_without_a_place_and_changes_nothing(ask: Run, r
         (["--more-workers", "two"], "N:WORKER"),
         (["--policy", "lodaing=eager"], "lodaing"),
     ):
-        said = run("--orchestrator-url", orchestrator, "plan", *words)
-        assert said.status in (1, 2)
-        assert says in said.err.splitlines()[-1]
+        result = run("--orchestrator-url", orchestrator, "plan", *words)
+        assert result.status in (1, 2)
+        assert says in result.err.splitlines()[-1]
 
 
 def test_a_policy_changes_only_if_its_etag_matches(ask: Run, run: Run, orchestrator: str) -> None:
     tag = next(line.split()[1] for line in ask("policy", "show").out.splitlines() if line.startswith("etag"))
     ask("policy", "set", "min_residency_s=61", "--if-match", tag)
-    said = run("--orchestrator-url", orchestrator, "policy", "set", "min_residency_s=62", "--if-match", tag)
-    assert said.status == 1
-    assert "read it again" in said.err
+    result = run("--orchestrator-url", orchestrator, "policy", "set", "min_residency_s=62", "--if-match", tag)
+    assert result.status == 1
+    assert "read it again" in result.err
     changed = ask("history", "--kind", "policy_changed", "--limit", "1").out
     assert ", 61.0" in changed
 
@@ -728,9 +728,9 @@ def test_an_orchestrator_starts_on_a_backup(ask: Run, run: Run, orchestrator: st
     ask("adapters", "add", "kept/v1", "file:///kept", "--base-model", "tiny")
     file = tmp_path / "backup.db"
     assert "bytes" in ask("backup", str(file)).out
-    said = run("--orchestrator-url", orchestrator, "backup", str(file))
-    assert said.status == 1
-    assert "new file" in said.err
+    result = run("--orchestrator-url", orchestrator, "backup", str(file))
+    assert result.status == 1
+    assert "new file" in result.err
     store = IntentStore(file)
     assert "kept/v1" in store.adapters
     store.close()
@@ -746,8 +746,8 @@ def test_a_backup_on_a_full_disk_leaves_no_file(
 
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", no_space)
-        said = run("--orchestrator-url", orchestrator, "backup", str(file))
-    assert (said.status, said.err) == (1, f"lorafleet: {file}: no space left in {tmp_path}: make room\n")
+        result = run("--orchestrator-url", orchestrator, "backup", str(file))
+    assert (result.status, result.err) == (1, f"lorafleet: {file}: no space left in {tmp_path}: make room\n")
     assert list(tmp_path.iterdir()) == []
     assert "bytes" in ask("backup", str(file)).out
 
@@ -755,6 +755,6 @@ def test_a_backup_on_a_full_disk_leaves_no_file(
 def test_without_workers_there_are_no_orphans(ask: Run, run: Run, orchestrator: str) -> None:
     assert len(ask("orphans", "list").out.splitlines()) == 1
     assert ask("orphans", "adopt").out == "0 adopted\n"
-    said = run("--orchestrator-url", orchestrator, "orphans", "adopt", "nobody/v1")
-    assert said.status == 1
-    assert "GET /v1/orphans" in said.out
+    result = run("--orchestrator-url", orchestrator, "orphans", "adopt", "nobody/v1")
+    assert result.status == 1
+    assert "GET /v1/orphans" in result.out

@@ -51,30 +51,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-@pytest.mark.parametrize("said", FOREIGN)
-def test_a_change_from_a_page_of_another_origin_is_refused(method, said):
+@pytest.mark.parametrize("sent_headers", FOREIGN)
+def test_a_change_from_a_page_of_another_origin_is_refused(method, sent_headers):
     with pytest.raises(HttpError, match=r"a page of .* may change nothing here: send this from a program") as refused:
-        site_check()(method, {b"host": b"here:8080", **said})
+        site_check()(method, {b"host": b"here:8080", **sent_headers})
     assert (refused.value.status, refused.value.code) == (403, "cross_site")
 
 
-@pytest.mark.parametrize("said", OWN)
-def test_programs_and_the_services_own_page_may_send_changes(said):
-    site_check()("POST", {b"host": b"here:8080", **said})
+@pytest.mark.parametrize("sent_headers", OWN)
+def test_programs_and_the_services_own_page_may_send_changes(sent_headers):
+    site_check()("POST", {b"host": b"here:8080", **sent_headers})
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
-@pytest.mark.parametrize("said", FOREIGN)
-def test_reads_are_not_checked(method, said):
-    site_check()(method, {b"host": b"here:8080", **said})
+@pytest.mark.parametrize("sent_headers", FOREIGN)
+def test_reads_are_not_checked(method, sent_headers):
+    site_check()(method, {b"host": b"here:8080", **sent_headers})
 
 
-@pytest.mark.parametrize("said", FOREIGN)
-def test_pages_of_allowed_origins_may_send_changes(said):
-    site_check({"*"})("POST", {b"host": b"here:8080", **said})
-    origin = said.get(b"origin")
+@pytest.mark.parametrize("sent_headers", FOREIGN)
+def test_pages_of_allowed_origins_may_send_changes(sent_headers):
+    site_check({"*"})("POST", {b"host": b"here:8080", **sent_headers})
+    origin = sent_headers.get(b"origin")
     if origin is not None:
-        site_check({origin.decode()})("POST", {b"host": b"here:8080", **said})
+        site_check({origin.decode()})("POST", {b"host": b"here:8080", **sent_headers})
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ async def test_no_page_changes_anything_at_a_keyless_service(service, tmp_path):
     async with service(tmp_path) as app:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            for said in FOREIGN:
-                headers = {name.decode(): value.decode() for name, value in said.items()}
+            for sent_headers in FOREIGN:
+                headers = {name.decode(): value.decode() for name, value in sent_headers.items()}
                 for path in CHANGES[service.__name__]:
                     answer = await client.post(path, headers=headers)
                     assert error_of(answer) == (403, "cross_site"), path

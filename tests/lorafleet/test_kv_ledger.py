@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lorafleet.identity import TIERS, block_hashes, root_hash
 from lorafleet.kv.events import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
-from lorafleet.kv.ledger import TRAITS, BlockLedger, extra_hash_inputs, media_key
+from lorafleet.kv.extra_keys import extra_hash_inputs, media_key
+from lorafleet.kv.ledger import TRAITS, BlockLedger
 from tests.properties import examples
 
 ROOT = root_hash("m")
@@ -59,8 +60,8 @@ variants, prompts = st.sampled_from("ab"), st.sampled_from(PROMPTS)
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.heard = StrictSink()
-        self.ledger = BlockLedger("m", 1, self.heard)
+        self.sink = StrictSink()
+        self.ledger = BlockLedger("m", 1, self.sink)
         self.copies = {medium: Counter() for medium in ("GPU", "CPU", "CPU_PINNED", "STORAGE")}
         self.prefix = {name(v, prefix): prefix for v in "ab" for prefix in OURS}
         self.accepted = 0
@@ -140,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 for each, count in counts.items()
                 if count
             }
-            assert self.heard.tiers[tier] == held
+            assert self.sink.tiers[tier] == held
             assert set(self.ledger.blocks(tier)) == held
 
     @invariant()
@@ -153,8 +154,8 @@ TestLedger.settings = settings(max_examples=examples(200), stateful_step_count=4
 
 
 def ledger(**more):
-    heard = StrictSink()
-    return BlockLedger(**{"base_model": "m", "block_size": 2, "sink": heard, **more}), heard
+    sink = StrictSink()
+    return BlockLedger(**{"base_model": "m", "block_size": 2, "sink": sink, **more}), sink
 
 
 def chain(tokens, adapter="", salt="", **more):
@@ -187,22 +188,22 @@ def chain(tokens, adapter="", salt="", **more):
     ],
 )
 def test_an_inexact_event_is_rejected_with_a_reason(event, reason):
-    book, heard = ledger()
+    book, sink = ledger()
     apply(book, event)
     assert book.rejected == {reason: 1}
     assert not book.accepted
-    assert not any(heard.tiers.values())
+    assert not any(sink.tiers.values())
 
 
 def test_an_event_that_contradicts_known_blocks_is_rejected():
-    book, heard = ledger()
+    book, sink = ledger()
     apply(book, stored([1], [1, 2], block_size=2), stored([1], [3, 4], block_size=2))
     assert book.rejected == {"conflict": 1}
-    assert heard.tiers["device"] == set(chain([1, 2]))
+    assert sink.tiers["device"] == set(chain([1, 2]))
 
 
 def test_blocks_of_adapters_salts_and_images_are_distinct():
-    book, heard = ledger()
+    book, sink = ledger()
     tokens = [1, 2, 3, 4]
     image = media_key([("cat.png", -1)])
     seen = [
@@ -230,7 +231,7 @@ def test_blocks_of_adapters_salts_and_images_are_distinct():
         assert expected.isdisjoint(ours[1:])
         apply(book, event)
         expected.update(ours)
-        assert heard.tiers["device"] == expected
+        assert sink.tiers["device"] == expected
     assert not book.rejected
 
 
@@ -261,73 +262,73 @@ def test_different_lists_of_images_give_different_bytes():
 
 
 def test_bytes_and_integers_of_one_hash_are_the_same_block():
-    book, heard = ledger()
+    book, sink = ledger()
     digest = bytes(range(32))
     apply(book, stored([digest], [1, 2], block_size=2), BlocksRemoved([int.from_bytes(digest[-8:], "big")], "GPU"))
     assert not book.rejected
-    assert not heard.tiers["device"]
+    assert not sink.tiers["device"]
 
 
 def test_a_block_is_dropped_with_its_last_copy():
-    book, heard = ledger()
+    book, sink = ledger()
     store = stored([1], [1, 2], block_size=2)
     apply(book, store, store, store, BlocksRemoved([1], "GPU"), BlocksRemoved([1], "GPU"))
-    assert heard.tiers["device"] == set(chain([1, 2]))
+    assert sink.tiers["device"] == set(chain([1, 2]))
     apply(book, BlocksRemoved([1], "GPU"))
-    assert not heard.tiers["device"]
+    assert not sink.tiers["device"]
 
 
 def test_two_engine_hashes_of_one_block_are_counted():
-    book, heard = ledger()
+    book, sink = ledger()
     apply(book, stored([1], [1, 2], block_size=2), stored([2], [1, 2], block_size=2), stored([3], [1, 2], block_size=2))
     apply(book, BlocksRemoved([1], "GPU"), BlocksRemoved([2], "GPU"))
-    assert heard.tiers["device"] == set(chain([1, 2]))
+    assert sink.tiers["device"] == set(chain([1, 2]))
     apply(book, BlocksRemoved([3], "GPU"))
-    assert not heard.tiers["device"]
+    assert not sink.tiers["device"]
 
 
 def test_a_repeated_whole_prompt_counts_as_a_reuse_report():
-    book, heard = ledger()
+    book, sink = ledger()
     apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
     for _ in range(3):
         apply(book, stored([1, 2], [1, 2, 3, 4], block_size=2))
     # An engine computes the last block of a prompt again, and the first where there is no other: those are copies.
     apply(book, stored([2], [3, 4], 1, block_size=2), stored([1], [1, 2], block_size=2))
     apply(book, BlocksRemoved([2], "GPU"), BlocksRemoved([1], "GPU"))
-    assert heard.tiers["device"] == set(chain([1, 2, 3, 4]))
+    assert sink.tiers["device"] == set(chain([1, 2, 3, 4]))
     apply(book, BlocksRemoved([2], "GPU"), BlocksRemoved([1], "GPU"))
-    assert not heard.tiers["device"]
+    assert not sink.tiers["device"]
     assert not book.rejected
 
 
 def test_expected_repeats_add_no_copy_and_restore_lost_blocks():
-    book, heard = ledger()
+    book, sink = ledger()
     store = stored([1, 2], [1, 2, 3, 4], block_size=2)
     apply(book, store, store)
     book.expect_repeats(True)
     apply(book, store, stored([5], [5, 6], block_size=2))
     apply(book, BlocksRemoved([1], "GPU"))
-    assert heard.tiers["device"] == {*chain([1, 2, 3, 4])[1:], *chain([5, 6])}
+    assert sink.tiers["device"] == {*chain([1, 2, 3, 4])[1:], *chain([5, 6])}
     assert not book.rejected
 
 
 def test_a_ledger_with_missed_removals_keeps_the_newest_blocks():
-    book, heard = ledger(most_blocks=4)
+    book, sink = ledger(most_blocks=4)
     for each in range(4):
         apply(book, stored([each], [each, each], block_size=2))
     assert len(book) == 4
     apply(book, stored([4], [4, 4], block_size=2))
-    assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 2, 3, 4)}
+    assert sink.tiers["device"] == {chain([each, each])[0] for each in (1, 2, 3, 4)}
     assert book.rejected == {"overflow": 1}
     # Reported blocks are present; unreported ones are those with missed removals.
     book.expect_repeats(True)
     apply(book, stored([1], [1, 1], block_size=2), stored([5], [5, 5], block_size=2))
-    assert heard.tiers["device"] == {chain([each, each])[0] for each in (1, 3, 4, 5)}
-    assert set(book.blocks("device")) == heard.tiers["device"]
+    assert sink.tiers["device"] == {chain([each, each])[0] for each in (1, 3, 4, 5)}
+    assert set(book.blocks("device")) == sink.tiers["device"]
 
 
 def test_a_block_on_the_host_alone_is_still_a_parent():
-    book, heard = ledger()
+    book, sink = ledger()
     apply(
         book,
         stored([1], [1, 2], block_size=2),
@@ -336,30 +337,30 @@ def test_a_block_on_the_host_alone_is_still_a_parent():
         stored([2], [3, 4], 1, block_size=2),
     )
     assert not book.rejected
-    assert (heard.tiers["device"], heard.tiers["host"]) == (set(chain([1, 2, 3, 4])[1:]), set(chain([1, 2])))
+    assert (sink.tiers["device"], sink.tiers["host"]) == (set(chain([1, 2, 3, 4])[1:]), set(chain([1, 2])))
 
 
 def test_a_salt_in_its_own_event_field_separates_blocks():
-    book, heard = ledger(traits=TRAITS["sglang"])
+    book, sink = ledger(traits=TRAITS["sglang"])
     salted = stored([1], [1, 2], block_size=2, cache_salt="tenant")
     apply(book, salted, stored([2], [3, 4], 1, block_size=2, cache_salt="tenant"))
-    assert heard.tiers["device"] == set(chain([1, 2, 3, 4], salt="tenant"))
+    assert sink.tiers["device"] == set(chain([1, 2, 3, 4], salt="tenant"))
 
 
 def test_reloading_an_adapter_drops_its_blocks_only_with_forgets_on_load():
     for dialect, left in (("sglang", set(chain([5, 6]))), ("vllm", {*chain([1, 2], "sql@1"), *chain([5, 6])})):
-        book, heard = ledger(traits=TRAITS[dialect])
+        book, sink = ledger(traits=TRAITS[dialect])
         own = stored([1], [1, 2], block_size=2, lora_name="sql@1")
         apply(book, own, own, stored([2], [5, 6], block_size=2), stored([1], [], block_size=0, medium="DISK"))
         book.forget_adapter("sql@1")
-        assert heard.tiers["device"] == left
-        assert heard.tiers["storage"] == (set() if dialect == "sglang" else set(chain([1, 2], "sql@1")))
+        assert sink.tiers["device"] == left
+        assert sink.tiers["storage"] == (set() if dialect == "sglang" else set(chain([1, 2], "sql@1")))
         apply(book, stored([7], [1, 2], block_size=2, lora_name="sql@1"))
-        assert heard.tiers["device"] == left | set(chain([1, 2], "sql@1"))
+        assert sink.tiers["device"] == left | set(chain([1, 2], "sql@1"))
 
 
 def test_a_block_takes_about_150_bytes_and_frees_them():
-    book, heard = ledger()
+    book, sink = ledger()
     names = [hash(("n", i)) & (1 << 64) - 1 for i in range(20_000)]
     events = [stored([each], [i, i], block_size=2) for i, each in enumerate(names)]
     apply(book, *events)
@@ -371,4 +372,4 @@ def test_a_block_takes_about_150_bytes_and_frees_them():
     assert book.size_bytes() == empty
     apply(book, *events, *(BlocksRemoved([each], "GPU") for each in names))
     assert len(book) == 0
-    assert not heard.tiers["device"]
+    assert not sink.tiers["device"]

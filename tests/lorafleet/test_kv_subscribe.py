@@ -46,22 +46,22 @@ class RecordedBatches:
 async def following(engine, *, tail_poll_s=60.0, replay=True):
     async with engine.running():
         hub = SubscriberHub(tail_poll_s=tail_poll_s)
-        told = RecordedBatches()
+        recorded = RecordedBatches()
         try:
-            hub.follow(RankEndpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), told)
-            await until(lambda: told.openings)
-            yield told, hub
+            hub.follow(RankEndpoint(engine.events, engine.replay if replay else "", engine.topic.decode()), recorded)
+            await until(lambda: recorded.openings)
+            yield recorded, hub
         finally:
             await hub.close()
 
 
-async def connected(engine, told):
+async def connected(engine, recorded):
     """Publish until a message arrives, since messages before the subscription are lost."""
-    before = len(told.numbers)
-    while len(told.numbers) == before:
+    before = len(recorded.numbers)
+    while len(recorded.numbers) == before:
         await engine.publish(len(engine.batches))
         with contextlib.suppress(TimeoutError):
-            await until(lambda: len(told.numbers) > before, within_s=0.2)
+            await until(lambda: len(recorded.numbers) > before, within_s=0.2)
     return len(engine.batches)
 
 
@@ -69,27 +69,27 @@ async def test_buffered_batches_come_first_then_live_ones_in_order():
     engine = KvEngine()
     for number in range(5):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
-    async with following(engine) as (told, _hub):
-        assert told.numbers == [0, 1, 2, 3, 4]
-        count = await connected(engine, told)
+    async with following(engine) as (recorded, _hub):
+        assert recorded.numbers == [0, 1, 2, 3, 4]
+        count = await connected(engine, recorded)
         for number in range(count, count + 500):
             await engine.publish(number)
-        await until(lambda: len(told.numbers) == count + 500)
-        assert told.numbers == list(range(count + 500))
-        assert not told.losses
+        await until(lambda: len(recorded.numbers) == count + 500)
+        assert recorded.numbers == list(range(count + 500))
+        assert not recorded.losses
 
 
 async def test_a_gap_is_filled_from_the_replay_socket():
     engine = KvEngine()
-    async with following(engine) as (told, _hub):
-        count = await connected(engine, told)
+    async with following(engine) as (recorded, _hub):
+        count = await connected(engine, recorded)
         for number in range(count, count + 3):
             await engine.publish(number, lost=True)
         await engine.publish(count + 3)
-        await until(lambda: len(told.numbers) == count + 4)
-        assert told.numbers == list(range(count + 4))
-        assert not told.losses
-        assert told.holes_filled >= 1
+        await until(lambda: len(recorded.numbers) == count + 4)
+        assert recorded.numbers == list(range(count + 4))
+        assert not recorded.losses
+        assert recorded.holes_filled >= 1
 
 
 @pytest.mark.parametrize("has_topic", [True, False])
@@ -99,42 +99,42 @@ async def test_a_replay_with_a_gap_is_requested_again(has_topic):
     for number in range(6):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
     engine.skip = {3}
-    async with following(engine) as (told, _hub):
-        assert told.numbers == list(range(6))
-        assert not told.losses
+    async with following(engine) as (recorded, _hub):
+        assert recorded.numbers == list(range(6))
+        assert not recorded.losses
         assert engine.replays == 2
 
 
 async def test_a_gap_that_cannot_be_filled_is_reported_and_skipped():
     engine = KvEngine()
-    async with following(engine) as (told, _hub):
-        count = await connected(engine, told)
+    async with following(engine) as (recorded, _hub):
+        count = await connected(engine, recorded)
         for number in range(count, count + 4):
             await engine.publish(number, lost=True)
         engine.kept_from = count + 3
         await engine.publish(count + 4)
-        await until(lambda: told.numbers[-1] == count + 4)
-        assert told.losses == [(count, count + 2)]
-        assert told.numbers == [*range(count), count + 3, count + 4]
+        await until(lambda: recorded.numbers[-1] == count + 4)
+        assert recorded.losses == [(count, count + 2)]
+        assert recorded.numbers == [*range(count), count + 3, count + 4]
 
 
 async def test_without_a_replay_socket_a_gap_is_a_loss():
     engine = KvEngine()
-    async with following(engine, replay=False) as (told, _hub):
-        count = await connected(engine, told)
-        earlier = len(told.losses)
+    async with following(engine, replay=False) as (recorded, _hub):
+        count = await connected(engine, recorded)
+        earlier = len(recorded.losses)
         await engine.publish(count, lost=True)
         await engine.publish(count + 1)
-        await until(lambda: told.numbers[-1] == count + 1)
-        assert told.losses[earlier:] == [(count, count)]
+        await until(lambda: recorded.numbers[-1] == count + 1)
+        assert recorded.losses[earlier:] == [(count, count)]
 
 
 async def test_a_loss_of_the_last_batch_is_found_by_polling():
     engine = KvEngine()
-    async with following(engine, tail_poll_s=0.05) as (told, _hub):
+    async with following(engine, tail_poll_s=0.05) as (recorded, _hub):
         await engine.publish(0, lost=True)
-        await until(lambda: told.numbers == [0])
-        assert not told.losses
+        await until(lambda: recorded.numbers == [0])
+        assert not recorded.losses
 
 
 async def test_a_late_subscriber_gets_the_buffered_batches():
@@ -142,22 +142,22 @@ async def test_a_late_subscriber_gets_the_buffered_batches():
     for number in range(9):
         engine.batches.append(msgspec.msgpack.encode([0.0, [number], None]))
     engine.kept_from = 4
-    async with following(engine) as (told, _hub):
-        assert told.numbers == [4, 5, 6, 7, 8]
-        assert told.losses == [(0, 3)]
+    async with following(engine) as (recorded, _hub):
+        assert recorded.numbers == [4, 5, 6, 7, 8]
+        assert recorded.losses == [(0, 3)]
 
 
 async def test_malformed_messages_and_listener_errors_stop_nothing_else():
     engine = KvEngine()
-    async with following(engine) as (told, hub):
-        count = await connected(engine, told)
+    async with following(engine) as (recorded, hub):
+        count = await connected(engine, recorded)
         await engine.pub.send_multipart([engine.topic, b"short"])
         await engine.pub.send_multipart([engine.topic, b"short", b""])
         await engine.pub.send_multipart([engine.topic + b"-longer", (count).to_bytes(8, "big"), b"another topic"])
         await engine.send(b"fault")
         await engine.publish(count + 1)
-        await until(lambda: told.numbers[-1] == count + 1)
-        assert told.bad == 2
+        await until(lambda: recorded.numbers[-1] == count + 1)
+        assert recorded.bad == 2
         assert hub.waiting == 0
 
 
@@ -168,31 +168,31 @@ async def test_many_engines_share_one_hub_and_a_stopped_one_is_silent():
             await stack.enter_async_context(engine.running())
         hub = SubscriberHub(tail_poll_s=60)
         stack.push_async_callback(hub.close)
-        told = [RecordedBatches() for _ in engines]
+        recorded = [RecordedBatches() for _ in engines]
         followers = [
             hub.follow(RankEndpoint(e.events, e.replay, e.topic.decode()), t)
-            for e, t in zip(engines, told, strict=True)
+            for e, t in zip(engines, recorded, strict=True)
         ]
-        await until(lambda: all(each.openings for each in told))
-        counts = [await connected(engine, each) for engine, each in zip(engines, told, strict=True)]
+        await until(lambda: all(each.openings for each in recorded))
+        counts = [await connected(engine, each) for engine, each in zip(engines, recorded, strict=True)]
         hub.forget(followers[0])
         for engine, count in zip(engines, counts, strict=True):
             for number in range(count, count + 100):
                 await engine.publish(number)
-        await until(lambda: all(len(t.numbers) == c + 100 for t, c in zip(told[1:], counts[1:], strict=True)))
-        assert all(each.numbers == list(range(len(each.numbers))) for each in told)
-        assert len(told[0].numbers) == counts[0]
+        await until(lambda: all(len(t.numbers) == c + 100 for t, c in zip(recorded[1:], counts[1:], strict=True)))
+        assert all(each.numbers == list(range(len(each.numbers))) for each in recorded)
+        assert len(recorded[0].numbers) == counts[0]
 
 
 async def test_a_fleet_of_over_a_thousand_ranks_is_followed(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     hub = SubscriberHub(tail_poll_s=60.0)
-    told = [RecordedBatches() for _ in range(1100)]
+    recorded = [RecordedBatches() for _ in range(1100)]
     try:
-        for number, each in enumerate(told):
+        for number, each in enumerate(recorded):
             hub.follow(RankEndpoint(f"ipc://{tmp_path}/{number}", "", "kv"), each)
-        await until(lambda: all(each.openings for each in told))
+        await until(lambda: all(each.openings for each in recorded))
     finally:
         await hub.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -210,15 +210,15 @@ async def test_an_endpoint_that_cannot_be_connected_to_is_refused():
 async def test_a_restarted_engine_is_followed_again():
     engine = KvEngine(f"kv@{uuid.uuid4().hex}")
     hub = SubscriberHub(tail_poll_s=0.1)
-    told = RecordedBatches()
+    recorded = RecordedBatches()
     try:
         async with engine.running():
-            hub.follow(RankEndpoint(engine.events, engine.replay, engine.topic.decode()), told)
-            await until(lambda: told.openings)
-            count = await connected(engine, told)
+            hub.follow(RankEndpoint(engine.events, engine.replay, engine.topic.decode()), recorded)
+            await until(lambda: recorded.openings)
+            count = await connected(engine, recorded)
         async with engine.running():
             await engine.publish(count, lost=True)
-            await until(lambda: len(told.numbers) == count + 1)
-            assert not told.losses
+            await until(lambda: len(recorded.numbers) == count + 1)
+            assert not recorded.losses
     finally:
         await hub.close()

@@ -30,8 +30,8 @@ def program(text: str) -> list[str]:
     return [sys.executable, "-c", BEGIN + textwrap.dedent(text)]
 
 
-def lines_of(said: bytes) -> list[dict]:
-    return [json.loads(line) for line in said.splitlines()]
+def lines_of(lines: bytes) -> list[dict]:
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def unread_bytes(pipe) -> int:
@@ -52,18 +52,18 @@ def ran(text: str, **kwargs) -> subprocess.CompletedProcess:
 def test_no_line_is_lost_at_any_kind_of_exit(end, status):
     done = ran(f"for n in range(300): log.info('a line', n=n)\n{end}")
     assert done.returncode == status
-    said = lines_of(done.stderr)
-    assert [line["n"] for line in said[:300]] == list(range(300))
-    last = [line["exception"][0]["exc_type"] for line in said[300:]]
+    lines = lines_of(done.stderr)
+    assert [line["n"] for line in lines[:300]] == list(range(300))
+    last = [line["exception"][0]["exc_type"] for line in lines[300:]]
     assert last == {1: ["ValueError"], -2: ["KeyboardInterrupt"]}.get(status, [])
 
 
 def test_the_libraries_lines_are_written_in_order_too():
-    said = lines_of(
+    lines = lines_of(
         ran("log.info('ours')\nlogging.getLogger('uvicorn').error('theirs')\nlog.info('ours again')").stderr
     )
-    assert [line["event"] for line in said] == ["ours", "theirs", "ours again"]
-    assert {line["component"] for line in said} == {"test"}
+    assert [line["event"] for line in lines] == ["ours", "theirs", "ours again"]
+    assert {line["component"] for line in lines} == {"test"}
 
 
 def test_a_reader_that_is_gone_only_loses_lines():
@@ -94,10 +94,10 @@ def test_a_stalled_reader_blocks_nothing_and_gets_the_number_of_lost_lines():
     ) as process:
         assert process.stdout.readline() == b"went on\n"
         process.stdin.close()
-        said = lines_of(process.stderr.read())
+        lines = lines_of(process.stderr.read())
         assert process.wait(30) == 0
-    dropped = [line for line in said if line["event"].endswith("log lines were dropped")]
-    lines = [line for line in said if line["event"] == "a line"]
+    dropped = [line for line in lines if line["event"].endswith("log lines were dropped")]
+    lines = [line for line in lines if line["event"] == "a line"]
     assert dropped
     assert len(lines) > 10_000
     assert len(lines) + sum(line["lines"] for line in dropped) in (MANY, MANY + 1)  # the last one may be among them
@@ -120,9 +120,9 @@ def test_a_disk_with_room_again_gets_the_count_and_whole_lines(tmp_path):
         log.info("kept")
     """
     assert ran(text).returncode == 0
-    said = lines_of((tmp_path / "log").read_bytes())
-    assert [line["event"] for line in said] == ["7 log lines were dropped", "kept"]
-    assert said[0] | {"level": "warning", "component": "test", "lines": 7} == said[0]
+    lines = lines_of((tmp_path / "log").read_bytes())
+    assert [line["event"] for line in lines] == ["7 log lines were dropped", "kept"]
+    assert lines[0] | {"level": "warning", "component": "test", "lines": 7} == lines[0]
 
 
 def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path):
@@ -187,11 +187,11 @@ def test_logging_works_without_new_threads():
         threading.Thread.start = start
         log.info("later")
     """
-    said = lines_of(ran(text).stderr)
-    assert [line["event"] for line in said] == ["while there are no threads", "later"]
+    lines = lines_of(ran(text).stderr)
+    assert [line["event"] for line in lines] == ["while there are no threads", "later"]
 
 
 def test_tests_capture_what_is_logged():
-    with capture_logs() as said:
+    with capture_logs() as lines:
         log.info("captured")
-    assert [line["event"] for line in said] == ["captured"]
+    assert [line["event"] for line in lines] == ["captured"]

@@ -126,7 +126,7 @@ def test_given_settings_override_the_routers_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--port", "9000"), "--port cannot be given.*free port"),
         (("--host=0.0.0.0",), "--host cannot be given.*loopback"),
@@ -138,15 +138,15 @@ def test_given_settings_override_the_routers_defaults() -> None:
         (("--max-loras", "8"), "--max-loras is 4, but 8 in the engine arguments: give only one"),
     ],
 )
-def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(CommandFailed, match=said) as failure:
+def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(CommandFailed, match=message) as failure:
         ask(*words, max_loras=4)
     assert failure.value.status == 2
     assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"LORAFLEET_WORKERS_INSTANCE_ID": "a"}, "LORAFLEET_WORKERS_INSTANCE_ID cannot be set.*w0, w1"),
         ({"LORAFLEET_ROUTER_HOST": "0.0.0.0"}, "LORAFLEET_ROUTER_HOST cannot be set.*loopback"),
@@ -160,8 +160,8 @@ def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str
         ({"VLLM_API_KEY": "secret"}, "VLLM_API_KEY.*unset it"),
     ],
 )
-def test_a_setting_that_up_chooses_itself_is_refused_by_name(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(CommandFailed, match=said) as failure:
+def test_a_setting_that_up_chooses_itself_is_refused_by_name(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(CommandFailed, match=message) as failure:
         ask(environment=environment)
     assert failure.value.status == 2
     assert "secret" not in str(failure.value)
@@ -190,7 +190,7 @@ def test_devices_are_divided_evenly_in_order(devices: str | None, workers: int |
 
 
 @pytest.mark.parametrize(
-    ("devices", "workers", "said"),
+    ("devices", "workers", "message"),
     [
         ("0,1,2", 2, "names 3 devices for 2 workers"),
         ("0,,1", None, "commas"),
@@ -198,8 +198,8 @@ def test_devices_are_divided_evenly_in_order(devices: str | None, workers: int |
         ("", 1, "give names"),
     ],
 )
-def test_devices_that_cannot_be_divided_evenly_are_refused(devices: str, workers: int | None, said: str) -> None:
-    with pytest.raises(CommandFailed, match=said):
+def test_devices_that_cannot_be_divided_evenly_are_refused(devices: str, workers: int | None, message: str) -> None:
+    with pytest.raises(CommandFailed, match=message):
         ask(devices=devices, workers=workers)
 
 

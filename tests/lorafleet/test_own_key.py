@@ -93,14 +93,14 @@ async def test_each_request_gets_the_current_key_unless_it_has_one(file):
 
 
 @pytest.mark.fleet
-@pytest.mark.parametrize("house", ["router", "orchestrator", "workers"])
-def test_a_service_with_an_unreadable_key_ends_with_one_line(tmp_path, house):
-    model = ["--model", str(make_model(tmp_path / "model"))] if house == "workers" else []
+@pytest.mark.parametrize("service", ["router", "orchestrator", "workers"])
+def test_a_service_with_an_unreadable_key_ends_with_one_line(tmp_path, service):
+    model = ["--model", str(make_model(tmp_path / "model"))] if service == "workers" else []
     flags = ["--token-file", str(tmp_path / "none"), "--engine", "sim"][: 4 if model else 2]
-    state = {"workers": "--state-dir", "orchestrator": "--store"}.get(house)
+    state = {"workers": "--state-dir", "orchestrator": "--store"}.get(service)
     flags += [state, str(tmp_path / "state")] if state else []
     done = subprocess.run(
-        [sys.executable, "-P", "-m", house, *model, *flags],
+        [sys.executable, "-P", "-m", service, *model, *flags],
         capture_output=True,
         text=True,
         check=False,

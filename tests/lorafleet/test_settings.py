@@ -54,11 +54,11 @@ def test_an_invalid_list_or_mapping_in_the_environment_shows_the_form(monkeypatc
     monkeypatch.setenv(f"LORAFLEET_EXAMPLE_{name}", text)
     with pytest.raises(SystemExit) as ended:
         load_or_exit(ExampleSettings, [], prog="example")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said.startswith(f"example: LORAFLEET_EXAMPLE_{name}: ")
-    assert says in said
-    assert said.count("\n") == 1
+    assert stderr.startswith(f"example: LORAFLEET_EXAMPLE_{name}: ")
+    assert says in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["--names", "[a"], ["--costs", "{a"]])
@@ -98,11 +98,11 @@ def test_unknown_settings_are_refused_with_a_suggestion(monkeypatch, tmp_path):
 def test_a_wrong_flag_is_one_line(capsys, argv):
     with pytest.raises(SystemExit) as ended:
         load_or_exit(ExampleSettings, argv, prog="example")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
-    assert argv[0] in said
-    assert said.count("\n") == 1
-    assert "did you mean" not in said
+    assert argv[0] in stderr
+    assert stderr.count("\n") == 1
+    assert "did you mean" not in stderr
 
 
 def test_help_prints_every_flag_and_exits_0(capsys):
@@ -193,10 +193,10 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, c
     monkeypatch.setenv("LORAFLEET_EXAMPLE_TOKEN", token)
     with pytest.raises(SystemExit) as ended:
         load_or_exit(ExampleSettings, [], prog="example")
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said.startswith("example: token: must be one key")
-    assert "lf-" not in said
+    assert stderr.startswith("example: token: must be one key")
+    assert "lf-" not in stderr
     with pytest.raises(CommandFailed) as refused:
         RestClient("http://127.0.0.1:1", token)
     assert "lf-" not in str(refused.value)

@@ -100,7 +100,7 @@ def templated(files: dict[str, str], template: str) -> ChatTokenizer:
     return ChatTokenizer.from_files(files | {"chat_template.jinja": template})
 
 
-def said(*texts: tuple[str, str]) -> dict:
+def body_of(*texts: tuple[str, str]) -> dict:
     return {"messages": [{"role": role, "content": text} for role, text in texts]}
 
 
@@ -114,14 +114,14 @@ def assert_rendered(chat: ChatTokenizer, body: dict) -> None:
 @pytest.mark.parametrize("name", ["tiny", *FRAMED])
 def test_cached_conversations_equal_rendered_ones(files, name):
     chat = templated(files, FRAMED[name]) if name in FRAMED else ChatTokenizer.from_files(files)
-    assert_rendered(chat, said(("system", "Be brief."), ("user", "Hi")))
+    assert_rendered(chat, body_of(("system", "Be brief."), ("user", "Hi")))
     assert chat.template_cache.pieces(("system", "user"), ["a", "b"]) is not None
 
     @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
     @given(bodies=CONVERSATIONS)
     def check(bodies):
         for texts in bodies:
-            assert_rendered(chat, said(*texts))
+            assert_rendered(chat, body_of(*texts))
 
     check()
 
@@ -134,7 +134,7 @@ def test_a_template_that_inspects_texts_is_rendered_correctly(files, look):
     texts = ["a", "", " a ", "b", "A", "<b>", "12", "aab", "c" * 300]
     for first in texts:
         for second in texts:
-            body = said(("user", first), ("assistant", second))
+            body = body_of(("user", first), ("assistant", second))
             try:
                 prompt = chat.render(body)
             except ValueError:
@@ -147,20 +147,20 @@ def test_a_template_that_inspects_texts_is_rendered_correctly(files, look):
 @pytest.mark.parametrize("fickle", ["{{ strftime_now('%f') }}", "{{ [1, 2, 3] | random }}", "{{ lipsum(1, false) }}"])
 def test_a_template_with_changing_output_is_not_cached(files, fickle):
     chat = templated(files, CHATML + fickle)
-    chat.prompt_pieces(said(("user", "a")))
+    chat.prompt_pieces(body_of(("user", "a")))
     assert not chat.template_cache.templates
 
 
 def test_a_body_with_further_fields_is_rendered(files):
     chat = ChatTokenizer.from_files(files)
-    plain = said(("system", "Be brief."), ("user", "Hi"))
+    plain = body_of(("system", "Be brief."), ("user", "Hi"))
     tool = {"type": "function", "function": {"name": "f"}}
     for more in ({"tools": [tool]}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"a": 1}}):
         assert_rendered(chat, plain | more)
     for odd in ({"name": "Ann"}, {"tool_calls": []}, {"content": None}, {"content": [{"type": "text", "text": "a"}]}):
         assert_rendered(chat, {"messages": [{"role": "assistant", "content": "a"} | odd]})
-    assert_rendered(chat, said(("developer", "Be kind."), ("user", "Hi")))
-    assert_rendered(chat, said(("system", "x-anthropic-billing-header: 1\nBe brief."), ("user", "Hi")))
+    assert_rendered(chat, body_of(("developer", "Be kind."), ("user", "Hi")))
+    assert_rendered(chat, body_of(("system", "x-anthropic-billing-header: 1\nBe brief."), ("user", "Hi")))
     assert not chat.template_cache.templates
     for nothing in ({"messages": None}, {"messages": "Hi"}, {"messages": []}, {"messages": [["role", "content"]]}):
         with pytest.raises(ValueError, match="message"):
@@ -173,7 +173,7 @@ def test_a_body_with_further_fields_is_rendered(files):
 def test_learning_an_order_of_roles_is_tried_a_few_times(files):
     chat = templated(files, CHATML.replace("m.content", "m.content.upper()"))
     for _ in range(20):
-        chat.prompt_pieces(said(("user", "a")))
+        chat.prompt_pieces(body_of(("user", "a")))
     assert chat.template_cache.tries == {("user",): 4}
 
 
@@ -181,9 +181,9 @@ def test_the_number_of_cached_templates_is_bounded(files):
     chat = ChatTokenizer.from_files(files)
     for number in range(600):
         speakers = ["user" if number >> bit & 1 else "assistant" for bit in range(10)]
-        assert_rendered(chat, said(*[(speaker, "a") for speaker in speakers]))
+        assert_rendered(chat, body_of(*[(speaker, "a") for speaker in speakers]))
     assert len(chat.template_cache.templates) <= 256
-    long = said(*[("user", "a")] * 300)
+    long = body_of(*[("user", "a")] * 300)
     assert_rendered(chat, long)
     assert max(map(len, chat.template_cache.templates)) < 300
 
@@ -192,9 +192,9 @@ def test_pieces_of_a_conversation_are_pieces_of_its_continuation(files):
     chat = ChatTokenizer.from_files(files)
     turns = [("user", "a" * 300), ("assistant", "b" * 20), ("user", "c" * 300), ("assistant", "d" * 300), ("user", "e")]
     for count in range(1, 5):
-        pieces, longer = (chat.prompt_pieces(said(*turns[:n]))[0] for n in (count, count + 1))
+        pieces, longer = (chat.prompt_pieces(body_of(*turns[:n]))[0] for n in (count, count + 1))
         assert longer[: len(pieces) - 1] == pieces[:-1]
-        assert pieces == chat.pieces(chat.render(said(*turns[:count])), add_special_tokens=False)
+        assert pieces == chat.pieces(chat.render(body_of(*turns[:count])), add_special_tokens=False)
 
 
 def test_tokens_that_others_overlap_are_not_cached_split_points(files):
@@ -205,8 +205,8 @@ def test_tokens_that_others_overlap_are_not_cached_split_points(files):
     ]
     file["added_tokens"] += begun
     chat = ChatTokenizer.from_files(files | {"tokenizer.json": json.dumps(file)})
-    assert_rendered(chat, said(("user", "x"), ("assistant", "<|im_startx")))
-    assert_rendered(chat, said(("user", "a"), ("assistant", "b")))
+    assert_rendered(chat, body_of(("user", "x"), ("assistant", "<|im_startx")))
+    assert_rendered(chat, body_of(("user", "a"), ("assistant", "b")))
     assert not chat.template_cache.templates
 
 

@@ -45,10 +45,10 @@ def test_the_same_seeds_give_the_same_bytes(made, tmp_path):
 
 def test_a_second_call_creates_nothing(made):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-    said: list[str] = []
-    tiny_model.make_model(made / "model", progress=said.append)
-    tiny_model.make_adapters(made / "adapters", progress=said.append)
-    assert said == []
+    output: list[str] = []
+    tiny_model.make_model(made / "model", progress=output.append)
+    tiny_model.make_adapters(made / "adapters", progress=output.append)
+    assert output == []
     assert before == {path: path.stat().st_mtime_ns for path in made.rglob("*")}
 
 
@@ -134,9 +134,9 @@ def test_an_unknown_section_is_refused_with_the_known_ones(tmp_path):
 
 def test_the_command_prints_what_it_created(tmp_path, capsys):
     assert tiny_model.main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert str(tmp_path / "tiny-qwen") in said
-    assert all(lora_id in said for lora_id in tiny_model.ADAPTERS)
+    output = capsys.readouterr().out
+    assert str(tmp_path / "tiny-qwen") in output
+    assert all(lora_id in output for lora_id in tiny_model.ADAPTERS)
     assert tiny_model.main([]) == 2
 
 

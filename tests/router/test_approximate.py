@@ -110,7 +110,7 @@ def test_no_approximate_hash_is_an_exact_block_hash(items):
     assert set(exact).isdisjoint(keys({"messages": items}))
 
 
-def said(role: str, *parts: Body | str, **more: Any) -> Body:
+def turn(role: str, *parts: Body | str, **more: Any) -> Body:
     return {"role": role, "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]} | more
 
 
@@ -118,10 +118,10 @@ def test_cache_marks_are_not_part_of_the_prompt():
     marked = {"type": "text", "text": "one " * 40, "cache_control": {"type": "ephemeral"}}
     plain = {"type": "text", "text": "one " * 40}
     billing = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in (1, 2)]
-    shorter = {"system": [billing[0], plain], "messages": [said("user", marked)]}
+    shorter = {"system": [billing[0], plain], "messages": [turn("user", marked)]}
     longer = {
         "system": [billing[1], plain],
-        "messages": [said("user", plain), said("assistant", "yes"), said("user", marked)],
+        "messages": [turn("user", plain), turn("assistant", "yes"), turn("user", marked)],
     }
     assert keys(longer)[: len(keys(shorter))] == keys(shorter)
     assert len(keys(shorter)) > 4
@@ -129,8 +129,8 @@ def test_cache_marks_are_not_part_of_the_prompt():
 
 def test_tools_follow_the_first_system_messages():
     tools = [[{"name": f"{letter * 200}"}] for letter in "ab"]
-    system = said("system", "You are kind. " * 40)
-    first, second = (keys({"messages": [system, said("user", "hi")], "tools": some}) for some in tools)
+    system = turn("system", "You are kind. " * 40)
+    first, second = (keys({"messages": [system, turn("user", "hi")], "tools": some}) for some in tools)
     shared = sum(a == b for a, b in zip(first, second, strict=True))
     assert len(keys({"messages": [system]})) <= shared < len(first)
 
@@ -138,7 +138,7 @@ def test_tools_follow_the_first_system_messages():
 @pytest.mark.parametrize("key", ["url", "unheard_of"])
 def test_a_file_counts_by_its_digest_at_a_bounded_size(key):
     def with_file(data: bytes) -> Body:
-        return {"messages": [said("user", {"type": "image", key: base64.b64encode(data).decode()}, "what is it?")]}
+        return {"messages": [turn("user", {"type": "image", key: base64.b64encode(data).decode()}, "what is it?")]}
 
     made = approximated(with_file(b"a" * 6_000_000))
     assert made is not None
@@ -149,7 +149,7 @@ def test_a_file_counts_by_its_digest_at_a_bounded_size(key):
 
 
 def test_a_very_long_prompt_is_cut_and_counts_in_full():
-    made = approximated({"messages": [said("user", "many words " * 200_000)]})
+    made = approximated({"messages": [turn("user", "many words " * 200_000)]})
     assert made is not None
     assert len(made.units) == 65_536
     assert made.tokens > 500_000
@@ -158,12 +158,20 @@ def test_a_very_long_prompt_is_cut_and_counts_in_full():
 
 
 def test_all_turns_of_a_conversation_share_one_hash():
-    asked = [{"role": "developer", "content": "Be brief."}, said("user", "in /home/x"), said("user", "list it")]
+    opening = [
+        {"role": "developer", "content": "Be brief."},
+        turn("user", "in /home/x"),
+        turn("user", "list it"),
+    ]
     call = {"type": "local_shell_call", "call_id": "c"}
     root = root_hash(BASE)
     first, later, other = (
         approximated({"instructions": "x", "tools": [{"type": "shell"}], "input": items})
-        for items in (asked, [*asked, call, said("user", "and now?")], [*asked[:2], said("user", "leave it"), call])
+        for items in (
+            opening,
+            [*opening, call, turn("user", "and now?")],
+            [*opening[:2], turn("user", "leave it"), call],
+        )
     )
     assert first.conversation(root) == later.conversation(root) != other.conversation(root)
     assert first.conversation(root) != first.conversation(root_hash(BASE, "sql"))
@@ -323,8 +331,8 @@ async def test_a_conversation_is_identified_with_its_adapter_and_salt():
     async with fleet(EveryRoute("w0"), EveryRoute("w1"), control=with_sql("w0", "w1")) as (client, _, parts):
         await ask(client, CHATS, body)
         for more, depth in (({}, True), ({"lora_id": "sql/v1"}, False), ({"cache_salt": "pepper"}, False)):
-            told = (await client.post("/v1/route", json={"model": BASE, **body, **more})).json()
-            assert any(score["depth_blocks"] for score in told["scores"]) is depth, more
+            answer_body = (await client.post("/v1/route", json={"model": BASE, **body, **more})).json()
+            assert any(score["depth_blocks"] for score in answer_body["scores"]) is depth, more
         assert len(parts.feeds.index(BASE, BLOCK)) == 0, "no approximate key is among the engines' blocks"
 
 
@@ -354,9 +362,11 @@ async def test_a_conversation_leaves_an_overloaded_engine():
 async def test_a_conversation_stays_at_its_data_parallel_rank():
     class TwoRanks(AgentDouble):
         def metadata(self, worker):
-            told = super().metadata(worker)
-            transport = told.transport.model_copy(update={"kv_events": ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")})
-            return told.model_copy(update={"transport": transport})
+            answer_body = super().metadata(worker)
+            transport = answer_body.transport.model_copy(
+                update={"kv_events": ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")}
+            )
+            return answer_body.model_copy(update={"transport": transport})
 
     engine = EveryRoute("w0")
     async with fleet(engine, control=TwoRanks()) as (client, _, parts):
@@ -421,10 +431,10 @@ async def test_an_approximate_decision_is_marked_and_predicts_nothing():
         assert {score["trust"] for score in last["scores"]} == {"estimate"}
         again = (await client.post("/v1/decisions/replay", json=last)).json()
         assert (again["worker_id"], again["tokens_from"]) == (last["worker_id"], "approximate")
-        told = (await client.get("/metrics")).text
+        answer_body = (await client.get("/metrics")).text
         for name in ("predicted_cached_tokens_total", "engine_cached_tokens_total", "prompt_tokens_total"):
-            assert sample_value(told, f"lorafleet_router_{name}") == 0, name
-        assert sample_value(told, "lorafleet_router_tokenize_seconds_count", by="approximate") == 2
+            assert sample_value(answer_body, f"lorafleet_router_{name}") == 0, name
+        assert sample_value(answer_body, "lorafleet_router_tokenize_seconds_count", by="approximate") == 2
         assert parts.accuracy.error_share("w0") == parts.accuracy.error_share("w1") == 0.0
 
 

@@ -58,41 +58,41 @@ def refused(status):
     ],
 )
 async def test_a_finding_follows_the_engines_answers(completions, pooling, found):
-    asked = ScriptedEngines(completions=completions, pooling=pooling)
-    asked.go_on.set()
-    asked.probes.probe(REPLICA)
-    await until(lambda: asked.found)
-    assert asked.found == [("w0", found)]
-    assert asked.bodies[0] == {"model": "served", "prompt": "a", "max_tokens": 1}
-    assert asked.paths == ["/v1/completions", "/pooling"][: 1 if pooling is None else 2]
+    scripted = ScriptedEngines(completions=completions, pooling=pooling)
+    scripted.go_on.set()
+    scripted.probes.probe(REPLICA)
+    await until(lambda: scripted.found)
+    assert scripted.found == [("w0", found)]
+    assert scripted.bodies[0] == {"model": "served", "prompt": "a", "max_tokens": 1}
+    assert scripted.paths == ["/v1/completions", "/pooling"][: 1 if pooling is None else 2]
 
 
 async def test_an_engine_has_one_probe_at_a_time():
-    asked = ScriptedEngines(completions=b"{}")
+    scripted = ScriptedEngines(completions=b"{}")
     for _ in range(5):
-        asked.probes.probe(REPLICA)
-    asked.probes.probe(a_replica("w0", engine_boot_id="b"))
-    await until(lambda: len(asked.paths) == 2)
-    asked.go_on.set()
-    await until(lambda: len(asked.found) == 2 and not asked.probes.running)
-    asked.probes.probe(REPLICA)
-    await until(lambda: len(asked.found) == 3)
+        scripted.probes.probe(REPLICA)
+    scripted.probes.probe(a_replica("w0", engine_boot_id="b"))
+    await until(lambda: len(scripted.paths) == 2)
+    scripted.go_on.set()
+    await until(lambda: len(scripted.found) == 2 and not scripted.probes.running)
+    scripted.probes.probe(REPLICA)
+    await until(lambda: len(scripted.found) == 3)
 
 
 async def test_an_unexpected_error_gives_no_finding_and_the_next_probe_runs():
-    asked = ScriptedEngines(completions=ZeroDivisionError())
-    asked.go_on.set()
-    asked.probes.probe(REPLICA)
-    await until(lambda: asked.paths and not asked.probes.running)
-    assert asked.found == []
-    asked.answers = {"completions": b"{}"}
-    asked.probes.probe(REPLICA)
-    await until(lambda: asked.found == [("w0", "well")])
+    scripted = ScriptedEngines(completions=ZeroDivisionError())
+    scripted.go_on.set()
+    scripted.probes.probe(REPLICA)
+    await until(lambda: scripted.paths and not scripted.probes.running)
+    assert scripted.found == []
+    scripted.answers = {"completions": b"{}"}
+    scripted.probes.probe(REPLICA)
+    await until(lambda: scripted.found == [("w0", "well")])
 
 
 async def test_closing_cancels_running_probes():
-    asked = ScriptedEngines(completions=b"{}")
-    asked.probes.probe(REPLICA)
-    await until(lambda: asked.paths)
-    await asked.probes.close()
-    assert (asked.found, asked.probes.running) == ([], 0)
+    scripted = ScriptedEngines(completions=b"{}")
+    scripted.probes.probe(REPLICA)
+    await until(lambda: scripted.paths)
+    await scripted.probes.close()
+    assert (scripted.found, scripted.probes.running) == ([], 0)

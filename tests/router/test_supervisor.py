@@ -204,12 +204,12 @@ async def test_every_process_holds_requests_until_it_knows_a_worker(tmp_path):
 async def test_every_process_serves_the_one_port_under_its_own_name(tmp_path):
     async with bare(tmp_path, "--router-id", "edge", processes=3) as fleet, contextlib.AsyncExitStack() as stack:
         clients = await fleet.clients(stack, await fleet.pids(count=3))
-        told = [await fleet.get("/who", client) for client in clients.values()]
-        assert sorted(one["id"] for one in told) == ["edge-0", "edge-1", "edge-2"]
-        for one, client in zip(told, clients.values(), strict=True):
+        answers = [await fleet.get("/who", client) for client in clients.values()]
+        assert sorted(answer_of["id"] for answer_of in answers) == ["edge-0", "edge-1", "edge-2"]
+        for answer_of, client in zip(answers, clients.values(), strict=True):
             others = await fleet.get("/ask", client)
             assert {other["question"] for other in others} == {"hello"}
-            assert {other["slot"] for other in others} == {0, 1, 2} - {one["slot"]}
+            assert {other["slot"] for other in others} == {0, 1, 2} - {answer_of["slot"]}
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -304,14 +304,14 @@ async def test_a_keys_limits_hold_over_all_processes(tmp_path):
         clients = await fleet.clients(stack, await fleet.pids())
         for client in clients.values():
             client.headers["authorization"] = "Bearer mine"
-        (there, one), (_, other) = clients.items()
+        (there, answer_of), (_, other) = clients.items()
         left = []
-        for client in (one, other, one):
+        for client in (answer_of, other, answer_of):
             answer = await client.post("/v1/chat/completions", json=CHAT)
             left.append((answer.status_code, answer.headers["x-ratelimit-remaining-requests"]))
         assert left == [(200, "5"), (200, "4"), (200, "3")]
         fleet.engine.go_on.clear()
-        _lost, kept = await begun(one, stack), await begun(other, stack)
+        _lost, kept = await begun(answer_of, stack), await begun(other, stack)
         second = await stack.enter_async_context(client_of(fleet.url, headers=other.headers))
         refused = await second.post("/v1/chat/completions", json=CHAT)
         assert (refused.status_code, "2 requests at once" in refused.text) == (429, True)

@@ -109,11 +109,11 @@ def counted(metrics: RouterMetrics, origin: str) -> float:
 
 
 def conversation(turns: int, words: str = "") -> dict:
-    said = [
+    turns = [
         {"role": "assistant" if turn % 2 else "user", "content": f"turn {turn}: {words}{RULES[: 300 + turn]}"}
         for turn in range(turns)
     ]
-    return {"messages": [{"role": "system", "content": RULES}, *said]}
+    return {"messages": [{"role": "system", "content": RULES}, *turns]}
 
 
 # --- caches ------------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def test_cached_ids_are_those_of_tokenizing_from_scratch(chat, bodies):
     tokenizers.adopt(BASE, chat)
 
     async def check() -> None:
-        for said in bodies:
-            body = {"messages": [{"role": "user", "content": text} for text in said]}
+        for turns in bodies:
+            body = {"messages": [{"role": "user", "content": text} for text in turns]}
             got = await tokenizers.ids(body, base_model=BASE, engine_url="")
             assert got.ids == array("I", chat.chat_ids(body))
 
@@ -641,10 +641,10 @@ async def test_tool_call_keys_keep_vllms_order_in_responses_and_chats(client, mo
     tokenizers.adopt(BASE, chat)
     call = {"name": "f", "arguments": '{"a": 1}'}
     response = {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "call_id": "1", **call}]}
-    said = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    turns = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]}
     shown = [
         chat.decode((await tokenizers.ids(body, base_model=BASE, engine_url="", kind=kind)).ids)
-        for kind, body in (("responses", response), ("chat", {"messages": [said]}))
+        for kind, body in (("responses", response), ("chat", {"messages": [turns]}))
     ]
     assert shown == ['{"name": "f", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "f"}']
     tokenizers.close()

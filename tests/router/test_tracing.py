@@ -213,10 +213,10 @@ async def test_a_routed_requests_trace_has_its_stages_and_outcome(settings):
     async def moody(engine, body):
         if refusals:
             return JSONResponse({"error": {"message": refusals.pop()}}, 503)
-        said = {"id": "1", "model": body["model"], "choices": [], "usage": usage}
+        output = {"id": "1", "model": body["model"], "choices": [], "usage": usage}
         if not body.get("stream"):
-            return JSONResponse(said)
-        return Response(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+            return JSONResponse(output)
+        return Response(f"data: {json.dumps(output)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
     collector, bodies = Collector(), [{"model": BASE}, {"model": "sql/v1"}, {"model": BASE, "stream": True}] * 2
     engines = [EngineDouble(name, moody) for name in ("w0", "w1")]
@@ -322,9 +322,9 @@ def test_without_opentelemetry_a_setting_is_refused_in_one_line_and_the_environm
         "except TracingUnavailable as exc: sys.stderr.write(f'said: {exc}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    said = done.stderr.partition("said: ")[2]
-    assert "pip install 'lorafleet[tracing]'" in said
-    assert "\n" not in said
+    output = done.stderr.partition("said: ")[2]
+    assert "pip install 'lorafleet[tracing]'" in output
+    assert "\n" not in output
     assert issubclass(TracingUnavailable, Exception)
 
 

@@ -101,24 +101,24 @@ async def never(control, lora_id):
 
 
 async def without_room(control, lora_id):
-    told = {"lora_id": lora_id, "digest": None, "state": "registered", "ready": [], "loading": [], "expected_s": None}
-    return JSONResponse({**told, "error": "no slot"})
+    entry = {"lora_id": lora_id, "digest": None, "state": "registered", "ready": [], "loading": [], "expected_s": None}
+    return JSONResponse({**entry, "error": "no slot"})
 
 
 @pytest.mark.parametrize(
-    ("ensure", "headers", "told"),
+    ("ensure", "headers", "entry"),
     [
         (never, {}, (503, "adapter_loading")),
         (without_room, {}, (503, "no_capacity")),
         (never, {"x-lorafleet-timeout-s": "0.05"}, (504, "deadline_exceeded")),
     ],
 )
-async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, headers, told):
+async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, headers, entry):
     control = with_sql()
     control.ensure = ensure
     async with fleet(EngineDouble("w0"), control=control, cold_start_timeout_s=patience(0.1)) as (client, _, parts):
         answer = await client.post("/v1/chat/completions", json=SQL, headers=headers)
-        assert error_of(answer) == told
+        assert error_of(answer) == entry
         assert "sql/v1" in answer.json()["error"]["message"]
         (hold,) = parts.usage.report(1, time.monotonic()).holds
         assert (hold.lora_id, hold.held, hold.sheds) == ("sql/v1", 1, 1)
@@ -185,7 +185,7 @@ def test_counts_of_a_long_stream_are_kept_for_a_while_after_its_end():
     assert usage.report(1, 5000.0).uses[0].in_flight == 1
     use.record_end(60.0, 50_000, 0.5, 5000.0, is_error=True)
     load.remove(flight, 5000.0)
-    (told,) = usage.report(1, 5001.0).uses
-    assert (told.output_tokens, told.work_s, told.errors, told.in_flight) == (50_000, 60.0, 1, 0)
+    (entry,) = usage.report(1, 5001.0).uses
+    assert (entry.output_tokens, entry.work_s, entry.errors, entry.in_flight) == (50_000, 60.0, 1, 0)
     assert usage.report(1, 5899.0).uses
     assert usage.report(1, 5901.0).uses == ()
