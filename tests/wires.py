@@ -41,8 +41,8 @@ class Served:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
         return RawClient(*await asyncio.open_connection(sock=sock))
 
-    async def said(self, raw: bytes) -> bytes:
-        """Everything that is answered to these bytes until the connection closes."""
+    async def response_to(self, raw: bytes) -> bytes:
+        """All bytes of the answers to these bytes, until the connection closes."""
         async with await self.client() as client:
             client.send(raw)
             return await client.rest()

@@ -56,7 +56,7 @@ async def test_an_answer_in_pieces_is_chunked_and_the_connection_stays_open():
             status, headers, body = await client.answer()
             assert (status, body) == (200, b"one" + b"t" * 5000 + last)
             assert headers == {b"content-type": b"text/event-stream", b"transfer-encoding": b"chunked"}
-        said = await served.said(b"POST /hot HTTP/1.0\r\nContent-Length: 4\r\n\r\nlast")
+        said = await served.response_to(b"POST /hot HTTP/1.0\r\nContent-Length: 4\r\n\r\nlast")
         head, _, body = said.partition(b"\r\n\r\n")
         assert parsed_head(head)[1] == {b"content-type": b"text/event-stream", b"connection": b"close"}
         assert body == b"one" + b"t" * 5000 + b"last"
@@ -140,7 +140,7 @@ async def test_an_unexpected_error_is_a_500_and_closes_its_connection():
 
     with capture_logs() as logs:
         async with listening(caller_of=caller_of) as served:
-            said = await served.said(post(HOT, b"abc"))
+            said = await served.response_to(post(HOT, b"abc"))
             assert error_of(said) == (500, "internal_error")
             assert not served.seen
     assert b"secret" not in said

@@ -47,9 +47,9 @@ def test_a_stage_of_all_comes_before_the_next_stage_of_any(bench):
         bench.begin(bench.stages(name, count))
     assert not bench.noted  # more may come in this tick
     assert len(bench.loop.soon) == 1
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert bench.noted == [("a", 0), ("b", 0), ("d", 0), ("a", 1), ("d", 1), ("d", 2)]
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert len(bench.noted) == 6
 
 
@@ -65,10 +65,10 @@ def test_resumed_request_runs_before_new_ones_begin(bench):
         bench.noted.append(client.written.copy())
 
     bench.begin(answers())
-    bench.loop.turn()
+    bench.loop.run_tick()
     bench.begin(begins())
     answered.set()
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert bench.noted == ["answered", [b"answer"]]
     assert not bench.loop.soon  # nothing is left to be sent
 
@@ -82,7 +82,7 @@ def test_a_signal_that_is_set_already_is_not_waited_for(bench):
         bench.noted.append("answered")
 
     bench.begin(answers())
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert bench.noted == ["answered"]
 
 
@@ -90,23 +90,23 @@ def test_a_batch_is_bounded_and_sockets_are_read_between_batches(bench):
     for name in range(2 * MAX_BATCH + 1):
         bench.begin(bench.stages(name))
     for most in (MAX_BATCH, 2 * MAX_BATCH, 2 * MAX_BATCH + 1):
-        bench.loop.turn()
+        bench.loop.run_tick()
         assert [name for name, _ in bench.noted] == list(range(most))
     assert not bench.loop.soon
     bench.begin(bench.stages("later"))
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert bench.noted[-1] == ("later", 0)
 
 
 def test_requests_with_long_prompts_begin_fewer_at_a_time(bench):
     for name in range(4):
         bench.begin(bench.stages(name), MAX_BATCH_BYTES // 2 + 1)
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert len(bench.noted) == 2
     bench.begin(bench.stages(4))
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert len(bench.noted) == 4
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert [name for name, _ in bench.noted] == list(range(5))
 
 
@@ -115,7 +115,7 @@ def test_a_request_that_fails_is_logged_and_the_others_go_on(bench):
     bench.begin(bench.stages("b", 2, fails_at=1))
     bench.begin(bench.stages("c", 2, fails_at=0))
     with capture_logs() as logs:
-        bench.loop.turn()
+        bench.loop.run_tick()
     assert len(logs) == 2
     assert ("a", 1) in bench.noted
 
@@ -130,10 +130,10 @@ def test_answers_of_a_batch_are_sent_though_one_of_it_failed(bench):
 
     bench.begin(answers())
     with capture_logs():
-        bench.loop.turn()
+        bench.loop.run_tick()
     assert client.written == [b"answer"]
     bench.box.write(client, b"next", bench.loop)
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert client.written == [b"answer", b"next"]
 
 
@@ -142,8 +142,8 @@ def test_request_arriving_during_a_batch_is_in_the_next_one(bench):
         bench.begin(bench.stages("behind it"))
 
     bench.begin(first())
-    bench.loop.turn()
-    bench.loop.turn()
+    bench.loop.run_tick()
+    bench.loop.run_tick()
     assert bench.noted == [("behind it", 0)]
     assert not bench.loop.soon
 
@@ -161,7 +161,7 @@ def test_a_closed_request_runs_its_finally_and_no_further_stage(bench, stages):
             bench.noted.append("ended")
 
     stepper = bench.begin(work())
-    bench.loop.turn()
+    bench.loop.run_tick()
     stepper.close()
     assert bench.noted[-1] == "ended"
     answered.set()  # too late
@@ -182,7 +182,7 @@ def test_request_closed_by_its_own_work_ends_with_that_stage(bench):
             bench.noted.append("ended")
 
     stepper = bench.begin(work())
-    bench.loop.turn()
+    bench.loop.run_tick()
     assert bench.noted == ["this stage", "ended"]
 
 

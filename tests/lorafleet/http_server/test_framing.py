@@ -193,7 +193,7 @@ SERVED = {
 async def test_ambiguous_message_is_refused_and_nothing_behind_it_is_served(path):
     async with listening() as served:
         for name, rest in REFUSED.items():
-            said = await served.said(b"POST %b HTTP/1.1\r\n%b%b" % (path.encode(), rest, SMUGGLED))
+            said = await served.response_to(b"POST %b HTTP/1.1\r\n%b%b" % (path.encode(), rest, SMUGGLED))
             status, code = error_of(said)
             assert (status, code) in {(400, "invalid_http"), (417, "expectation_failed")}, (name, said)
             assert all(seen == (path, b"") for seen in served.seen), (name, served.seen)
@@ -204,7 +204,7 @@ async def test_ambiguous_message_is_refused_and_nothing_behind_it_is_served(path
 async def test_messages_that_are_no_request_here_are_refused():
     async with listening() as served:
         for name, raw in REFUSED_WHOLE.items():
-            said = await served.said(raw + SMUGGLED)
+            said = await served.response_to(raw + SMUGGLED)
             assert not served.seen, (name, said, served.seen)
             status, code = error_of(said)
             assert (status, code) in {(400, "invalid_http"), (505, "http_version_not_supported")}, name
@@ -289,7 +289,7 @@ async def test_path_spelled_otherwise_than_a_hot_route_goes_to_the_app(path):
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_what_follows_a_message_that_said_close_is_not_served(path):
     async with listening() as served:
-        said = await served.said(post(path, b"abc", b"Connection: close") + SMUGGLED)
+        said = await served.response_to(post(path, b"abc", b"Connection: close") + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
         assert said.endswith(b"\r\n\r\n3")
@@ -300,7 +300,7 @@ async def test_what_follows_a_message_that_said_close_is_not_served(path):
 async def test_trailer_saying_close_ends_the_connection_behind_its_message(path):
     whole = b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path.encode(), TE)
     async with listening() as served:
-        said = await served.said(whole + b"3\r\nabc\r\n0\r\nConnection: close\r\n\r\n" + SMUGGLED)
+        said = await served.response_to(whole + b"3\r\nabc\r\n0\r\nConnection: close\r\n\r\n" + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers.get(b"connection")) == (200, b"close")
         assert said.endswith(b"\r\n\r\n3")
@@ -354,7 +354,7 @@ async def test_http_1_0_is_not_asked_for_its_body(path):
 async def test_http_1_0_is_answered_plainly_and_closed(path, behind):
     async with listening() as served:
         raw = b"POST %b HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nabc" % path.encode()
-        said = await served.said(raw + behind)
+        said = await served.response_to(raw + behind)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
         assert served.seen == [(path, b"abc")]

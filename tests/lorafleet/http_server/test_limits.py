@@ -66,7 +66,7 @@ async def test_the_app_sees_a_disconnect_when_its_message_is_refused():
 async def test_a_client_that_expects_100_continue_gets_the_413_at_once():
     async with listening(body_bytes=1000) as served:
         head = post(HOT, b"x" * 1001, b"Expect: 100-continue").split(b"\r\n\r\n")[0] + b"\r\n\r\n"
-        assert error_of(await served.said(head)) == (413, "body_too_large")
+        assert error_of(await served.response_to(head)) == (413, "body_too_large")
 
 
 @pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens?beta=true", HOT, COLD])
@@ -80,24 +80,24 @@ async def test_a_client_that_expects_100_continue_gets_the_413_at_once():
 )
 async def test_requests_of_anthropics_clients_are_refused_in_anthropics_form(path, more, body, status, word):
     async with listening(body_bytes=1000) as served:
-        said = await served.said(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n%b" % (path.encode(), more, body))
+        said = await served.response_to(b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n%b" % (path.encode(), more, body))
     assert error_of(said)[0] == status
-    told = json.loads(said.partition(b"\r\n\r\n")[2])
-    found = (told.get("type"), told["error"]["type"])
+    cors_headers = json.loads(said.partition(b"\r\n\r\n")[2])
+    found = (cors_headers.get("type"), cors_headers["error"]["type"])
     assert found == (("error", word) if "messages" in path else (None, "invalid_request_error"))
 
 
 async def test_a_refusal_has_the_pages_headers_unless_the_app_has_the_request():
-    def told(origin):
+    def cors_headers(origin):
         return b"x-for: %b\r\n" % origin
 
-    async with listening(cors_headers=told, body_bytes=1000) as served:
+    async with listening(cors_headers=cors_headers, body_bytes=1000) as served:
         for path, is_told in ((HOT, True), (COLD, False)):
             head = b"POST %b HTTP/1.1\r\nHost: a\r\nOrigin: page\r\n%b\r\n\r\n" % (path.encode(), CHUNKED)
-            said = await served.said(head + b"fff\r\n" + b"x" * 0xFFF)
+            said = await served.response_to(head + b"fff\r\n" + b"x" * 0xFFF)
             assert (error_of(said), b"x-for: page\r\n" in said) == ((413, "body_too_large"), is_told)
         for lines, is_told in ((b"", False), (b"Origin: page\r\nHost: a\r\n", True)):
-            said = await served.said(b"GET / HTTP/1.1\r\n%bX : a\r\n\r\n" % lines)
+            said = await served.response_to(b"GET / HTTP/1.1\r\n%bX : a\r\n\r\n" % lines)
             assert (error_of(said), b"x-for: page\r\n" in said) == ((400, "invalid_http"), is_told)
 
 
@@ -157,7 +157,7 @@ async def test_all_bodies_together_are_bounded_and_the_next_is_refused_429():
     async with listening(work, held_bytes=10_000) as served, await served.client() as first:
         first.send(post(HOT, b"x" * 9000))
         await until(lambda: work.begun)
-        said = await served.said(post(HOT, b"x" * 1001))
+        said = await served.response_to(post(HOT, b"x" * 1001))
         assert error_of(said) == (429, "saturated")
         assert b"retry-after: 1\r\n" in said
         assert served.listener.held_bytes == 9000
@@ -184,10 +184,10 @@ async def test_a_tenants_bodies_are_bounded_and_answers_give_their_room_back():
         second.send(asking(b"a", 400))
         other.send(asking(b"b", 1000))
         await until(lambda: len(calls.exchanges) == 3)
-        assert error_of(await served.said(asking(b"a", 1))) == (429, "saturated")
+        assert error_of(await served.response_to(asking(b"a", 1))) == (429, "saturated")
         calls.answer([len(each.body) for each in calls.exchanges].index(400))
         await second.answer()
-        assert error_of(await served.said(asking(b"a", 401))) == (429, "saturated")
+        assert error_of(await served.response_to(asking(b"a", 401))) == (429, "saturated")
         third.send(asking(b"a", 400))
         await until(lambda: len(calls.exchanges) == 4)
         for number in range(4):

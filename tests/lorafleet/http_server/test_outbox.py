@@ -15,7 +15,7 @@ class ManualLoop:
     def call_soon(self, callback):
         self.soon.append(callback)
 
-    def turn(self):
+    def run_tick(self):
         soon, self.soon = self.soon, []
         for callback in soon:
             callback()
@@ -46,9 +46,9 @@ def test_what_a_turn_writes_goes_out_at_its_end_in_order():
     box.write(one, b"2", loop)
     assert not one.written
     assert len(loop.soon) == 1
-    loop.turn()
+    loop.run_tick()
     assert (one.written, other.written) == ([b"1", b"2"], [b"a"])
-    loop.turn()
+    loop.run_tick()
     assert one.written == [b"1", b"2"]
 
 
@@ -58,7 +58,7 @@ def test_a_long_turn_does_not_hold_back_what_came_first():
         box.write(transport, b"x", loop)
     assert len(transport.written) == outbox.MAX_WRITES
     box.write(transport, b"y", loop)
-    loop.turn()
+    loop.run_tick()
     assert transport.written[-1:] == [b"y"]
 
 
@@ -69,17 +69,17 @@ def test_one_that_cannot_be_written_takes_no_other_with_it():
     box.write(closed, b"lost", loop)
     box.write(transport, b"x", loop)
     closed.closed = True
-    loop.turn()
+    loop.run_tick()
     assert (closed.written, transport.written) == ([], [b"x"])
 
 
 def test_behind_what_cannot_be_written_nothing_is_written_to_the_same():
     loop, box, transport = ManualLoop(), Outbox(), RecordingTransport(raises=True)
     box.write(transport, b"lost", loop)
-    loop.turn()
+    loop.run_tick()
     transport.raises = False
     box.write(transport, b"what follows", loop)
-    loop.turn()
+    loop.run_tick()
     assert transport.closed
     assert not transport.written
 
@@ -98,5 +98,5 @@ def test_who_will_flush_it_is_not_called_for_that_besides():
     assert not loop.soon
     box.flush()
     box.write(transport, b"2", loop)
-    loop.turn()
+    loop.run_tick()
     assert transport.written == [b"1", b"2"]

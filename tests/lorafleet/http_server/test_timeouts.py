@@ -27,8 +27,8 @@ async def test_a_client_that_sends_its_request_too_slowly_gets_a_408(path):
                 assert error_of(await rest) == (408, "request_timeout")
         assert not served.seen
         # One that says nothing is closed without a word.
-        assert await served.said(b"") == b""
-        assert await served.said(b"\r\n") == b""
+        assert await served.response_to(b"") == b""
+        assert await served.response_to(b"\r\n") == b""
 
 
 @pytest.mark.parametrize("path", [HOT, COLD])

@@ -44,7 +44,7 @@ async def test_a_handler_sees_neither_the_upgrade_nor_its_settings():
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_an_upgrade_that_says_close_is_the_last_on_its_connection(path):
     async with listening() as served:
-        said = await served.said(post(path, b"abc", b"Connection: close, Upgrade", b"Upgrade: h2c") + SMUGGLED)
+        said = await served.response_to(post(path, b"abc", b"Connection: close, Upgrade", b"Upgrade: h2c") + SMUGGLED)
         status, headers = parsed_head(said.partition(b"\r\n\r\n")[0])
         assert (status, headers[b"connection"]) == (200, b"close")
         assert served.seen == [(path, b"abc")]
@@ -61,7 +61,7 @@ async def test_an_upgrade_that_says_close_is_the_last_on_its_connection(path):
 @pytest.mark.parametrize("path", [HOT, COLD])
 async def test_limits_hold_for_a_request_that_asks_for_an_upgrade(path, limits, more, expected):
     async with listening(**limits) as served:
-        said = await served.said(b"POST %b HTTP/1.1\r\nHost: a\r\n%b%b" % (path.encode(), H2C, more))
+        said = await served.response_to(b"POST %b HTTP/1.1\r\nHost: a\r\n%b%b" % (path.encode(), H2C, more))
         assert error_of(said) == expected
         assert not served.seen
 
