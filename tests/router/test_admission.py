@@ -120,7 +120,7 @@ def test_what_a_request_is_told_is_how_long_it_waits():
     for _ in range(40):
         fleet.ask(seconds=0.5)
     queued = QueuedRequest(hashed=HashedRequest(RoutingRequest("m", "", RATE // 2)))
-    decision = fleet.scheduler._decide_ticket(queued, fleet.scheduler.queue.backlog, fleet.now)
+    decision = fleet.scheduler.decide(queued.hashed, fleet.now)
     told_s = fleet.scheduler.queue.wait_s(queued, decision)
     began_at = fleet.now
     fleet.scheduler.decide_or_enqueue(queued, began_at)

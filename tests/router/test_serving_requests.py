@@ -867,7 +867,7 @@ async def test_a_usage_report_counts_what_was_sent_and_what_is_in_flight():
 
 
 async def test_drain_is_confirmed_by_an_extra_report(monkeypatch):
-    monkeypatch.setattr("router.app.USAGE_EVERY_S", 3600.0)
+    monkeypatch.setattr("router.lifespan.USAGE_EVERY_S", 3600.0)
     async with fleet(EngineDouble("w0"), control=with_sql("w0")) as (_, control, _parts):
         await until(lambda: control.usage)
         control.draining = (Draining(lora_id="sql/v1", digest=DIGEST, worker_id="w0"),)

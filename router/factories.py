@@ -1,0 +1,346 @@
+"""Makes each part of the router from the settings; app.py says in which order."""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Any
+
+import httpx
+import structlog
+
+from lorafleet.engine.agentless import engines_by_id, has_start_time
+from lorafleet.http_server.limits import ClientLimits
+from lorafleet.kube.access import ACCOUNT, find_access_source
+from lorafleet.kube.client import open_client
+from lorafleet.kube.discovery import SliceWatch
+from lorafleet.kube.errors import KubeConfigError, KubeError
+from lorafleet.service.auth import ApiKeys
+from lorafleet.service.own_key import OwnKey
+from lorafleet.service.transport import DirectTransport
+from router.config import RouterSettings
+from router.core.failover.circuit_breaker import BreakerRules, CircuitBreaker, CircuitState
+from router.core.failover.retry_budget import RetryBudget
+from router.core.fleet import Incarnation, Replica
+from router.core.kv.index import WorkerId
+from router.core.kv.prediction_accuracy import PredictionAccuracy
+from router.core.schedule.cost_settings import CostSettings
+from router.core.schedule.load import LoadBook
+from router.core.schedule.policies import POLICIES
+from router.core.scheduler import Scheduler, ShadowComparison
+from router.fleet.discovery import Discovery
+from router.fleet.health_probe import Finding, HealthProbes
+from router.fleet.usage_report import UsageCounts
+from router.http.engine_pool import EnginePool
+from router.http.fetch import fetch, stream
+from router.kv.feeds import KvFeeds
+from router.request.background import Background
+from router.request.cold_starts import ColdStarts
+from router.request.queue import RequestQueue
+from router.request.stages import match
+from router.telemetry.metrics import RouterMetrics
+from router.tokenizing.tokenizers import Tokenizers
+from workers.wire import Metadata
+
+log = structlog.get_logger()
+
+# Agents and orchestrators send keep-alives more often.
+_LISTEN_IDLE_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerListener:
+    """Passes the workers' reports on to the services that use them (a discovery.Listener)."""
+
+    feeds: KvFeeds
+    load: LoadBook
+    accuracy: PredictionAccuracy
+    breaker: CircuitBreaker
+    usage: UsageCounts
+    tokenizers: Tokenizers
+    metrics: RouterMetrics
+    learning: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def on_report(self, replica: Replica, metadata: Metadata) -> None:
+        self.load.apply_report(replica)
+        self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
+        self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
+        self.feeds.update_worker(replica.id, replica.base_model, replica.block_size, metadata)
+        if replica.state == "ready" and not self.tokenizers.has_probed(
+            replica.base_model, _restartable_incarnation(replica)
+        ):
+            task = asyncio.create_task(self._learn(replica))
+            self.learning.add(task)
+            task.add_done_callback(self.learning.discard)
+
+    def on_agent_silent(self, worker: WorkerId) -> None:
+        self.load.forget_report(worker)
+
+    def on_gone(self, worker: WorkerId) -> None:
+        self.feeds.forget(worker)
+        self.load.forget(worker)
+        self.accuracy.forget(worker)
+        self.breaker.forget(worker)
+        self.usage.forget(worker)
+        self.tokenizers.forget(worker)
+        self.metrics.forget_worker(worker)
+
+    async def _learn(self, replica: Replica) -> None:
+        try:
+            await self.tokenizers.learn(
+                replica.base_model,
+                agent_url=replica.agent_url,
+                engine_url=replica.engine_url,
+                incarnation=_restartable_incarnation(replica),
+            )
+        except (httpx.HTTPError, ValueError) as exc:
+            # The next report comes in a second, and tries again.
+            log.warning("tokenizer not fetched yet", base_model=replica.base_model, error=repr(exc))
+
+
+def _restartable_incarnation(replica: Replica) -> Incarnation | None:
+    """The replica's incarnation; None where a restart of its engine would not change it."""
+    return replica.incarnation if has_start_time(replica.engine_boot_id) else None
+
+
+def make_scheduler(
+    config: RouterSettings,
+    discovery: Discovery,
+    feeds: KvFeeds,
+    load: LoadBook,
+    breaker: CircuitBreaker,
+    metrics: RouterMetrics,
+) -> Scheduler:
+    """The scheduler, with its policy, shadows and circuits."""
+    return Scheduler(
+        roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
+        match=partial(match, feeds),
+        policy=POLICIES[config.policy](),
+        shadows=[POLICIES[name]() for name in config.shadow_policies],
+        on_shadow=lambda shadow: _record_shadow(metrics, shadow),
+        on_shadow_failure=lambda name, exc: _record_shadow_failure(metrics, name, exc),
+        costs=CostSettings(**config.costs),
+        late_binding_s=config.late_binding_s,
+        most_in_flight_tokens=config.max_in_flight_tokens,
+        breaker=breaker,
+        budget=lambda: RetryBudget(share=config.retry_share, floor_per_s=config.retry_floor_per_s),
+        load=load,
+    )
+
+
+def tenant_share(config: RouterSettings, keys: ApiKeys) -> float:
+    """Share of a queue that one tenant may take."""
+    return 1.0 if keys.is_open else config.tenant_share  # without keys there is one tenant
+
+
+def make_background(config: RouterSettings, keys: ApiKeys, discovery: Discovery, agents: EnginePool) -> Background:
+    """The background responses."""
+
+    async def ask(replica: Replica, response_id: str) -> bytes:
+        # Not on the connections of requests: an engine that answers this may still be unable to compute.
+        return await fetch(
+            agents,
+            replica.engine_url,
+            f"/v1/responses/{response_id}",
+            token="" if replica.agent_url else config.engine_key,
+            timeout_s=config.control_timeout_s,
+        )
+
+    return Background(
+        ask,
+        lambda worker: discovery.fleet.replicas.get(worker),  # noqa: PLW0108  (`fleet` is swapped)
+        most=config.max_background_responses,
+        tenant_share=tenant_share(config, keys),
+        timeout_s=config.background_timeout_s,
+    )
+
+
+def make_health_probes(
+    config: RouterSettings, scheduler: Scheduler, agents: EnginePool, metrics: RouterMetrics
+) -> HealthProbes:
+    """The probes that a doubtful circuit asks for; results go back to the scheduler."""
+
+    async def ask(replica: Replica, path: str, body: bytes) -> bytes:
+        return await fetch(
+            agents,
+            replica.engine_url,
+            path,
+            token="" if replica.agent_url else config.engine_key,
+            body=body,
+            timeout_s=config.control_timeout_s,
+        )
+
+    def on_finding(replica: Replica, finding: Finding) -> None:
+        metrics.circuit_looks.labels(finding).inc()
+        if finding != "unknown":
+            scheduler.record_probe(replica, time.monotonic(), is_well=finding == "well")
+
+    return HealthProbes(ask, on_finding)
+
+
+async def fetch_as_router(agents: EnginePool, own: OwnKey, url: str, path: str, **more: Any) -> bytes:
+    """Fetch from an agent with the router's own key, as the key file has it now."""
+    return await fetch(agents, url, path, token=own.key, **more)
+
+
+def make_discovery(
+    config: RouterSettings,
+    control: httpx.AsyncClient,
+    agents: EnginePool,
+    own: OwnKey,
+    listener: WorkerListener,
+    metrics: RouterMetrics,
+) -> Discovery:
+    """Discovery of workers and adapters, from the orchestrator, settings and Kubernetes."""
+    slices = None
+    if config.kube_selector:
+        slices = SliceWatch(
+            partial(open_client, find_access_source(config.kubeconfig, os.environ, ACCOUNT)),
+            selector=config.kube_selector,
+            namespaces=config.kube_namespaces,
+            on_failure=partial(_record_slices_failure, metrics),
+        )
+    return Discovery(
+        control,
+        partial(fetch_as_router, agents, own, timeout_s=config.control_timeout_s),
+        get_from_engine=partial(fetch, agents, timeout_s=config.control_timeout_s),
+        open_stream=lambda url, path: stream(agents, url, path, token=own.key, idle_s=_LISTEN_IDLE_S),
+        engine_key=config.engine_key,
+        engine_salt=config.engine_salt,
+        orchestrator_url=config.orchestrator_url.rstrip("/"),
+        engines=engines_by_id(config.engines),
+        slices=slices,
+        zone=config.zone,
+        listener=listener,
+        state_file=config.state_dir / "catalog.json" if config.state_dir else None,
+        catalog_poll_s=config.catalog_poll_s,
+        metadata_poll_s=config.metadata_poll_s,
+        unreachable_after_s=config.unreachable_after_s,
+        first_sync_wait_s=config.first_sync_wait_s,
+        clock=time.monotonic,
+        on_failure=lambda loop: metrics.loop_failures.labels(loop).inc(),
+    )
+
+
+def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
+    """Seconds until the requests queued for each worker have been sent, at the rate at which they go."""
+    waiting = scheduler.queue
+    return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
+
+
+def client_limits(config: RouterSettings, keys: ApiKeys) -> ClientLimits:
+    """The listener's limits on clients."""
+    of_tenant = int(config.max_bodies_bytes * config.tenant_share)
+    return ClientLimits(
+        head_bytes=config.max_head_bytes,
+        body_bytes=config.max_body_bytes,
+        held_bytes=config.max_bodies_bytes,
+        tenant_bytes=None if keys.is_open else max(of_tenant, config.max_body_bytes),
+        head_s=config.head_timeout_s,
+        body_s=config.body_timeout_s,
+        send_stall_s=config.send_timeout_s,
+        idle_s=config.keep_alive_s,
+    )
+
+
+def _breaker_rules(config: RouterSettings) -> BreakerRules:
+    """The circuit rules of the settings."""
+    return BreakerRules(
+        failures=config.breaker_failures,
+        eject_share=config.breaker_eject_share,
+        open_s=config.breaker_open_s,
+        most_open_s=max(config.breaker_open_s, config.breaker_max_open_s),
+        silent_s=config.breaker_silent_s,
+        trial_s=config.trial_timeout_s,
+    )
+
+
+def _record_circuit(metrics: RouterMetrics, replica: Replica, state: CircuitState, why: str) -> None:
+    metrics.circuit_open.labels(replica.id).set(state == "open")
+    if state == "open":
+        metrics.circuit_openings.labels(replica.id, why).inc()
+    log.warning("circuit changed", worker=replica.id, state=state, why=why)
+
+
+def _record_shadow(metrics: RouterMetrics, shadow: ShadowComparison) -> None:
+    metrics.shadow_decisions.labels(shadow.policy, "yes" if shadow.agrees else "no").inc()
+    metrics.shadow_cost.labels(shadow.policy).inc(shadow.cost_s)
+
+
+def _record_shadow_failure(metrics: RouterMetrics, name: str, exc: Exception) -> None:
+    metrics.shadow_decisions.labels(name, "failed").inc()
+    log.warning("shadow policy failed", policy=name, error=repr(exc))
+
+
+def _record_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
+    if not isinstance(exc, KubeError | KubeConfigError):  # what the API server says or does not say shows as age
+        metrics.loop_failures.labels("slices").inc()
+
+
+def make_control_client(config: RouterSettings, own_key: OwnKey) -> httpx.AsyncClient:
+    """The HTTP client for calls to the orchestrator and agents."""
+    return httpx.AsyncClient(
+        timeout=config.control_timeout_s,
+        auth=own_key,
+        transport=DirectTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=256)),
+        trust_env=False,
+    )
+
+
+def make_circuit_breaker(config: RouterSettings, metrics: RouterMetrics) -> CircuitBreaker:
+    """The circuit breaker, whose changes are counted and logged."""
+    return CircuitBreaker(_breaker_rules(config), partial(_record_circuit, metrics))
+
+
+def make_tokenizers(config: RouterSettings, control: httpx.AsyncClient, metrics: RouterMetrics) -> Tokenizers:
+    """The tokenizers of all base models."""
+    return Tokenizers(
+        control,
+        mode=config.tokenizer,
+        paths=config.tokenizer_paths,
+        remote_timeout_s=config.tokenize_timeout_s,
+        metrics=metrics,
+    )
+
+
+def make_request_queue(
+    config: RouterSettings, keys: ApiKeys, scheduler: Scheduler, usage: UsageCounts, metrics: RouterMetrics
+) -> RequestQueue:
+    """The queue of requests for which no engine has room."""
+    return RequestQueue(
+        scheduler,
+        metrics,
+        most_waiting=config.max_waiting_requests,
+        most_wait_s=config.max_wait_s,
+        clock=time.monotonic,
+        most_waiting_bytes=config.max_waiting_bytes,
+        tenant_share=tenant_share(config, keys),
+        holds=usage.holds,
+    )
+
+
+def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
+    config: RouterSettings,
+    keys: ApiKeys,
+    agents: EnginePool,
+    own_key: OwnKey,
+    discovery: Discovery,
+    usage: UsageCounts,
+    metrics: RouterMetrics,
+) -> ColdStarts:
+    """The queue of requests for cold adapters."""
+    return ColdStarts(
+        partial(fetch_as_router, agents, own_key),
+        discovery,
+        metrics,
+        config.orchestrator_url.rstrip("/"),
+        config.cold_start_timeout_s,
+        config.max_held_requests,
+        max_held_bytes=config.max_held_bytes,
+        tenant_share=tenant_share(config, keys),
+        tenant_adapters=inf if keys.is_open else config.max_cold_adapters_per_tenant,
+        holds=usage.holds,
+        silent_after_s=config.catalog_poll_s + config.control_timeout_s,
+    )

@@ -1,0 +1,155 @@
+"""What runs beside the requests: discovery, the queue, and periodic tasks."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
+
+import httpx
+import structlog
+
+from lorafleet.http_server.listener import HttpListener
+from lorafleet.service.loops import forever
+from router.core.fleet import Replica
+from router.core.scheduler import Scheduler
+from router.fleet.discovery import Discovery
+from router.fleet.health_probe import HealthProbes
+from router.fleet.usage_report import UsageCounts, send_usage
+from router.http.engine_pool import EnginePool
+from router.kv.feeds import KvFeeds
+from router.processes.aggregate import WorkerProcesses
+from router.request.engine_attempt import EngineAttempt
+from router.request.services import Services
+from router.telemetry.metrics import RouterMetrics
+
+log = structlog.get_logger()
+
+USAGE_EVERY_S = 1.0
+_WATCH_EVERY_S = 1.0
+# A tokenizing thread gives the GIL back to the event loop within this time; Python's default is 5 ms.
+_SWITCH_EVERY_S = 0.001
+# Objects made and not freed between two garbage collections: mostly of requests in flight and kept decisions.
+_COLLECT_EVERY = 50_000
+# Blocks of forgotten workers are swept from the indexes in steps of a millisecond or two.
+_SWEEP_EVERY_S = 0.1
+_SWEEP_BLOCKS = 5_000
+
+
+@asynccontextmanager
+async def run_services(
+    services: Services,
+    control: httpx.AsyncClient,
+    agents: EnginePool,
+    probes: HealthProbes,
+    clients: HttpListener,
+    processes: WorkerProcesses | None,
+) -> AsyncIterator[None]:
+    """Run everything beside the requests, from the app's start to its end, and then close it in order."""
+    discovery, metrics = services.discovery, services.metrics
+    async with control:
+        running = [
+            asyncio.create_task(discovery.run()),
+            asyncio.create_task(services.queue.run()),
+            asyncio.create_task(_sweep_indexes(services.feeds, metrics)),
+            asyncio.create_task(_check_engines(services, discovery, metrics)),
+        ]
+        if url := services.config.orchestrator_url.rstrip("/"):
+            running.append(asyncio.create_task(_report_usage(control, url, services.usage, discovery, metrics)))
+        for task in running:
+            task.add_done_callback(lambda task: _on_task_end(services, task))
+        if processes is not None:
+            await processes.start()
+        _tune_garbage_collection()
+        sys.setswitchinterval(_SWITCH_EVERY_S)
+        try:
+            yield
+        finally:
+            clients.stop()
+            await services.background.close()
+            await probes.close()
+            if processes is not None:
+                await processes.close()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await services.feeds.close()
+            await services.pool.close()
+            await agents.close()
+            services.tokenizers.close()
+            if services.tracer is not None:
+                await services.tracer.close()
+
+
+def _on_task_end(services: Services, task: asyncio.Task[None]) -> None:
+    """Stop the router when a background task ends early: without it, the router would serve an outdated fleet."""
+    if task.cancelled():
+        return
+    services.has_failed = True
+    log.critical("a background task ended; the router stops", task=repr(task.get_coro()), exc_info=task.exception())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _tune_garbage_collection() -> None:
+    """Collect rarely, and never search the index and the tokenizers: garbage in cycles is rare here."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_EVERY, 20, 50)
+
+
+async def _sweep_indexes(feeds: KvFeeds, metrics: RouterMetrics) -> None:
+    async def step() -> None:
+        for index in (*feeds.indexes.values(), *feeds.approximate.values()):
+            index.sweep(_SWEEP_BLOCKS)
+
+    await forever(step, name="sweep", every_s=_SWEEP_EVERY_S, on_failure=metrics.loop_failures.labels("sweep").inc)
+
+
+async def _check_engines(services: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
+    scheduler, pool = services.scheduler, services.pool
+
+    async def step() -> None:
+        replicas = list(discovery.fleet.replicas.values())
+        heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
+        for replica in replicas:
+            scheduler.load.record_data(replica.id, heard_at.get(replica.engine_url, -inf))
+        now = time.monotonic()
+        scheduler.check_engines(replicas, now)
+        services.poison_requests.forget(now)
+        services.poison_adapters.forget(now)
+        for replica in replicas:
+            if replica.is_suspect:
+                _move_requests_from(replica, scheduler, pool, now)
+
+    await forever(step, name="watch", every_s=_WATCH_EVERY_S, on_failure=metrics.loop_failures.labels("watch").inc)
+
+
+def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, now: float) -> None:
+    """Give up the requests at a hung engine that another replica can serve; the others may still get their answer."""
+    others = [
+        replica
+        for replica in scheduler.healthy_replicas(hung.base_model, now)
+        if replica.max_model_len >= hung.max_model_len
+    ]
+    if others:
+        served = {name for replica in others for name in replica.residents if name not in replica.draining}
+        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served))
+
+
+async def _report_usage(
+    client: httpx.AsyncClient, url: str, usage: UsageCounts, discovery: Discovery, metrics: RouterMetrics
+) -> None:
+    async def step() -> None:
+        await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
+
+    await forever(
+        step,
+        name="usage",
+        every_s=USAGE_EVERY_S,
+        poke=discovery.drains_begun,
+        on_failure=metrics.loop_failures.labels("usage").inc,
+    )
