@@ -14,7 +14,7 @@ CHUNKED = b"Transfer-Encoding: chunked"
 
 
 class Work:
-    """A handler that waits to be told to go on, and notes who left."""
+    """A handler that waits until the test sets `go_on`, and counts requests that were cancelled."""
 
     def __init__(self, answer=length):
         self.answer = answer

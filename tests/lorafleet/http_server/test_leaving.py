@@ -52,7 +52,7 @@ async def test_a_handler_without_a_task_hears_once_that_its_client_left(leave):
 
 @pytest.mark.parametrize("in_task", [False, True])
 async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
-    told, done = [], asyncio.Event()
+    ended, done = [], asyncio.Event()
 
     async def cut_off(exchange):
         try:
@@ -66,7 +66,7 @@ async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
                 await asyncio.sleep(0)
             done.set()
         except (asyncio.CancelledError, GeneratorExit):
-            told.append(exchange)
+            ended.append(exchange)
             raise
 
     async with listening(cut_off) as served, await served.client() as client:
@@ -75,7 +75,7 @@ async def test_on_gone_is_not_called_for_an_answer_its_handler_aborted(in_task):
         await asyncio.wait_for(done.wait(), patience(5))
         await until(lambda: not served.listener.connections)
         assert len(served.seen) == 1
-    assert not told
+    assert not ended
 
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
@@ -136,8 +136,8 @@ async def test_work_is_cancelled_when_its_client_leaves(leave, begun):
             await until(lambda: work.cancelled)
         await until(lambda: not served.listener.connections)
         (exchange,) = work.exchanges
-        exchange.respond(200, b"", b"to nobody")
-        exchange.send(b"to nobody")
+        exchange.respond(200, b"", b"to a client that left")
+        exchange.send(b"to a client that left")
         exchange.finish()
         exchange.abort()
 

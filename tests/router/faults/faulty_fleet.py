@@ -88,7 +88,7 @@ class Play:
             acts = self.acts.get(name)
             act = acts.pop(0) if acts else self.usual
             working = asyncio.create_task(act(writer, body))
-            # As an engine does: whoever asked has gone, so the work for it ends.
+            # As an engine does: its client has gone, so the work ends.
             gone = asyncio.create_task(_closed(reader))
             try:
                 await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +173,7 @@ class FaultyFleet:
         return self.left().keys() <= {"clients' connections"}
 
     async def nothing_is_left(self) -> None:
-        """All that requests held was given back, and nothing happened that nobody thought of."""
+        """All that requests held was given back, and no unexpected error was logged or answered."""
         with contextlib.suppress(TimeoutError):  # which says less than what is left
             await until(lambda: not self.left())
         left = self.left()

@@ -1,4 +1,4 @@
-"""A stream that is told that it is waited for, before its first event."""
+"""Keep-alive comments: a stream that waits for its first event."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ REFUSAL = json.dumps({"error": {"message": "too long", "type": "x", "param": Non
 
 
 def held(go_on, raw=STREAM, then="stay"):
-    """An engine that says nothing before it is told to go on."""
+    """An engine that is silent until the test lets it go on."""
 
     async def act(writer, body):
         await go_on.wait()

@@ -94,15 +94,15 @@ async def test_key_is_charged_the_engines_token_count(tmp_path, stream):
 
 async def test_answer_of_bytes_keeps_its_metadata_and_is_charged_by_it(tmp_path):
     usage = {"prompt_tokens": 70, "total_tokens": 70}
-    told = {"id": "e", "model": BASE, "data": [{"start": 0, "end": 8}], "usage": usage}
-    head = b"content-type: application/octet-stream\r\nmetadata: %b\r\n" % json.dumps(told).encode()
+    decoded = {"id": "e", "model": BASE, "data": [{"start": 0, "end": 8}], "usage": usage}
+    head = b"content-type: application/octet-stream\r\nmetadata: %b\r\n" % json.dumps(decoded).encode()
     async with faulty_fleet(1, **key_file(tmp_path, tokens_per_minute=100)) as router:
         router.play.usual = saying(b"HTTP/1.1 200 OK\r\n%bcontent-length: 8\r\n\r\n%b" % (head, bytes(8)))
         for left in (100, 30):
             body = {"model": BASE, "input": "", "encoding_format": "bytes"}
             answer = await router.client.post("/v1/embeddings", json=body, headers=bearer("a"))
             assert (answer.status_code, answer.content) == (200, bytes(8))
-            assert json.loads(answer.headers["metadata"]) == told
+            assert json.loads(answer.headers["metadata"]) == decoded
             assert left - 25 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= left
 
 
@@ -410,10 +410,10 @@ async def test_anthropic_clients_have_their_own_header_and_error_shape(tmp_path)
 
         async def said(body, key="a", **headers):
             found = await router.client.post("/v1/messages", json=body, headers={"x-api-key": key, **headers})
-            told = found.json()
-            assert told["type"] == "error"
-            assert isinstance(told["error"]["message"], str)
-            return found.status_code, told["error"]["code"], told["error"]["type"]
+            decoded = found.json()
+            assert decoded["type"] == "error"
+            assert isinstance(decoded["error"]["message"], str)
+            return found.status_code, decoded["error"]["code"], decoded["error"]["type"]
 
         assert await said(ask, key="wrong") == (401, "invalid_api_key", "authentication_error")
         assert await said({**ask, "model": "absent"}) == (404, "model_not_found", "not_found_error")
@@ -423,8 +423,8 @@ async def test_anthropic_clients_have_their_own_header_and_error_shape(tmp_path)
         start, error = events_of(broken.content)
         assert start == first
         assert error.startswith(b"event: error\ndata: ")
-        told = json.loads(error.split(b"data: ")[1])
-        assert (told["type"], told["error"]["type"]) == ("error", "api_error")
+        decoded = json.loads(error.split(b"data: ")[1])
+        assert (decoded["type"], decoded["error"]["type"]) == ("error", "api_error")
         assert await said(ask) == (429, "rate_limited", "rate_limit_error")
         refused = (400, "invalid_request_body", "invalid_request_error")
         assert await said(ask, key="b", **{"x-lorafleet-timeout-s": "no"}) == refused
@@ -503,8 +503,8 @@ async def test_stored_response_is_asked_of_its_own_engine_only(tmp_path):
                 if "hang" in target:
                     await reader.read()  # until the router has gone
                     return
-                told = {"id": body.get("request_id", target.split("/")[-1]), "object": "response", "model": BASE}
-                writer.write(answering(json.dumps(told).encode()))
+                decoded = {"id": body.get("request_id", target.split("/")[-1]), "object": "response", "model": BASE}
+                writer.write(answering(json.dumps(decoded).encode()))
 
         for engine in router.engines:
             engine.script = keeping

@@ -317,7 +317,7 @@ async def test_stream_beginning_with_an_error_is_closed_at_once():
 
 @pytest.mark.parametrize("ends", ["well", "broken"])
 async def test_bytes_before_the_relay_begins_are_sent_on_in_order(ends):
-    more, told, over = asyncio.Event(), [], asyncio.Event()
+    more, decided, over = asyncio.Event(), [], asyncio.Event()
 
     async def script(engine, reader, writer):
         await engine.request(reader)
@@ -332,12 +332,12 @@ async def test_bytes_before_the_relay_begins_are_sent_on_in_order(ends):
     try:
         async with RawEngine(script) as engine:
             call = call_to(engine.url, streamed=True)
-            attempt = EngineAttempt(call, LIMITS, lambda: told.append(attempt.status), True)
+            attempt = EngineAttempt(call, LIMITS, lambda: decided.append(attempt.status), True)
             attempt.begin(await pool.connect(call.origin))
-            await until(lambda: told)
+            await until(lambda: decided)
             more.set()
             await until(lambda: attempt.connection is None)
-            assert told == [200]
+            assert decided == [200]
             attempt.start_relay(exchange, ModelRenamer("m", "m"), over.set)
             await asyncio.wait_for(over.wait(), patience(5))
             assert (b"".join(exchange.sent), attempt.events) == (TOKEN + DONE, 2)

@@ -122,7 +122,7 @@ async def test_fetch_cancelled_at_its_answer_closes_no_other_requests_connection
 
     def and_tell(connection):
         release(connection)
-        is_free.set()  # whoever waits for this runs before whoever waits for the answer
+        is_free.set()  # the task that waits for this runs before the one that waits for the answer
 
     async def second():
         await is_free.wait()
@@ -143,8 +143,8 @@ async def whole(pool, url):
 
 
 async def streamed(pool, url):
-    async with stream(pool, url, "/events", idle_s=patience(5)) as told:
-        return [data async for data in told]
+    async with stream(pool, url, "/events", idle_s=patience(5)) as answer:
+        return [data async for data in answer]
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
@@ -181,9 +181,9 @@ async def test_answer_of_the_largest_size_and_empty_stream_are_allowed(pool):
         assert await fetch(pool, agent.url, "/metadata", timeout_s=patience(5), max_bytes=4) == b"body"
     async with (
         answering(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") as agent,
-        stream(pool, agent.url, "/events", idle_s=patience(5)) as told,
+        stream(pool, agent.url, "/events", idle_s=patience(5)) as answer,
     ):
-        assert [data async for data in told] == []
+        assert [data async for data in answer] == []
 
 
 async def test_stream_arrives_as_sent_and_its_connection_is_reused(pool):
@@ -200,9 +200,9 @@ async def test_stream_arrives_as_sent_and_its_connection_is_reused(pool):
         for _ in range(2):
             got = []
             more.clear()
-            async with stream(pool, agent.url, "/v1/kv/stream?since=1", idle_s=patience(5)) as told:
-                assert told.status == 200
-                async for data in told:
+            async with stream(pool, agent.url, "/v1/kv/stream?since=1", idle_s=patience(5)) as answer:
+                assert answer.status == 200
+                async for data in answer:
                     got.append(data)
                     more.set()
             assert b"".join(got) == b"onetwo"
@@ -220,26 +220,26 @@ async def test_stream_is_lost_by_idle_time_and_paused_by_unread_bytes(pool):
         writer.write(b"3\r\none\r\n")
         await reader.read()
 
-    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-        connection = told.connection
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as answer:
+        connection = answer.connection
         connection.deadline = inf
         more.set()
-        await until(lambda: told.unread)
+        await until(lambda: answer.unread)
         assert 0 < connection.deadline - connection.loop.time() <= patience(5)
         assert not connection.is_paused
 
 
 async def test_abandoned_stream_is_closed_and_silent_stream_is_lost(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n") as agent:
-        async with stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-            async for data in told:
+        async with stream(pool, agent.url, "/events", idle_s=patience(5)) as answer:
+            async for data in answer:
                 assert data == b"one"
                 break
         await until(lambda: not agent.open)
         assert not pool.connections
-        async with stream(pool, agent.url, "/events", idle_s=0.1) as told:
+        async with stream(pool, agent.url, "/events", idle_s=0.1) as answer:
             with pytest.raises(EngineLost) as lost:
-                _ = [data async for data in told]
+                _ = [data async for data in answer]
         assert lost.value.reason == "no_answer_in_time"
 
 
@@ -256,11 +256,11 @@ async def test_a_stream_that_nobody_reads_holds_its_sender_back(pool):
             sent += 1
         await reader.read()  # drained is not sent: an end now would take the last of it away
 
-    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(30)) as told:
-        await until(lambda: told.connection.is_paused)
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(30)) as answer:
+        await until(lambda: answer.connection.is_paused)
         # The kernel keeps some megabytes on the way, and more where it has many.
         assert sent < 64
-        assert sum([len(data) async for data in told]) == 64 << 20
+        assert sum([len(data) async for data in answer]) == 64 << 20
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\n"])
@@ -306,21 +306,21 @@ async def test_bytes_arriving_during_iteration_are_read_before_the_end(pool):
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
         await reader.read()
 
-    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-        async for data in told:
+    async with RawEngine(script) as agent, stream(pool, agent.url, "/events", idle_s=patience(5)) as answer:
+        async for data in answer:
             got.append(data)
             more.set()
-            await until(lambda: told.has_ended)
+            await until(lambda: answer.has_ended)
     assert got == [b"one", b"two"]
 
 
 async def test_reading_an_ended_stream_does_not_touch_its_connection(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none") as agent:
-        async with stream(pool, agent.url, "/events", idle_s=patience(5)) as told:
-            await until(lambda: told.has_ended)
+        async with stream(pool, agent.url, "/events", idle_s=patience(5)) as answer:
+            await until(lambda: answer.has_ended)
             connection = pool.idle(Origin.parse(agent.url))
             connection.pause()
-            assert [data async for data in told] == [b"one"]
+            assert [data async for data in answer] == [b"one"]
             assert connection.is_paused
         assert pool.connections == 1
         connection.close()

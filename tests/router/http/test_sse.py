@@ -23,7 +23,7 @@ def test_stored_answer_has_fleet_names_without_digest_at_any_cut():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (b'{"error":{"message":"m","code":503}}', 503),
         (b'{"error":{"message":"m","code":404}}', 404),
@@ -43,10 +43,10 @@ def test_stored_answer_has_fleet_names_without_digest_at_any_cut():
     ],
 )
 @pytest.mark.parametrize("before", [b"", b": ping\n\n", b"event: error\n"])
-def test_first_event_error_becomes_a_valid_status(before, line, told):
+def test_first_event_error_becomes_a_valid_status(before, line, expected):
     event = before + b"data: " + line + b"\n\n"
     assert has_first_event(event)
-    assert event_error(event) == (told, line)
+    assert event_error(event) == (expected, line)
 
 
 def test_what_is_no_error_is_none_whatever_its_text_says():
