@@ -23,7 +23,7 @@ from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.settings import load_or_exit
-from router.api.control import answers, control_routes, describe_inference, exposed, health_routes
+from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.config import RouterSettings
 from router.core.errors import RouterError
 from router.core.failover.poison import PoisonRequests
@@ -132,10 +132,10 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)
     http = HttpListener(handler.find_handler, limits, handler.caller_of, origins, outbox, error_body)
-    own_metrics = partial(exposed, services, http)
+    own_metrics = partial(metrics_text, services, http)
     processes = None
     if me is not None:
-        processes = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=answers(services))
+        processes = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=process_handlers(services))
     app = FastAPI(
         title="lorafleet router", lifespan=lambda _app: run_services(services, control, agents, probes, http, processes)
     )

@@ -1,4 +1,4 @@
-"""What the router serves beyond OpenAI's own shapes."""
+"""REST models of the router, beside those of the OpenAI API."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -13,8 +13,13 @@ class _RouterModel(BaseModel):
 
 
 class ScoreItem(_RouterModel):
-    """One replica's terms in seconds. `winner` is where the request goes; one that was `passed_over` has all its
-    adapter slots in use, while another has not.
+    """One replica's cost terms, in seconds.
+
+    winner       the request goes there
+    passed_over  all its adapter slots are in use, while another replica has a free one
+    trust        accuracy of its predicted hits: exact, degraded or estimate
+    harm_s       decode interference
+    crowd_s      cache pressure, and scarcity of adapter slots
     """
 
     worker_id: str
@@ -42,11 +47,12 @@ class RejectedItem(_RouterModel):
 class RouteAnswer(_RouterModel):
     """`POST /v1/route`, and an item of `GET /v1/decisions`.
 
-    cached_tokens         predicted; `engine_cached_tokens` is the engine's own word, null where it has told none
-    tokens_from           approximate: both counts of the prompt are estimates, four bytes a token
-    trust                 exact, degraded or estimate: how far the winner's prediction was to be believed
-    waited_s, first_data_s   for room in the router; from dispatch to the first data, null while there is none
-    record                the decision as data: `router.core.schedule.record.replayed` makes it again
+    cached_tokens         predicted hit; `engine_cached_tokens` is the engine's own figure, null where it gave none
+    tokens_from           approximate: both token counts are estimates, four bytes a token
+    trust                 accuracy of the winner's prediction: exact, degraded or estimate
+    waited_s              seconds in the queue
+    first_data_s          seconds from dispatch to the first data; null before
+    record                the decision as data, for `POST /v1/decisions/replay`
     """
 
     request_id: str
@@ -72,16 +78,16 @@ class RouteAnswer(_RouterModel):
 
 
 class RecordedTrust(_RouterModel):
-    """Of an item's scores: how far a worker's predictions were to be believed."""
+    """One worker's prediction accuracy, of an item's scores."""
 
     worker_id: str
     trust: str
 
 
 class ReplayBody(_RouterModel):
-    """`POST /v1/decisions/replay`: an item of `GET /v1/decisions` as it is, or no more of it than its record.
+    """`POST /v1/decisions/replay`: an item of `GET /v1/decisions`, or its record alone.
 
-    policy  another rule than the recorded one: what it would have chosen
+    policy  a policy to decide by instead of the recorded one
     """
 
     record: dict[str, Any]
@@ -95,7 +101,7 @@ class ReplayBody(_RouterModel):
 class DecisionList(_RouterModel):
     """`GET /v1/decisions`.
 
-    missing  processes of this router, by their slot, that did not answer in time: theirs are not among the data
+    missing  slots of this router's processes that did not answer in time: their decisions are not in `data`
     """
 
     data: tuple[RouteAnswer, ...]

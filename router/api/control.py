@@ -1,4 +1,4 @@
-"""The routes around inference: models, explain, health and metrics."""
+"""The routes beside inference: models, explain, decisions, health and metrics."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
-from router.api.explain import again, explained, undecided
+from router.api.explain import decision_answer, replay_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
 from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
@@ -27,12 +27,12 @@ from router.request.stages import hash_prompt, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer
 
 _DECISIONS = "decisions"
-# A thousand of them take a process of a large fleet three seconds.
+# A thousand decisions take a process of a large fleet three seconds.
 _DECISIONS_WITHIN_S = 10.0
 
 
 class _DecisionFilter(msgspec.Struct, frozen=True):
-    """Which decisions; one process of several asks the others for theirs with it."""
+    """Which decisions to list; sent to the other processes, too."""
 
     adapter: str | None
     worker: str | None
@@ -45,8 +45,8 @@ _decode_wanted = msgspec.json.Decoder(_DecisionFilter).decode
 _decode_items = msgspec.json.Decoder(_Items).decode
 
 
-def answers(services: Services) -> Mapping[str, Answer]:
-    """What the other processes of this router may ask this one."""
+def process_handlers(services: Services) -> Mapping[str, Answer]:
+    """Handlers of the other processes' requests, by name."""
 
     async def decisions(question: bytes) -> bytes:
         return msgspec.json.encode(await _decisions(services, _decode_wanted(question)))
@@ -55,18 +55,20 @@ def answers(services: Services) -> Mapping[str, Answer]:
 
 
 async def _decisions(services: Services, wanted: _DecisionFilter) -> _Items:
-    """The newest of this process first: (when, the item as JSON)."""
+    """(time, item as JSON) of this process's decisions, the newest first."""
     found = [d for d in reversed(services.decisions) if _is_about(d, wanted.adapter, wanted.worker, wanted.request)]
     items: _Items = []
     for record in found[: wanted.limit]:
-        items.append((record.at, msgspec.Raw(explained(record, services.accuracy.state).model_dump_json().encode())))
-        # About 3 ms each with 64 replicas: what is being relayed gets its turn in between.
+        items.append(
+            (record.at, msgspec.Raw(decision_answer(record, services.accuracy.state).model_dump_json().encode()))
+        )
+        # A few milliseconds each with 64 replicas: relayed streams get their turn in between.
         await asyncio.sleep(0)
     return items
 
 
 def control_routes(services: Services, processes: WorkerProcesses | None = None) -> APIRouter:
-    """Models, and why a request goes where it goes; with `processes`, of all processes on this port."""
+    """Routes for models, explain and decisions; with `processes`, of all processes on this port."""
     api = APIRouter(route_class=AuthFirstRoute)
     infers = Annotated[Caller, Depends(requires(services.keys, "infer"))]
     admin = [Depends(requires(services.keys, "admin"))]
@@ -75,18 +77,18 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
     async def models(caller: infers) -> Response:
         """Base models, adapters and aliases that the caller may use."""
         cards = list(_cards(await _fleet(services), caller).values())
-        # Of ten thousand, Python's own encoder takes twice as long as making them.
+        # Python's own encoder takes twice as long for ten thousand cards as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})
         return Response(whole, media_type="application/json")
 
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
-        """One of them."""
+        """One model card."""
         return JSONResponse(await _card(services, caller, model))
 
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
     async def explain(request: Request) -> Any:
-        """Where this completion would go and why; sends nothing and loads nothing."""
+        """Where this completion would go, and why. Sends nothing and loads nothing."""
         headers = request.headers
         session = headers.get(services.config.session_header)
         body = await request.body()
@@ -102,7 +104,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         except NoReplica as exc:
             adapter = target.adapter.lora_id if target.adapter else "base"
             note = f"{exc}; a request would wait for a load" if target.adapter else str(exc)
-            return undecided(
+            return undecided_answer(
                 prompt.request,
                 request_id=question.request_id,
                 at=time.time(),
@@ -115,7 +117,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
         notes = [] if services.scheduler.has_room(decision) else ["a request would wait in the router for room there"]
         if tried := _half_open(services, target.base_model):
             notes.append(f"half-open, so that one request at a time tries: {', '.join(tried)}")
-        return explained(
+        return decision_answer(
             RequestRecord(question.request_id, time.time(), tokens.source, decision, trust),
             services.accuracy.state,
             note="; ".join(notes) or None,
@@ -147,14 +149,14 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
     @api.post("/v1/decisions/replay", dependencies=admin, response_model=RouteAnswer)
     async def replay(body: ReplayBody) -> Any:
-        """A recorded decision, made again; with `policy`, as that one would have made it. Sends nothing."""
-        return again(body)
+        """A recorded decision, made again, by another `policy` if given. Sends nothing."""
+        return replay_answer(body)
 
     return api
 
 
-def exposed(services: Services, clients: HttpListener) -> bytes:
-    """This process's metrics, in Prometheus' text."""
+def metrics_text(services: Services, clients: HttpListener) -> bytes:
+    """This process's metrics in the Prometheus text format."""
     metrics, room = services.metrics, services.scheduler.queue.usage
     if services.config.orchestrator_url:
         age_s = services.discovery.catalog_age_s()
@@ -183,7 +185,7 @@ def exposed(services: Services, clients: HttpListener) -> bytes:
 
 
 def health_routes(services: Services, own: Callable[[], bytes], processes: WorkerProcesses | None = None) -> APIRouter:
-    """What probes and Prometheus ask; open to whoever can reach it, but for metrics that need a key.
+    """Routes for probes and Prometheus; open to all, except for metrics that need a key.
 
     own  this process's metrics; with `processes`, those of all processes are shown
     """
@@ -192,12 +194,12 @@ def health_routes(services: Services, own: Callable[[], bytes], processes: Worke
 
     @api.get("/health")
     async def health() -> dict[str, str]:
-        """Alive."""
+        """The process runs."""
         return {"status": "ok"}
 
     @api.get("/ready")
     async def ready() -> dict[str, str]:
-        """Discovery and catalog synced once, and not stopping; an empty fleet is ready too."""
+        """Discovery and catalog are synced, and the router is not stopping; an empty fleet is ready, too."""
         if services.stopping:
             raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
         if not services.discovery.is_synced():
@@ -215,7 +217,7 @@ def health_routes(services: Services, own: Callable[[], bytes], processes: Worke
 
 
 def describe_inference(app: FastAPI) -> None:
-    """Put the inference routes, which the app does not serve itself, into its description of the API."""
+    """Add the inference routes, which the listener serves itself, to the app's OpenAPI document."""
     describe = app.openapi
 
     def with_inference() -> dict[str, Any]:
@@ -235,7 +237,7 @@ async def _fleet(services: Services) -> RouterFleet:
 
 
 def _half_open(services: Services, base_model: str) -> list[str]:
-    """Workers whose circuit is open no longer and not closed yet: they are candidates like any other."""
+    """Workers with a half-open circuit, which get one trial request at a time."""
     now, replicas = services.clock(), services.discovery.fleet.roster(base_model).replicas
     return [replica.id for replica in replicas if services.scheduler.breaker.state(replica, now) == "half_open"]
 
@@ -260,12 +262,12 @@ async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any
 
 
 def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
-    """Model cards in vLLM's form, by id."""
+    """Model cards in vLLM's form, by model name."""
 
     def may_use(adapter: RoutableAdapter) -> bool:
         return caller.may_use(adapter.tenants)
 
-    # As the replicas that take most have it: a request goes where it fits.
+    # The longest of the replicas: a request goes where it fits.
     contexts = {name: {"max_model_len": fleet.roster(name).max_model_len or None} for name in fleet.base_models}
 
     def card(id_: str, root: str, parent: str | None) -> dict[str, Any]:

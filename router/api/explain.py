@@ -1,4 +1,4 @@
-"""Why this replica: decisions in words, for `/v1/route` and `/v1/decisions`, and made again."""
+"""Decisions as REST models, for `/v1/route` and `/v1/decisions`, and decisions replayed from records."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -16,18 +16,18 @@ from router.request.services import RequestRecord
 from router.tokenizing.tokenizers import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 
-# What a record that is none makes of the core: it is data there, and was never meant to be checked twice.
-_NO_RECORD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
+# Errors that a malformed record raises in the core, which does not validate it.
+_RECORD_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)
 
 
-def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
-    """A decision with every replica's terms, every filter that one failed, and what came of it.
+def decision_answer(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: str | None = None) -> RouteAnswer:
+    """A decision with every replica's cost terms, the filter that each other replica failed, and the outcome.
 
-    trust   how far each worker's predictions are to be believed now; the record has the winner's as it was
+    trust   accuracy of each worker's predictions now; the record has the winner's at its time
     """
     decision = record.decision
     request, snapshot = decision.request, decision.snapshot
-    guarded = _guarded(decision)
+    passed_over_ids = _without_slot(decision)
     return RouteAnswer(
         request_id=record.request_id,
         at=_iso(record.at),
@@ -48,7 +48,7 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
             ScoreItem(
                 worker_id=score.replica,
                 winner=score.replica == decision.replica.id,
-                passed_over=score.replica in guarded,
+                passed_over=score.replica in passed_over_ids,
                 trust="estimate" if request.is_approximate else trust(score.replica),
                 depth_blocks=score.depth_blocks,
                 cached_tokens=score.cached_tokens,
@@ -70,10 +70,10 @@ def explained(record: RequestRecord, trust: Callable[[WorkerId], str], *, note: 
     )
 
 
-def undecided(
+def undecided_answer(
     request: RoutingRequest, *, request_id: str, at: float, adapter: str, tokens_from: Source, roster: Roster, note: str
 ) -> RouteAnswer:
-    """No replica can take it now: which filter each one failed, and what a real request would do."""
+    """The answer where no replica can take the request now, with the filter that each one failed."""
     return RouteAnswer(
         request_id=request_id,
         at=_iso(at),
@@ -99,15 +99,15 @@ def _rejection(roster: Roster, position: int, request: RoutingRequest) -> str | 
     return rejection(roster.replicas[position], name) or length_rejection(roster, position, request)
 
 
-def again(body: ReplayBody) -> RouteAnswer:
-    """A recorded decision, made again with every term; raises BadBody for a record that is none."""
+def replay_answer(body: ReplayBody) -> RouteAnswer:
+    """A decision made again from its record, with every term; raises BadBody for a malformed record."""
     record = body.record if body.policy is None else body.record | {"policy": body.policy}
     policy = str(record.get("policy"))
     if policy not in POLICIES:
         raise BadBody(
             f"{policy[:100]!r} is no policy of this router; there are {', '.join(sorted(POLICIES))}", param="policy"
         )
-    # How far predictions were to be believed is no part of the decision, so none of its record.
+    # The accuracy of predictions does not affect decisions, so records do not have it.
     trust = {WorkerId(score.worker_id): score.trust for score in body.scores}
     try:
         decision = replay_decision(record)
@@ -118,13 +118,13 @@ def again(body: ReplayBody) -> RouteAnswer:
             decision=decision,
             trust="estimate",
         )
-        answer = explained(
+        answer = decision_answer(
             made, lambda worker: trust.get(worker, "unknown"), note="made again from its record; nothing was sent"
         )
         return answer.model_copy(update={"trust": trust.get(decision.replica.id)})
     except NoReplica as exc:
         raise BadBody(f"nothing can be chosen from this record: {exc}", param="record") from exc
-    except _NO_RECORD as exc:
+    except _RECORD_ERRORS as exc:
         raise BadBody(
             f"this is no whole record of a decision ({type(exc).__name__}: {exc}); send the `record` of an item of"
             " GET /v1/decisions, as it is",
@@ -132,8 +132,8 @@ def again(body: ReplayBody) -> RouteAnswer:
         ) from exc
 
 
-def _guarded(decision: Decision) -> frozenset[WorkerId]:
-    """Those that the working-set guard passed over: this adapter would be one more than their slots."""
+def _without_slot(decision: Decision) -> frozenset[WorkerId]:
+    """Replicas that were passed over because this adapter would exceed their slots."""
     if decision.policy != KvLoraPolicy.name:
         return frozenset()
     able = decision.snapshot.able(decision.request)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from structlog.testing import capture_logs
 
-from router.api.control import answers, control_routes
+from router.api.control import control_routes, process_handlers
 from router.processes import aggregate
 from router.processes.aggregate import WorkerProcesses
 from router.telemetry.metrics import RouterMetrics
@@ -297,7 +297,8 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
         for asked in (client, other):
             assert (await asked.post("/v1/chat/completions", json=CHAT)).status_code == 200
         places = [
-            WorkerProcesses(tmp_path, n, metrics=bytes, answers=answers(parts)) for n, parts in enumerate((here, there))
+            WorkerProcesses(tmp_path, n, metrics=bytes, answers=process_handlers(parts))
+            for n, parts in enumerate((here, there))
         ]
         for place in places:
             await place.start()
