@@ -172,14 +172,14 @@ class RouterSettings(WorkerDiscoverySettings):
         description="seconds of work queued at an engine at most; further requests wait in the router, in fair order",
     )
     max_waiting_requests: int = Field(
-        default=10_000, ge=1, description="requests that may wait for room at an engine at once"
+        default=10_000, ge=1, description="requests that may wait for an engine at once"
     )
     max_waiting_bytes: int = Field(default=2**30, gt=0, description="bytes of their bodies together")
     tenant_share: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="share that one tenant may take of requests waiting for room or adapters, and of bodies",
+        description="share that one tenant may take of requests waiting for engines or adapters, and of bodies",
     )
     max_in_flight_tokens: int = Field(
         default=0,
@@ -187,7 +187,7 @@ class RouterSettings(WorkerDiscoverySettings):
         description="prompt tokens at one base model's engines at once, further requests wait; 0: no bound",
     )
     max_wait_s: float = Field(
-        default=60.0, gt=0, description="how long a request may wait for room at an engine; longer: 429"
+        default=60.0, gt=0, description="how long a request may wait for an engine; longer: 429"
     )
     breaker_failures: int = Field(default=5, ge=1, description="failures in a row that open an engine's circuit")
     breaker_open_s: float = Field(
