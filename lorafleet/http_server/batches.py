@@ -125,15 +125,17 @@ class Stepper:
             log.exception("unexpected error: a request's work ended without an answer")
             return False
         if self._coroutine is None:  # closed by its own work
-            work.close()
+            _close(work)
             return False
         if yielded is None:
             return True
         if isinstance(yielded, Signal):
             yielded.wake_by(self.resume)
-        else:
-            assert yielded is _TASK, "a coroutine in a batch awaited something without leave_batch()"
+        elif yielded is _TASK:
             self._run_in_task(work)
+        else:
+            self._coroutine = None
+            _fail(work, RuntimeError("a coroutine in a batch awaited something without leave_batch()"))
         return False
 
     def resume(self) -> None:
@@ -149,10 +151,7 @@ class Stepper:
         if task is not None:
             task.cancel()
         elif work is not None and not work.cr_running:  # type: ignore[attr-defined]
-            try:
-                work.close()
-            except Exception:
-                log.exception("unexpected error: a request's work did not end cleanly")
+            _close(work)
 
     def _run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Hand a coroutine that has left its batch to a task."""
@@ -160,6 +159,26 @@ class Stepper:
         self._task = task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _fail(work: Coroutine[Any, Any, None], exc: Exception) -> None:
+    """Raise this in the coroutine, which may answer with an error, and end it."""
+    try:
+        work.throw(exc)
+    except StopIteration:
+        return
+    except Exception:
+        log.exception("unexpected error: a request's work ended without an answer")
+    else:
+        _close(work)
+
+
+def _close(work: Coroutine[Any, Any, None]) -> None:
+    """Raise GeneratorExit in the coroutine, so that its `finally` runs. Does not raise."""
+    try:
+        work.close()
+    except Exception:
+        log.exception("unexpected error: a request's work did not end cleanly")
 
 
 class Batches:

@@ -120,6 +120,22 @@ def test_a_request_that_fails_is_logged_and_the_others_go_on(bench):
     assert ("a", 1) in bench.noted
 
 
+def test_a_request_that_awaits_without_leaving_its_batch_fails_and_the_others_go_on(bench):
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        except RuntimeError as exc:
+            bench.noted.append(type(exc).__name__)
+
+    async def start():
+        bench.begin(work())
+        bench.begin(bench.stages("b", 2))
+        bench.loop.run_tick()
+
+    asyncio.run(start())
+    assert bench.noted == ["RuntimeError", ("b", 0), ("b", 1)]
+
+
 def test_answers_of_a_batch_are_sent_though_one_of_it_failed(bench):
     client = RecordingTransport()
 
