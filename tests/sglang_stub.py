@@ -312,8 +312,8 @@ class SglangStub:
         head = {"id": uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": body.get("model")}
 
         def choice(text: str, *, delta: bool) -> dict:
-            said = {"role": "assistant", "content": text}
-            part = {("delta" if delta else "message"): said} if is_chat else {"text": text}
+            message = {"role": "assistant", "content": text}
+            part = {("delta" if delta else "message"): message} if is_chat else {"text": text}
             return {"index": 0, **part, "finish_reason": None if delta else "length"}
 
         try:
@@ -332,17 +332,17 @@ class SglangStub:
                 yield "data: [DONE]\n\n"
 
             return StreamingResponse(pieces(), media_type="text/event-stream")
-        said, usage = "", {}
+        message, usage = "", {}
         async for text, usage in steps:  # noqa: B007
-            said += text
-        return JSONResponse(head | {"choices": [choice(said, delta=False)], "usage": usage})
+            message += text
+        return JSONResponse(head | {"choices": [choice(message, delta=False)], "usage": usage})
 
     async def respond(self, request: Request) -> Response:
         """Answers from the base model, even if `model` names an adapter."""
         body = await request.json()
         chat = {"messages": [{"role": "user", "content": body["input"]}], "max_tokens": body["max_output_tokens"]}
-        said = "".join([text async for text, _ in self.generate(chat, self.tokenizer.chat_ids(chat)) if text])
-        content = [{"type": "output_text", "text": said, "annotations": []}]
+        answered = "".join([text async for text, _ in self.generate(chat, self.tokenizer.chat_ids(chat)) if text])
+        content = [{"type": "output_text", "text": answered, "annotations": []}]
         message = {"id": "msg_1", "type": "message", "role": "assistant", "content": content}
         return JSONResponse({"id": "resp_1", "object": "response", "model": body["model"], "output": [message]})
 
@@ -392,22 +392,22 @@ class SglangStub:
         return JSONResponse(args | {"startup_time": self.started, "internal_states": []})
 
     async def metrics(self, _request: Request) -> Response:
-        told = self.totals
+        totals = self.totals
         labels = f'engine_type="unified",model_name="{self.args.served_model_name}"'
         rank = labels + ',moe_ep_rank="0",pp_rank="0",tp_rank="0"'
         gauges = {
-            "num_running_reqs": told["running_gauge"],
+            "num_running_reqs": totals["running_gauge"],
             "num_queue_reqs": 0,
             "page_size": self.args.page_size,
             "num_pages": self.args.max_total_tokens // self.args.page_size,
         }
         lines = [f"# TYPE sglang:{name} gauge\nsglang:{name}{{{rank}}} {value}" for name, value in gauges.items()]
         lines += [
-            f'sglang:realtime_tokens_total{{{rank},mode="prefill_compute"}} {told["prefill_compute"]}',
-            f'sglang:cuda_graph_passes_total{{{rank},mode="decode_none"}} {told["passes"]}',
-            f'sglang:num_requests_total{{{labels},is_streaming="false"}} {told["requests"]}',
-            f'sglang:generation_tokens_total{{{labels},is_streaming="false"}} {told["generated"]}',
-            f'sglang:e2e_request_latency_seconds_sum{{{labels},is_streaming="false"}} {told["e2e"]}',
+            f'sglang:realtime_tokens_total{{{rank},mode="prefill_compute"}} {totals["prefill_compute"]}',
+            f'sglang:cuda_graph_passes_total{{{rank},mode="decode_none"}} {totals["passes"]}',
+            f'sglang:num_requests_total{{{labels},is_streaming="false"}} {totals["requests"]}',
+            f'sglang:generation_tokens_total{{{labels},is_streaming="false"}} {totals["generated"]}',
+            f'sglang:e2e_request_latency_seconds_sum{{{labels},is_streaming="false"}} {totals["e2e"]}',
         ]
         lines += [
             f'sglang:http_requests_active{{endpoint="{path}",method="{method}"}} {number}'
@@ -425,12 +425,12 @@ class SglangStub:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        asked = (scope["path"], scope["method"])
-        self.active[asked] += 1
+        requested = (scope["path"], scope["method"])
+        self.active[requested] += 1
         try:
             await self.app(scope, receive, send)
         finally:
-            self.active[asked] -= 1
+            self.active[requested] -= 1
 
     @functools.cached_property
     def app(self) -> Starlette:

@@ -75,9 +75,9 @@ class SimulatedEngine:
             self.read_at += 1.0
 
     def _end_step(self, step: EngineStep, now: float) -> Sequence[EngineJob]:
-        told, totals = self.batch.end_step(step, now), self.totals
-        totals["steps"] += bool(told)
-        for job in told:
+        jobs, totals = self.batch.end_step(step, now), self.totals
+        totals["steps"] += bool(jobs)
+        for job in jobs:
             computed = job.prompt_tokens - job.cached_tokens
             assert job.first_token_at is not None
             assert job.scheduled_at is not None
@@ -93,4 +93,4 @@ class SimulatedEngine:
                 totals["ended_prefill_seconds"] += job.first_token_at - job.scheduled_at
                 totals["ended_output_tokens"] += job.produced
                 totals["ended_seconds"] += now - job.scheduled_at
-        return told
+        return jobs

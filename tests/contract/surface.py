@@ -217,16 +217,16 @@ async def assert_same_through_a_router(
     within  tolerance for numbers: vLLM scores texts slightly differently when it computes them in one step
     """
     echoes = ROUTES["POST", path].echoes_model
-    for asked, engine_name in NAMES.items():
+    for requested, engine_name in NAMES.items():
         direct.post(path, body, model=engine_name)  # from now on both find the same cache
         alone = direct.client.post(path, json=body | {"model": engine_name})
-        behind = await client.post(path, json=body | {"model": asked})
+        behind = await client.post(path, json=body | {"model": requested})
         where = f"{path} {what}: {behind.text[:500]}"
         assert (behind.status_code, behind.headers["content-type"]) == (
             alone.status_code,
             alone.headers["content-type"],
         ), where
-        expected = alone.text.replace(json.dumps(engine_name), json.dumps(asked)) if echoes else alone.text
+        expected = alone.text.replace(json.dumps(engine_name), json.dumps(requested)) if echoes else alone.text
         if body.get("stream"):
             # Whether a stream without usage has a fingerprint is another test's subject.
             assert comparable_answer(_SIGNED.sub("", behind.text)) == comparable_answer(_SIGNED.sub("", expected)), (

@@ -37,8 +37,8 @@ def empty(bench: EngineUnderTest):
 
 def answer(bench: EngineUnderTest, model: str) -> tuple[str, int]:
     """An adapter's answer to PROMPT, and its cached tokens."""
-    said = bench.complete(PROMPT, model=model, max_tokens=12)
-    return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+    message = bench.complete(PROMPT, model=model, max_tokens=12)
+    return message["choices"][0]["text"], message["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.timeout(180)
@@ -54,10 +54,10 @@ async def test_new_bytes_of_a_lora_id_never_reuse_the_old_kv_cache(empty, model_
     assert expected["clean-old"][0] != expected["clean-new"][0]
     assert expected["clean-new"][1] == 0  # the answer of a clean engine
 
-    place = tmp_path / "shelf" / "same" / "v1"
+    place = tmp_path / "lora_path" / "same" / "v1"
     shutil.copytree(old, place)
     flags = ("--engine-url", empty.engine.url, "--max-loras", "2", "--max-cpu-loras", str(SLOTS))
-    worker = RunningWorker(model_dir, tmp_path / "shelf", tmp_path, *flags)
+    worker = RunningWorker(model_dir, tmp_path / "lora_path", tmp_path, *flags)
     async with worker.running() as client:
 
         async def loaded() -> str:

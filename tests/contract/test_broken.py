@@ -22,9 +22,9 @@ def verdict(bench: EngineUnderTest, case: BrokenAdapter, folder: Path) -> str:
 def test_vllm_accepts_or_refuses_each_corpus_adapter_as_documented(bench: EngineUnderTest, tmp_path: Path) -> None:
     if bench.engine.kind == "sim":
         pytest.skip("the sim opens no weights: agents verify them before any engine sees them")
-    asked = [case for case in (*BROKEN, *GOOD) if case.vllm != "not asked"]
-    found = {case.name: verdict(bench, case, case.write(tmp_path)) for case in asked}
-    assert found == {case.name: case.vllm for case in asked}
+    requested = [case for case in (*BROKEN, *GOOD) if case.vllm != "not asked"]
+    found = {case.name: verdict(bench, case, case.write(tmp_path)) for case in requested}
+    assert found == {case.name: case.vllm for case in requested}
     assert bench.client.get("/health").status_code == 200
     bench.load("after-all", bench.adapters["sql"])
     assert bench.complete("still there?", model="after-all")["choices"]

@@ -150,12 +150,12 @@ async def test_loading_other_files_under_a_loaded_name_is_refused(bench: ClientU
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("rank", "rank"), ("dora", "DoRA"), ("noconfig", "adapter_config|No adapter found")]
+    ("fault", "message"), [("rank", "rank"), ("dora", "DoRA"), ("noconfig", "adapter_config|No adapter found")]
 )
 async def test_bad_adapter_is_refused_with_the_engines_reason(
-    bench: ClientUnderTest, bad_adapters: dict[str, Path], fault: str, said: str
+    bench: ClientUnderTest, bad_adapters: dict[str, Path], fault: str, message: str
 ) -> None:
-    with pytest.raises(EngineError, match=said) as refused:
+    with pytest.raises(EngineError, match=message) as refused:
         await bench.engine.load("bad@1", bad_adapters[fault], timeout_s=30)
     assert refused.value.code == "adapter_refused"
     assert await bench.engine.list_adapters() == {}
@@ -165,9 +165,9 @@ async def test_each_adapter_answers_with_its_own_text_and_name(bench: ClientUnde
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
     await bench.engine.load("legal/v2@2", bench.adapters["legal"], timeout_s=30)
     prompt = bench.tokens(1)
-    said = {name: await bench.text(prompt, name, max_tokens=8) for name in ("", "sql/v1@1", "legal/v2@2")}
-    assert len(set(said.values())) == 3
-    for name in said:
+    message = {name: await bench.text(prompt, name, max_tokens=8) for name in ("", "sql/v1@1", "legal/v2@2")}
+    assert len(set(message.values())) == 3
+    for name in message:
         assert (await bench.ask(prompt, name)).json()["model"] == bench.dialect.model(BASE, name)
 
 
@@ -352,7 +352,7 @@ def adapter_on_modules(*leaves: str) -> dict[str, Any]:
 
 @only_sglang
 @pytest.mark.parametrize(
-    ("flaw", "said"),
+    ("flaw", "message"),
     [
         ({"config": {"use_rslora": True}, "tensors": adapter_on_modules("q_proj", "v_proj")["tensors"]}, "use_rslora"),
         (
@@ -374,9 +374,9 @@ def adapter_on_modules(*leaves: str) -> dict[str, Any]:
     ],
 )
 async def test_adapter_that_sglang_serves_wrongly_is_refused(
-    bench: ClientUnderTest, tmp_path: Path, flaw: dict[str, Any], said: str
+    bench: ClientUnderTest, tmp_path: Path, flaw: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EngineError, match=said) as refused:
+    with pytest.raises(EngineError, match=message) as refused:
         await bench.engine.load("flawed@1", BrokenAdapter("flawed", None, **flaw).write(tmp_path), timeout_s=30)
     assert refused.value.code == "adapter_refused"
     assert await bench.engine.list_adapters() == {}
@@ -397,17 +397,17 @@ async def test_adapter_on_some_modules_loads_and_answers(
 async def test_sglang_responses_route_ignores_the_named_adapter(bench: ClientUnderTest) -> None:
     await bench.engine.load("sql/v1@1", bench.adapters["sql"], timeout_s=30)
 
-    async def said(path: str, model: str, body: dict[str, Any]) -> str:
+    async def message(path: str, model: str, body: dict[str, Any]) -> str:
         answer = await bench.http.post(path, json={"model": model, "temperature": 0} | body)
         assert answer.status_code == 200, answer.text
-        told = answer.json()
-        return str(told["output"][0]["content"][0]["text"] if "output" in told else told["choices"][0])
+        content = answer.json()
+        return str(content["output"][0]["content"][0]["text"] if "output" in content else content["choices"][0])
 
     response, chat = {"input": "hi", "max_output_tokens": 8}, {"messages": [{"role": "user", "content": "hi"}]}
     adapter = bench.dialect.model(BASE, "sql/v1@1")
-    assert await said("/v1/responses", adapter, response) == await said("/v1/responses", BASE, response)
+    assert await message("/v1/responses", adapter, response) == await message("/v1/responses", BASE, response)
     path = "/v1/chat/completions"
-    assert await said(path, adapter, chat | {"max_tokens": 8}) != await said(path, BASE, chat | {"max_tokens": 8})
+    assert await message(path, adapter, chat | {"max_tokens": 8}) != await message(path, BASE, chat | {"max_tokens": 8})
 
 
 @only_sglang

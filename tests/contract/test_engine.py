@@ -184,9 +184,9 @@ def test_streamed_chat_starts_with_the_role_and_ends_with_done(bench: EngineUnde
     assert [fits(chunk, golden.CHAT_CHUNKS[1]) for chunk in middle] == [None] * len(middle)
     assert fits(last, golden.CHAT_CHUNKS[2]) is None
     assert len({chunk["id"] for chunk in (first, *middle, last)}) == 1
-    told = "".join(chunk["choices"][0]["delta"]["content"] for chunk in (first, *middle, last))
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in (first, *middle, last))
     whole = bench.client.post(CHAT, json=body).json()["choices"][0]["message"]["content"]
-    assert told == whole
+    assert text == whole
 
 
 def test_include_usage_adds_one_chunk_without_choices(bench: EngineUnderTest) -> None:

@@ -95,7 +95,7 @@ def test_salt_separates_prompts_on_every_route_with_a_prompt(direct: DirectEngin
         lines = direct.client.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
 
-    def asked(path: str, body: dict[str, Any], salt: str) -> float:
+    def requested(path: str, body: dict[str, Any], salt: str) -> float:
         before = hits()
         answer = direct.post(path, body | {"cache_salt": salt, "max_tokens": 2}, model=ENGINE_NAME)
         assert answer.status_code == 200, answer.text
@@ -113,7 +113,7 @@ def test_salt_separates_prompts_on_every_route_with_a_prompt(direct: DirectEngin
             ("/generative_scoring", {"query": text, "items": [text], "label_token_ids": [300, 301]}),
         ]
     ):
-        first, second, other = (asked(path, body, salt) for salt in (f"a{number}", f"a{number}", f"b{number}"))
+        first, second, other = (requested(path, body, salt) for salt in (f"a{number}", f"a{number}", f"b{number}"))
         assert (path, first, second > 0, other) == (path, 0, True, 0)
 
 
@@ -386,7 +386,7 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
 
 async def test_tools_that_are_no_functions_work_behind_a_router(direct: DirectEngine, model_dir: Path) -> None:
     limits = {"max_output_tokens": 4, "temperature": 0}
-    said = {"input": [USER, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]}
+    message = {"input": [USER, CUSTOM_CALL, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}]}
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
     async with routed(direct, model_dir) as (client, parts):
         for tools, more, status, tokens_from in (
@@ -396,7 +396,7 @@ async def test_tools_that_are_no_functions_work_behind_a_router(direct: DirectEn
             ([{"type": "of_tomorrow"}], {}, 400, "approximate"),
             ([CUSTOM], {"truncation": "auto"}, 200, "approximate"),
         ):
-            body = {**limits, **said, **more, "tools": tools}
+            body = {**limits, **message, **more, "tools": tools}
             await assert_same_through_a_router(direct, client, RESPONSES, body, str(tools))
             again = await client.post(RESPONSES, json=body | {"model": BASE})
             assert again.status_code == status, again.text
@@ -419,8 +419,8 @@ async def test_router_answers_every_request_variant_like_the_engine(
     direct: DirectEngine, model_dir: Path, path: str
 ) -> None:
     async with routed(direct, model_dir) as (client, _parts):
-        asked = [(name, body) for route, name, body in ASKED if route == path]
-        for name, body in sample(asked, 3):
+        requested = [(name, body) for route, name, body in ASKED if route == path]
+        for name, body in sample(requested, 3):
             await assert_same_through_a_router(direct, client, path, body, name)
             if not body.get("use_beam_search"):
                 await assert_same_through_a_router(direct, client, path, body | {"stream": True}, f"{name}, streamed")
@@ -465,7 +465,7 @@ async def test_router_expects_a_hit_only_where_the_engine_searches_its_cache(
 ) -> None:
     text = "Count the orders of every supplier in June. " * 12
     chat = {"messages": [{"role": "user", "content": text}]}
-    asked: list[tuple[str, dict[str, Any], bool]] = [
+    requested: list[tuple[str, dict[str, Any], bool]] = [
         (COMPLETIONS, {"prompt": [text]}, True),
         (COMPLETIONS, {"prompt": text, "echo": True}, True),
         (COMPLETIONS, {"prompt": text, "echo": True, "logprobs": 0}, False),
@@ -475,7 +475,7 @@ async def test_router_expects_a_hit_only_where_the_engine_searches_its_cache(
         (CHAT, chat | {"add_generation_prompt": "no", "add_special_tokens": 0}, True),
     ]
     async with routed(direct, model_dir) as (client, _parts):
-        for path, body, is_looked_for in asked:
+        for path, body, is_looked_for in requested:
             for _ in range(2):
                 answer = await client.post(path, json={"model": "sql/v1", "max_tokens": 1, **body})
                 assert answer.status_code == 200, answer.text

@@ -64,10 +64,10 @@ async def test_router_answers_every_route_like_the_engine(direct: DirectEngine, 
             await assert_same_through_a_router(direct, client, path, example(path), "example", within=1e-3)
         for encoding in ("base64", "bytes"):
             name = {"sql/v1": ENGINE_NAME, BASE: BASE}
-            for asked, engine_name in name.items():
+            for requested, engine_name in name.items():
                 body = {"input": ["one", "two"], "encoding_format": encoding}
                 alone = direct.post("/v1/embeddings", body, model=engine_name)
-                behind = await client.post("/v1/embeddings", json=body | {"model": asked})
+                behind = await client.post("/v1/embeddings", json=body | {"model": requested})
                 assert behind.headers["content-type"] == alone.headers["content-type"]
                 if encoding == "bytes":
                     assert behind.content == alone.content

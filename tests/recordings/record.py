@@ -83,8 +83,10 @@ class RecordingSession:
     def send_twice_at_once(self, prompt: list[int]) -> None:
         """Send a prompt twice at once; only the events are recorded, as the order of the requests is unknown."""
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(self.post, "/v1/completions", "", "", prompt=prompt, max_tokens=70) for _ in range(2)]
-        assert all(twin.result() for twin in asked)
+            requested = [
+                pool.submit(self.post, "/v1/completions", "", "", prompt=prompt, max_tokens=70) for _ in range(2)
+            ]
+        assert all(twin.result() for twin in requested)
         self.listen()
 
 
@@ -163,8 +165,8 @@ def main(into: Path) -> None:
         finally:
             engine.stop()
     recording.save(into)
-    asked = sum(isinstance(entry, RecordedEngineRequest) for entry in recording.entries)
-    print(f"{into}: {asked} requests, {len(recording.entries) - asked} messages, {into.stat().st_size} bytes")  # noqa: T201
+    requested = sum(isinstance(entry, RecordedEngineRequest) for entry in recording.entries)
+    print(f"{into}: {requested} requests, {len(recording.entries) - requested} messages, {into.stat().st_size} bytes")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class BrokenAdapter:
 
     def write(self, root: Path) -> Path:
         """Write the adapter below `root`; returns its folder."""
-        said = {key: value for key, value in {**CONFIG, **self.config}.items() if key != self.leave_out}
+        message = {key: value for key, value in {**CONFIG, **self.config}.items() if key != self.leave_out}
         files = {
-            "adapter_config.json": json.dumps(said).encode(),
+            "adapter_config.json": json.dumps(message).encode(),
             "adapter_model.safetensors": safetensors(self.tensors(pairs())),
         }
         folder = root / self.name

@@ -192,10 +192,10 @@ class KillTrial:
         answer = await direct.post(f"{url}/v1/completions", json={**ASK, "model": name})
         if answer.status_code == 404:
             return  # unloaded meanwhile
-        said = answer.json()["choices"][0]["text"]
+        message = answer.json()["choices"][0]["text"]
         self.findings.answers += 1
-        if said != self.truth[lora_id]:
-            self.findings.violations.append(f"{name} said {said!r}, a clean engine says {self.truth[lora_id]!r}")
+        if message != self.truth[lora_id]:
+            self.findings.violations.append(f"{name} said {message!r}, a clean engine says {self.truth[lora_id]!r}")
 
     async def _engine_url(self) -> str:
         if self.engine is not None:
@@ -220,18 +220,18 @@ class KillTrial:
     async def _differences(self) -> list[str]:
         if not (await self.client.get("/ready")).is_success:
             return ["not ready"]
-        told = (await self.client.get("/metadata")).json()
+        metadata = (await self.client.get("/metadata")).json()
         async with httpx.AsyncClient(timeout=10) as direct:
             names = set(await listed_adapters(direct, await self._engine_url()))
         records = [json.loads(path.read_text()) for path in (self.worker.state_dir / "adapters").glob("*.json")]
-        items = told["lora"]["loaded_loras"]
+        items = metadata["lora"]["loaded_loras"]
         views = {
             "engine": names,
             "agent": {item["engine_name"] for item in items if item["state"] == "ready"},
             "record": {record["engine_name"] for record in records if record["is_loaded"]},
         }
         found = [] if len({frozenset(view) for view in views.values()}) == 1 else [str(views)]
-        found += [f"under way: {item}" for item in items if item["state"] in {"loading", "downloading"}]
+        found += [f"in progress: {item}" for item in items if item["state"] in {"loading", "downloading"}]
         for record in records:
             if not is_intact(Path(record["path"]), record["digest"]):
                 found.append(f"{record['engine_name']}: a record without its files")
@@ -251,16 +251,16 @@ async def listed_adapters(client: httpx.AsyncClient, engine_url: str) -> dict[st
 
 def expected_answers(url: str, folders: Mapping[str, Path]) -> dict[str, str]:
     """The answers to ASK with each adapter alone in the engine."""
-    said = {}
+    message = {}
     with httpx.Client(base_url=url, timeout=120) as client:
         for lora_id, folder in folders.items():
             name = f"clean-{lora_id}"
             loading = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
             assert loading.is_success, loading.text
-            said[lora_id] = client.post("/v1/completions", json={**ASK, "model": name}).json()["choices"][0]["text"]
+            message[lora_id] = client.post("/v1/completions", json={**ASK, "model": name}).json()["choices"][0]["text"]
             client.post("/v1/unload_lora_adapter", json={"lora_name": name})
-    assert len(set(said.values())) == len(said), "two adapters answer alike, so nobody could tell them apart"
-    return said
+    assert len(set(message.values())) == len(message), "two adapters answer alike, so nobody could tell them apart"
+    return message
 
 
 @contextlib.asynccontextmanager

@@ -14,22 +14,22 @@ class CopyingManager(LoraManager):
     root = Path()
 
     def __init__(self) -> None:
-        self.heard: list[LoraEvent] = []
-        self.given: dict[str, Path] = {}
+        self.events: list[LoraEvent] = []
+        self.downloads: dict[str, Path] = {}
 
     def download_lora_to_disk(self, name: str) -> LoraModel:
         if name == "secret":
             raise RuntimeError(SECRET)
         folder = Path(tempfile.mkdtemp(dir=self.root))
-        self.given[name] = folder / "copy"
+        self.downloads[name] = folder / "copy"
         shutil.copytree(self.root / name, folder / "copy")
         return LoraModel(name=name, path=folder / "copy")
 
     def delete_lora_from_disk(self, name: str) -> None:
-        shutil.rmtree(self.given.pop(name, Path("/nonexistent")), ignore_errors=True)
+        shutil.rmtree(self.downloads.pop(name, Path("/nonexistent")), ignore_errors=True)
 
     def on_event(self, event: LoraEvent) -> None:
-        self.heard.append(event)
+        self.events.append(event)
         raise RuntimeError("told")
 
 

@@ -77,8 +77,8 @@ class SourceServer:
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond
-        self.asked: list[SourceRequest] = []
-        self.denies = 0
+        self.requests: list[SourceRequest] = []
+        self.error_status = 0
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -96,16 +96,16 @@ class SourceServer:
         method, target, _ = lines[0].split(" ")
         parts = urlsplit(target)
         pairs = (line.split(": ", 1) for line in lines[1:] if ": " in line)
-        ask = SourceRequest(
+        request = SourceRequest(
             method,
             unquote(parts.path),
             {key: values[0] for key, values in parse_qs(parts.query).items()},
             {key.lower(): value for key, value in pairs},
         )
-        self.asked.append(ask)
-        await reader.readexactly(int(ask.headers.get("content-length", 0)))
-        words = f"you said {ask.headers.get('authorization')} {SECRET}".encode()
-        answer = SourceAnswer(self.denies, words) if self.denies else self.respond(ask)
+        self.requests.append(request)
+        await reader.readexactly(int(request.headers.get("content-length", 0)))
+        words = f"you said {request.headers.get('authorization')} {SECRET}".encode()
+        answer = SourceAnswer(self.error_status, words) if self.error_status else self.respond(request)
         headers = {"content-length": str(len(answer.body))} | answer.headers
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         writer.write(f"HTTP/1.1 {answer.status} Told\r\n{head}\r\n".encode("latin-1"))
@@ -168,12 +168,12 @@ class FaultyConnection:
             await writer.drain()
 
 
-def ranged(ask: SourceRequest, body: bytes, headers: dict[str, str] | None = None) -> SourceAnswer:
+def ranged(request: SourceRequest, body: bytes, headers: dict[str, str] | None = None) -> SourceAnswer:
     """The body or its requested range, with an ETag and `If-Range`."""
     tag = f'"{hashlib.md5(body).hexdigest()}"'
     headers = {"etag": tag, "accept-ranges": "bytes"} | (headers or {})
-    wanted = ask.headers.get("range") or ask.headers.get("x-ms-range")
-    if not wanted or ask.headers.get("if-range", tag) != tag:
+    wanted = request.headers.get("range") or request.headers.get("x-ms-range")
+    if not wanted or request.headers.get("if-range", tag) != tag:
         return SourceAnswer(200, body, headers)
     start, _, end = wanted.removeprefix("bytes=").partition("-")
     first, last = int(start), min(int(end or len(body) - 1), len(body) - 1)
@@ -186,9 +186,9 @@ def ranged(ask: SourceRequest, body: bytes, headers: dict[str, str] | None = Non
 def files_of(files: dict[str, bytes]) -> Respond:
     """The handler of a plain web server; `files` may change."""
 
-    def respond(ask: SourceRequest) -> SourceAnswer:
-        body = files.get(ask.path.lstrip("/"))
-        return SourceAnswer(404, SECRET.encode()) if body is None else ranged(ask, body)
+    def respond(request: SourceRequest) -> SourceAnswer:
+        body = files.get(request.path.lstrip("/"))
+        return SourceAnswer(404, SECRET.encode()) if body is None else ranged(request, body)
 
     return respond
 
@@ -207,11 +207,11 @@ class StubHub:
         self.branches[repo, branch] = commit
         return commit
 
-    def respond(self, ask: SourceRequest) -> SourceAnswer:
-        parts = ask.path.strip("/").split("/")
+    def respond(self, request: SourceRequest) -> SourceAnswer:
+        parts = request.path.strip("/").split("/")
         if parts[0] == "signed":
             files = self.commits["/".join(parts[1:3]), parts[3]]
-            return ranged(ask, files["/".join(parts[4:])]) if ask.query.get("signature") else SourceAnswer(403)
+            return ranged(request, files["/".join(parts[4:])]) if request.query.get("signature") else SourceAnswer(403)
         if parts[:2] == ["api", "models"]:
             return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
         if parts[2:3] != ["resolve"]:
@@ -247,17 +247,17 @@ def google(objects: dict[str, bytes]) -> Respond:
         tag = hashlib.md5(objects[name]).hexdigest()
         return {"kind": "storage#object", "name": path, "bucket": bucket, "size": str(len(objects[name])), "etag": tag}
 
-    def respond(ask: SourceRequest) -> SourceAnswer:
-        parts = ask.path.strip("/").split("/")
+    def respond(request: SourceRequest) -> SourceAnswer:
+        parts = request.path.strip("/").split("/")
         bucket = parts[parts.index("b") + 1]
         path = "/".join(parts[parts.index("b") + 3 :])
         if path:
             if (name := f"{bucket}/{path}") not in objects:
                 return SourceAnswer(404, b"{}")
-            if ask.query.get("alt") == "media":
-                return ranged(ask, objects[name])
+            if request.query.get("alt") == "media":
+                return ranged(request, objects[name])
             return SourceAnswer(200, json.dumps(item(name)).encode(), {"content-type": "application/json"})
-        prefix = f"{bucket}/{ask.query.get('prefix', '')}"
+        prefix = f"{bucket}/{request.query.get('prefix', '')}"
         here = [name for name in objects if name.startswith(prefix) and "/" not in name[len(prefix) :]]
         body = json.dumps({"kind": "storage#objects", "items": [item(name) for name in here]})
         return SourceAnswer(200, body.encode(), {"content-type": "application/json"})
@@ -269,14 +269,15 @@ def azure(blobs: dict[str, bytes]) -> Respond:
     """Azure's blob storage as adlfs uses it: a container's list as XML, and blobs `container/path`."""
     common = {"x-ms-version": "2023-11-03", "last-modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
 
-    def respond(ask: SourceRequest) -> SourceAnswer:
-        _account, container, *rest = ask.path.strip("/").split("/")
-        if ask.query.get("comp") == "list":
-            prefix = f"{container}/{ask.query.get('prefix', '')}"
+    def respond(request: SourceRequest) -> SourceAnswer:
+        _account, container, *rest = request.path.strip("/").split("/")
+        if request.query.get("comp") == "list":
+            prefix = f"{container}/{request.query.get('prefix', '')}"
             under = [name[len(prefix) :] for name in blobs if name.startswith(prefix)]
-            folders = {name.split("/")[0] for name in under if "/" in name} if "delimiter" in ask.query else set()
+            folders = {name.split("/")[0] for name in under if "/" in name} if "delimiter" in request.query else set()
             rows = "".join(
-                f"<BlobPrefix><Name>{ask.query.get('prefix', '')}{folder}/</Name></BlobPrefix>" for folder in folders
+                f"<BlobPrefix><Name>{request.query.get('prefix', '')}{folder}/</Name></BlobPrefix>"
+                for folder in folders
             )
             rows += "".join(
                 f"<Blob><Name>{name.partition('/')[2]}</Name><Properties><Content-Length>{len(data)}</Content-Length>"
@@ -293,7 +294,7 @@ def azure(blobs: dict[str, bytes]) -> Respond:
         data = blobs.get("/".join([container, *rest]))
         if data is None:
             return SourceAnswer(404, b"", common | {"x-ms-error-code": "BlobNotFound"})
-        return ranged(ask, data, common | {"x-ms-blob-type": "BlockBlob"})
+        return ranged(request, data, common | {"x-ms-blob-type": "BlockBlob"})
 
     return respond
 

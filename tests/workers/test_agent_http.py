@@ -50,10 +50,10 @@ async def test_loaded_adapter_answers_and_unloaded_adapter_does_not(worker):
 @pytest.mark.fleet
 async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(worker):
     async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:
-        told = await metadata_of(client)
-        shape = told.model.runtime_config
+        metadata = await metadata_of(client)
+        shape = metadata.model.runtime_config
         assert (shape.block_size, shape.total_kv_blocks, shape.max_model_len) == (64, 100, 2048)
-        assert told.transport.kv_topic == f"kv@{told.engine_boot_id}"
+        assert metadata.transport.kv_topic == f"kv@{metadata.engine_boot_id}"
         found = AvailableLoras.model_validate((await client.get("/v1/metadata/loras")).json())
         assert [item.lora_id for item in found.data] == ["extra/v1", "legal/v2", "python-expert/v1", "sql-expert/v1"]
         one = (await client.get("/v1/metadata/loras/python-expert/v1")).json()
@@ -369,12 +369,12 @@ async def test_failed_engine_start_is_reported_with_its_output_and_retried(worke
     async with worker.inside(*flags, until_ready=False) as client:
 
         async def in_a_loop() -> Metadata | None:
-            told = await metadata_of(client)
-            return told if "crash loop" in told.state_reason else None
+            metadata = await metadata_of(client)
+            return metadata if "crash loop" in metadata.state_reason else None
 
-        told = await until(in_a_loop)
-        assert told.state == "engine_down"
-        assert "--no-such-flag" in told.state_reason
+        metadata = await until(in_a_loop)
+        assert metadata.state == "engine_down"
+        assert "--no-such-flag" in metadata.state_reason
         assert (await client.get("/health")).is_success
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "not_ready"
 

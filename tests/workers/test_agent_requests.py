@@ -58,9 +58,9 @@ async def test_ready_route_shows_none_of_the_engines_output(worker):
     quiet = ("--no-engine-output",)
     async with worker.running("--engine-args=--hf-token=very-secret", *quiet, until_ready=False) as client:
         await until_state(client, "engine_down")
-        said = (await client.get("/ready")).json()["error"]["message"]
-        assert said == "engine_down: the engine did not start (status 2)"
-        assert "very-secret" not in said
+        message = (await client.get("/ready")).json()["error"]["message"]
+        assert message == "engine_down: the engine did not start (status 2)"
+        assert "very-secret" not in message
     assert "very-secret" not in (worker.folder / "agent.log").read_text().split("its output ends")[0]
 
 
@@ -131,17 +131,17 @@ async def test_drain_waits_for_a_request_in_its_first_step(worker, tmp_path):
     slow = ("--engine-args=--sim-prefill-tokens-per-s=500", "--max-num-batched-tokens", "500")  # a step takes 1 s
     timers = AgentTimers(quiet_s=0.2)
     async with worker.inside(*flags, *slow, timers=timers) as client, httpx.AsyncClient(timeout=30) as direct:
-        told = await metadata_of(client)
-        url = f"{told.transport.engine_url}/v1/completions"
+        metadata = await metadata_of(client)
+        url = f"{metadata.transport.engine_url}/v1/completions"
         await direct.post(url, json={"model": "tiny-qwen", "prompt": [7] * 600, "max_tokens": 1})
         async with within(10):
             while not (await metadata_of(client)).load.prefill_tokens_per_s:
                 await asyncio.sleep(0.02)
-        body = {"model": told.lora.loaded_loras[0].engine_name, "prompt": "a", "max_tokens": 20}
-        asked = asyncio.create_task(direct.post(url, json=body))
+        body = {"model": metadata.lora.loaded_loras[0].engine_name, "prompt": "a", "max_tokens": 20}
+        requested = asyncio.create_task(direct.post(url, json=body))
         assert (await post(client, "drain", deadline_s=20)).json()["is_drained"] is True
-        assert asked.done()
-        assert (await asked).status_code == 200
+        assert requested.done()
+        assert (await requested).status_code == 200
 
 
 @pytest.mark.slow
@@ -202,11 +202,11 @@ async def test_state_folder_agent_and_engine_agree_after_many_calls_and_kills(wo
         await callers
         await until((worker.state_dir / "engine.pid").exists)
         await worker.ready(client)
-        told = await metadata_of(client)
+        metadata = await metadata_of(client)
         async with httpx.AsyncClient(timeout=10) as direct:
-            models = (await direct.get(f"{told.transport.engine_url}/v1/models")).json()["data"]
+            models = (await direct.get(f"{metadata.transport.engine_url}/v1/models")).json()["data"]
         listed = {item["id"] for item in models if item.get("parent")}
-        assert {item.engine_name for item in told.lora.loaded_loras if item.state == "ready"} == listed
+        assert {item.engine_name for item in metadata.lora.loaded_loras if item.state == "ready"} == listed
         assert len(listed) <= 3
         records = [json.loads(path.read_text()) for path in (worker.state_dir / "adapters").glob("*.json")]
         assert {record["engine_name"] for record in records if record["is_loaded"]} == listed

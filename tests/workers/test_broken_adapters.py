@@ -24,10 +24,10 @@ def rules(agent_model) -> AdapterRules:
 def test_broken_adapter_is_refused_with_its_code_and_a_hint(case, rules, tmp_path):
     with pytest.raises(SourceError) as refused:
         read_manifest(case.write(tmp_path), rules)
-    said = str(refused.value)
-    assert refused.value.code == case.code, said
-    assert "accepted" in said or refused.value.code in ("adapter_config_invalid", "weights_corrupt"), said
-    assert str(tmp_path) not in said
+    message = str(refused.value)
+    assert refused.value.code == case.code, message
+    assert "accepted" in message or refused.value.code in ("adapter_config_invalid", "weights_corrupt"), message
+    assert str(tmp_path) not in message
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)

@@ -67,10 +67,10 @@ async def test_missing_secret_or_other_source_is_refused(tmp_path, secret, ref, 
     mount(tmp_path)
     mount(tmp_path, "empty", token="")
     mount(tmp_path, "lines", token="a\nheader: b")
-    with pytest.raises(SourceError, match=why) as told:
+    with pytest.raises(SourceError, match=why) as refused:
         await Credentials(tmp_path).read(secret, ref)
-    assert told.value.code == "source_unauthorized"
-    assert TOKEN not in str(told.value)
+    assert refused.value.code == "source_unauthorized"
+    assert TOKEN not in str(refused.value)
 
 
 async def test_error_without_secrets_dir_names_the_setting():
@@ -85,18 +85,18 @@ async def test_adapters_credential_replaces_the_workers(tmp_path, kind):
         into.mkdir()
         transfer.credential = TOKEN
         await store.source().fetch(ref, into, transfer)
-        said = {ask.headers.get("authorization") for ask in store.site.asked}
-        assert said == {f"Bearer {TOKEN}"} | ({None} if kind is HubStore else set())  # signed URLs need no token
+        message = {request.headers.get("authorization") for request in store.site.requests}
+        assert message == {f"Bearer {TOKEN}"} | ({None} if kind is HubStore else set())  # signed URLs need no token
 
 
 @pytest.mark.parametrize(
     ("credential", "header"), [("abc", "Bearer abc"), ("Basic YWJj", "Basic YWJj"), ("Bearer abc", "Bearer abc")]
 )
 async def test_credential_is_not_sent_to_a_redirects_other_host(tmp_path, credential, header):
-    asked = []
+    requested = []
 
     def answer(request):
-        asked.append((request.url.host, request.headers.get("authorization")))
+        requested.append((request.url.host, request.headers.get("authorization")))
         if request.url.host == "a.example":
             return httpx.Response(302, headers={"location": f"https://cdn.example{request.url.path}"})
         return httpx.Response(200, content=ADAPTER[request.url.path.rpartition("/")[2]])
@@ -105,7 +105,7 @@ async def test_credential_is_not_sent_to_a_redirects_other_host(tmp_path, creden
     transfer = Transfer()
     transfer.credential = credential
     await source.fetch("https://a.example/sql", tmp_path, transfer)
-    assert set(asked) == {("a.example", header), ("cdn.example", None)}
+    assert set(requested) == {("a.example", header), ("cdn.example", None)}
 
 
 class TokenSource:

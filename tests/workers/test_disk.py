@@ -135,10 +135,10 @@ def test_lease_of_an_attached_engine_outlives_its_agent(tmp_path):
 
 
 def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
-    served, asked = {"kept"}, []
+    served, requested = {"kept"}, []
 
     def served_digests(engine_url: str) -> set[str]:
-        asked.append(engine_url)
+        requested.append(engine_url)
         return served
 
     mine, other = disk(tmp_path, "a", max_bytes=1, served_digests=served_digests), disk(tmp_path, "b")
@@ -149,7 +149,7 @@ def test_adapter_served_by_a_silent_agents_engine_is_kept(tmp_path):
         for path in (mine.path(digest) / ".users" / "b", mine.path(digest) / ".users"):
             set_age(path, 5000)
     assert mine.make_room(0, NOBODY)[0] == ["gone"]
-    assert asked == ["http://10.0.0.7:8100"] * 2
+    assert requested == ["http://10.0.0.7:8100"] * 2
     assert mine.adapters(NOBODY)[0].is_in_use  # the lease was renewed on behalf of the engine without an agent
 
 
@@ -230,8 +230,8 @@ def cpu_s(step) -> float:
 
 def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
     holds = inventory(tmp_path)
-    cached_digests = [f"{number:064x}" for number in range(5000)]
-    for digest in cached_digests:
+    digests = [f"{number:064x}" for number in range(5000)]
+    for digest in digests:
         holds.installed.update_in_memory(
             InstalledAdapter(
                 lora_id=digest,
@@ -244,7 +244,7 @@ def test_thousands_of_deleted_adapters_are_forgotten_within_a_second(tmp_path):
                 size_bytes=1,
             )
         )
-    assert cpu_s(lambda: holds.forget_deleted(cached_digests)) < 1
+    assert cpu_s(lambda: holds.forget_deleted(digests)) < 1
     assert holds.installed.all() == ()
 
 
@@ -554,6 +554,6 @@ def test_really_full_disk_is_an_error_and_leaves_no_half_adapter(tmp_path):
         pytest.skip("no unshare here")
     if done.returncode in {1, 77} and not done.stdout and "Traceback" not in done.stderr:
         pytest.skip(f"no file system of one's own here: {done.stderr.strip()}")
-    said = done.stdout.split(maxsplit=3)
-    assert said[:3] == ["disk_full", "2", "0"], done.stderr
-    assert " bytes are free" in said[3]
+    message = done.stdout.split(maxsplit=3)
+    assert message[:3] == ["disk_full", "2", "0"], done.stderr
+    assert " bytes are free" in message[3]

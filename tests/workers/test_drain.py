@@ -20,8 +20,8 @@ async def drain(client: httpx.AsyncClient, **environment: str) -> tuple[int, str
         env={**os.environ, "LORAFLEET_WORKERS_PORT": str(client.base_url.port), **environment},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, said = await asyncio.wait_for(process.communicate(), patience(20))
-    return process.returncode, said.decode()
+    _, message = await asyncio.wait_for(process.communicate(), patience(20))
+    return process.returncode, message.decode()
 
 
 async def test_prestop_hook_drains_the_agent_with_the_agents_own_key(worker, tmp_path):

@@ -38,7 +38,7 @@ def test_settings_that_agree_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("more", "words", "said"),
+    ("more", "words", "message"),
     [
         ({"max_cpu_loras": 8}, ("--max-cpu-loras", "9"), "max_cpu_loras is 8"),
         ({}, ("--max-cpu-loras", "2"), "at least max_loras 4"),
@@ -59,8 +59,8 @@ def test_settings_that_agree_stay_as_they_are():
         ({"engine_url": "http://127.0.0.1:1"}, (), "give only one of them"),
     ],
 )
-def test_command_that_contradicts_a_setting_is_refused_by_name(more, words, said):
-    with pytest.raises(CommandError, match=said):
+def test_command_that_contradicts_a_setting_is_refused_by_name(more, words, message):
+    with pytest.raises(CommandError, match=message):
         settings_from_command(settings(**more), (*SERVE, *words), {})
 
 
@@ -97,8 +97,8 @@ async def test_agent_counts_the_slots_of_its_own_engine_command(agent_model, age
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, "--engine", "sim")
     own = ("--", sys.executable, "-P", "-m", "workers.engines.sim", "--max-loras", "3", "--max-cpu-loras", "5")
     async with worker.inside(*own) as client:
-        told = Metadata.model_validate((await client.get("/metadata")).json()).lora
-        assert (told.max_loras, told.max_cpu_loras, told.capacity.available_slots) == (3, 5, 5)
+        metadata = Metadata.model_validate((await client.get("/metadata")).json()).lora
+        assert (metadata.max_loras, metadata.max_cpu_loras, metadata.capacity.available_slots) == (3, 5, 5)
 
 
 @pytest.mark.fleet
@@ -107,10 +107,10 @@ async def test_contradicting_command_ends_the_start_with_one_line(agent_model, a
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
+    _, message = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2
-    assert b"max_cpu_loras is 3" in said
-    assert b"Traceback" not in said
+    assert b"max_cpu_loras is 3" in message
+    assert b"Traceback" not in message
 
 
 def test_sglangs_batch_flag_counts_the_base_model():

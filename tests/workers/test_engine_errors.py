@@ -11,11 +11,11 @@ from workers.engines.sglang import SglangClient
 from workers.engines.vllm import VllmClient
 
 
-def _failing(said: str) -> Starlette:
+def _failing(message: str) -> Starlette:
     """An engine with one adapter that fails all loads and unloads."""
 
     async def fail(_request):
-        return JSONResponse({"error": {"message": said}, "error_message": said}, 500)
+        return JSONResponse({"error": {"message": message}, "error_message": message}, 500)
 
     async def models(_request):
         return JSONResponse({"data": [{"id": "tiny"}, {"id": "sql/v1@1", "root": "/sql", "parent": "tiny"}]})
@@ -35,15 +35,15 @@ async def test_failed_unload_is_an_engine_error(kind):
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("message", "code"),
     [
         ("Call to add_lora method failed: LoRA rank 64 is greater than max_lora_rank 16.", "adapter_refused"),
         ("Call to add_lora method failed: Server shutting down", "engine_failed"),
         ("EngineCore encountered an issue. See stack trace (above) for the root cause.", "engine_failed"),
     ],
 )
-async def test_load_failed_by_a_dying_engine_does_not_blame_the_adapter(tmp_path, said, code):
-    async with serving(_failing(said)) as url:
+async def test_load_failed_by_a_dying_engine_does_not_blame_the_adapter(tmp_path, message, code):
+    async with serving(_failing(message)) as url:
         engine = VllmClient(url)
         with pytest.raises(EngineError, match="load legal/v1@2") as failed:
             await engine.load("legal/v1@2", tmp_path, timeout_s=5)

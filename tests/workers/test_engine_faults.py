@@ -89,15 +89,15 @@ async def test_slow_adapter_does_not_block_the_restore_of_others(worker):
 async def test_hanging_load_makes_the_worker_suspect_until_it_returns_a_token(worker):
     async with worker.inside("--engine-args=--sim-load-s=2.5", "--load-deadline-s", "0.3", *HASTY[:2]) as client:
         assert code(await post(client, "load_lora", lora_id="sql-expert/v1")) == "engine_timeout"
-        told = await metadata_of(client)
-        assert (told.state, told.is_suspect) == ("ready", True)
+        metadata = await metadata_of(client)
+        assert (metadata.state, metadata.is_suspect) == ("ready", True)
         refused = await post(client, "load_lora", lora_id="legal/v2")
         assert code(refused) == "not_ready"
         assert "sql-expert/v1 hangs" in refused.json()["error"]["message"]
         async with within(10):
             while (await metadata_of(client)).is_suspect:
                 await asyncio.sleep(0.05)
-        assert (await metadata_of(client)).engine_boot_id == told.engine_boot_id
+        assert (await metadata_of(client)).engine_boot_id == metadata.engine_boot_id
 
 
 @pytest.mark.fleet
@@ -142,9 +142,9 @@ async def stalled_engine(client, adapters):
 
 async def until_suspect(client, *, is_suspect=True) -> Metadata:
     async with within(15):
-        while (told := await metadata_of(client)).is_suspect is not is_suspect:
+        while (metadata := await metadata_of(client)).is_suspect is not is_suspect:
             await asyncio.sleep(0.02)
-    return told
+    return metadata
 
 
 @pytest.mark.fleet
@@ -154,18 +154,18 @@ async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, 
     async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
         before = await metadata_of(client)
         async with stalled_engine(client, agent_adapters) as asking:
-            told = await until_suspect(client)
-            assert (told.state, told.engine_boot_id) == ("ready", before.engine_boot_id)
-            assert "has requests, and has computed nothing" in told.state_reason
+            metadata = await until_suspect(client)
+            assert (metadata.state, metadata.engine_boot_id) == ("ready", before.engine_boot_id)
+            assert "has requests, and has computed nothing" in metadata.state_reason
             async with httpx.AsyncClient() as http:
-                assert (await http.get(f"{told.transport.engine_url}/health")).status_code == 200
+                assert (await http.get(f"{metadata.transport.engine_url}/health")).status_code == 200
             refused = await post(client, "load_lora", lora_id="sql-expert/v1")
             assert (code(refused), "computed nothing" in refused.text) == ("not_ready", True)
             assert "lorafleet_workers_engine_suspect 1.0" in (await client.get("/metrics")).text
-            told = await until_suspect(client, is_suspect=False)
+            metadata = await until_suspect(client, is_suspect=False)
             assert "lorafleet_workers_engine_suspect 0.0" in (await client.get("/metrics")).text
             assert not asking.done()
-        assert told.engine_boot_id == before.engine_boot_id
+        assert metadata.engine_boot_id == before.engine_boot_id
 
 
 @pytest.mark.fleet
@@ -240,8 +240,8 @@ async def test_restarted_attached_engine_gets_its_adapters_again(attached, agent
         await post(client, "load_lora", lora_id="sql-expert/v1")
         before = await metadata_of(client)
         await asyncio.to_thread(engine.stop)
-        told = await until_state(client, "engine_down")
-        assert "no sign of health" in told.state_reason or "restarted" in told.state_reason
+        metadata = await until_state(client, "engine_down")
+        assert "no sign of health" in metadata.state_reason or "restarted" in metadata.state_reason
         other = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "workers.engines.sim", "--model", str(agent_model), "--served-model-name",
             "tiny-qwen", "--port", port, "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3",
@@ -266,13 +266,13 @@ async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters
     timers = AgentTimers(watch_s=0.1, attached_s=silent_s)
     try:
         async with worker.inside(timers=timers) as client, stalled_engine(client, agent_adapters) as asking:
-            before = told = await until_suspect(client)
+            before = metadata = await until_suspect(client)
             async with within(20):
-                while told.load.still_s < 2 * silent_s:  # longer than `attached_s`
-                    assert (told.is_suspect, told.state) == (True, "ready")
+                while metadata.load.still_s < 2 * silent_s:  # longer than `attached_s`
+                    assert (metadata.is_suspect, metadata.state) == (True, "ready")
                     await asyncio.sleep(0.05)
-                    told = await metadata_of(client)
-            assert told.engine_boot_id == before.engine_boot_id
+                    metadata = await metadata_of(client)
+            assert metadata.engine_boot_id == before.engine_boot_id
             assert not asking.done()
     finally:
         engine.stop()

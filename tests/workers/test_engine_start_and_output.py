@@ -23,9 +23,9 @@ async def test_own_engine_command_gets_the_flags_that_it_lacks(worker):
     async with worker.running(*own) as client:
         assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
         assert (await metadata_of(client)).model.runtime_config.block_size == 64
-    said = (worker.folder / "agent.log").read_text()
-    assert "added to the engine's command" in said
-    assert "--enable-lora --max-loras 2" in said
+    message = (worker.folder / "agent.log").read_text()
+    assert "added to the engine's command" in message
+    assert "--enable-lora --max-loras 2" in message
 
 
 @pytest.mark.fleet
@@ -52,8 +52,8 @@ async def test_engine_does_not_start_on_a_port_of_another_process(worker, agent_
         slow = f'sleep 30; exec {sys.executable} -m workers.engines.sim "$@"'
         flags = ("--engine-port", port, "--", "sh", "-c", slow, "sim")
         async with worker.inside(*flags, until_ready=False) as client:
-            told = await until_state(client, "engine_down")
-            assert f"port {port}" in told.state_reason
+            metadata = await until_state(client, "engine_down")
+            assert f"port {port}" in metadata.state_reason
     finally:
         stranger.stop()
 
@@ -97,16 +97,16 @@ async def test_unread_stderr_blocks_neither_agent_nor_engine(worker):
     try:
         async with worker.running("--", "sh", "-c", talkative, "sim", stderr=writer) as client:
             os.close(writer)
-            living_futures = (worker.state_dir / "engine.log").read_text().count("a line of the engine\n")
-            said = asyncio.create_task(asyncio.to_thread(_read_whole, reader))
+            kept = (worker.state_dir / "engine.log").read_text().count("a line of the engine\n")
+            message = asyncio.create_task(asyncio.to_thread(_read_whole, reader))
             assert (await post(client, "load_lora", lora_id="sql-expert/v1")).status_code == 200
-        lines = (await said).splitlines()
+        lines = (await message).splitlines()
     finally:
         os.close(reader)
-    told = [json.loads(line) for line in lines if b"of the engine's output were dropped" in line]
-    assert living_futures == 40_000
-    assert told
-    assert lines.count(b"a line of the engine") + sum(line["lines"] for line in told) >= living_futures
+    dropped = [json.loads(line) for line in lines if b"of the engine's output were dropped" in line]
+    assert kept == 40_000
+    assert dropped
+    assert lines.count(b"a line of the engine") + sum(line["lines"] for line in dropped) >= kept
     assert any(b'"event": "ready"' in line for line in lines)  # the agent's own lines are not dropped
 
 

@@ -101,12 +101,12 @@ async def test_second_agent_on_the_same_state_folder_is_refused(worker):
             sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
         )
         try:
-            _, said = await asyncio.wait_for(second.communicate(), patience(10))
+            _, message = await asyncio.wait_for(second.communicate(), patience(10))
         finally:
             if second.returncode is None:
                 second.kill()
         assert second.returncode == 2
-        assert b"another agent" in said
+        assert b"another agent" in message
 
 
 @pytest.mark.fleet
@@ -116,15 +116,15 @@ async def test_damaged_epoch_file_stops_the_start_with_a_remedy(worker):
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
+    _, message = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2
-    assert b"epoch.json is damaged" in said
-    assert b"Traceback" not in said
+    assert b"epoch.json is damaged" in message
+    assert b"Traceback" not in message
 
 
 @pytest.mark.slow
 async def test_hostile_files_in_lora_path_do_not_affect_other_adapters(worker, agent_model, tmp_path):
-    folder = tmp_path / "shelf"
+    folder = tmp_path / "lora_path"
     make_adapter(folder, "fine/v1")
     os.mkfifo(make_adapter(folder, "pipe/v1") / "more.safetensors")
     weights = make_adapter(folder, "endless/v1") / "adapter_model.safetensors"

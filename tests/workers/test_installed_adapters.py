@@ -83,9 +83,9 @@ async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):
         (worker.cache_dir / record(number).digest).mkdir(parents=True)
     async with worker.together("--cache-grace-s", "1") as client:
         page = (await client.get("/metadata")).content
-        told = Metadata.model_validate_json(page).lora
-        assert (len(told.available_loras), told.available_count) == (100, 504)
-        assert told.available_loras[0].lora_id == record(499).lora_id
+        metadata = Metadata.model_validate_json(page).lora
+        assert (len(metadata.available_loras), metadata.available_count) == (100, 504)
+        assert metadata.available_loras[0].lora_id == record(499).lora_id
         assert len(page) < 60_000
         ids: list[str] = []
         cursor = ""
@@ -98,42 +98,42 @@ async def test_heartbeat_stays_small_with_thousands_of_adapters_on_disk(worker):
         assert len(ids) == 504
         await post(client, "load_lora", lora_id="legal/v2")
         more = Metadata.model_validate_json((await client.get("/metadata")).content).lora
-        assert more.available_digest == told.available_digest  # it was in the folder already
+        assert more.available_digest == metadata.available_digest  # it was in the folder already
         shutil.rmtree(worker.cache_dir / record(5).digest)  # like another agent
         async with within(10):
             while (await client.get(f"/v1/metadata/loras/{record(5).lora_id}")).is_success:
                 await asyncio.sleep(0.1)
         less = Metadata.model_validate_json((await client.get("/metadata")).content).lora
-        assert (less.available_count, less.available_digest != told.available_digest) == (503, True)
+        assert (less.available_count, less.available_digest != metadata.available_digest) == (503, True)
 
 
 @pytest.mark.fleet
 async def test_report_with_a_list_after_an_unload_lacks_the_adapter(worker):
     async with worker.running() as client, httpx.AsyncClient() as direct:
         loaded = (await post(client, "load_lora", lora_id="legal/v2")).json()["engine_name"]
-        told = Metadata.model_validate_json((await client.get("/metadata")).content)
-        unload = f"{told.transport.engine_url}/v1/unload_lora_adapter"
+        metadata = Metadata.model_validate_json((await client.get("/metadata")).content)
+        unload = f"{metadata.transport.engine_url}/v1/unload_lora_adapter"
         (await direct.post(unload, json={"lora_name": loaded})).raise_for_status()
         unloaded_at = time.monotonic()
 
         async def is_younger() -> bool:
-            nonlocal told
+            nonlocal metadata
             asked_at = time.monotonic()
-            told = Metadata.model_validate_json((await client.get("/metadata")).content)
-            return asked_at - told.lora.list_age_s > unloaded_at
+            metadata = Metadata.model_validate_json((await client.get("/metadata")).content)
+            return asked_at - metadata.lora.list_age_s > unloaded_at
 
         await until(is_younger)
-        assert loaded not in {lora.engine_name for lora in told.lora.loaded_loras if lora.state == "ready"}
+        assert loaded not in {lora.engine_name for lora in metadata.lora.loaded_loras if lora.state == "ready"}
 
 
 @pytest.mark.fleet
 async def test_new_bytes_in_lora_path_are_reported_while_old_ones_are_served(agent_model, agent_adapters, tmp_path):
-    shutil.copytree(agent_adapters / "legal", tmp_path / "shelf/legal")
-    worker = RunningWorker(agent_model, tmp_path / "shelf", tmp_path, "--engine", "sim", "--max-lora-rank", "16")
+    shutil.copytree(agent_adapters / "legal", tmp_path / "lora_path/legal")
+    worker = RunningWorker(agent_model, tmp_path / "lora_path", tmp_path, "--engine", "sim", "--max-lora-rank", "16")
     async with worker.inside() as client:
         before = (await post(client, "load_lora", lora_id="legal/v2")).json()
         assert before["error"] is None
-        config = tmp_path / "shelf/legal/v2/adapter_config.json"
+        config = tmp_path / "lora_path/legal/v2/adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "note": "trained once more"}))
         async with within(10):
             while (item := (await client.get("/v1/metadata/loras/legal/v2")).json())["error"] is None:

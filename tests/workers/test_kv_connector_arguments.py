@@ -85,7 +85,7 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path, text, words, fo
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--kv-transfer-config", "{kv_connector"), "--kv-transfer-config '{kv_connector'"),
         (("--kv-transfer-config",), None),
@@ -94,11 +94,11 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path, text, words, fo
         (("--config", "/nowhere/vllm.yaml"), "--config /nowhere/vllm.yaml"),
     ],
 )
-def test_unparseable_argument_is_named(words, said):
-    if said is None:
+def test_unparseable_argument_is_named(words, message):
+    if message is None:
         assert separation(*words) is None  # vLLM reports the missing value itself
         return
-    with pytest.raises(CommandError, match=said.replace("{", r"\{")):
+    with pytest.raises(CommandError, match=message.replace("{", r"\{")):
         separation(*words)
 
 
@@ -116,7 +116,7 @@ async def test_unreadable_connector_ends_the_start_with_one_line(agent_model, ag
     agent = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(agent.communicate(), patience(20))
+    _, message = await asyncio.wait_for(agent.communicate(), patience(20))
     assert agent.returncode == 2
-    assert b"--kv-transfer-config" in said
-    assert b"Traceback" not in said
+    assert b"--kv-transfer-config" in message
+    assert b"Traceback" not in message

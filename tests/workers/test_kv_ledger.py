@@ -65,18 +65,18 @@ async def test_snapshot_and_stream_give_all_blocks_of_the_engine():
         assert taken.epoch.startswith("boot.")
         assert device_blocks(taken) == set(ours(range(6)))
         known = device_blocks(taken)
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            first = await anext(told)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            first = await anext(stream)
             assert (first.seq, first.changes) == (taken.seq, ())  # a heartbeat at once
             await engine.publish(*chain(5, 3), removed(1), ts=time.time())
             while known != set(ours(range(10))[1:]):
-                frame = await anext(told)
+                frame = await anext(stream)
                 for change in frame.changes:
                     known -= set(unpack_hashes(change.dropped))
                     known |= set(unpack_hashes(change.added))
             assert time.time() - frame.at < patience(5)
             await engine.publish(CLEARED, stored([9], [50, 51]))
-            frame = await anext(told)
+            frame = await anext(stream)
             assert frame.cleared == (0,)
             assert [unpack_hashes(change.added) for change in frame.changes] == [ours([50, 51])]
         assert device_blocks(await snapshot(client)) == set(ours([50, 51]))
@@ -86,20 +86,20 @@ async def test_block_added_and_dropped_within_a_frame_is_not_sent():
     engine = KvEngine()
     async with serving_ledger(engine) as (client, _agent):
         taken = await snapshot(client)
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            await anext(told)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            await anext(stream)
             await engine.publish(stored([1], [1, 2]), stored([2], [3, 4]), removed(1))
-            frame = await anext(told)
+            frame = await anext(stream)
             while not frame.changes:
-                frame = await anext(told)
+                frame = await anext(stream)
             assert [unpack_hashes(c.added) + unpack_hashes(c.dropped) for c in frame.changes] == [ours([3, 4])]
 
 
 async def test_stream_sends_heartbeats_without_changes():
     async with serving_ledger(KvEngine()) as (client, _agent):
         taken = await snapshot(client)
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            assert [(await anext(told)).seq for _ in range(2)] == [taken.seq] * 2
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            assert [(await anext(stream)).seq for _ in range(2)] == [taken.seq] * 2
 
 
 @pytest.mark.parametrize(("epoch", "since"), [("another", 0), (None, 99), (None, 0)])
@@ -142,15 +142,15 @@ async def test_lost_events_make_the_ledger_incomplete_for_good():
             await engine.publish(stored([1], [1, 2]))
             await asyncio.sleep(0.05)
         taken = await snapshot(client)
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            await anext(told)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            await anext(stream)
             for _ in range(3):
                 await engine.publish(stored([2], [3, 4]), lost=True)
             engine.kept_from = len(engine.batches)
             await engine.publish(stored([3], [5, 6]))
-            frame = await anext(told)
+            frame = await anext(stream)
             while frame.is_whole:
-                frame = await anext(told)
+                frame = await anext(stream)
         later = await snapshot(client)
         assert not later.is_whole
         assert device_blocks(later) == {*ours([1, 2]), *ours([5, 6])}
@@ -176,10 +176,10 @@ async def test_forgotten_blocks_of_an_adapter_are_sent_at_once():
     async with serving_ledger(engine, dialect="sglang") as (client, agent):
         taken = await snapshot(client)
         assert device_blocks(taken) == set(ours([1, 2], name="sql@1"))
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            await anext(told)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            await anext(stream)
             agent.ledgers.forget_adapter("sql@1")
-            frame = await anext(told)
+            frame = await anext(stream)
             assert frame.seq == taken.seq + 1
             assert set(unpack_hashes(frame.changes[0].dropped)) == set(ours([1, 2], name="sql@1"))
 
@@ -209,10 +209,10 @@ async def test_snapshot_of_16000_blocks_takes_less_than_a_second():
 # --- a real agent around a real (sim) engine -------------------------------------------------------------------------
 
 
-async def complete(told: Metadata, prompt: list[int], model="tiny-qwen"):
+async def complete(metadata: Metadata, prompt: list[int], model="tiny-qwen"):
     async with httpx.AsyncClient(timeout=30) as client:
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        answer = await client.post(f"{told.transport.engine_url}/v1/completions", json=body)
+        answer = await client.post(f"{metadata.transport.engine_url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
 
 
@@ -225,19 +225,19 @@ async def wait_for_blocks(client, expected, *, within_s=10.0):
 @pytest.mark.fleet
 async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(worker):
     async with worker.inside() as client:
-        told = await metadata_of(client)
-        assert told.transport.kv_ledger == 1
-        block_size = told.model.runtime_config.block_size
+        metadata = await metadata_of(client)
+        assert metadata.transport.kv_ledger == 1
+        block_size = metadata.model.runtime_config.block_size
         prompt = list(range(100, 100 + 4 * block_size))
         loaded = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()["engine_name"]
         expected = set()
         for name in ("", loaded):
-            await complete(told, prompt, name or "tiny-qwen")
-            root = root_hash(told.model.base_model, name)
+            await complete(metadata, prompt, name or "tiny-qwen")
+            root = root_hash(metadata.model.base_model, name)
             expected |= set(block_hashes(prompt, block_size=block_size, root=root))
         await wait_for_blocks(client, expected)
         before = await snapshot(client)
-        assert before.epoch.startswith(told.engine_boot_id)
+        assert before.epoch.startswith(metadata.engine_boot_id)
         page = (await client.get("/metrics")).text
         assert 'lorafleet_workers_kv_events_total{type="BlockStored"}' in page
         assert "lorafleet_workers_kv_rejected_total{" not in page
@@ -255,7 +255,7 @@ async def test_agent_serves_blocks_of_prompts_and_a_new_epoch_after_restart(work
 async def test_open_stream_does_not_delay_a_stopping_agent(worker):
     async with worker.running("--stop-grace-s", "600") as client:
         taken = await snapshot(client)
-        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as told:
-            await anext(told)
+        async with contextlib.aclosing(frames(client, taken.epoch, taken.seq)) as stream:
+            await anext(stream)
             worker.process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(worker.process.wait(), patience(20))

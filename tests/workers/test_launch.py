@@ -175,5 +175,5 @@ def test_command_is_logged_without_secrets(command, shown):
 
 
 def test_shell_command_is_logged_without_secrets():
-    said = without_secrets(["sh", "-c", "export HF_TOKEN='t 0 p'; API_KEY=t0p exec vllm \"$@\""])
-    assert said[2] == 'export HF_TOKEN=***; API_KEY=*** exec vllm "$@"'
+    message = without_secrets(["sh", "-c", "export HF_TOKEN='t 0 p'; API_KEY=t0p exec vllm \"$@\""])
+    assert message[2] == 'export HF_TOKEN=***; API_KEY=*** exec vllm "$@"'

@@ -266,14 +266,14 @@ def test_unfitting_tensors_are_refused(shapes, code):
 
 def test_packed_module_mismatch_is_refused_with_a_hint():
     packed = {**tensors(), **tensors(module="model.layers.0.self_attn.qkv_proj", out=64)}
-    code, said = refusal({"target_modules": "all-linear"}, packed)
-    assert (code, "q_proj, k_proj, v_proj, one pair each" in said) == ("module_unknown", True)
+    code, message = refusal({"target_modules": "all-linear"}, packed)
+    assert (code, "q_proj, k_proj, v_proj, one pair each" in message) == ("module_unknown", True)
     rules = AdapterRules(
         16, frozenset(), "off", BaseModel({"layers.0.qkv_proj": (64, 64), "layers.0.q_norm": (32, 64)})
     )
     parts = {**tensors(module="layers.0.q_norm"), **tensors(module="layers.0.k_proj")}
-    code, said = refusal({"target_modules": "all-linear"}, parts, rules)
-    assert (code, "accepted is qkv_proj" in said) == ("module_unknown", True)
+    code, message = refusal({"target_modules": "all-linear"}, parts, rules)
+    assert (code, "accepted is qkv_proj" in message) == ("module_unknown", True)
 
 
 def test_embeddings_are_accepted_if_engine_and_vocabulary_allow_them():

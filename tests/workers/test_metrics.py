@@ -89,8 +89,6 @@ async def test_metrics_of_a_gone_engine_are_cleared(worker):
 
 
 async def worker_metrics(client, names) -> dict[str, float]:
-    series_lines = [
-        line.split() for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")
-    ]
-    values = {line[0]: float(line[-1]) for line in series_lines}
+    lines = [line.split() for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")]
+    values = {line[0]: float(line[-1]) for line in lines}
     return {name: values[f"lorafleet_workers_{name}"] for name in names}

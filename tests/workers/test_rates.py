@@ -229,14 +229,14 @@ def test_engine_restart_does_not_spoil_the_rates():
     load, rates = SteadyLoad(prefill=20_000, token_s=0.02, seed=4), EngineRates()
     for reading in load.readings(mixed_length, 3.0, 100):
         rates.add(reading)
-    has_measured_decodes, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
+    learned, at_s = (rates.prefill_tokens_per_s, rates.decode_tokens_per_s), load.engine.read_at
     again = SteadyLoad(prefill=20_000, token_s=0.02, seed=5)
     for number, reading in enumerate(again.readings(mixed_length, 3.0, 30)):
         rates.add(replace(reading, at_s=at_s + reading.at_s))
         if number == 0:
-            assert (rates.prefill_tokens_per_s, rates.decode_tokens_per_s) == has_measured_decodes
+            assert (rates.prefill_tokens_per_s, rates.decode_tokens_per_s) == learned
         assert math.isfinite(rates.prefill_tokens_per_s)
-        assert 0.9 * has_measured_decodes[0] < rates.prefill_tokens_per_s < 1.1 * has_measured_decodes[0]
+        assert 0.9 * learned[0] < rates.prefill_tokens_per_s < 1.1 * learned[0]
 
 
 def test_any_counters_give_finite_figures():

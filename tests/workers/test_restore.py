@@ -42,9 +42,9 @@ async def test_deleted_cache_is_rebuilt_while_the_worker_serves(worker):
         known = (await post(client, "load_lora", lora_id="legal/v2")).json()
         await post(client, "unload_lora", lora_id="legal/v2")
         shutil.rmtree(worker.cache_dir)
-        told = await client.get("/metadata")
-        assert told.status_code == 200
-        assert told.json()["lora"]["capacity"]["disk_free_bytes"] > 0
+        answer = await client.get("/metadata")
+        assert answer.status_code == 200
+        assert answer.json()["lora"]["capacity"]["disk_free_bytes"] > 0
         assert (await client.get("/metrics")).status_code == 200
         again = await post(client, "load_lora", lora_id="legal/v2", digest=known["digest"])
         assert again.status_code == 200
@@ -63,8 +63,8 @@ async def test_agent_becomes_ready_after_scanning_a_large_lora_path(agent_model,
             os.link(file, folder / file.name)
     worker = RunningWorker(agent_model, adapters, tmp_path, *SIM)
     async with worker.inside(until_ready=False) as client:
-        told = (await client.get("/metadata")).json()
-        assert told["lora"]["available_count"] < many
+        metadata = (await client.get("/metadata")).json()
+        assert metadata["lora"]["available_count"] < many
         await until((worker.state_dir / "engine.pid").exists)
         assert (await client.get("/metadata")).json()["lora"]["available_count"] < many
         await worker.ready(client)

@@ -64,7 +64,7 @@ async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase
     async with worker.inside(*SHAPE, "--", *STUB, timers=timers) as client, httpx.AsyncClient(timeout=60) as user:
         engine = (await metadata_of(client)).transport.engine_url
         body = {"model": "tiny-qwen", "prompt": [7] * 40, "max_tokens": 2}
-        asked = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=patience(30)))
+        requested = asyncio.create_task(user.post(f"{engine}/v1/completions", json=body, timeout=patience(30)))
 
         async def is_counted() -> bool:
             return 'endpoint="/v1/completions",method="POST"} 1' in (await user.get(f"{engine}/metrics")).text
@@ -72,7 +72,7 @@ async def test_sglang_is_not_drained_during_a_prefill(worker, monkeypatch, phase
         await until(is_counted)
         drained = (await client.post("/v1/admin/drain", json={"deadline_s": 0.1})).json()
         assert (drained["is_drained"], drained["running"]) == (False, 1)
-        assert (await asked).status_code == 200
+        assert (await requested).status_code == 200
         assert (await client.post("/v1/admin/drain", json={"deadline_s": patience(5)})).json()["is_drained"]
 
 

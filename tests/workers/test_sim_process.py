@@ -142,7 +142,7 @@ def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--max-lroas", "2"], "unrecognized arguments: --max-lroas 2"),
         (["--max-loras", "2", "--max-cpu-loras", "1"], "max_cpu_loras (1) must be >= max_loras (2)."),
@@ -152,12 +152,12 @@ def test_runtime_loading_is_off_unless_the_environment_allows_it(model_dir: Path
     ],
 )
 def test_unsupported_flag_is_refused_by_name(
-    model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+    model_dir: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse_settings(["--model", str(model_dir), *flags], {})
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.fleet

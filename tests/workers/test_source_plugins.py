@@ -19,28 +19,28 @@ FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
 
 
 @pytest.fixture(params=[CopyingManager, AsyncCopyingManager])
-def shelf(request, tmp_path, monkeypatch):
+def manager(request, tmp_path, monkeypatch):
     for name, data in FILES.items():
-        (tmp_path / "shelf/sql/v1").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "shelf/sql/v1" / name).write_bytes(data)
-    monkeypatch.setattr(request.param, "root", tmp_path / "shelf")
+        (tmp_path / "downloads/sql/v1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "downloads/sql/v1" / name).write_bytes(data)
+    monkeypatch.setattr(request.param, "root", tmp_path / "downloads")
     (tmp_path / "into").mkdir()
     return request.param()
 
 
-async def test_plugins_download_is_copied_and_then_deleted_by_the_plugin(shelf, tmp_path):
-    await PluginSource(shelf, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", Transfer())
+async def test_plugins_download_is_copied_and_then_deleted_by_the_plugin(manager, tmp_path):
+    await PluginSource(manager, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", Transfer())
     assert {path.name: path.read_bytes() for path in (tmp_path / "into").iterdir()} == FILES
-    assert shelf.given == {}
+    assert manager.downloads == {}
 
 
-async def test_plugins_failure_is_reported_by_class_and_its_folder_deleted(shelf, tmp_path):
-    source = PluginSource(shelf, Limits(max_bytes=1 << 20))
+async def test_plugins_failure_is_reported_by_class_and_its_folder_deleted(manager, tmp_path):
+    source = PluginSource(manager, Limits(max_bytes=1 << 20))
     for name, expected in {"nosuch": "source_not_found", "secret": "source_failed"}.items():
         with pytest.raises(SourceError) as caught:
             await source.fetch(f"plugin://{name}", tmp_path / "into", Transfer())
         assert (caught.value.code, SECRET in str(caught.value)) == (expected, False)
-    assert shelf.given == {}
+    assert manager.downloads == {}
 
 
 def test_plugin_receives_known_events_and_its_errors_are_logged():
@@ -48,8 +48,8 @@ def test_plugin_receives_known_events_and_its_errors_are_logged():
     listen = event_forwarder(manager)
     for number, kind in enumerate(("LOADED_TO_DEVICE", "ENGINE_UP", "DOWNLOADING"), 1):
         listen(AgentEvent(id=number, type=kind, at="now", lora_id="sql/v1", digest="d", done_bytes=number))
-    heard = [(event.type, event.name, event.digest, event.done_bytes) for event in manager.heard]
-    assert heard == [("LOADED_TO_DEVICE", "sql/v1", "d", 1), ("DOWNLOADING", "sql/v1", "d", 3)]
+    events = [(event.type, event.name, event.digest, event.done_bytes) for event in manager.events]
+    assert events == [("LOADED_TO_DEVICE", "sql/v1", "d", 1), ("DOWNLOADING", "sql/v1", "d", 3)]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ async def test_agent_loads_from_a_hub_and_reports_the_commit(worker, agent_adapt
                 seen[event["type"]] = event
             assert seen["DOWNLOADING"]["total_bytes"] >= seen["DOWNLOADING"]["done_bytes"] > 0
             assert seen["DOWNLOADED_TO_DISK"]["source"] == f"hf://acme/legal@{commit}"
-            told = (await client.get("/metadata")).json()["lora"]["available_loras"]
-            assert f"hf://acme/legal@{commit}" in {item["source"] for item in told}
+            available = (await client.get("/metadata")).json()["lora"]["available_loras"]
+            assert f"hf://acme/legal@{commit}" in {item["source"] for item in available}
             # The branch moves and the files are lost: the pinned commit is fetched again.
             hub.push("acme/legal", "main", {"adapter_config.json": b"{}"})
             path = answer.json()["path"]

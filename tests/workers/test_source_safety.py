@@ -65,7 +65,7 @@ async def test_private_host_is_refused_before_a_connection(tmp_path):
         error = await refusal(web(client), f"{site.url}/adapter", tmp_path / "into")
         named = await refusal(web(client), site.url.replace("127.0.0.1", "localhost") + "/a", tmp_path / "into2")
     assert (error.code, named.code) == ("source_address_forbidden",) * 2
-    assert site.asked == []
+    assert site.requests == []
 
 
 async def test_host_is_checked_by_the_address_of_its_connection(tmp_path):
@@ -87,7 +87,7 @@ async def test_host_is_checked_by_the_address_of_its_connection(tmp_path):
         assert (await refusal(source, f"https://adapters.test:{port}/a", tmp_path / "j")).code == (
             "source_address_forbidden"
         )
-    assert [ask.headers["host"] for ask in site.asked] == [f"adapters.test:{port}"]
+    assert [request.headers["host"] for request in site.requests] == [f"adapters.test:{port}"]
 
 
 async def test_certificate_must_be_for_the_requested_host(tmp_path):
@@ -100,7 +100,7 @@ async def test_certificate_must_be_for_the_requested_host(tmp_path):
         ref = f"https://elsewhere.test:{site.url.rpartition(':')[2]}/a"
         error = await refusal(web(client, "127.0.0.1/32", resolve=resolve), ref, tmp_path / "i")
         assert (error.code, "its certificate is not accepted" in str(error)) == ("source_failed", True)
-    assert site.asked == []
+    assert site.requests == []
 
 
 @pytest.mark.parametrize(
@@ -109,29 +109,29 @@ async def test_certificate_must_be_for_the_requested_host(tmp_path):
 async def test_redirects_are_checked_like_the_first_address(tmp_path, target):
     server, client = certificate(tmp_path)
     site = SourceServer(
-        lambda ask: SourceAnswer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])})
+        lambda request: SourceAnswer(302, b"", {"location": target.format(port=site.url.rpartition(":")[2])})
     )
     async with site.serving(server):
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
     assert error.code == "source_address_forbidden"
-    assert len(site.asked) == 1
+    assert len(site.requests) == 1
 
 
 async def test_redirect_loop_is_refused(tmp_path):
     server, client = certificate(tmp_path)
-    async with SourceServer(lambda ask: SourceAnswer(302, b"", {"location": ask.path})).serving(server) as site:
+    async with SourceServer(lambda request: SourceAnswer(302, b"", {"location": request.path})).serving(server) as site:
         error = await refusal(web(client, "127.0.0.1/32"), f"{site.url}/a.zip", tmp_path / "into")
-    assert (error.code, len(site.asked)) == ("source_invalid", 6)
+    assert (error.code, len(site.requests)) == ("source_invalid", 6)
 
 
 async def test_body_without_length_is_refused_beyond_the_limit(tmp_path):
     server, client = certificate(tmp_path)
 
-    def respond(ask):
+    def respond(request):
         return (
             SourceAnswer(200, bytes(20 << 20), {"content-length": "9" * 30})
-            if "model" in ask.path
-            else ranged(ask, CONFIG)
+            if "model" in request.path
+            else ranged(request, CONFIG)
         )
 
     async with SourceServer(respond).serving(server) as site:
@@ -263,11 +263,11 @@ def many_headers(size_bytes: int, count: int) -> bytes:
 
 def of_method(packed: bytes, method: int) -> bytes:
     """The zip with another compression method in all its headers."""
-    deflated, said = (zipfile.ZIP_DEFLATED.to_bytes(2, "little"), method.to_bytes(2, "little"))
+    deflated, message = (zipfile.ZIP_DEFLATED.to_bytes(2, "little"), method.to_bytes(2, "little"))
     for start, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
         parts = packed.split(start)
         assert all(part[at - 4 : at - 2] == deflated for part in parts[1:])
-        packed = start.join([parts[0], *(part[: at - 4] + said + part[at - 2 :] for part in parts[1:])])
+        packed = start.join([parts[0], *(part[: at - 4] + message + part[at - 2 :] for part in parts[1:])])
     return packed
 
 
@@ -339,6 +339,6 @@ def test_forbidden_folder_is_refused_before_it_exists(tmp_path, ref, code):
     if code is None:
         source.check(str(tmp_path / "root" / "later"))
         return
-    with pytest.raises(SourceError) as told:
+    with pytest.raises(SourceError) as refused:
         source.check(ref)
-    assert told.value.code == code
+    assert refused.value.code == code

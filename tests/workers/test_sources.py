@@ -57,7 +57,7 @@ class SourceStore:
         self.connection = FaultyConnection()
 
     def deny(self) -> None:
-        self.site.denies = 403
+        self.site.error_status = 403
 
 
 class WebFiles(SourceStore):
@@ -161,7 +161,7 @@ class S3Store(SourceStore):
 
     @contextlib.asynccontextmanager
     async def open(self):
-        self.site = SourceServer(lambda ask: None)
+        self.site = SourceServer(lambda request: None)
         async with httpx.AsyncClient() as client:
             (await client.post(f"{self.server}/moto-api/reset")).raise_for_status()
         async with self.connection.to(self.server) as self.url, self.site.serving():
@@ -183,7 +183,7 @@ class S3Store(SourceStore):
         return f"s3://bucket/team/{name}"
 
     def deny(self):
-        self.site.denies = 403
+        self.site.error_status = 403
         self.url = self.site.url
 
     def source(self, **changes):
@@ -245,11 +245,11 @@ async def put(store, name, files):
 async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
     into = store.tmp_path / "into"
     into.mkdir(exist_ok=True)
-    told = []
-    transfer = Transfer(on_progress=told.append, every_s=0)
+    reports = []
+    transfer = Transfer(on_progress=reports.append, every_s=0)
     async with within(20):
         await store.source(**changes).fetch(ref, into, transfer)
-    assert told[-1] == transfer.progress
+    assert reports[-1] == transfer.progress
     return {str(path.relative_to(into)): path.read_bytes() for path in into.rglob("*") if path.is_file()}, transfer
 
 
@@ -351,7 +351,7 @@ async def test_only_missing_parts_are_requested_again(store):
     ref = await put(store, "sql", ADAPTER)
     store.connection.cuts = [2 << 20]
     await fetched(store, ref)
-    assert store.site.asked[-1].headers["range"].startswith("bytes=1")
+    assert store.site.requests[-1].headers["range"].startswith("bytes=1")
 
 
 async def killed_half_way(store, ref: str, after: int, kept: int) -> None:
@@ -421,14 +421,14 @@ async def test_branch_is_resolved_to_its_commit_before_the_fetch(store):
 @pytest.mark.parametrize("store", [HubStore], indirect=True)
 async def test_hub_token_is_sent_only_to_the_hub(store):
     await fetched(store, await put(store, "sql", ADAPTER))
-    asked = {ask.path.split("/")[1]: ask.headers.get("authorization") for ask in store.site.asked}
-    assert asked == {"api": f"Bearer {SECRET}", "acme": f"Bearer {SECRET}", "signed": None}
+    requested = {request.path.split("/")[1]: request.headers.get("authorization") for request in store.site.requests}
+    assert requested == {"api": f"Bearer {SECRET}", "acme": f"Bearer {SECRET}", "signed": None}
 
 
 @pytest.mark.parametrize("store", [WebFiles], indirect=True)
 async def test_netrc_passwords_are_sent_only_to_their_host(store):
     await fetched(store, await put(store, "sql", ADAPTER))
-    assert all(ask.headers["authorization"].startswith("Basic ") for ask in store.site.asked)
+    assert all(request.headers["authorization"].startswith("Basic ") for request in store.site.requests)
 
 
 @remote
@@ -448,7 +448,7 @@ async def test_error_messages_never_quote_the_server(store, caplog):
     caplog.set_level(logging.WARNING)
     ref = await put(store, "sql", ADAPTER)
     store.deny()
-    store.site.denies = 500
+    store.site.error_status = 500
     error = await refusal(store, ref, retry=RetryPolicy(attempts=1))
     assert error.code == "source_failed"
     seen = [str(error), str(error.__cause__), *(record.getMessage() for record in caplog.records)]

@@ -25,7 +25,7 @@ class StubOrchestrator:
     """Accepts heartbeats and answers as the test sets."""
 
     is_warm: bool | None = False  # None: an orchestrator without warming
-    heard: list[dict] = field(default_factory=list)
+    reports: list[dict] = field(default_factory=list)
     key: str | None = None  # of the last heartbeat
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -33,10 +33,10 @@ class StubOrchestrator:
     async def serving(self) -> AsyncIterator[str]:
         async def register(request: Request) -> JSONResponse:
             self.key = request.headers.get("authorization")
-            self.heard.append((await request.json())["metadata"])
+            self.reports.append((await request.json())["metadata"])
             self.news.set()
-            told = {} if self.is_warm is None else {"is_warm": self.is_warm}
-            return JSONResponse({"epoch": 1, "revision": 1, "interval_s": 1.0} | told)
+            answer = {} if self.is_warm is None else {"is_warm": self.is_warm}
+            return JSONResponse({"epoch": 1, "revision": 1, "interval_s": 1.0} | answer)
 
         routes = [Route("/v1/workers/register", register, methods=["POST"])]
         async with serving(Starlette(routes=routes)) as url:
@@ -45,7 +45,7 @@ class StubOrchestrator:
     async def until(self, holds) -> dict:
         """Wait for the first report for which the condition holds."""
         async with within(20):
-            while not (found := [report for report in self.heard if holds(report)]):
+            while not (found := [report for report in self.reports if holds(report)]):
                 self.news.clear()
                 await self.news.wait()
         return found[0]
@@ -115,5 +115,5 @@ async def test_changed_key_file_is_used_by_the_next_heartbeats(worker, tmp_path)
     ):
         await orchestrator.until(lambda _: orchestrator.key == "Bearer one")
         file.write_text("another")
-        orchestrator.heard.clear()
+        orchestrator.reports.clear()
         await orchestrator.until(lambda _: orchestrator.key == "Bearer another")

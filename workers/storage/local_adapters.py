@@ -49,7 +49,7 @@ class LocalAdapters:
     @property
     def adapters(self) -> tuple[LocalAdapter, ...]:
         """The adapters of the last scan."""
-        return tuple(shelved for _, shelved in self._scanned.values())
+        return tuple(adapter for _, adapter in self._scanned.values())
 
     def find(self, lora_id: str) -> LocalAdapter | None:
         """The adapter in the last scan; None if it was not there."""
