@@ -171,9 +171,7 @@ class RouterSettings(WorkerDiscoverySettings):
         ge=0,
         description="seconds of work queued at an engine at most; further requests wait in the router, in fair order",
     )
-    max_waiting_requests: int = Field(
-        default=10_000, ge=1, description="requests that may wait for an engine at once"
-    )
+    max_waiting_requests: int = Field(default=10_000, ge=1, description="requests that may wait for an engine at once")
     max_waiting_bytes: int = Field(default=2**30, gt=0, description="bytes of their bodies together")
     tenant_share: float = Field(
         default=0.5,
@@ -186,9 +184,7 @@ class RouterSettings(WorkerDiscoverySettings):
         ge=0,
         description="prompt tokens at one base model's engines at once, further requests wait; 0: no bound",
     )
-    max_wait_s: float = Field(
-        default=60.0, gt=0, description="how long a request may wait for an engine; longer: 429"
-    )
+    max_wait_s: float = Field(default=60.0, gt=0, description="how long a request may wait for an engine; longer: 429")
     breaker_failures: int = Field(default=5, ge=1, description="failures in a row that open an engine's circuit")
     breaker_open_s: float = Field(
         default=2.0, gt=0, description="how long a circuit stays open at first; doubles with each opening"
