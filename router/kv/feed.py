@@ -1,4 +1,4 @@
-"""One worker's cached blocks, followed: its agent's ledger while that answers, else its engine's own events."""
+"""The KV feed of one worker: from its agent's ledger while that answers, else from its engine's own events."""
 
 import asyncio
 import time
@@ -25,25 +25,25 @@ from workers.wire import KvFrame, KvRank, KvSnapshot, unpack_hashes
 
 log = structlog.get_logger()
 
-# Agents send a sign of life every second.
+# Agents send a keep-alive every second.
 _SILENCE_S = 5.0
 _RESUME_S = 0.05
 # A million blocks are 8 MB.
 _SNAPSHOT_S, _MOST_SNAPSHOT_BYTES = 30.0, 1 << 30
 _MOST_FRAME_BYTES = 64 << 20
-# Of a snapshot put into the index before requests get a turn: 2,000 blocks, about a millisecond.
+# Bytes of a snapshot put into the index between two requests: 2,000 blocks, about a millisecond.
 _TURN_BYTES = 2000 * 8
-# A request that asked for repetitions may be on its way for this long after predictions agree again.
+# A request that asked for repeated stores may be in flight for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
-# A snapshot that was no good for so long was in vain. After the second such one in a row the next waits, and longer
-# each time: it is megabytes, and nothing says that it will be better.
-_IN_VAIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
+# A snapshot that was void within 10 s was in vain. From the second such one in a row on the next one waits, longer each
+# time: a snapshot is megabytes.
+_VOID_WITHIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where what a worker has cached is told. Another engine boot is another source.
+    """Where a worker's KV events come from. Another boot of its engine is another source.
 
     events, replay  one ZMQ endpoint a data-parallel rank
     ledger          hashing version of the agent's ledger; 0: it has none
@@ -64,7 +64,7 @@ class KvSource:
 
 
 class FeedContext(Protocol):
-    """What the feeds of all workers have in common."""
+    """What all feeds share (implemented by KvFeeds)."""
 
     metrics: RouterMetrics
     trust: PredictionAccuracy
@@ -76,16 +76,16 @@ class FeedContext(Protocol):
         """The engines' sockets."""
 
     def ranks_changed(self) -> None:
-        """A worker turned out to have more or fewer ranks than it said."""
+        """Called when a worker has another number of ranks than before."""
 
 
 def member_name(worker: WorkerId, rank: int, ranks: int) -> WorkerId:
-    """The index's name of one rank: `worker#rank`, and the worker itself where it has only one."""
+    """The name of one rank in the index: `worker#rank`, or the worker's id where it has only one."""
     return WorkerId(f"{worker}#{rank}") if ranks > 1 else worker
 
 
 class _IndexSink:
-    """A ledger's changes, written into the index under one member (a Sink)."""
+    """Writes a ledger's changes into the index under one member's name (a BlockSink)."""
 
     def __init__(self, index: KvIndex, name: WorkerId) -> None:
         self.index = index
@@ -120,14 +120,14 @@ class _EngineRankFeed:
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
         if not source.agent_url:
-            # Whose name may get other weights: with an agent it carries their digest.
+            # Its adapter names may get other weights: only with an agent do they carry a digest.
             traits = replace(traits, forgets_on_load=True)
         most_blocks = MAX_KEPT_RATIO * source.total_blocks
         self.ledger = BlockLedger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
 
     def on_batch(self, payload: bytes) -> None:
         if not self.is_open:
-            # Only now: until the engine says something, what was known of it before is the best there is.
+            # Not before the first batch: until then the old blocks are the best information.
             self.is_open = True
             self._into.clear()
         at, missed = self.ledger.read(payload)
@@ -157,7 +157,7 @@ class _EngineRankFeed:
         self._feed.lost()
 
     def count(self) -> None:
-        """Add to the counters what the ledger counted since the last call."""
+        """Add the ledger's counts since the last call to the metrics."""
         worker, metrics = self._feed.source.worker, self._feed.metrics
         for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
@@ -165,7 +165,7 @@ class _EngineRankFeed:
 
 
 class WorkerFeed:
-    """One worker, followed by whichever way works."""
+    """The KV feed of one worker, from its agent's ledger or from its engine."""
 
     def __init__(self, feeds: FeedContext, source: KvSource, index: KvIndex) -> None:
         self.source = source
@@ -184,13 +184,13 @@ class WorkerFeed:
         self._seq = 0
         self._is_whole = True
         self._asked_at = self._taken_at = 0.0
-        self._in_vain = 0
-        self._is_lost = False
+        self._failed_snapshots = 0
+        self._has_lost_events = False
         self._repeats_until = 0.0
 
     @property
     def kind(self) -> str:
-        """ledger, engine, or none while neither has answered."""
+        """The feed in use: ledger, engine, or none while neither has answered."""
         return "engine" if self._followers else "ledger" if self._epoch else "none"
 
     @property
@@ -216,15 +216,15 @@ class WorkerFeed:
             self._follow_engine()
 
     def stop(self) -> asyncio.Task[None] | None:
-        """End it; returns what is still ending."""
+        """Stop the feed; returns the task that is still ending, if any."""
         self._leave_engine()
         if self._task is not None:
             self._task.cancel()
         return self._task
 
     def lost(self) -> None:
-        """Something is missing now that nothing brings back. What is known is kept."""
-        self._is_lost = True
+        """Mark the feed as degraded: events are lost for good. Known blocks are kept."""
+        self._has_lost_events = True
         self._feeds.trust.record_lost_events(self.source.worker)
         self.metrics.kv_degraded.labels(self.source.worker).set(1)
 
@@ -232,8 +232,8 @@ class WorkerFeed:
         for rank in self._engine:
             rank.ledger.forget_adapter(engine_name)
 
-    def keep(self) -> None:
-        """Once a second: figures, and what follows from the state of trust."""
+    def maintain(self) -> None:
+        """Update the metrics, and act on the prediction accuracy; called once a second."""
         worker, now = self.source.worker, self._clock()
         for rank in self._engine:
             rank.count()
@@ -252,7 +252,7 @@ class WorkerFeed:
             self._repeats_until = now + _REPEATS_LINGER_S
             if self.kind == "ledger" and self._is_whole and now - self._taken_at > _RETAKE_S:
                 log.info("KV snapshot is taken again: predictions and answers differ", worker=worker)
-                self._retake()
+                self._drop_snapshot()
         elif self._repeats_until and now > self._repeats_until:
             self._repeats_until = 0.0
             self._expect_repeats(False)
@@ -266,7 +266,7 @@ class WorkerFeed:
         try:
             for rank, (events, replay) in enumerate(zip(source.events, replays, strict=True)):
                 listener = _EngineRankFeed(self, rank)
-                # Beside an agent's ledger that fell silent something may be missing, and is asked for.
+                # Where an agent's ledger fell silent, events may be missing: ask for repeated stores.
                 listener.ledger.expect_repeats(bool(self._repeats_until) or self._task is not None)
                 self._followers.append(hub.follow(RankEndpoint(events, replay, source.topic), listener))
                 self._engine.append(listener)
@@ -277,8 +277,8 @@ class WorkerFeed:
     def engine_opened(self) -> None:
         if self._task is None:
             self._feeds.trust.record_feed_start(self.source.worker, "exact")
-            # What of its past the engine had forgotten was noticed before.
-            if self._is_lost:
+            # Events that the engine no longer had were noticed before.
+            if self._has_lost_events:
                 self.lost()
 
     def _leave_engine(self) -> None:
@@ -299,8 +299,8 @@ class WorkerFeed:
                 await self._follow_once()
             except Exception as exc:
                 if not isinstance(exc, OSError):
-                    # A frame that cannot be read, or could be in part: it will be no better the next time.
-                    self._retake()
+                    # A malformed frame would be as malformed the next time.
+                    self._drop_snapshot()
                 self._fall_back_if_silent()
                 raise
 
@@ -313,7 +313,7 @@ class WorkerFeed:
         )
 
     async def _follow_once(self) -> None:
-        """A snapshot if we have none, and the stream that follows it, until it ends or breaks."""
+        """Take a snapshot if there is none, and follow its stream until that ends or breaks."""
         if not self._epoch:
             await asyncio.sleep(self._pause_s())
             await self._take_snapshot()
@@ -321,7 +321,7 @@ class WorkerFeed:
         path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
         async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as told:
             if told.status == 410:
-                self._retake()
+                self._drop_snapshot()
                 return
             if told.status != 200:
                 raise FetchRefused(f"GET {url}{path}: {told.status}")
@@ -363,13 +363,13 @@ class WorkerFeed:
                 if change.added:
                     into.add(change.tier, _hashes(change.added))
         elif frame.seq != self._seq:
-            self._retake()
+            self._drop_snapshot()
             return False
         if self._is_whole and not frame.is_whole:
             self._is_whole = False
             self.metrics.kv_gaps.labels(self.source.worker, "lost").inc()
             self.lost()
-        # Doubts about what we hold: the stream is left, and a snapshot taken.
+        # Without an epoch a new snapshot is due.
         return bool(self._epoch)
 
     async def _take_snapshot(self) -> None:
@@ -408,12 +408,12 @@ class WorkerFeed:
             for _, draft in drafts:
                 self._index.discard(draft)
             raise
-        # Only now: until all of it is there, what was known before is the best there is.
+        # Not before all of it is there: until then the old blocks are the best information.
         for number, draft in drafts:
             self.into(number).adopt(draft)
         self._epoch, self._seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
         self._heard_at = self._taken_at = self._clock()
-        self._is_lost = False
+        self._has_lost_events = False
         self.metrics.kv_snapshots.labels(source.worker).inc()
         self.metrics.kv_degraded.labels(source.worker).set(0)
         self._feeds.trust.record_feed_start(source.worker, "exact")
@@ -423,18 +423,20 @@ class WorkerFeed:
     async def _fill(self, draft: IndexDraft, rank: KvRank) -> None:
         for tier in TIERS:
             packed = getattr(rank, tier)
-            # Unpacked they take seven times as much, and a router that starts takes all workers' at once.
+            # Unpacked they take seven times the memory, and a starting router takes all workers' snapshots at once.
             for start in range(0, len(packed), _TURN_BYTES):
                 self._index.add_to(draft, _hashes(packed[start : start + _TURN_BYTES]), tier)
                 await asyncio.sleep(0)
 
-    def _retake(self) -> None:
-        """Begin again with a snapshot, as soon as the stream has been left; one in vain after the other, later."""
+    def _drop_snapshot(self) -> None:
+        """Drop the snapshot, so that a new one is taken after the stream was left."""
         self._epoch = ""
-        self._in_vain = self._in_vain + 1 if self._clock() - self._asked_at < _IN_VAIN_S else 0
+        self._failed_snapshots = self._failed_snapshots + 1 if self._clock() - self._asked_at < _VOID_WITHIN_S else 0
 
     def _pause_s(self) -> float:
-        return backoff_s(self._in_vain - 1, _FIRST_PAUSE_S, _MOST_PAUSE_S) if self._in_vain > 1 else 0.0
+        return (
+            backoff_s(self._failed_snapshots - 1, _FIRST_PAUSE_S, _MOST_PAUSE_S) if self._failed_snapshots > 1 else 0.0
+        )
 
     def _fall_back_if_silent(self) -> None:
         if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:
@@ -443,7 +445,7 @@ class WorkerFeed:
         self._epoch = ""
         self._follow_engine()
         self._feeds.trust.record_feed_start(self.source.worker, "exact")
-        # Whatever the engine still tells of its past, what changed meanwhile may be missing.
+        # Whatever the engine replays, changes in between may be missing.
         self.lost()
 
     @property

@@ -26,14 +26,14 @@ from router.kv.feed import KvSource, WorkerFeed, member_name
 from router.telemetry.metrics import RouterMetrics
 from workers.wire import Metadata
 
-_KEEP_S = 1.0
+_MAINTAIN_S = 1.0
 _NO_RANK = 1 << 30
 _UNKNOWN_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class _EventlessWorker:
-    """A worker whose engine publishes no events."""
+    """A worker whose engine publishes no KV events."""
 
     engine_boot_id: str
     by: CacheEstimate
@@ -42,13 +42,13 @@ class _EventlessWorker:
 
 @dataclass(slots=True)
 class KvFeeds:
-    """A feed for each worker that has one, and an index for each (base model, block size).
+    """The KV feeds of all workers, and an index for each (base model, block size).
 
-    approximate  the same of prompts that were not tokenized: no events tell of them, so all that is known is what this
-                 router sent, by last use, age and size. Their hashes are of another kind and never in the other indexes
-    pool      of connections to agents, for their ledgers; without one every engine is followed itself
-    own       the router's own key, for agents
-    fall_back_after_s  what is known is kept this long while an agent does not answer; then its engine is asked
+    approximate        indexes for prompts that were not tokenized, estimated from what this router sent. Their hashes
+                       are of another kind than those in `indexes`
+    pool               connections to agents, for their ledgers; None: engines are followed themselves
+    own                the router's own key, for agents
+    fall_back_after_s  seconds without an answer of an agent, after which its engine is followed itself
     """
 
     metrics: RouterMetrics
@@ -67,11 +67,11 @@ class KvFeeds:
     _loaded: dict[WorkerId, Mapping[str, str | None]] = field(default_factory=dict)
     _rank_of: dict[WorkerId, tuple[WorkerId, int]] = field(default_factory=dict)
     _hub: SubscriberHub | None = None
-    _keeping: asyncio.Task[None] | None = None
+    _maintenance: asyncio.Task[None] | None = None
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
-        """The index of this base model at this block size; empty when nothing is known."""
+        """The index of this base model at this block size; a new one where there is none."""
         indexes = self.approximate if is_approximate else self.indexes
         found = indexes.get((base_model, block_size))
         if found is None:
@@ -79,7 +79,7 @@ class KvFeeds:
         return found
 
     def match(self, base_model: str, block_size: int, hashes: Sequence[BlockHash]) -> PrefixMatch:
-        """What these blocks match, with several ranks of one worker taken together: its best one counts."""
+        """The prefix match of these blocks; of a worker with several ranks, its best one's."""
         index = self.index(base_model, block_size)
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
@@ -88,10 +88,10 @@ class KvFeeds:
     def match_approximate(
         self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
     ) -> PrefixMatch:
-        """What these blocks of an approximate prompt match.
+        """The prefix match of an approximate prompt.
 
-        Of several ranks of a worker one is always named, so that it is known where the prompt went: the one that has
-        the most, else its conversation's own.
+        Of a worker with several ranks one is always named, so that it is known where the prompt went: the rank with the
+        longest prefix, else the conversation's own.
         """
         depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
         if not self._rank_of:
@@ -103,20 +103,20 @@ class KvFeeds:
         return PrefixMatch(found.depths, {}, {**homes, **found.ranks})
 
     def member_name(self, worker: WorkerId, rank: int | None) -> WorkerId:
-        """The index's name for a rank of a worker, where blocks of a prompt just sent are held."""
+        """The index's name for a rank of a worker, under which blocks of a request just sent are pending."""
         feed = self._running.get(worker)
         return member_name(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
     def update_worker(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
-        """Follow a worker as its agent describes it; one that is still starting has nothing to follow yet."""
+        """Follow a worker as its agent's report describes it; without effect while its engine is starting."""
         transport = metadata.transport
         if not block_size or not metadata.engine_boot_id:
             return
         if not transport.kv_events and not transport.kv_ledger:
-            self._estimate(worker, base_model, block_size, metadata)
+            self._follow_estimate(worker, base_model, block_size, metadata)
             self._most_blocks[worker] = _most_blocks(metadata)
             return
-        # A name with another path under it is no other source: the same events would be read from the start again.
+        # Another path under a name is no other source: the same events would be read from the start again.
         is_plain = not metadata.agent_url
         boot_id = process_boot_id(metadata.engine_boot_id) if is_plain else metadata.engine_boot_id
         self.follow(
@@ -139,7 +139,7 @@ class KvFeeds:
             self._forget_reloaded(worker, metadata)
 
     def follow(self, source: KvSource) -> None:
-        """Feed the index from this source, instead of the worker's former one."""
+        """Feed the index from this source instead of the worker's former one."""
         running = self._running.get(source.worker)
         if running is not None and running.source == source:
             return
@@ -147,14 +147,14 @@ class KvFeeds:
         self.metrics.kv_degraded.labels(source.worker).set(0)
         feed = WorkerFeed(self, source, self.index(source.base_model, source.block_size))
         self._running[source.worker] = feed
-        self._start_keeping()
+        self._start_maintenance()
         feed.start()
         self.ranks_changed()
 
     def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> PredictedCache | None:
-        """Note a prompt's first token: where no events tell, its blocks are taken for cached from now on."""
+        """Note a prompt's first token: at a worker without KV events its blocks count as cached from now on."""
         estimated = self._estimated.get(worker)
         if estimated is None or not hashes:
             return None
@@ -163,31 +163,31 @@ class KvFeeds:
     def record_served_approximate(
         self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> None:
-        """Note the first token of a prompt that was not tokenized: its replica is taken to have it from now on.
+        """Note the first token of an approximate prompt: its blocks count as cached there from now on.
 
-        name  of the member that has it, see `member_name`
+        name  the rank's name, see `member_name`
         """
         most_blocks = self._most_blocks.get(replica.id)
         if most_blocks is None or not hashes:
-            return  # it left meanwhile
+            return  # the worker is gone
         names = replica.base_model, replica.block_size
         sent = self._sent.get(names)
         if sent is None:
             sent = self._sent[names] = CacheEstimate(self.index(*names, is_approximate=True))
-            self._start_keeping()
+            self._start_maintenance()
         sent.record_served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
     def learn_from_answer(self, guess: PredictedCache, cached_blocks: int) -> None:
-        """Correct what is taken for cached by the engine's own word on that prompt."""
+        """Correct an estimate by the `cached_tokens` of an answer."""
         estimated = self._estimated.get(guess.worker)
         if estimated is not None:
             estimated.by.learn_from_answer(guess, cached_blocks)
 
     def may_repeat(self, worker: WorkerId) -> bool:
-        """Whether requests there may carry `kv_cache_report_mode: full`: whoever counts copies knows of it.
+        """Whether requests there may carry `kv_cache_report_mode: full`, so that the engine repeats store events.
 
-        An agent's ledger that is whole needs none, and would take those of one block for copies: where predictions and
-        answers differ, its snapshot is taken again.
+        Not with an agent's whole ledger, which would count repeated stores as copies: its snapshot is taken again
+        instead.
         """
         feed = self._running.get(worker)
         return feed is not None and feed.may_repeat
@@ -196,7 +196,7 @@ class KvFeeds:
         """Stop a worker's feed and drop its blocks."""
         feed = self._running.pop(worker, None)
         names = {worker, *(feed.members if feed else ())}
-        # Every index: one without a feed holds the blocks of prompts just sent, too.
+        # In every index: those without a feed have pending blocks, too.
         for index in (*self.indexes.values(), *self.approximate.values()):
             for name in names:
                 index.forget(name)
@@ -220,11 +220,11 @@ class KvFeeds:
         """Stop every feed and free the sockets."""
         for worker in list(self._running):
             self.forget(worker)
-        ending = [*self._ending, *([self._keeping] if self._keeping else [])]
+        ending = [*self._ending, *([self._maintenance] if self._maintenance else [])]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        self._keeping = None
+        self._maintenance = None
         if self._hub is not None:
             await self._hub.close()
             self._hub = None
@@ -236,7 +236,7 @@ class KvFeeds:
         return self._hub
 
     def ranks_changed(self) -> None:
-        """Name the members of workers with several ranks anew."""
+        """Rebuild the names of workers with several ranks."""
         self._rank_of = {
             name: (worker, rank)
             for worker, feed in self._running.items()
@@ -244,10 +244,10 @@ class KvFeeds:
             for rank, name in enumerate(feed.members)
         }
 
-    def keep(self) -> None:
-        """Bring the figures up to date, and let each feed see to itself."""
+    def maintain(self) -> None:
+        """Update the metrics, expire estimates, and let each feed maintain itself; called once a second."""
         for feed in self._running.values():
-            feed.keep()
+            feed.maintain()
         for estimate in (*self._estimates.values(), *self._sent.values()):
             estimate.expire(time.monotonic())
         kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
@@ -258,15 +258,15 @@ class KvFeeds:
         self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self._running.values()))
         self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
 
-    async def _keep(self) -> None:
+    async def _maintain(self) -> None:
         async def step() -> None:
-            self.keep()
+            self.maintain()
 
         await forever(
-            step, name="kv_feeds", every_s=_KEEP_S, on_failure=self.metrics.loop_failures.labels("kv_feeds").inc
+            step, name="kv_feeds", every_s=_MAINTAIN_S, on_failure=self.metrics.loop_failures.labels("kv_feeds").inc
         )
 
-    def _estimate(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+    def _follow_estimate(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
         known = self._estimated.get(worker)
         if known is not None and known.engine_boot_id == metadata.engine_boot_id:
             return
@@ -274,18 +274,18 @@ class KvFeeds:
         by = self._estimates.setdefault((base_model, block_size), CacheEstimate(self.index(base_model, block_size)))
         self._estimated[worker] = _EventlessWorker(metadata.engine_boot_id, by, _most_blocks(metadata))
         self.trust.record_feed_start(worker, "estimate")
-        self._start_keeping()
+        self._start_maintenance()
 
-    def _start_keeping(self) -> None:
-        if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep())
+    def _start_maintenance(self) -> None:
+        if self._maintenance is None:
+            self._maintenance = asyncio.create_task(self._maintain())
 
     def _forget_reloaded(self, worker: WorkerId, metadata: Metadata) -> None:
-        """Drop the blocks of adapters that were loaded again, perhaps from elsewhere."""
-        # Of an engine without an agent only the path is known.
+        """Drop the blocks of adapters that were loaded again, perhaps with other weights."""
+        # For an engine without an agent only the path is known.
         now = {lora.engine_name: lora.loaded_at or lora.path for lora in metadata.lora.loaded_loras}
         before = self._loaded.get(worker, {})
-        # With those that are not loaded now: they may come back, and their blocks are still held.
+        # With adapters that are not loaded now: they may come back, and their blocks are still stored.
         self._loaded[worker] = {**before, **now}
         for name, loaded in now.items():
             if before.get(name, loaded) != loaded:
@@ -294,7 +294,7 @@ class KvFeeds:
     def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
         rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
         for name in depths.keys() | lower.keys():
-            # What is held for a worker without saying for which rank: it counts, and names none.
+            # Blocks that are pending without a rank count, and name none.
             worker, rank = self._rank_of.get(name, (name, _NO_RANK))
             blocks = depths.get(name, 0) + sum(lower.get(name, (0, 0)))
             rows.setdefault(worker, []).append((blocks, -rank, name))
@@ -310,12 +310,12 @@ class KvFeeds:
         )
 
     def _is_better(self, worker: WorkerId, rows: Sequence[tuple[int, int, WorkerId]]) -> bool:
-        """Whether it matters which rank is asked: where all have the same, the engine's own balance is the judge."""
+        """Whether the rank matters: where all have the same prefix, the engine balances them itself."""
         feed = self._running.get(worker)
         ranks = len(feed.members) if feed is not None else 1
         return ranks > 1 and (len(rows) < ranks or len({blocks for blocks, _, _ in rows}) > 1)
 
 
 def _most_blocks(metadata: Metadata) -> int:
-    """Of its KV cache. An engine that does not tell its size is taken for a large one."""
+    """Size of the engine's KV cache in blocks; a large one where it is not known."""
     return metadata.model.runtime_config.total_kv_blocks or _UNKNOWN_BLOCKS
