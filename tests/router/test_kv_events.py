@@ -93,7 +93,7 @@ async def test_what_the_engine_still_knows_is_replayed_and_what_comes_follows():
             return depth(feeds, range(12)) >= 6
 
         await until(is_heard)  # a subscription takes a moment, and there is no event for it
-        feeds.keep()
+        feeds.maintain()
         assert value(feeds.metrics.kv_events, "w0", "BlockStored") >= 6
         assert value(feeds.metrics.kv_blocks, "w0") == 6
         assert value(feeds.metrics.kv_feeds, "engine") == 1
@@ -115,7 +115,7 @@ async def test_a_hole_that_nothing_can_bridge_keeps_what_is_known_and_says_degra
         assert trust.state("w0") == "degraded"
         assert value(feeds.metrics.kv_degraded, "w0") == 1
         assert value(feeds.metrics.kv_gaps, "w0", "lost") == 1
-        feeds.keep()
+        feeds.maintain()
         assert value(feeds.metrics.kv_rejected, "w0", "unknown_parent") == 1
         assert feeds.may_repeat("w0")
 
@@ -128,7 +128,7 @@ async def test_an_engine_whose_removals_are_missed_is_never_believed_to_hold_man
         feeds.follow(replace(source(engine), total_blocks=20))
         await until(lambda: trust.state("w0") != "estimate")
         await until(lambda: feeds.index("m", 2).blocks("w0", "device") > 0)
-        feeds.keep()
+        feeds.maintain()
         assert feeds.index("m", 2).blocks("w0", "device") <= 40
         assert value(feeds.metrics.kv_rejected, "w0", "overflow") > 0
 
@@ -138,7 +138,7 @@ async def test_repetitions_are_no_copies_while_degraded_and_are_again_later():
     engine.batches.append(msgspec.msgpack.encode([0.0, chain(1), None]))
     async with following(engine, tail_poll_s=0.05) as (feeds, trust):
         trust.record_lost_events("w0")
-        feeds.keep()
+        feeds.maintain()
         await engine.publish(*chain(2), lost=True)
         await engine.publish(removed(1), lost=True)
         await engine.publish(stored([9], [50, 51]), lost=True)
@@ -167,7 +167,7 @@ async def test_undecodable_batches_are_counted_and_passed_over_and_may_have_held
     async with following(engine) as (feeds, trust):
         assert depth(feeds, range(4)) == 2
         assert trust.state("w0") == "degraded"
-        feeds.keep()
+        feeds.maintain()
         assert value(feeds.metrics.kv_rejected, "w0", "undecodable") == 1
         assert value(feeds.metrics.kv_degraded, "w0") == 1
 
@@ -267,7 +267,7 @@ async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_
             await until(lambda: depth(late, range(8)) == 4)
             assert late.trust.state("w0") == "exact"
             assert not late.may_repeat("w0")
-            late.keep()
+            late.maintain()
             assert value(late.metrics.kv_feeds, "ledger") == 1
         finally:
             await late.close()
@@ -286,7 +286,7 @@ async def test_changes_follow_the_snapshot():
         await until(lambda: depth(feeds, [50, 51]) == 1)
         assert len(feeds.index("m", 2).block_counts()) == 1
         assert feeds.index("m", 2).block_counts()["w0"] == 1
-        feeds.keep()
+        feeds.maintain()
         assert value(feeds.metrics.kv_changed_blocks, "w0", "added") == 5
         assert value(feeds.metrics.kv_snapshots, "w0") == 1
 
@@ -324,13 +324,13 @@ async def test_an_agent_that_stays_away_is_replaced_by_the_engine_itself_and_tak
         await engine.publish(*chain(4, 2), lost=True)
         await until(lambda: depth(feeds, range(8)) == 4)
         assert depth(feeds, [90, 91]) == 0
-        feeds.keep()
+        feeds.maintain()
         assert value(feeds.metrics.kv_feeds, "engine") == 1
         assert trust.state("w0") == "degraded"
         assert feeds.may_repeat("w0")
         async with agent.running(port=agent.port):
             await until(lambda: trust.state("w0") == "exact")
-            feeds.keep()
+            feeds.maintain()
             assert value(feeds.metrics.kv_feeds, "ledger") == 1
             assert depth(feeds, range(8)) == 4
             await feeds.close()
@@ -375,7 +375,7 @@ async def test_a_whole_ledger_that_answers_contradict_is_taken_again():
         feeds.index("m", 2).drop("w0", ours(range(4)))
         trust.record_lost_events("w0")
         feeds._running["w0"]._taken_at = -100.0
-        feeds.keep()
+        feeds.maintain()
         await until(lambda: trust.state("w0") == "exact")
         assert depth(feeds, range(4)) == 2
 
@@ -388,12 +388,12 @@ async def test_repetitions_that_may_still_come_are_no_copies_when_the_engine_is_
         await filled(engine, agent, *chain(2))
         await agent.stop.aclose()
         await until(lambda: feed.kind == "engine")
-        feeds.keep()
+        feeds.maintain()
         async with agent.running(port=agent.port):
             await until(lambda: trust.state("w0") == "exact")
-        feeds.keep()
+        feeds.maintain()
         await until(lambda: feed.kind == "engine")
-        feeds.keep()
+        feeds.maintain()
         await engine.publish(*chain(1), *chain(1), removed(1), stored([9], [50, 51]), lost=True)
 
         def is_told():
@@ -567,7 +567,7 @@ async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
     assert depth(feeds, [1, 2]) == 1
     feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url=""), boot="another"))
     assert depth(feeds, [1, 2]) == 0
-    feeds.keep()
+    feeds.maintain()
     assert value(feeds.metrics.kv_feeds, "estimate") == 1
 
 
