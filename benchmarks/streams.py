@@ -149,7 +149,7 @@ class _Router(asyncio.DatagramProtocol):
 
     def changed_blocks(self) -> float:
         """Blocks that feeds have added and dropped so far."""
-        self._feeds.keep()
+        self._feeds.maintain()
         (metric,) = self._feeds.metrics.kv_changed_blocks.collect()
         return sum(sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
