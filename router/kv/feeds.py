@@ -70,6 +70,11 @@ class KvFeeds:
     _maintenance: asyncio.Task[None] | None = None
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
+    @property
+    def followed_workers(self) -> frozenset[WorkerId]:
+        """The workers with a feed of KV events."""
+        return frozenset(self._running)
+
     def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
         """The index of this base model at this block size; a new one where there is none."""
         indexes = self.approximate if is_approximate else self.indexes

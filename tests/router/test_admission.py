@@ -450,7 +450,8 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
 
 
 async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
-    hall = QueueUnderTest(most_waiting=1, holds=HeldRequests())
+    holds = HeldRequests()
+    hall = QueueUnderTest(most_waiting=1, holds=holds)
     hall.send_at_once()
     waiting = asyncio.create_task(hall.admit(seconds=0.01, adapter=SQL))
     await asyncio.sleep(0)
@@ -458,7 +459,7 @@ async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turne
         await hall.admit("other", 0.01, adapter=SQL)
 
     def told():
-        (hold,) = hall.room._holds.report(time.monotonic())
+        (hold,) = holds.report(time.monotonic())
         return hold.waiting, hold.held, hold.sheds
 
     assert told() == (1, 0, 1)

@@ -150,7 +150,7 @@ def test_chance_makes_an_opening_longer_and_never_shorter():
         book = BreakerUnderTest(open_s=2.0, jitter=0.5)
         book.rng = Random(seed)
         book.fail(times=5)
-        lengths.append(book.breaker._circuits[book.fleet[0].incarnation].open_until - book.now)
+        lengths.append(book.breaker.open_until(book.fleet[0]) - book.now)
     assert 2.0 <= min(lengths) < 2.1
     assert 2.9 < max(lengths) <= 3.0
     assert len(set(lengths)) > 40

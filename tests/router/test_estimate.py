@@ -104,7 +104,7 @@ def test_what_comes_after_forget_leaves_nothing_behind():
     guesses.forget(W)
     guesses.learn_from_answer(guess, cached_blocks=0)
     guesses.expire(1.0)
-    assert (len(index), guesses._workers) == (0, {})
+    assert (len(index), len(guesses)) == (0, 0)
 
 
 FOREST = [

@@ -151,7 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
         held = set().union(*(+m.held for m in self.model.values()))
         assert len(self.index) == sum(map(len, kept)) + len(held)
         widest = len(CROWD) + len(WORKERS) + 40  # each of 40 steps may have retired a slot
-        assert all(mask < 1 << widest for mask in self.index._masks)
+        assert all(mask < 1 << widest for mask in self.index.masks)
 
     @rule(asked=spoiled)
     def match_of_what_is_no_chain_is_the_models(self, asked):
@@ -253,9 +253,9 @@ def test_two_prompts_under_way_at_a_snapshot_are_let_go_one_by_one():
 def test_only_chains_become_runs():
     index = KvIndex(1)
     index.add("w0", FOREST[0])
-    assert not index._device._runs
+    assert not index.device_runs
     index.add_pending("w1", FOREST[0])
-    assert [run.blocks for run in index._device._runs.values()] == [tuple(FOREST[0])]
+    assert index.device_runs == [tuple(FOREST[0])]
     assert index.match(FOREST[0]) == {"w0": 12, "w1": 12}
 
 
@@ -263,7 +263,7 @@ def test_blocks_that_came_one_by_one_become_a_run_when_a_prompt_goes_over_them()
     index = KvIndex(1)
     index.add("w0", [*reversed(FOREST[0]), *FOREST[4]])
     assert index.match(FOREST[0]) == {"w0": 12}
-    assert [run.blocks for run in index._device._runs.values()] == [tuple(FOREST[0])]
+    assert index.device_runs == [tuple(FOREST[0])]
     assert index.drop("w0", FOREST[0][8:9]) == 0
     assert index.match(FOREST[0]) == {"w0": 8}
     assert index.match(FOREST[4]) == {"w0": 2}
@@ -287,7 +287,7 @@ def test_workers_that_come_and_go_leave_neither_blocks_nor_wider_masks():
             pass
     assert len(index) == 0
     index.add("last", FOREST[0])
-    assert max(index._masks) == 1
+    assert max(index.masks) == 1
 
 
 @pytest.mark.parametrize("blocks", [10, 10_000])
@@ -307,8 +307,8 @@ def test_masks_that_nobody_uses_any_more_are_given_up():
     for n in range(1 << 14):
         for bit in range(14):
             (index.add if n >> bit & 1 else index.drop)(f"w{bit}", [7])
-    assert len(index._masks) > 4096
+    assert len(index.masks) > 4096
     while index.sweep(100):
         pass
-    assert len(index._masks) == 1
+    assert len(index.masks) == 1
     assert index.size_bytes() < 4096

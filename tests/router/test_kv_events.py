@@ -576,7 +576,7 @@ async def test_a_worker_that_is_still_starting_is_not_followed():
     transport = Transport(engine_url="", kv_events=("ipc://@nobody",), kv_replay=("ipc://@nobody",))
     feeds.update_worker("w0", "m", 0, metadata(transport))
     feeds.update_worker("w0", "m", 2, metadata(transport, boot=""))
-    assert feeds._running == {}
+    assert not feeds.followed_workers
 
 
 @pytest.mark.parametrize(("dialect", "left"), [("sglang", 0), ("vllm", 1)])

@@ -99,7 +99,7 @@ def test_what_comes_after_forget_leaves_nothing_behind():
     trust.forget(W)
     trust.record_lost_events(W)
     trust.record_comparison(W, 900, 0, 1000, 2.0)
-    assert (trust.state(W), trust.error_share(W), trust._workers) == ("estimate", 0.0, {})
+    assert (trust.state(W), trust.error_share(W), len(trust)) == ("estimate", 0.0, 0)
 
 
 def test_the_error_is_tokens_off_per_prompt_token_and_the_past_fades():

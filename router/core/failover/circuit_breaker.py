@@ -253,6 +253,11 @@ class CircuitBreaker:
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.last_success_at
 
+    def open_until(self, replica: Replica) -> float:
+        """When its open circuit becomes half-open; -inf: it is closed."""
+        circuit = self._circuits.get(replica.incarnation)
+        return -inf if circuit is None else circuit.open_until
+
     def changed_at(self, replica: Replica) -> float:
         """When its circuit last opened or closed: requests sent before say nothing about its state now."""
         circuit = self._circuits.get(replica.incarnation)

@@ -46,6 +46,10 @@ class CacheEstimate:
         self._ttl_s = ttl_s
         self._workers: dict[WorkerId, _EstimatedBlocks] = {}
 
+    def __len__(self) -> int:
+        """Workers with an estimate."""
+        return len(self._workers)
+
     def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float, most_blocks: int
     ) -> PredictedCache:

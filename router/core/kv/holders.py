@@ -52,6 +52,11 @@ class BlockHolders:
         tables = sys.getsizeof(self._at) + sys.getsizeof(self._runs)
         return tables + len(self._at) * (_HASH_BYTES + 8) + len(self._runs) * _RUN_BYTES
 
+    @property
+    def runs(self) -> list[Blocks]:
+        """The blocks of each run."""
+        return [run.blocks for run in self._runs.values()]
+
     def masks(self, hashes: Blocks) -> list[int]:
         """The mask of each block; 0 without holders."""
         values = map(self._at.get, hashes, repeat(0))

@@ -11,7 +11,7 @@ may get it.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import repeat
@@ -88,6 +88,16 @@ class KvIndex:
         """Estimated memory of the index in bytes."""
         masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES + sys.getsizeof(self._pending)
         return masks + sum(holders.size_bytes() for holders in self._tiers.values())
+
+    @property
+    def masks(self) -> Collection[int]:
+        """The distinct holder masks in use, and those that no sweep has dropped yet."""
+        return self._masks.keys()
+
+    @property
+    def device_runs(self) -> list[tuple[BlockHash, ...]]:
+        """The runs of the device tier; see holders.py."""
+        return self._device.runs
 
     def block_counts(self) -> Mapping[WorkerId, int]:
         """Stored blocks per worker, over its tiers; pending ones do not count."""

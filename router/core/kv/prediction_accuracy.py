@@ -52,6 +52,10 @@ class PredictionAccuracy:
     def __init__(self) -> None:
         self._workers: dict[WorkerId, _WorkerAccuracy] = {}
 
+    def __len__(self) -> int:
+        """Workers that are remembered."""
+        return len(self._workers)
+
     def record_feed_start(self, worker: WorkerId, mode: FeedMode) -> None:
         """Start afresh: the worker has a new feed, or its engine restarted."""
         self._workers[worker] = _WorkerAccuracy(mode)
