@@ -312,8 +312,8 @@ def test_arguments_settings_and_devices_reach_every_engine_of_the_fleet(tmp_path
             lora = metadata["lora"]
             assert (lora["max_loras"], lora["max_cpu_loras"], lora["max_lora_rank"]) == (3, 6, 64)
         assert fleet.ask(prompt=fresh_prompt(), model="mine").is_success
-        assert "settings of the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.progress()
-        assert f"settings of the router: {file}" in fleet.progress()
+        assert "settings from the environment: LORAFLEET_WORKERS_MAX_LORA_RANK" in fleet.progress()
+        assert f"settings file of the router: {file}" in fleet.progress()
 
 
 def test_an_engine_that_refuses_its_arguments_ends_the_start(tmp_path: Path) -> None:

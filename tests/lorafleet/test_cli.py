@@ -599,7 +599,7 @@ def test_a_bare_record_is_replayed_and_a_changed_one_differs(
     file.write_text(json.dumps(one))
     result = run("--router-url", router, "explain", "--replay", str(file))
     assert result.status == 1
-    assert "1 of 1 decided otherwise" in result.err
+    assert "1 of 1 differ from the record" in result.err
     assert "draining" in result.out
 
 
