@@ -20,6 +20,7 @@ from tests.patience import within
 from tests.workers.source_servers import (
     SECRET,
     FaultyConnection,
+    SourceAnswer,
     SourceServer,
     StubHub,
     azure,
@@ -389,6 +390,29 @@ async def test_leftovers_of_another_version_are_not_resumed(store):
     newer = ADAPTER | {"adapter_model.safetensors": Random(9).randbytes(3 << 20)}
     await put(store, "sql", newer)
     assert (await fetched(store, ref))[0] == newer
+
+
+@pytest.mark.parametrize("store", [WebFiles], indirect=True)
+@pytest.mark.parametrize("first_byte", [0, 7, None], ids=["the start", "another byte", "no content-range"])
+async def test_range_at_another_byte_than_requested_is_fetched_anew(store, first_byte):
+    ref = await put(store, "sql", ADAPTER)
+    await killed_half_way(store, ref, after=5 << 19, kept=2 << 20)
+    honest, lies = store.site.respond, []
+
+    def respond(request):
+        answer = honest(request)
+        if answer.status != 206 or lies:
+            return answer
+        lies.append(request)
+        body = store.files[request.path.lstrip("/")]
+        headers = {name: value for name, value in answer.headers.items() if name != "content-range"}
+        if first_byte is not None:
+            headers["content-range"] = f"bytes {first_byte}-{len(body) - 1}/{len(body)}"
+        return SourceAnswer(206, body[first_byte or 0 :], headers)
+
+    store.site.respond = respond
+    assert (await fetched(store, ref, parts=1))[0] == ADAPTER
+    assert lies
 
 
 @pytest.mark.parametrize("store", [WebFiles, WebTar], indirect=True, ids=lambda cls: cls.__name__)
