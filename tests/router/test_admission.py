@@ -31,7 +31,7 @@ from tests.router.test_policy import SQL, a_replica
     st.integers(1, 200),
     st.floats(0.05, 1),
 )
-def test_a_room_holds_no_more_than_its_bounds_and_nobody_fills_it_alone(steps, requests, size_bytes, share):
+def test_queue_stays_within_its_limits_and_no_tenant_fills_it(steps, requests, size_bytes, share):
     room = QueueUsage(QueueLimits(requests, size_bytes, share))
     inside = []
     for tenant, size, is_leaving in steps:
@@ -64,7 +64,7 @@ def test_a_refusal_says_which_bound_was_reached():
     assert "4 requests wait already" in room.refusal("d", 0)
 
 
-def test_one_alone_may_always_wait_however_large_and_what_just_fits_may_too():
+def test_single_request_may_always_wait_however_large():
     room = QueueUsage(QueueLimits(requests=4, size_bytes=100, tenant_share=0.2))
     assert room.refusal("a", 1000) is None
     room.add("a", 60)
@@ -115,7 +115,7 @@ def test_what_is_ahead_of_a_request_is_what_is_served_before_it(asked, finished,
     assert predicted == pytest.approx(served, abs=slack)
 
 
-def test_what_a_request_is_told_is_how_long_it_waits():
+def test_predicted_wait_is_the_wait():
     fleet = SchedulerUnderTest()
     for _ in range(40):
         fleet.ask(seconds=0.5)
@@ -140,7 +140,7 @@ def test_an_engine_that_is_slower_than_predicted_makes_the_prediction_longer(slo
     assert fleet.scheduler.queue.rates.rate("w0") == pytest.approx(1 / slower, rel=0.3)
 
 
-def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
+def test_too_long_queue_refuses_at_once_with_retry_after():
     fleet = SchedulerUnderTest()
     refused = None
     while refused is None:
@@ -157,7 +157,7 @@ def test_a_line_that_is_too_long_refuses_at_once_and_says_when_to_come_back():
     fleet.ask(seconds=0.5, most_wait_s=10.0)
 
 
-def test_a_shorter_deadline_is_refused_sooner_and_a_patient_request_not_at_all():
+def test_shorter_deadline_is_refused_sooner():
     fleet = SchedulerUnderTest()
     for _ in range(20):
         fleet.ask(seconds=0.5)
@@ -167,7 +167,7 @@ def test_a_shorter_deadline_is_refused_sooner_and_a_patient_request_not_at_all()
     assert fleet.ask(seconds=0.5, most_wait_s=100.0).is_waiting
 
 
-def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
+def test_tenant_with_little_queued_is_admitted_where_a_greedy_one_is_refused():
     fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("greedy", seconds=0.5)
@@ -176,7 +176,7 @@ def test_a_tenant_that_has_waited_little_is_let_in_where_a_greedy_one_is_not():
     assert fleet.ask("modest", seconds=0.5, most_wait_s=10.0).is_waiting
 
 
-def test_an_adapter_that_has_waited_little_is_let_in_where_a_hot_one_of_the_same_tenant_is_not():
+def test_adapter_with_little_queued_is_admitted_where_a_hot_one_is_refused():
     fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("t", SQL, seconds=0.5)
@@ -185,7 +185,7 @@ def test_an_adapter_that_has_waited_little_is_let_in_where_a_hot_one_of_the_same
     assert fleet.ask("t", "", seconds=0.5, most_wait_s=10.0).is_waiting
 
 
-def test_a_line_for_one_replica_is_not_counted_against_who_can_only_go_to_another():
+def test_queue_for_one_replica_does_not_refuse_requests_for_another():
     fleet = SchedulerUnderTest()
     fleet.roster = Roster(
         tuple(replace(fleet.roster.replicas[0], id=f"w{i}", residents=a_replica("", residents=[name]).residents)
@@ -218,7 +218,7 @@ def test_who_is_refused_leaves_nothing_behind():
     assert fleet.scheduler.queue.usage.requests == 0
 
 
-def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wait_for_nothing():
+def test_unmeasured_rate_is_one_and_an_empty_queue_has_no_wait():
     rates = ServiceRates()
     assert rates.rate("w0") == 1.0
     assert wait_s(10.0, {"w0": 5.0, "w1": 5.0}, ["w0", "w1"], rates) == 5.0
@@ -227,7 +227,7 @@ def test_a_drain_nobody_measured_is_a_second_a_second_and_lines_without_work_wai
     assert wait_s(10.0, {"w1": 5.0}, [], rates) == 0.0
 
 
-def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_minutes():
+def test_long_standstill_of_the_process_does_not_slow_its_rates():
     rates = ServiceRates()
     rates.start(0.0)
     rates.advance(["w0"], 300.0)
@@ -238,7 +238,7 @@ def test_one_long_standstill_of_the_process_does_not_make_its_lines_slow_for_min
 
 
 @given(st.lists(st.floats(0.01, 1.5), min_size=1, max_size=40), st.integers(1, 3))
-def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_that_is_larger(seconds, replicas):
+def test_in_flight_tokens_stay_within_the_bound_except_one_larger_prompt(seconds, replicas):
     fleet = SchedulerUnderTest(replicas, late_binding_s=1e9, most_in_flight_tokens=RATE)
     for each in seconds:
         fleet.ask(seconds=each)
@@ -252,7 +252,7 @@ def test_no_more_prompt_tokens_are_in_flight_than_the_bound_but_for_one_prompt_t
     assert fleet.scheduler.load.in_flight_tokens("m") == 0
 
 
-def test_a_long_prompt_is_not_starved_by_short_ones_that_would_still_fit():
+def test_long_prompt_is_not_starved_by_short_ones_that_fit():
     fleet = SchedulerUnderTest(2, late_binding_s=1e9, most_in_flight_tokens=RATE)
     for _ in range(5):
         fleet.ask(seconds=0.1)
@@ -308,7 +308,7 @@ class QueueUnderTest:
         return await self.room.admit(self.queued(*args, **more), self.begin)
 
 
-async def test_where_there_is_room_nothing_is_awaited():
+async def test_request_with_room_is_sent_without_waiting():
     hall = QueueUnderTest()
     hall.send_at_once()
     assert hall.send_at_once() is None
@@ -322,7 +322,7 @@ async def test_where_there_is_room_nothing_is_awaited():
     assert not queued.is_waiting
 
 
-async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
+async def test_request_tried_at_once_waits_once_and_is_sent_once():
     hall = QueueUnderTest()
     first = hall.send_at_once()
     queued = hall.queued()
@@ -339,7 +339,7 @@ async def test_one_that_was_tried_first_waits_once_and_is_sent_once():
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_request_that_comes_after_its_deadline_is_not_sent_and_one_whose_deadline_passes_is_told():
+async def test_request_past_its_deadline_gets_deadline_exceeded():
     hall = QueueUnderTest()
     with pytest.raises(DeadlineExceeded):
         await hall.admit(deadline_at=time.monotonic() - 1)
@@ -380,7 +380,7 @@ async def test_one_tenant_cannot_fill_the_room_with_requests_or_with_bytes():
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["as it is sent", "just before"])
-async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_sent):
+async def test_client_leaving_as_its_request_is_sent_counts_nowhere(is_sent):
     hall, begun = QueueUnderTest(), []
     first = hall.send_at_once()
     running = asyncio.create_task(hall.room.run())
@@ -406,7 +406,7 @@ async def test_who_leaves_in_the_moment_in_which_it_is_sent_counts_nowhere(is_se
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_counts_nowhere():
+async def test_request_sent_at_the_moment_of_its_timeout_counts_nowhere():
     hall, begun = QueueUnderTest(most_wait_s=0.3), []
     first = hall.send_at_once(hall.queued(seconds=0.2))
     running = asyncio.create_task(hall.room.run())
@@ -428,7 +428,7 @@ async def test_one_that_is_sent_in_the_moment_in_which_it_may_wait_no_longer_cou
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
+async def test_request_that_fails_to_begin_gets_its_error_and_blocks_no_other():
     hall = QueueUnderTest()
     first = hall.send_at_once()
     running = asyncio.create_task(hall.room.run())
@@ -449,7 +449,7 @@ async def test_one_that_cannot_be_begun_is_told_and_holds_up_nobody():
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turned_away():
+async def test_waiting_waited_and_refused_requests_are_reported_by_adapter():
     holds = HeldRequests()
     hall = QueueUnderTest(most_waiting=1, holds=holds)
     hall.send_at_once()
@@ -469,7 +469,7 @@ async def test_of_each_adapter_it_is_told_who_waits_who_waited_and_who_was_turne
 
 
 @pytest.mark.parametrize(("behind_s", "least_s"), [(0.05, 1.0), (5.0, 5.0)])
-async def test_who_found_no_room_in_time_is_told_to_come_back_when_what_waits_is_worked_off(behind_s, least_s):
+async def test_timed_out_request_gets_retry_after_of_the_remaining_queue(behind_s, least_s):
     hall = QueueUnderTest(most_wait_s=0.3)
     hall.send_at_once(hall.queued(seconds=0.2))
     short = asyncio.create_task(hall.admit("a", 0.05))

@@ -57,7 +57,7 @@ class BreakerUnderTest:
         return {worker for worker, _ in self.breaker.open_incarnations(self.now)}
 
 
-def test_failures_in_a_row_open_a_circuit_and_an_answer_between_them_does_not():
+def test_failures_in_a_row_open_a_circuit_unless_an_answer_comes_between():
     book = BreakerUnderTest()
     book.fail(times=4)
     book.answer()
@@ -83,7 +83,7 @@ def test_every_way_of_failing_opens_it(reason):
 
 
 @pytest.mark.parametrize("reason", ["silent", "hung"])
-def test_silence_opens_it_at_once_and_the_first_answer_closes_it_whenever_it_was_asked(reason):
+def test_silence_opens_a_circuit_and_any_answer_closes_it(reason):
     book = BreakerUnderTest()
     book.fail(reason=reason)
     assert book.state() == "open"
@@ -109,7 +109,7 @@ def test_one_request_at_a_time_tries_and_its_success_closes():
     assert not book.breaker.is_trial(book.fleet[0], trial)
 
 
-def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_short_again():
+def test_openings_in_a_row_double_up_to_a_limit_and_reset_after_calm():
     book = BreakerUnderTest(open_s=2.0, most_open_s=10.0)
     book.fail(times=5)
     lengths = []
@@ -130,7 +130,7 @@ def test_each_opening_in_a_row_is_twice_as_long_up_to_a_limit_and_calm_makes_it_
     assert book.state() == "half_open"
 
 
-def test_one_that_answers_between_its_failures_is_left_alone_for_longer_each_time():
+def test_replica_answering_between_failures_stays_open_longer_each_time():
     book = BreakerUnderTest(open_s=2.0, most_open_s=100.0)
     for open_s in (2.0, 4.0, 8.0, 16.0):
         book.fail(times=5)
@@ -171,7 +171,7 @@ def test_what_was_sent_before_a_circuit_changed_neither_opens_nor_closes_it():
     assert book.state() == "closed"
 
 
-def test_what_was_sent_to_an_open_circuit_because_all_were_does_not_keep_it_open_for_longer():
+def test_failure_at_an_ignored_open_circuit_does_not_prolong_it():
     book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 1.0
@@ -189,7 +189,7 @@ def test_a_trial_that_fails_opens_it_again_whatever_it_was_opened_by():
     assert book.told == [("w0", "open", "silent"), ("w0", "open", "no_answer")]
 
 
-def test_after_a_trial_that_failed_another_request_may_try_though_that_one_goes_on_elsewhere():
+def test_failed_trial_lets_another_request_try():
     book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 2.0
@@ -199,7 +199,7 @@ def test_after_a_trial_that_failed_another_request_may_try_though_that_one_goes_
     assert book.shut() == set()
 
 
-def test_failures_of_what_was_sent_before_a_circuit_closed_do_not_open_it_again():
+def test_failures_of_requests_from_before_closing_do_not_reopen_a_circuit():
     book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 3.0
@@ -208,7 +208,7 @@ def test_failures_of_what_was_sent_before_a_circuit_closed_do_not_open_it_again(
     assert book.told[-1] == ("w0", "closed", "answered")
 
 
-def test_a_circuit_is_kept_while_it_is_shut_and_for_a_while_after_its_last_change():
+def test_circuit_is_kept_while_open_and_for_a_while_after():
     book = BreakerUnderTest(open_s=2.0, most_open_s=90.0)
     book.fail(times=5)
     book.now += 1000.0
@@ -235,7 +235,7 @@ def test_a_worker_that_is_gone_takes_nobody_elses_circuit_with_it():
     assert book.state(0) == "closed"
 
 
-def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
+def test_restarted_engine_that_fails_again_is_not_reported_as_closed():
     book = BreakerUnderTest()
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
@@ -244,7 +244,7 @@ def test_an_engine_that_started_again_and_fails_as_before_is_not_told_as_well():
     assert book.told == [("w0", "open", "no_answer")] * 2
 
 
-def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_one_is_forgotten():
+def test_restarted_engine_begins_with_a_closed_circuit():
     book = BreakerUnderTest()
     book.fail(times=5)
     book.fleet[0] = a_replica("w0", engine_boot_id="b")
@@ -263,7 +263,7 @@ def test_an_engine_that_started_again_begins_with_a_closed_circuit_and_the_old_o
     assert not book.breaker.open_incarnations(book.now)
 
 
-def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_took_its_place_and_not_where_none_did():
+def test_removed_open_circuit_is_reported_closed_only_if_its_worker_lives():
     book = BreakerUnderTest()
     book.fail(0, times=5)
     book.fail(1, times=5)
@@ -274,7 +274,7 @@ def test_a_circuit_that_goes_with_its_engine_is_told_as_closed_where_another_too
     assert len(book.told) == 3
 
 
-def test_a_trial_that_does_not_end_is_not_waited_for_and_another_request_tries():
+def test_trial_that_does_not_end_lets_another_request_try():
     book = BreakerUnderTest(open_s=2.0)
     book.fail(times=5)
     book.now += 2.1
@@ -322,13 +322,13 @@ def test_who_fails_twice_as_often_as_the_others_do_is_ejected(bad, is_ejected):
     assert (book.shut() == {"w0"}) is is_ejected
 
 
-def test_the_only_one_there_is_may_be_an_outlier_where_all_may_go():
+def test_only_replica_may_be_an_outlier_where_all_may_be_ejected():
     book = BreakerUnderTest(replicas=1, failures=1000, eject_share=1.0)
     book.fail(times=20)
     assert book.told == [("w0", "open", "outlier")]
 
 
-def test_of_two_that_fail_far_more_often_one_stays_where_only_one_may_go():
+def test_one_of_two_outliers_stays_where_one_may_be_ejected():
     book = BreakerUnderTest(replicas=6, eject_share=0.2)
     for _ in range(20):
         for i in range(6):
@@ -384,7 +384,7 @@ class BreakerWithProbes(BreakerUnderTest):
 
 
 @pytest.mark.parametrize("reason", sorted(ANSWERED))
-def test_errors_of_an_engine_that_is_well_open_nothing_and_it_is_looked_at_now_and_then(reason):
+def test_errors_of_a_healthy_engine_open_nothing_and_cause_occasional_probes(reason):
     book = BreakerWithProbes()
     book.fail(reason=reason, times=4)
     assert book.looked == []
@@ -403,7 +403,7 @@ def test_errors_of_an_engine_that_is_well_open_nothing_and_it_is_looked_at_now_a
     assert book.told == []
 
 
-def test_an_engine_that_fails_what_is_asked_of_it_to_find_out_is_shut_and_looked_at_again_by_each_trial():
+def test_failed_probe_opens_the_circuit_and_each_trial_probes_again():
     book = BreakerWithProbes(open_s=2.0)
     book.fail(reason="engine_error", times=5)
     assert book.state() == "closed"
@@ -425,7 +425,7 @@ def test_an_engine_that_fails_what_is_asked_of_it_to_find_out_is_shut_and_looked
     assert book.told == [("w0", "open", "engine_error"), ("w0", "open", "engine_error"), ("w0", "closed", "answered")]
 
 
-def test_an_engine_that_could_not_be_looked_at_is_looked_at_again_and_decides_nothing_before():
+def test_engine_without_a_probe_result_is_probed_again_and_stays_closed():
     book = BreakerWithProbes()
     book.fail(reason="engine_error", times=5)
     book.now += 5
@@ -437,7 +437,7 @@ def test_an_engine_that_could_not_be_looked_at_is_looked_at_again_and_decides_no
     assert book.told == []
 
 
-def test_an_outlier_by_errors_is_looked_at_and_is_no_outlier_where_it_is_well():
+def test_outlier_by_errors_is_probed_and_stays_closed_if_healthy():
     book = BreakerWithProbes()
     for _ in range(20):
         for i in range(4):
@@ -463,7 +463,7 @@ def test_who_gave_no_answer_is_not_asked_for_another_first(reason):
     assert (book.looked, book.told) == ([], [("w0", "open", reason)])
 
 
-def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_of_the_new_one():
+def test_probe_of_an_earlier_boot_says_nothing_about_the_new_engine():
     book = BreakerWithProbes()
     book.fail(reason="engine_error", times=5)
     before, book.fleet[0] = book.fleet[0], a_replica("w0", engine_boot_id="b")
@@ -473,7 +473,7 @@ def test_what_was_found_of_an_engine_that_started_again_meanwhile_says_nothing_o
 
 
 @pytest.mark.parametrize(("later_s", "failures"), [(30.0, 12), (30.5, 6), (60.0, 6), (60.5, 20), (3600.0, 20)])
-def test_a_failure_share_is_of_the_last_while_older_ones_count_half_and_then_nothing(later_s, failures):
+def test_failure_share_halves_old_requests_and_then_drops_them(later_s, failures):
     book = BreakerUnderTest(failures=1000)
     book.fail(times=4)
     book.answer(times=36)
@@ -505,7 +505,7 @@ def test_rules_by_which_a_circuit_could_not_open_or_close_are_none(rules):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_shut_replica_is_passed_over_by_every_policy_and_the_decision_says_why(policy):
+def test_every_policy_passes_over_an_open_circuit(policy):
     fleet = [a_replica(f"w{i}", engine_boot_id="a") for i in range(3)]
     shut = frozenset({("w0", "a"), ("w1", "a")})
     for seed in range(10):
@@ -556,7 +556,7 @@ class FailingFleet(SchedulerUnderTest):
         return self.scheduler.record_failure(replica, reason, self.now, sent_at=flight.began_at)
 
 
-def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_succeeds():
+def test_failing_replica_gets_no_requests_until_a_trial_succeeds():
     fleet = FailingFleet(replicas=2)
     fleet.depths = {"w0": 100}
     for _ in range(5):
@@ -576,7 +576,7 @@ def test_a_replica_that_fails_again_and_again_is_asked_no_more_until_a_trial_suc
     assert fleet.running[2][1].worker == "w0"
 
 
-def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeout():
+def test_silent_engine_opens_its_circuit_before_any_timeout():
     fleet = FailingFleet(replicas=2)
     fleet.depths = {"w0": 100}
     fleet.ask(seconds=0.2)
@@ -592,7 +592,7 @@ def test_an_engine_that_answers_nobody_is_found_out_without_waiting_for_a_timeou
     assert not fleet.scheduler.breaker.open_incarnations(fleet.now)
 
 
-def test_an_engine_that_its_agent_suspects_is_passed_over_until_the_agent_trusts_it_again():
+def test_hung_engine_is_passed_over_until_its_agent_clears_it():
     fleet = FailingFleet(replicas=2)
     suspect, other = fleet.roster.replicas
     hung = replace(suspect, is_suspect=True)
@@ -673,7 +673,7 @@ def test_failures_of_a_replica_that_was_just_lost_draw_on_no_budget():
     assert not fleet.scheduler.take_retry(replica, fleet.now, sent_at=fleet.now)
 
 
-def test_a_replica_that_is_gone_from_the_fleet_or_started_again_was_lost():
+def test_retry_at_a_lost_or_restarted_replica_takes_no_budget():
     fleet = FailingFleet(replicas=1)
     fleet.scheduler.budget = lambda: RetryBudget(share=0.0, floor_per_s=0.0)
     replica = fleet.roster.replicas[0]
@@ -730,7 +730,7 @@ def granted(budget, now):
     return next(count for count in range(10_000) if not budget.take(now))
 
 
-def test_a_budget_begins_with_its_floor_and_has_back_of_it_what_a_while_brings():
+def test_retry_budget_begins_with_its_floor_and_refills_over_time():
     budget = RetryBudget()
     budget.begin(3600.0)
     assert granted(budget, 3600.0) == 30
@@ -741,7 +741,7 @@ def test_a_budget_begins_with_its_floor_and_has_back_of_it_what_a_while_brings()
     assert budget.refused == 4
 
 
-def test_a_budget_is_a_share_of_what_was_sent_and_leaks_as_if_that_had_come_evenly():
+def test_retry_budget_is_a_share_of_requests_and_leaks_evenly():
     budget = RetryBudget(share=0.5, floor_per_s=0.0)
     budget.requests += 100
     assert granted(budget, 0.0) == 50

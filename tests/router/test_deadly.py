@@ -38,7 +38,7 @@ class PoisonRequestsUnderTest(PoisonRequests):
         return super().record_death(which, engine, now, sent_at=now if sent_at is None else sent_at)
 
 
-def test_what_was_in_two_engines_when_they_died_is_held_back_and_what_was_in_one_is_not():
+def test_request_is_held_back_after_two_engine_deaths_not_after_one():
     deadly = PoisonRequestsUnderTest()
     assert deadly.check_held(1, 0.0) is False
     assert deadly.record_death(1, A, 0.0) == 0.0
@@ -57,7 +57,7 @@ def test_copies_that_were_in_one_engine_when_it_died_count_as_one():
     assert deadly.record_death(1, ("w0", "b"), 12.0) == 20.0
 
 
-def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
+def test_engines_lost_together_count_as_one_death():
     deadly = PoisonRequestsUnderTest()
     for i in range(8):
         deadly.record_death(1, ("w", str(i)), 10.0 + i, sent_at=9.9)
@@ -66,7 +66,7 @@ def test_engines_that_go_together_with_what_was_under_way_in_each_speak_once():
     assert held_s(deadly, 21.0) == 30.0
 
 
-def test_one_tries_when_it_was_held_back_long_enough_and_it_is_held_back_for_twice_as_long_if_that_kills_too():
+def test_after_its_hold_one_request_tries_and_a_death_doubles_the_hold():
     deadly = PoisonRequestsUnderTest()
     deadly.record_death(1, A, 0.0)
     deadly.record_death(1, B, 0.0)
@@ -92,7 +92,7 @@ def test_an_answer_clears_it():
     assert deadly.check_held(1, 1.0) is False
 
 
-def test_what_has_killed_nothing_for_long_is_forgotten_unless_it_is_held_back():
+def test_old_suspect_is_forgotten_unless_held_back():
     deadly = PoisonRequestsUnderTest(3600.0)
     deadly.record_death(1, A, 0.0)
     deadly.record_death(2, A, 0.0)
@@ -165,7 +165,7 @@ def killed(engines):
     return sum(is_killer(body) for engine in engines for body in engine.bodies)
 
 
-async def test_a_client_that_sends_a_killer_again_and_again_ends_no_more_than_two_engines():
+async def test_repeated_poison_request_ends_at_most_two_engines():
     engines = [MortalEngine(f"w{i}") for i in range(4)]
     async with fleet(*engines) as (client, _, parts):
         assert error_of(await chat(client, KILLER)) == (503, "no_replica")
@@ -196,7 +196,7 @@ async def test_streams_that_end_engines_after_their_first_token_are_held_back_to
         assert error_of(await chat(client, stream)) == (503, "deadly_request")
 
 
-async def test_what_happened_to_be_in_engines_that_died_is_answered_when_they_are_well_and_forgotten():
+async def test_innocent_suspect_is_answered_by_healthy_engines_and_forgotten():
     engines = [MortalEngine(f"w{i}", lambda _: True) for i in range(2)]
     async with fleet(*engines) as (client, _, parts):
         assert error_of(await chat(client)) == (503, "no_replica")
@@ -220,7 +220,7 @@ IDS = {"model": "sql/v1", "prompt": [1, 2, 3]}  # so that nothing need be waited
 
 
 @pytest.mark.parametrize("suspect", ["request", "adapter"])
-async def test_what_was_held_back_long_enough_is_tried_by_one_that_an_engine_gets_alone(suspect):
+async def test_request_after_its_hold_is_tried_alone_at_an_engine(suspect):
     engine = EngineDouble("w0", slow)
     engine.go_on.clear()
     async with fleet(engine, control=with_sql("w0")) as (client, _, parts):
@@ -281,7 +281,7 @@ async def test_an_answer_that_does_not_come_to_its_end_clears_nothing(end):
         assert digest in parts.poison_requests.suspects
 
 
-async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it():
+async def test_break_after_the_last_event_is_no_engine_death():
     async def said_all(_engine, body):
         async def events():
             yield chunk(body["model"], "one")
@@ -296,7 +296,7 @@ async def test_an_engine_that_breaks_off_behind_the_last_event_did_not_die_of_it
         assert not parts.poison_requests.suspects
 
 
-async def test_the_words_of_a_dead_engine_are_a_death_and_say_nothing_of_an_adapter_where_there_is_none():
+async def test_engine_dead_error_counts_as_a_death_without_blaming_an_adapter():
     async def dead(_engine, _body):
         said = "EngineCore encountered an issue. See stack trace (above) for the root cause."
         return JSONResponse({"error": {"message": said, "code": 500}}, 500)
@@ -314,7 +314,7 @@ async def test_a_router_forgets_of_itself():
         await until(lambda: not parts.poison_requests.suspects and not parts.poison_adapters.suspects)
 
 
-async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say():
+async def test_request_digest_depends_on_route_fields_and_values():
     async with fleet(EngineDouble("w0")) as (_, _, parts):
         bodies = [CHAT, KILLER, {**CHAT, "a": 1, "b": 2}, {**CHAT, "a": 2, "b": 1}, {**CHAT, "b": 1, "c": 2}]
         chats = {request_digest(question_of(parts, "/v1/chat/completions", body)) for body in bodies}
@@ -324,7 +324,7 @@ async def test_a_request_is_the_same_by_its_route_its_fields_and_what_they_say()
         assert request_digest(again) in chats
 
 
-async def test_an_adapter_that_three_engines_died_of_is_held_back_and_others_are_not():
+async def test_adapter_is_held_back_after_three_engine_deaths():
     def is_sql(body):
         return body["model"].startswith("sql/v1")
 
@@ -370,7 +370,7 @@ async def test_an_error_of_an_engine_that_lives_suspects_nothing_and_clears(stat
         assert not parts.poison_requests.suspects
 
 
-async def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_all_the_same():
+async def test_follow_up_of_a_suspect_still_goes_to_its_own_engine():
     ask = {
         "model": BASE,
         "input": "more",

@@ -68,7 +68,7 @@ class SchedulerUnderTest:
             self.send(queued, outcome)
 
 
-def test_an_engine_is_given_about_a_second_of_work_and_the_rest_waits():
+def test_engine_gets_about_a_second_of_work_and_further_requests_wait():
     fleet = SchedulerUnderTest()
     for _ in range(10):
         fleet.ask(seconds=0.4)
@@ -94,7 +94,7 @@ def test_without_a_bound_everything_is_sent_at_once():
     assert len(fleet.sent) == 50
 
 
-def test_a_tenant_that_asks_a_hundred_times_does_not_starve_one_that_asks_ten_times():
+def test_tenant_with_many_requests_does_not_starve_one_with_few():
     fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("greedy")
@@ -167,7 +167,7 @@ def test_whose_answers_are_long_has_had_them_too(by, weight):
     assert had["a@0"] == pytest.approx(share * had["b@0"], abs=5 * 0.8 * share)
 
 
-def test_what_was_answered_while_nobody_waited_is_not_remembered():
+def test_answer_with_an_empty_queue_is_not_charged():
     fleet = SchedulerUnderTest()
     fleet.scheduler.queue.charge_answer("a", "", 1.0, 5.0)
     assert not fleet.scheduler.queue.remembered_flows
@@ -180,7 +180,7 @@ def test_what_was_answered_while_nobody_waited_is_not_remembered():
     assert not fleet.scheduler.queue.remembered_flows
 
 
-def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
+def test_answers_are_charged_from_the_virtual_time_on():
     fleet = SchedulerUnderTest()
     for _ in range(60):
         fleet.ask("others", seconds=0.5)
@@ -198,7 +198,7 @@ def test_answers_set_back_from_where_the_others_are_and_forgive_nothing():
     assert line.lag_s("idle") == pytest.approx(-2.0)
 
 
-def test_nobody_is_set_back_for_long_whatever_it_was_answered():
+def test_charge_of_long_answers_is_bounded():
     fleet = SchedulerUnderTest()
     for _ in range(100):
         fleet.ask("others", seconds=0.5)
@@ -239,7 +239,7 @@ class SchedulerModel(SchedulerUnderTest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["tenants", "adapters"])
-def test_of_those_who_came_once_few_are_remembered_while_the_line_never_empties_and_shares_stay_even(others):
+def test_idle_flows_are_forgotten_while_the_queue_never_empties(others):
     fleet, most = SchedulerModel(), 0
     line = fleet.scheduler.queue
     for number in range(2000):
@@ -286,7 +286,7 @@ def test_a_newcomer_does_not_overtake_those_who_wait_for_the_same_replica():
     assert fleet.ask("a", seconds=0.1).is_waiting
 
 
-def test_those_far_back_in_the_line_for_a_warm_replica_go_to_another_that_comes_free():
+def test_requests_far_back_in_the_queue_go_to_a_replica_that_becomes_free():
     fleet = SchedulerUnderTest(replicas=2, costs=CostSettings(kappa_min=1.0, kappa_max=1.0, crowding=0.0))
     fleet.depths = {"w1": 10_000}
     fleet.ask(seconds=30.0)
@@ -335,7 +335,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who_wait(steps, replicas, rng):
+def test_every_request_is_sent_or_removed_once_and_backlog_counts_the_queued(steps, replicas, rng):
     fleet = SchedulerUnderTest(replicas=replicas)
     asked, left = [], set()
     for step, tenant, adapter, seconds in steps:
@@ -361,7 +361,7 @@ def test_every_request_is_sent_once_or_withdrawn_and_the_backlog_is_of_those_who
     assert not fleet.scheduler.queue.remembered_flows
 
 
-def test_a_shadow_policy_decides_nothing_and_its_choice_is_priced_by_the_same_model():
+def test_shadow_policy_decides_nothing_and_has_costs_of_the_same_model():
     seen = []
     fleet = SchedulerUnderTest(
         replicas=2, shadows=[POLICIES["round_robin"](), POLICIES["kv_lora"]()], on_shadow=seen.append

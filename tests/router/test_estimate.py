@@ -28,7 +28,7 @@ def serve(guesses, hashes, at, worker=W, took_s=0.0, most_blocks=CAP):
     return guesses.record_served(worker, hashes, began_at=at - took_s, now=at, most_blocks=most_blocks)
 
 
-def test_a_prompt_served_is_thought_to_be_cached_until_its_time_is_up():
+def test_served_prompt_counts_as_cached_until_it_expires():
     index, guesses = estimate()
     serve(guesses, LONG, 0.0)
     assert index.match(prompt(1, 2, 3, 9)) == {W: 3}
@@ -54,7 +54,7 @@ def test_of_a_prompt_larger_than_the_cache_the_beginning_is_kept():
     assert index.match(LONG) == {W: 3}
 
 
-def test_an_engine_that_had_nothing_left_of_a_prompt_is_not_believed_to_have_anything_older():
+def test_missing_prompt_drops_all_older_blocks_of_the_estimate():
     index, guesses = estimate()
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 1.0)
@@ -67,7 +67,7 @@ def test_an_engine_that_had_nothing_left_of_a_prompt_is_not_believed_to_have_any
     assert len(index) == 0
 
 
-def test_an_engine_that_had_more_than_was_thought_is_given_more_time_again_but_not_more_than_at_first():
+def test_better_hit_than_predicted_lengthens_the_age_up_to_the_maximum():
     index, guesses = estimate()
     serve(guesses, LONG, 0.0)
     guesses.learn_from_answer(serve(guesses, LONG, 2.0), cached_blocks=0)

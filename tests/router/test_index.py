@@ -216,7 +216,7 @@ def test_a_prompt_that_is_matched_again_is_matched_as_things_are_now():
     assert index.match(prompt) == {}
 
 
-def test_a_prompt_of_many_runs_matches_to_the_block_wherever_it_is_cut():
+def test_prompt_of_many_runs_matches_to_the_block():
     index, prompt = KvIndex(1), list(range(1, 1001))
     index.add("w0", prompt, is_chain=True)
     index.add("w1", prompt[:700])
@@ -240,7 +240,7 @@ def test_a_prompt_under_way_outlives_the_snapshot_of_its_worker():
     assert index.match(FOREST[4]) == {"w0": 2}
 
 
-def test_two_prompts_under_way_at_a_snapshot_are_let_go_one_by_one():
+def test_pending_prompts_survive_a_snapshot_and_end_one_by_one():
     index = KvIndex(1)
     holds = [index.add_pending("w0", FOREST[0]), index.add_pending("w0", FOREST[0])]
     index.replace("w0", {})
@@ -259,7 +259,7 @@ def test_only_chains_become_runs():
     assert index.match(FOREST[0]) == {"w0": 12, "w1": 12}
 
 
-def test_blocks_that_came_one_by_one_become_a_run_when_a_prompt_goes_over_them():
+def test_single_blocks_become_a_run_when_a_prompt_walks_them():
     index = KvIndex(1)
     index.add("w0", [*reversed(FOREST[0]), *FOREST[4]])
     assert index.match(FOREST[0]) == {"w0": 12}

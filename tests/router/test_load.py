@@ -83,7 +83,7 @@ def test_sums_that_are_kept_are_those_of_all_that_is_in_flight(steps):
             assert (own.slot_at > -1) == (len(own.engine_names - {""}) >= 1)
 
 
-def test_our_queue_drains_by_the_clock_but_not_below_what_must_still_be_behind_the_first():
+def test_our_queue_drains_with_time_but_not_below_unfinished_prefills():
     book = LoadBook()
     flights = [book.add("w0", "", 1.0, 0.0) for _ in range(3)]
     assert book.replica_load("w0").queue_s(0.0) == pytest.approx(3.0)
@@ -94,7 +94,7 @@ def test_our_queue_drains_by_the_clock_but_not_below_what_must_still_be_behind_t
     assert book.replica_load("w0").queue_s(9.5) == pytest.approx(1.5)
 
 
-def test_what_is_ours_in_an_engines_report_is_taken_off_as_it_was_when_the_report_was_read():
+def test_our_sequences_at_report_time_are_subtracted_from_the_report():
     book = LoadBook()
     for at in (0.0, 0.0, 0.0):
         book.add("w0", "", 0.2, at)
@@ -142,7 +142,7 @@ def unstreamed(book, prefill_s, now, **more):
 
 
 @pytest.mark.parametrize(("waiting", "left"), [(0, 1), (1, 1), (2, 2), (9, 4)])
-def test_what_shows_nothing_before_its_answer_leaves_prefill_when_a_report_shows_that_it_runs(waiting, left):
+def test_unstreamed_request_leaves_prefill_when_a_report_shows_it_running(waiting, left):
     book = LoadBook()
     for at in (0.0, 0.1, 0.2):
         unstreamed(book, 0.5, at)
@@ -153,7 +153,7 @@ def test_what_shows_nothing_before_its_answer_leaves_prefill_when_a_report_shows
     assert own.others_in_flight == max(0, waiting - 4)
 
 
-def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_with_them():
+def test_unstreamed_requests_get_as_much_engine_work_as_streams():
     book = LoadBook()
     for n in range(20):
         unstreamed(book, 0.2, 0.2 * n)
@@ -163,7 +163,7 @@ def test_of_a_long_line_without_streams_an_engine_is_given_as_much_as_of_one_wit
     assert own.queue_s(4.0) <= 0.2
 
 
-def test_a_request_that_is_never_answered_says_nothing_of_how_long_one_takes():
+def test_unanswered_request_does_not_change_the_mean_request_time():
     book = LoadBook()
     gone, answered = unstreamed(book, 0.1, 0.0), unstreamed(book, 0.1, 0.0)
     book.apply_report(a_replica("w0", report=EngineReport(running=2, at=1.0)))
@@ -176,7 +176,7 @@ def test_a_request_that_is_never_answered_says_nothing_of_how_long_one_takes():
     assert book.replica_load("w0").request_s == pytest.approx(80.0)
 
 
-def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_for_as_long_as_those_take():
+def test_stream_behind_unstreamed_prompts_may_be_silent_as_long_as_they_take():
     book = LoadBook()
     for _ in range(10):
         unstreamed(book, 2.0, 0.0)
@@ -185,7 +185,7 @@ def test_a_stream_behind_prompts_whose_answers_are_not_streamed_may_be_silent_fo
     assert book.silent_s("w0", 25.0) == pytest.approx(4.0)
 
 
-def test_a_stream_behind_a_full_engines_requests_may_be_silent_for_as_long_as_one_takes():
+def test_stream_at_a_full_engine_may_be_silent_for_one_request_time():
     book = LoadBook()
     book.apply_report(a_replica("w0", max_num_seqs=1, report=EngineReport(request_s=7.0, at=0.0)))
     book.record_first_token(book.add("w0", "", 1.0, 0.0), 1.0)
@@ -193,7 +193,7 @@ def test_a_stream_behind_a_full_engines_requests_may_be_silent_for_as_long_as_on
     assert book.silent_s("w0", 12.0) == pytest.approx(12.0 - 1.0 - 1.0 - 7.0)
 
 
-def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_waits_for_a_first_token():
+def test_replica_with_still_counters_is_silent_even_without_streams():
     book = LoadBook()
     flight = unstreamed(book, 2.0, 10.0)
 
@@ -216,7 +216,7 @@ def test_a_replica_whose_counters_stand_still_is_silent_though_nobody_there_wait
     assert silent_s(at=90.0, moved_at=12.0) == 0.0
 
 
-def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
+def test_others_queued_requests_count_as_long_as_ours():
     book = LoadBook()
     for _ in range(100):
         book.remove(book.add("w0", "", 0.001, 0.0, base_model="embed"), 0.0)
@@ -226,7 +226,7 @@ def test_what_others_have_waiting_is_as_long_as_ours_of_the_same_base_model():
         assert book.replica_load(worker).queue_s(1.0) == pytest.approx(20 * each_s, rel=0.05)
 
 
-def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
+def test_slot_is_free_when_an_adapters_last_request_ends():
     book = LoadBook()
     book.apply_report(a_replica("w0", max_loras=2))
     book.add("w0", SQL, 0.1, 0.0)
@@ -242,7 +242,7 @@ def test_a_slot_comes_free_when_the_last_request_of_some_adapter_is_over():
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_is_passed_over_for_a_slot_is_given_way_by_whoever_has_one(is_streamed):
+def test_request_passed_over_for_a_slot_stops_other_adapters(is_streamed):
     book = LoadBook()
     book.apply_report(a_replica("w0", max_loras=1))
     book.record_first_token(book.add("w0", SQL, 0.1, 0.0), 0.2)
@@ -274,7 +274,7 @@ def test_nobody_gives_way_while_there_are_slots_or_to_the_base_model():
     assert len(book.replica_load("w0").engine_names) == 3
 
 
-def test_kv_in_use_is_what_the_engine_reports_and_what_was_sent_since():
+def test_kv_in_use_is_the_reported_usage_plus_requests_sent_since():
     book = LoadBook()
     old = book.add("w0", "", 0.1, 0.0, prompt_tokens=400)
     book.record_first_token(old, 0.5)
@@ -296,7 +296,7 @@ def test_a_prefix_that_many_requests_share_takes_room_once():
     assert book.replica_load("w0").kv_free_tokens == pytest.approx(16_000 * 0.9 - 60 * 100)
 
 
-def test_a_prompt_waits_for_room_at_most_as_long_as_a_request_takes_and_not_at_all_where_it_never_fits():
+def test_kv_wait_is_at_most_one_request_time_and_zero_if_never_fitting():
     book = LoadBook()
     book.apply_report(a_replica("w0", total_kv_blocks=100, report=EngineReport(kv_usage=0.9, request_s=3.0, at=1.0)))
     own = book.replica_load("w0")
@@ -317,7 +317,7 @@ def test_only_answered_requests_teach_how_long_one_takes():
     assert book.replica_load("w0").request_s == pytest.approx(5.0)
 
 
-def test_a_report_older_than_what_is_remembered_does_not_make_our_own_requests_others():
+def test_report_older_than_the_history_does_not_turn_ours_into_others():
     book = LoadBook()
     for number in range(200):
         book.record_first_token(book.add("w0", "", 0.01, number / 100), number / 100)
@@ -340,7 +340,7 @@ def test_what_was_ours_is_remembered_for_seconds_however_many_requests_come():
     assert book.replica_load("w0").others_in_flight == 2
 
 
-def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_speaks_of_it():
+def test_adapter_is_fresh_from_dispatch_until_the_next_report():
     book = LoadBook()
     book.apply_report(a_replica("w0", report=EngineReport(at=1.0)))
     book.remove(book.add("w0", SQL, 0.1, 2.0), 2.1)
@@ -349,7 +349,7 @@ def test_an_adapter_counts_as_fresh_from_its_dispatch_until_the_next_report_spea
     assert book.replica_load("w0").fresh == frozenset()
 
 
-def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks_again():
+def test_fleet_load_is_frozen_and_a_new_one_has_later_changes():
     book, replicas = LoadBook(), tuple(a_replica(f"w{i}", max_loras=1) for i in range(3))
     for replica in replicas:
         book.apply_report(replica)
@@ -389,7 +389,7 @@ def test_the_load_of_all_stays_as_it_was_for_who_has_it_and_follows_for_who_asks
     ],
     ids=lambda why: next(iter(why)),
 )
-def test_a_replica_rests_only_where_nothing_is_waited_for_and_nobody_runs(why):
+def test_replica_rests_only_without_any_wait_or_running_request(why):
     resting, busy = ReplicaLoad(placed=1.5, request_s=7.0, fresh=frozenset({SQL})), ReplicaLoad(placed=1.5, **why)
     assert FleetLoad.of([resting, busy]).resting == [1.5, None]
 
@@ -402,7 +402,7 @@ def test_utilisation_fades_and_is_shared_by_the_fleet():
     assert book.utilisation("m", FleetLoad.of([ReplicaLoad()]), now=300.0)[0] < 0.001
 
 
-def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
+def test_other_routers_work_counts_by_their_share_in_flight():
     book = LoadBook()
     book.remove(book.add("w0", "", 6.0, 0.0, base_model="m"), 0.0)
     flights = [book.add("w0", "", 0.1, now=0.0, base_model="m") for _ in range(9)]
@@ -417,7 +417,7 @@ def test_what_other_routers_admit_counts_by_their_share_of_what_is_in_flight():
     )
 
 
-def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
+def test_placed_tokens_fade_and_count_as_a_share_of_the_kv_cache():
     book = LoadBook()
     for name, blocks in (("small", 1000), ("large", 4000)):
         book.apply_report(a_replica(name, total_kv_blocks=blocks))
@@ -438,7 +438,7 @@ def test_what_was_placed_fades_and_is_a_share_of_the_kv_cache():
     )
 
 
-def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_and_what_is_ours_goes_on():
+def test_forgotten_report_drops_other_clients_load_and_keeps_ours():
     book, replica = LoadBook(), a_replica("w0", total_kv_blocks=100)
     book.apply_report(replace(replica, report=EngineReport(running=8, waiting=20, kv_usage=1.0, at=1.0)))
     ours = book.add("w0", SQL, 0.2, 2.0, prompt_tokens=100)
@@ -457,7 +457,7 @@ def test_what_an_engine_had_of_others_is_over_when_nobody_tells_of_it_any_more_a
     book.forget_report("w9")
 
 
-def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_before():
+def test_restarted_engine_has_no_load_of_the_one_before():
     book, old = LoadBook(), a_replica("w0", engine_boot_id="a", report=EngineReport(at=1.0))
     early = book.add("w0", SQL, 1.0, 0.5)
     book.apply_report(old)
@@ -478,7 +478,7 @@ def test_an_engine_that_started_again_has_nothing_of_what_was_sent_to_the_one_be
     assert book.replica_load("w0").in_flight == 0
 
 
-def test_a_request_of_seven_answers_is_as_much_of_what_engines_run_as_seven_requests():
+def test_request_with_seven_sequences_counts_as_seven_requests():
     replica = a_replica("w0", report=EngineReport(running=14, at=1.0))
     rhos = []
     for requests, sequences in ((7, 1), (1, 7)):

@@ -84,7 +84,7 @@ def test_equal_replicas_share_at_random():
     }
 
 
-def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs_little_more():
+def test_approximate_prompt_goes_to_its_home_where_that_costs_little_more():
     def chosen(conversation, *, order=1, **more):
         request = RoutingRequest("m", "", 1000, first_blocks=conversation, is_approximate=True)
         return choose(request, [a_replica(f"w{i}") for i in range(4)][::order], **more).replica.id
@@ -103,7 +103,7 @@ def test_an_approximate_prompt_of_unknown_whereabouts_goes_home_where_that_costs
         assert chosen(conversation, depths=everybody, own={home: queued(0.05)}) == home
 
 
-def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_the_most():
+def test_temperature_gives_costlier_replicas_a_smaller_share():
     fleet = [a_replica("hot"), a_replica("cold")]
     won = [
         choose(
@@ -124,7 +124,7 @@ def test_with_a_temperature_costlier_replicas_get_their_share_and_the_cheapest_t
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_under_no_policy_a_replica_that_cannot_serve_is_chosen_and_the_decision_says_why(policy, change, why):
+def test_no_policy_chooses_a_replica_that_fails_a_filter(policy, change, why):
     bad, good = a_replica("bad", residents=[SQL]), a_replica("good", residents=[SQL])
     decision = choose(RoutingRequest("m", SQL, 10), [replace(bad, **change), good], {"bad": 100}, policy=policy)
     assert decision.replica.id == "good"
@@ -133,7 +133,7 @@ def test_under_no_policy_a_replica_that_cannot_serve_is_chosen_and_the_decision_
         choose(RoutingRequest("m", SQL, 10), [replace(bad, **change)], policy=policy)
 
 
-def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_restarted():
+def test_replica_is_excluded_after_a_failure_until_its_engine_restarts():
     fleet = [a_replica("w0", engine_boot_id="one"), a_replica("w1")]
     request = RoutingRequest("m", "", 1000, excluded=frozenset({("w0", "one")}))
     assert choose(request, fleet, {"w0": 60}).replica.id == "w1"
@@ -141,7 +141,7 @@ def test_what_failed_a_request_is_not_chosen_for_it_again_until_its_engine_has_r
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_why(policy):
+def test_request_too_long_for_one_replica_goes_to_another(policy):
     short, long = a_replica("short", residents=[SQL], max_model_len=4096), a_replica("long", max_model_len=8192)
     fleet, request = [short, long], RoutingRequest("m", "", 4000, total_tokens=4097)
     decision = choose(request, fleet, {"short": 200}, policy=policy)
@@ -155,7 +155,7 @@ def test_what_is_too_long_for_one_replica_goes_to_another_and_the_decision_says_
     )
 
 
-def test_a_replica_that_is_too_short_is_asked_only_where_none_is_known_that_takes_it():
+def test_too_long_request_goes_to_a_short_replica_only_where_none_is_longer():
     short, long = a_replica("short", max_model_len=4096), a_replica("long", max_model_len=8192)
     request = RoutingRequest("m", "", 4000, total_tokens=5000)
     for away in (replace(long, state="draining"), replace(long, state="unreachable")):
@@ -178,7 +178,7 @@ def test_another_digest_of_the_same_adapter_is_not_resident():
         choose(RoutingRequest("m", "sql/v1@bbbbbbbbbbbb", 10), [a_replica("w0", residents=[SQL])])
 
 
-def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_can():
+def test_full_slots_open_no_adapter_while_another_replica_has_one():
     fleet = [a_replica("full", residents=[SQL]), a_replica("free", residents=[SQL])]
     own = {"full": ReplicaLoad(slot_at=0.1, engine_names=frozenset(OTHERS)), "free": queued(9.0)}
     assert choose(RoutingRequest("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "free"
@@ -188,7 +188,7 @@ def test_a_replica_with_all_slots_in_use_opens_no_further_adapter_while_another_
     assert choose(RoutingRequest("m", SQL, 100), fleet, {"full": 6}, own).replica.id == "full"
 
 
-def test_a_queue_reported_long_ago_counts_less_and_ours_is_not_counted_twice():
+def test_reported_queue_fades_and_our_own_is_not_counted_twice():
     own = {"w0": ReplicaLoad(busy_until=102.0, behind_s=2.0, others_until=103.0)}
     queue = {
         at: choose(RoutingRequest("m", "", 10), [a_replica("w0")], own=own, now=at).score.queue_s
@@ -205,7 +205,7 @@ def test_a_measured_slow_replica_is_charged_its_own_rate():
     assert decision.scores[0].prefill_s > 1.0 > decision.scores[1].prefill_s
 
 
-def test_the_tail_of_a_long_prompt_costs_more_than_as_many_tokens_of_a_short_one():
+def test_tail_of_a_long_prompt_costs_more_than_a_short_prompt():
     short, long = (
         choose(RoutingRequest("m", "", tokens), [a_replica("w0")], {"w0": (tokens - 1600) // 16}).score.prefill_s
         for tokens in (1600, 32000)
@@ -213,7 +213,7 @@ def test_the_tail_of_a_long_prompt_costs_more_than_as_many_tokens_of_a_short_one
     assert long > 1.5 * short
 
 
-def test_where_an_adapter_is_decides_when_nothing_else_does_and_one_just_sent_there_counts_as_on_the_device():
+def test_adapter_location_has_a_cost_unless_a_fresh_request_loads_it():
     fleet = [
         a_replica("disk", residents=[SQL], location="disk", report=EngineReport(load_s=4.0)),
         a_replica("host", residents=[SQL], location="host"),
@@ -225,7 +225,7 @@ def test_where_an_adapter_is_decides_when_nothing_else_does_and_one_just_sent_th
     assert fresh.score.adapter_s == 0.0
 
 
-def test_blocks_on_slower_media_are_worth_less_than_on_the_device_and_more_than_nothing():
+def test_blocks_on_slower_media_save_less_prefill_than_on_the_device():
     fleet = [a_replica(name) for name in ("device", "host", "storage", "none")]
     lower = {"host": (50, 0), "storage": (0, 50)}
     scores = choose(RoutingRequest("m", "", 1000), fleet, {"device": 50}, lower=lower).scores
@@ -351,7 +351,7 @@ def moments(draw):
 
 
 @given(st.integers(1, 200_000), st.integers(0, 12_000), st.integers(0, 12_000), st.integers(0, 12_000))
-def test_what_is_cached_lower_down_never_makes_a_prompt_dearer(prompt_tokens, depth, host, storage):
+def test_blocks_in_lower_tiers_never_make_prefill_more_expensive(prompt_tokens, depth, host, storage):
     fleet = (a_replica("w0"), a_replica("w1"))
     lower, depths = {"w0": (host, storage)} if host + storage else {}, {"w0": depth, "w1": depth}
     with_lower, without = a_snapshot(fleet, depths=depths, lower=lower), a_snapshot(fleet, depths=depths)
@@ -415,7 +415,7 @@ def test_close_replicas_are_those_within_the_tie_limit_of_the_best(moment):
 
 
 @given(moments())
-def test_the_winner_is_never_dearer_than_a_tie_and_never_predicted_to_hold_all_of_a_prompt(moment):
+def test_winner_ties_with_the_best_and_never_has_the_whole_prompt_cached(moment):
     request, snapshot = moment
     decision = decide(KvLoraPolicy(), request, structs.replace(snapshot, costs=CostSettings()))
     fits = {snapshot.roster.replicas[i].id for i in within_slots(request, snapshot, snapshot.able(request))}
@@ -437,7 +437,7 @@ def test_a_decision_replayed_from_its_record_is_the_same_decision(policy, moment
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_follows_up_on_a_response_goes_to_the_engine_that_keeps_it_or_nowhere(policy):
+def test_follow_up_goes_to_the_engine_with_the_stored_response_or_nowhere(policy):
     fleet = [a_replica("w0", engine_boot_id="a"), a_replica("w1", engine_boot_id="b")]
     request = RoutingRequest("m", "", 100, only=fleet[1].incarnation)
     decision = choose(request, fleet, {"w0": 6}, {"w1": ReplicaLoad(full_s=9.0)}, policy=policy)
@@ -492,7 +492,7 @@ def test_a_session_keeps_its_replica_and_moves_only_when_that_one_goes():
         assert home in (now, "w0")
 
 
-def test_prefix_hash_keeps_a_prefix_together_until_its_home_has_more_than_its_share():
+def test_prefix_hash_keeps_a_prefix_at_its_home_until_that_is_overloaded():
     fleet = [a_replica(f"w{i}") for i in range(4)]
     request = RoutingRequest("m", "", 10, first_blocks=77)
     home = choose(request, fleet, policy="prefix_hash").replica.id
@@ -537,7 +537,7 @@ def test_router_and_orchestrator_mean_the_same_home():
     ("costs", "why"),
     [({"kappa_min": 20.0}, "kappa_min"), ({"host_credit": 1.5}, "between 0 and 1"), ({"kapa": 1.0}, "unknown.*kapa")],
 )
-def test_numbers_that_make_no_cost_model_are_refused_by_name(costs, why):
+def test_invalid_costs_are_refused_by_name(costs, why):
     with pytest.raises(ValueError, match=why):
         RouterSettings(costs=costs)
     assert RouterSettings(costs={"temperature_s": 0.5}).costs == {"temperature_s": 0.5}

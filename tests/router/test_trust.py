@@ -50,7 +50,7 @@ def test_a_gap_degrades_at_once_and_eighteen_agreements_in_a_row_heal():
     assert until_state(trust, "exact", 900, 900) == 18
 
 
-def test_a_gap_on_a_worker_that_is_degraded_already_begins_its_healing_anew():
+def test_gap_on_a_degraded_worker_restarts_its_healing():
     trust = opened()
     trust.record_lost_events(W)
     for now in range(17):
@@ -78,7 +78,7 @@ def test_agreement_on_prompts_that_nobody_has_cached_neither_heals_nor_hides():
     assert trust.state(W) == "degraded"
 
 
-def test_a_block_more_or_less_at_the_end_of_a_long_prompt_is_no_disagreement():
+def test_one_block_off_in_a_long_prompt_is_no_disagreement():
     trust = opened()
     assert until_state(trust, "degraded", 900, 1000) is None
     assert until_state(trust, "degraded", 900, 899) is None
@@ -161,7 +161,7 @@ def test_a_degraded_worker_heals_under_ordinary_noise():
     ("depth_blocks", "prompt_tokens", "expected"),
     [(0, 64, 0), (2, 64, 32), (2, 65, 64), (1, 32, 0), (1, 33, 32), (0, 0, 0)],
 )
-def test_an_engine_computes_a_prompts_last_token_always_and_with_it_its_block(depth_blocks, prompt_tokens, expected):
+def test_hit_never_includes_the_block_of_the_last_token(depth_blocks, prompt_tokens, expected):
     assert hit_tokens(depth_blocks, 32, prompt_tokens) == expected
 
 
@@ -180,7 +180,7 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=80))
-def test_states_and_errors_stay_in_their_ranges_and_one_workers_answers_touch_no_other(steps):
+def test_accuracy_stays_in_range_and_workers_are_independent(steps):
     trust = PredictionAccuracy()
     trust.record_feed_start(OTHER, "exact")
     is_open = None
