@@ -94,7 +94,7 @@ class WriteScript:
         await self._patched(f"rest-{number}", f"rest/v{number}", tenant, is_sole=True)
 
     async def _drop(self, number, _tenant):
-        await self._over_rest(f"rest-{number}", {None}, lambda it: it.delete(f"rest/v{number}"))
+        await self._over_rest(f"rest-{number}", {None}, lambda registry: registry.delete_adapter(f"rest/v{number}"))
 
     async def _patch_applied(self, number, tenant):
         await self._patched(f"applied-{number}", f"applied/v{number}", tenant, is_sole=False)
@@ -103,12 +103,14 @@ class WriteScript:
         """`is_sole`: nobody else edits it. What is being deleted goes with the change."""
         before = self.expected.get(name, {None})
         after = before if before == {None} else {tenant} if is_sole else before | {tenant}
-        await self._over_rest(name, after, lambda it: it.patch(lora_id, AdapterPatch(tenants=(tenant,))))
+        await self._over_rest(
+            name, after, lambda registry: registry.patch_adapter(lora_id, AdapterPatch(tenants=(tenant,)))
+        )
 
     async def _drop_applied(self, number, _tenant):
         name = f"applied-{number}"
         after = self.expected.get(name, {None}) | {None}
-        await self._over_rest(name, after, lambda it: it.delete(f"applied/v{number}"))
+        await self._over_rest(name, after, lambda registry: registry.delete_adapter(f"applied/v{number}"))
 
     async def _over_rest(self, name, after, change):
         """What is answered with an error may stand or not."""
