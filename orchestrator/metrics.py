@@ -36,8 +36,8 @@ class OrchestratorMetrics:
         )
         self.evictions = Counter(
             "lora_evictions",
-            "Adapters unloaded though nobody deleted them: for another one (lru), to empty a worker (capacity),"
-            " or because a copy is not needed any more (ttl)",
+            "Adapters unloaded without a deletion: for another adapter (lru), to empty a worker (capacity),"
+            " or as a surplus copy (ttl)",
             ["lora_id", "reason"],
             registry=self.registry,
         )
@@ -55,7 +55,7 @@ class OrchestratorMetrics:
             registry=self.registry,
         )
         self.passes_failed = Counter(
-            "lorafleet_orchestrator_passes_failed", "Passes that ended in an error of ours", registry=self.registry
+            "lorafleet_orchestrator_passes_failed", "Passes that ended in an unexpected error", registry=self.registry
         )
         self.failed = Gauge(
             "lorafleet_orchestrator_adapters_failed", "Adapters that no worker can load", registry=self.registry
@@ -65,11 +65,11 @@ class OrchestratorMetrics:
         )
         self.epoch = Gauge("lorafleet_orchestrator_epoch", "The epoch of our last term", registry=self.registry)
         self.frozen = Gauge(
-            "lorafleet_orchestrator_frozen", "1 while moves wait for a storm to pass", registry=self.registry
+            "lorafleet_orchestrator_frozen", "1 while the churn limiter freezes moves", registry=self.registry
         )
         self.forwarded = Counter(
             "lorafleet_orchestrator_forwarded",
-            "Requests handed on to the orchestrator that leads",
+            "Requests that this orchestrator does not answer itself, by outcome",
             ["outcome"],
             registry=self.registry,
         )
@@ -78,7 +78,7 @@ class OrchestratorMetrics:
         """Read at each scrape: seconds since the API server last confirmed the EndpointSlices; None: never."""
         gauge = Gauge(
             "lorafleet_orchestrator_slices_age_seconds",
-            "Since the API server last confirmed EndpointSlices",
+            "Seconds since the API server last confirmed the EndpointSlices",
             registry=self.registry,
         )
 
@@ -198,7 +198,7 @@ class _PoolCollector(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         labels = ["base_model", "pool"]
         wait = GaugeMetricFamily(
-            "lorafleet_pool_queue_wait_seconds", "How long a request that comes now would wait", labels=labels
+            "lorafleet_pool_queue_wait_seconds", "Queue wait of a request that comes now, in seconds", labels=labels
         )
         slots = GaugeMetricFamily("lorafleet_pool_slots", "Adapter slots of a pool's ready workers", labels=labels)
         wanted = GaugeMetricFamily("lorafleet_pool_slots_wanted", "Slots that the pool's load needs", labels=labels)
