@@ -147,7 +147,7 @@ class AgentlessEngineDriver:
         """Load the adapter from the engine's disk, and evict `ask.evict` first if the engine is full."""
         path = self._path(ask.source or "")
         if ask.digest is None:
-            raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: nobody knows its digest yet")
+            raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: its digest is not known yet")
         name = engine_name(ask.lora_id, ask.digest)
         async with self._lock:
             lora = (await self.metadata()).lora

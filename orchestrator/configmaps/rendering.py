@@ -316,7 +316,7 @@ class ObjectRendering:
         if is_new or not self._is_owned(name, found):
             return ""
         others = differing_fields(found, kind_of(found), text())
-        owner = f"Helm release {release_of(found)}" if release_of(found) else "whoever applies it"
+        owner = f"Helm release {release_of(found)}" if release_of(found) else "the client that applies it"
         return f"; set over REST, beside the text of {owner}: {', '.join(others)}" if others else ""
 
     def _render_status(self, name: str) -> DesiredObject | None:

@@ -119,7 +119,7 @@ async def test_a_text_that_is_applied_on_the_server_stays_its_owners(release, in
     await until(lambda: "sql" in instance.store.aliases)
     instance.registry.put_alias("sql", AliasSpec.model_validate({"targets": [{"lora_id": "sql/v2"}]}), "me")
     await instance.store.wait_durable()
-    await manifests.said("sql", "set over REST, beside the text of whoever applies it: targets")
+    await manifests.said("sql", "set over REST, beside the text of the client that applies it: targets")
     assert "sql/v1" in (await manifests.get("sql"))["data"]["alias.yaml"]
     await apply("sql/v1")
     assert instance.store.aliases["sql"] == (("sql/v2", 1.0),)

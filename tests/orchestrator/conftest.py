@@ -105,14 +105,14 @@ def clock():
 @pytest.fixture
 async def open_service(tmp_path, clock):
     """Opens orchestrators on one store file and closes all at the end."""
-    houses = []
+    opened = []
 
     def make(path=tmp_path / "store.db", **settings):
-        houses.append(OrchestratorUnderTest(path, clock, **settings))
-        return houses[-1]
+        opened.append(OrchestratorUnderTest(path, clock, **settings))
+        return opened[-1]
 
     yield make
-    for service in houses:
+    for service in opened:
         await service.close()
 
 

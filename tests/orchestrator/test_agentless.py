@@ -67,15 +67,15 @@ class OrchestratorOfEngines(OrchestratorUnderTest):
 @pytest.fixture
 async def house_of(tmp_path, clock):
     """Opens an orchestrator in front of these engines."""
-    houses = []
+    opened = []
 
     def make(*running, engines=(), **settings):
         named = (*engines, *(f"e{i}={engine.url}" for i, engine in enumerate(running)))
-        houses.append(OrchestratorOfEngines(tmp_path / f"{len(houses)}.db", clock, engines=named, **settings))
-        return houses[-1]
+        opened.append(OrchestratorOfEngines(tmp_path / f"{len(opened)}.db", clock, engines=named, **settings))
+        return opened[-1]
 
     yield make
-    for service in houses:
+    for service in opened:
         await service.close()
 
 
