@@ -22,7 +22,7 @@ from tests.properties import THOROUGH
 _LONGEST_FIRST = (
     "tests/e2e/", "tests/workers/", "tests/kube/", "tests/contract/", "tests/helm/", "tests/router/faults/",
     "tests/router/test_c", "tests/router/test_s", "tests/router/test_b", "tests/orchestrator/test_re",
-    "tests/lorafleet/test_c", "tests/lorafleet/test_l", "tests/benchmarks/",
+    "tests/lorafleet/cli/", "tests/lorafleet/service/", "tests/benchmarks/",
 )  # fmt: skip
 
 # How long an example takes depends on who else uses the machine, and is no property of the code.

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lorafleet.engine.vllm_errors import ENGINE_DEAD, SHUTTING_DOWN
-from tests.lorafleet.test_auth import no_more_files
+from tests.lorafleet.service.test_auth import no_more_files
 from tests.patience import patience, until, within
 from tests.router.doubles import UNHEARD, AgentDouble, with_sql
 from tests.router.faults.faulty_fleet import (

@@ -16,7 +16,7 @@ from lorafleet.engine import vllm_cpu
 from lorafleet.local.tiny_model import make_adapter, make_model
 from tests.engines import RunningEngine, start_engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BASE, FIRST, LAST = "tiny-qwen", "first", "last"
 PROMPT = "The customer wrote to the shop about an order that had not come. " * 6
 
