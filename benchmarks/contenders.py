@@ -1,7 +1,7 @@
-"""Other ways to know which worker holds which blocks, measured beside `router.core.kv.index`.
+"""Other block indexes, measured beside `router.core.kv.index`.
 
-All answer {worker: contiguous prefix depth in blocks}. `FlatMap` and `GallopingMap` are the two designs that lost;
-`DynamoTree` is the peers' compiled one, where it is installed (`pip install ai-dynamo-runtime`).
+Each match returns {worker: contiguous prefix depth in blocks}. `DynamoTree` is Dynamo's compiled tree, where it is
+installed (`pip install ai-dynamo-runtime`).
 """
 
 import json
@@ -14,7 +14,7 @@ from lorafleet.identity import BlockHash
 
 
 class FlatMap:
-    """One dict from block hash to a mask of holders, looked up block by block: exact, and a cache miss a block."""
+    """One dict from block hash to a mask of holders, read block by block: exact, with a cache miss a block."""
 
     name = "flat map"
 
@@ -22,7 +22,7 @@ class FlatMap:
         self.holders: dict[BlockHash, int] = {}
 
     def add(self, worker: int, hashes: Sequence[BlockHash]) -> None:
-        """The worker has these blocks."""
+        """Store these blocks for a worker."""
         for block in hashes:
             self.holders[block] = self.holders.get(block, 0) | 1 << worker
 
@@ -44,8 +44,9 @@ class FlatMap:
 
 
 class GallopingMap(FlatMap):
-    """The flat map, searched by bisection: few look-ups, but right only while every holder of a block holds its
-    parent. An engine that evicts a block before its children makes it promise what is not there.
+    """The flat map, searched by bisection: few look-ups, but exact only while every holder of a block holds its parent.
+
+    Where an engine evicts a block before its children, predicted depths are too large.
     """
 
     name = "galloping flat map"
@@ -73,7 +74,7 @@ class DynamoTree:
         self._events = 0
 
     def event(self, hashes: Sequence[int], parent: int | None = None) -> bytes:
-        """A store of these blocks, as the tree wants it."""
+        """A store event of these blocks in the tree's format."""
         self._events += 1
         blocks = [{"block_hash": block, "tokens_hash": block} for block in hashes]
         stored = {"parent_hash": parent, "blocks": blocks}
@@ -84,7 +85,7 @@ class DynamoTree:
         self._tree.apply_event(worker, event)
 
     def match(self, hashes: list[int]) -> Any:
-        """Its own answer; kept as it is, since turning it into ours is not what it is measured for."""
+        """The tree's own result, not converted."""
         return self._tree.find_matches(hashes)
 
 
@@ -104,7 +105,7 @@ def _gallop(
     high: tuple[int, int],
     depths: dict[int, int],
 ) -> None:
-    """Between two (position, mask)."""
+    """Set the depths of workers whose blocks end between two (position, mask)."""
     if low[1] == high[1]:
         return
     if high[0] - low[0] == 1:

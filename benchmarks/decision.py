@@ -1,4 +1,4 @@
-"""What the router's mind costs: hash, match, decide, events, memory; by replicas, blocks and adapters."""
+"""Time and memory of the scheduler: hash, match, decide and KV events, by replicas, blocks and adapters."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 @dataclass(frozen=True, slots=True)
 class DecisionBenchSize:
-    """How much is measured."""
+    """How much each benchmark measures."""
 
     rounds: int
     calls: int
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[ReportRow]:
-    """One prompt of which replica i has a share i / n: the most different depths that there can be."""
+    """Rows of hash and match, where replica i has a share i / n of the prompt: as many depths as replicas."""
     tokens = some_tokens(Random(7), PROMPT_TOKENS)
     root = root_hash(BASE, engine_name(7))
     hashes = block_hashes(tokens, block_size=BLOCK_SIZE, root=root)
@@ -137,10 +137,10 @@ def matching(replicas: int, reach_us: float, size: DecisionBenchSize) -> list[Re
 
 
 def deciding(size: DecisionBenchSize) -> list[ReportRow]:
-    """resolve, hash, match, cost, pick; token ids given. Each decision is about another prompt and adapter."""
+    """Rows of whole decisions: resolve, hash, match, cost, pick. Each has another prompt and adapter."""
     few, some, many = (a_router(adapters, size) for adapters in (10, 1_000, 10_000))
     p50, p99 = quantiles_us(some, rounds=size.rounds)
-    # In turn, so that drift hits both alike.
+    # Alternating, so that drift affects both alike.
     turns = [(quantiles_us(few, rounds=1)[0], quantiles_us(many, rounds=1)[0]) for _ in range(size.rounds)]
     few_us, many_us = (median(times) for times in zip(*turns, strict=True))
     where = f"{PROMPT_TOKENS} tokens, 64 replicas"
@@ -154,7 +154,7 @@ def deciding(size: DecisionBenchSize) -> list[ReportRow]:
 
 
 def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decision]]:
-    """As many decisions to be taken, each by the same mind, over 64 replicas that all could take it."""
+    """Decisions to time, all by one scheduler over 64 able replicas."""
     rng = Random(7)
     fleet, index = a_fleet(64, adapters), KvIndex(BLOCK_SIZE)
 
@@ -174,7 +174,7 @@ def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decisi
         for i in range(64):
             index.add(worker_id(i), hashes[: PROMPT_BLOCKS * ((i + number) % 64) // 64], is_chain=True)
         asks.append(partial(decide, fleet, scheduler, lora_id(adapter), tokens))
-    # Something is under way everywhere, so that no term of the cost is trivially nought.
+    # Requests in flight at every replica, so that no cost term is zero.
     for ask in islice(asks * 64, 64):
         scheduler.record_dispatch(ask(), NOW)
     return asks
@@ -184,7 +184,7 @@ def a_router(adapters: int, size: DecisionBenchSize) -> list[Callable[[], Decisi
 
 
 class _BenchSink:
-    """A worker's changes, put into an index."""
+    """Writes a ledger's changes into an index (a BlockSink)."""
 
     def __init__(self, index: KvIndex, worker: WorkerId) -> None:
         self._index, self._worker = index, worker
@@ -200,7 +200,7 @@ class _BenchSink:
 
 
 def events(size: DecisionBenchSize) -> list[ReportRow]:
-    """Stores by 64 engines in turn, msgpack decoding included, until a million blocks are there; medians of windows."""
+    """Rows of KV events by 64 engines, with msgpack decoding; medians of windows."""
     stores = list(engine_events(Random(5), size.events, EVENT_BLOCKS))
     removals = [(worker, removed(payload)) for worker, payload in stores]
     singles = list(engine_events(Random(6), size.events, 1))
@@ -223,7 +223,7 @@ def events(size: DecisionBenchSize) -> list[ReportRow]:
             f"events applied, 1 block each: an engine's own, {named[1]}", per_second(one.apply, singles), "events/s"
         ),
     ]
-    # Not a benchmark of refusals: everything was taken.
+    # All events were applied.
     assert not engine.refused()
     assert not one.refused()
     assert len(engine.index) == 0
@@ -243,7 +243,7 @@ class BenchEngineFeeds:
         self._ledgers[worker].apply(self._decode[worker](payload))
 
     def refused(self) -> int:
-        """Events that no ledger took."""
+        """Events that a ledger rejected."""
         return sum(ledger.rejected.total() for ledger in self._ledgers)
 
 
@@ -261,7 +261,7 @@ class BenchAgentFeeds:
 
 
 def engine_events(rng: Random, count: int, blocks: int) -> Iterator[tuple[int, bytes]]:
-    """(worker, payload) of stores of `blocks` blocks each; 512 blocks make a prompt, then another begins."""
+    """(worker, payload) of store events of `blocks` blocks each; a prompt has 512 blocks."""
     parents: list[int | None] = [None] * 64
     for number in range(count):
         worker = number % 64
@@ -285,21 +285,21 @@ def engine_events(rng: Random, count: int, blocks: int) -> Iterator[tuple[int, b
 
 
 def removed(payload: bytes) -> bytes:
-    """The event that takes back what a store told."""
+    """The removal of a store event's blocks."""
     (stored,) = KvEventDecoder().decode(payload).events
     event = {"type": "BlockRemoved", "block_hashes": stored.block_hashes, "medium": "GPU", "group_idx": 0}  # type: ignore[union-attr]
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 
 def agent_frames(rng: Random, stores: int) -> Iterator[tuple[int, bytes]]:
-    """The same blocks as an agent sends them: at 30,000 events/s from 64 engines, 20 ms of one are 9 events."""
+    """(worker, frame) of the same blocks from agents: at 30,000 events/s from 64 engines, 20 ms of one are 9 events."""
     for number in range(stores // 9):
         added = pack_hashes(rng.getrandbits(64) for _ in range(9 * EVENT_BLOCKS))
         yield number % 64, msgspec.msgpack.encode(KvFrame(number, 0.0, (), (KvChange(0, "device", added, b""),)))
 
 
 def per_second(apply: Callable[[int, bytes], object], payloads: Sequence[tuple[int, bytes]]) -> float:
-    """Median over 16 windows, each of the payloads that follow the last one's."""
+    """Median payloads a second, over 16 consecutive windows."""
     rates = []
     for start in range(0, len(payloads), len(payloads) // 16):
         window = payloads[start : start + len(payloads) // 16]
@@ -311,7 +311,7 @@ def per_second(apply: Callable[[int, bytes], object], payloads: Sequence[tuple[i
 
 
 def dynamo() -> tuple[str, float] | tuple[None, None]:
-    """Dynamo's tree applying stores of 16 blocks, already hashed, from JSON as its binding wants them."""
+    """(name, events a second) of Dynamo's tree for hashed stores of 16 blocks; (None, None) if not installed."""
     if dynamo_version() == "not installed":
         return None, None
     tree, rng, payloads = DynamoTree(), Random(5), []
@@ -327,7 +327,7 @@ def dynamo() -> tuple[str, float] | tuple[None, None]:
 
 
 def growth(size: DecisionBenchSize) -> list[ReportRow]:
-    """Matches of prompts of 512 blocks, any of those in the tree, in small and in large trees."""
+    """Rows of matches of 512 blocks in small and in large indexes."""
     rng = Random(11)
     prompts = [
         [BlockHash(rng.getrandbits(64)) for _ in range(PROMPT_BLOCKS)] for _ in range(size.blocks // PROMPT_BLOCKS)
@@ -343,7 +343,7 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
                 index.add(worker_id(number % 64), chain[start : start + EVENT_BLOCKS])
                 pauses.append(time.perf_counter() - began)
             if is_chain:
-                # The request that brought them.
+                # As the request that stored them does.
                 index.remove_pending(index.add_pending(worker_id(number % 64), chain))
         return index
 
@@ -356,7 +356,7 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
     def p50(match: Callable[[list[BlockHash]], object], chains: Sequence[list[BlockHash]]) -> float:
         times = []
         for chain in chains:
-            # Other objects than those kept, and just made: as a request's own hashes are.
+            # New integer objects, as a request's own hashes are.
             hashes = [BlockHash(block + 1 - 1) for block in chain]
             began = time.perf_counter()
             match(hashes)
@@ -383,7 +383,7 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
 
 
 def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[ReportRow]:
-    """A worker goes: what that costs at once, and each step of the sweep that follows."""
+    """Rows of forgetting a worker, and of each step of the sweep after it."""
     steps = []
     began = time.perf_counter()
     index.forget(worker_id(0))
@@ -401,7 +401,7 @@ def forgetting(index: KvIndex, size: DecisionBenchSize) -> list[ReportRow]:
 
 
 def memory(size: DecisionBenchSize) -> list[ReportRow]:
-    """Resident memory of a fresh process after as before, so that nothing else is in the figure."""
+    """Rows of memory, each of a fresh process."""
     rows = []
     for what, name, reach in (
         ("index-1", "index, one holder each", 150.0),
@@ -419,7 +419,7 @@ def memory(size: DecisionBenchSize) -> list[ReportRow]:
 
 
 def adopting(size: DecisionBenchSize) -> list[ReportRow]:
-    """A catalog of 10,000 adapters: parsed, named, and the first of them resolved."""
+    """The row of a catalog of 10,000 adapters: parsed, and its last adapter resolved."""
     adapters = tuple(
         CatalogAdapter(lora_id=lora_id(n), digest=digest(n), base_model=BASE, source="file:///a", state="ready")
         for n in range(10_000)

@@ -37,14 +37,14 @@ class ShadowComparison:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Decides where requests go, counts those in flight, and queues those for which no engine has room.
+    """Decides where requests go, counts those in entry, and queues those for which no engine has room.
 
     roster          the replicas of a base model, now
     match           what they have cached of a prompt
     shadowed  told what each shadow policy would have done; shadows decide nothing. `on_shadow_failure`: one raised
     late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
     most_in_flight_tokens  prompt tokens of this router at a base model's engines at most, further requests wait; 0: no
-                    bound. A larger prompt goes when no other is in flight
+                    bound. A larger prompt goes when no other is in entry
     breaker         circuits of the replicas where requests failed
     budget          makes the retry budget of a base model
     """
@@ -91,7 +91,7 @@ class Scheduler:
         if self.shadows:
             self._run_shadows(decision)
         request, score, replica = decision.request, decision.score, decision.replica
-        flight = self.load.add(
+        entry = self.load.add(
             replica.id,
             request.engine_name,
             score.prefill_s,
@@ -104,8 +104,8 @@ class Scheduler:
         )
         if not request.excluded:
             (self._budgets.get(request.base_model) or self._budget_of(request.base_model, now)).requests += 1
-        self.breaker.record_dispatch(replica, flight, now)
-        return flight
+        self.breaker.record_dispatch(replica, entry, now)
+        return entry
 
     def record_success(self, replica: Replica, now: float, sent_at: float) -> None:
         """Note that a replica answered with a status below 400."""
@@ -124,7 +124,7 @@ class Scheduler:
     def take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
         """Whether a request that failed at a replica may be sent once more; call once a retry, after `record_failure`.
 
-        Requests in flight at a replica that was lost go elsewhere without drawing on the retry budget.
+        Requests in entry at a replica that was lost go elsewhere without drawing on the retry budget.
         """
         current = self._same_incarnation(replica)
         is_lost = current is None or current.state != "ready"

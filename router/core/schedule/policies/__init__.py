@@ -1,4 +1,4 @@
-"""Policies by name, one file each. `kv_lora` is ours; the others are there to compare with, and for who wants them."""
+"""Routing policies by name, one file each. `kv_lora` is the default."""
 
 from router.core.schedule.policies.kv_lora import KvLoraPolicy
 from router.core.schedule.policies.least_loaded import LeastLoadedPolicy
