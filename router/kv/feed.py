@@ -43,7 +43,7 @@ _VOID_WITHIN_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 2.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where a worker's KV events come from. Another boot of its engine is another source.
+    """The source of a worker's KV events. Another boot of its engine is another source.
 
     events, replay  one ZMQ endpoint a data-parallel rank
     ledger          hashing version of the agent's ledger; 0: it has none
@@ -64,10 +64,10 @@ class KvSource:
 
 
 class FeedContext(Protocol):
-    """What all feeds share (implemented by KvFeeds)."""
+    """Everything that all feeds share (implemented by KvFeeds)."""
 
     metrics: RouterMetrics
-    trust: PredictionAccuracy
+    accuracy: PredictionAccuracy
     own: OwnKey
     pool: EnginePool | None
     fall_back_after_s: float
@@ -225,7 +225,7 @@ class WorkerFeed:
     def lost(self) -> None:
         """Mark the feed as degraded: events are lost for good. Known blocks are kept."""
         self._has_lost_events = True
-        self._feeds.trust.record_lost_events(self.source.worker)
+        self._feeds.accuracy.record_lost_events(self.source.worker)
         self.metrics.kv_degraded.labels(self.source.worker).set(1)
 
     def forget_adapter(self, engine_name: str) -> None:
@@ -244,7 +244,7 @@ class WorkerFeed:
         self.metrics.kv_lag.labels(worker).set(max(0.0, self.lag_s))
         blocks = sum([self._index.blocks(name, tier) for name in self.members for tier in TIERS])
         self.metrics.kv_blocks.labels(worker).set(blocks)
-        is_degraded = self._feeds.trust.state(worker) == "degraded"
+        is_degraded = self._feeds.accuracy.state(worker) == "degraded"
         self.metrics.kv_degraded.labels(worker).set(is_degraded)
         if is_degraded:
             if not self._repeats_until:
@@ -276,7 +276,7 @@ class WorkerFeed:
 
     def engine_opened(self) -> None:
         if self._task is None:
-            self._feeds.trust.record_feed_start(self.source.worker, "exact")
+            self._feeds.accuracy.record_feed_start(self.source.worker, "exact")
             # Events that the engine no longer had were noticed before.
             if self._has_lost_events:
                 self.lost()
@@ -416,7 +416,7 @@ class WorkerFeed:
         self._has_lost_events = False
         self.metrics.kv_snapshots.labels(source.worker).inc()
         self.metrics.kv_degraded.labels(source.worker).set(0)
-        self._feeds.trust.record_feed_start(source.worker, "exact")
+        self._feeds.accuracy.record_feed_start(source.worker, "exact")
         if not taken.is_whole:
             self.lost()
 
@@ -444,7 +444,7 @@ class WorkerFeed:
         log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)
         self._epoch = ""
         self._follow_engine()
-        self._feeds.trust.record_feed_start(self.source.worker, "exact")
+        self._feeds.accuracy.record_feed_start(self.source.worker, "exact")
         # Whatever the engine replays, changes in between may be missing.
         self.lost()
 

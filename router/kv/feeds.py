@@ -53,7 +53,7 @@ class KvFeeds:
 
     metrics: RouterMetrics
     tail_poll_s: float
-    trust: PredictionAccuracy = field(default_factory=PredictionAccuracy)
+    accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
     own: OwnKey = field(default_factory=OwnKey)
     pool: EnginePool | None = None
     fall_back_after_s: float = 3.0
@@ -278,7 +278,7 @@ class KvFeeds:
         self.forget(worker)
         by = self._estimates.setdefault((base_model, block_size), CacheEstimate(self.index(base_model, block_size)))
         self._estimated[worker] = _EventlessWorker(metadata.engine_boot_id, by, _most_blocks(metadata))
-        self.trust.record_feed_start(worker, "estimate")
+        self.accuracy.record_feed_start(worker, "estimate")
         self._start_maintenance()
 
     def _start_maintenance(self) -> None:

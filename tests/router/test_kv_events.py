@@ -265,7 +265,7 @@ async def test_a_router_that_starts_late_knows_everything_though_the_engine_has_
         try:
             late.follow(source(engine, agent_url=agent.url, ledger=1))
             await until(lambda: depth(late, range(8)) == 4)
-            assert late.trust.state("w0") == "exact"
+            assert late.accuracy.state("w0") == "exact"
             assert not late.may_repeat("w0")
             late.maintain()
             assert value(late.metrics.kv_feeds, "ledger") == 1
@@ -561,7 +561,7 @@ def metadata(transport, *, boot="boot", loaded=(), agent_url=""):
 async def test_an_engine_that_publishes_nothing_is_an_estimate_once_a_boot():
     feeds = KvFeeds(RouterMetrics(), 60.0)
     feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url="")))
-    assert feeds.trust.state("w0") == "estimate"
+    assert feeds.accuracy.state("w0") == "estimate"
     feeds.index("m", 2).add("w0", ours([1, 2]))
     feeds.update_worker("w0", "m", 2, metadata(Transport(engine_url="")))
     assert depth(feeds, [1, 2]) == 1

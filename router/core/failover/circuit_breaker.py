@@ -254,12 +254,12 @@ class CircuitBreaker:
         return -inf if circuit is None else circuit.last_success_at
 
     def open_until(self, replica: Replica) -> float:
-        """When its open circuit becomes half-open; -inf: it is closed."""
+        """When a replica's open circuit becomes half-open; -inf: it is closed."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.open_until
 
     def changed_at(self, replica: Replica) -> float:
-        """When its circuit last opened or closed: requests sent before say nothing about its state now."""
+        """When a replica's circuit last opened or closed: requests sent before then say nothing about it now."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.changed_at
 

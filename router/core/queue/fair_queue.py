@@ -220,7 +220,7 @@ class FairQueue:
         return None
 
     def _join(self, queued: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
-        """Its tenant's and adapter's flows; those that were idle join at the virtual time: idle time earns nothing."""
+        """The request's tenant and adapter flows. Idle ones join at the virtual time: idle time earns nothing."""
         tenant = self._tenants.setdefault(queued.tenant, _TenantFlows())
         flow = tenant.flows.setdefault(queued.adapter, _AdapterFlow())
         if not tenant.waiting:

@@ -38,7 +38,7 @@ class ReplicaScore(msgspec.Struct, frozen=True):
 
 
 def replica_score(request: RoutingRequest, snapshot: FleetSnapshot, position: int) -> ReplicaScore:
-    """What this request costs at the replica at one position of the roster, term by term."""
+    """The cost of this request, term by term, at the replica at one position of the roster."""
     costs, middle, now = snapshot.costs, snapshot.roster.middle, snapshot.now
     replica, load = snapshot.roster.replicas[position], snapshot.loads[position]
     depth, (host, storage) = snapshot.depths.get(replica.id, 0), snapshot.lower.get(replica.id, (0, 0))
@@ -134,7 +134,7 @@ def needs_slot(request: RoutingRequest, load: ReplicaLoad) -> bool:
 
 
 def slot_scarcity_s(request: RoutingRequest, replica: Replica, load: ReplicaLoad, costs: CostSettings) -> float:
-    """What taking one adapter slot more costs the next adapter that needs one."""
+    """Cost of one adapter slot more to the next adapter that needs one; 0.0 where this request needs none."""
     if not needs_slot(request, load):
         return 0.0
     return next_slot_s(min(load.slots_used, replica.max_loras), replica.max_loras, costs)

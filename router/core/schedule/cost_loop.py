@@ -68,7 +68,7 @@ class RosterCosts:
 
 
 class ReplicaConstants:
-    """What the cost model knows of a roster's replicas before any request: made once, kept with the roster.
+    """Per-replica constants of the cost model: made once for a roster, and kept with it.
 
     It has no reference to the roster, which refers to it: the two would live until the garbage collector comes.
 
@@ -123,7 +123,7 @@ class ReplicaConstants:
 def roster_costs(  # noqa: C901, PLR0912, PLR0915  (one loop)
     request: RoutingRequest, snapshot: FleetSnapshot, able: Sequence[int], *, only_close: bool = False
 ) -> RosterCosts:
-    """What this request costs at each of these positions of the roster.
+    """The costs of this request at these positions of the roster.
 
     only_close  leave out the replicas that do not tie with the best: see CostSettings.tie_limit_s
     """

@@ -67,7 +67,7 @@ class HashedRequest(msgspec.Struct, frozen=True):
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
-    """What the replicas have cached of one prompt; the fields are those of FleetSnapshot."""
+    """The cached prefix of one prompt, by replica; the fields are those of FleetSnapshot."""
 
     depths: Mapping[WorkerId, int] = NOTHING
     lower: Mapping[WorkerId, tuple[int, int]] = NOTHING
