@@ -75,10 +75,6 @@ class Signal:
         self._wake = partial(_set_result, woken)
         yield from woken
 
-    def wake_by(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when it is set."""
-        self._wake = wake
-
 
 def _set_result(future: "asyncio.Future[None]") -> None:
     if not future.done():
@@ -130,7 +126,7 @@ class Stepper:
         if yielded is None:
             return True
         if isinstance(yielded, Signal):
-            yielded.wake_by(self.resume)
+            yielded._wake = self.resume
         elif yielded is _TASK:
             self._run_in_task(work)
         else:

@@ -86,7 +86,9 @@ class ClientResponse(msgspec.Struct, eq=False):
         self.services.metrics.first_data.labels(target.base_model).observe(self.services.clock() - run.request.read_at)
         # Without the check a repeated prompt would tell its tenant whether a neighbour's is cached.
         cached_tokens = disclosed_cached_tokens(self.services, run.caller, dispatched) if is_prefilled else 0
-        headers = _answer_headers(attempt, dispatched, cached_tokens) + self._limit_headers(run)
+        headers = _answer_headers(attempt, dispatched, cached_tokens)
+        if run.granted is not None:
+            headers += header_lines(self.services.quotas.headers(run.granted, self.services.clock()))
         rewriter: AnswerRewriter = ModelRenamer(model, target.asked if run.request.route.echoes_model else model)
         if attempt.metadata is not None:
             headers += f"metadata: {rewriter.whole(attempt.metadata).decode('latin-1')}\r\n"
@@ -99,11 +101,6 @@ class ClientResponse(msgspec.Struct, eq=False):
         self.send_head(attempt.status, headers)
         await attempt.relay(self.exchange, rewriter, hidden=usage_filter)
         self.finish_stream(attempt)
-
-    def _limit_headers(self, run: RequestRun) -> str:
-        """Header lines with the state of the caller's key; empty for a key without limits."""
-        services, granted = self.services, run.granted
-        return header_lines(services.quotas.headers(granted, services.clock())) if granted else ""
 
     def keep_alive(self, every_s: float) -> None:
         """Send a comment every so many seconds until the first event. The first one commits status 200."""

@@ -98,6 +98,7 @@ class RequestRun(msgspec.Struct, eq=False):
         """
         await self._resolve()
         await self._tokenize()
+        await next_stage()
         while True:
             try:
                 await self._wait_for_adapter()
