@@ -20,7 +20,7 @@ The six classes of a request and their lives:
       ParsedRequest      |=======================================|  what the client asks for
       RequestRun         |=======================================|  drives the stages
         RoutingRequest       |===|                                  what the scheduler may know of it
-          QueuedRequest        |=|                                  waits for room at an engine
+          QueuedRequest        |=|                                  waits for an engine
           DispatchedRequest      |===============================|  counted at one replica, exactly once
             EngineAttempt          |=============================|  one HTTP exchange with one engine
 
@@ -28,5 +28,5 @@ An attempt that fails ends with its DispatchedRequest, and RequestRun begins wit
 `router.core.failover.verdict`. Where a stage must wait, the request's coroutine leaves its batch for a task, see
 `lorafleet.http_server.batches`.
 
-May import every room but `api` and `app`.
+May import every package but `api` and `app`.
 """
