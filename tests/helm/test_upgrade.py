@@ -203,7 +203,7 @@ async def test_volumes_that_are_there_are_not_changed_and_the_refusal_says_what_
         done = await upgrades.tried("upgrade", pool={"cache": other})
         assert done.returncode != 0
         assert f"pool p: {output}" in done.stderr.replace("cache.persistent.storageClassName", "storageClassName")
-    command = done.stderr.split("let kubectl ")[1].split(",")[0]
+    command = done.stderr.split("run kubectl ")[1].split(",")[0]
     await upgrades.release.kubectl(*command.split())
     await upgrades("upgrade", pool={"cache": cache | {"size": "20Gi"}})
 

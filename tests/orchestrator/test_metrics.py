@@ -145,7 +145,7 @@ async def large(tmp_path):
             agent.put(name, name)
             named = {"lora_id": name, "worker_id": agent.worker_id, "engine_name": agent.loaded[name]["engine_name"]}
             uses.append((named, rng.randrange(100)))
-        it.hear(Metadata.model_validate(agent.metadata()))
+        it.monitor.record_heartbeat(Metadata.model_validate(agent.metadata()))
     for seq in (1, 2):
         it.demand.record_report(
             "r", "b", seq, 1, [AdapterUsage(**named, requests=seq * n, in_flight=0) for named, n in uses], seq
