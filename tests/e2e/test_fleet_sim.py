@@ -79,6 +79,7 @@ def test_a_worker_drained_earlier_is_reported_and_can_be_uncordoned(tmp_path: Pa
         until(lambda: fleet.ask(prompt=fresh_prompt(), lora_id=SQL).is_success, within_s=30, what="an answer")
 
 
+@pytest.mark.thorough
 def test_a_stop_works_with_dead_children(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         for word in ("router", "orchestrator", "workers"):
@@ -104,6 +105,7 @@ def test_a_stop_in_the_middle_of_the_start_leaves_nothing(tmp_path: Path, word: 
     assert not left
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with running(tmp_path / "state", *FLAGS, "1") as fleet:
         # A request in flight, so that the first signal has something to wait for.
@@ -153,7 +155,7 @@ def test_two_fleets_cannot_share_a_folder_and_nobody_else_can_read_it(small: Run
     assert small.ask(prompt=fresh_prompt()).status_code == 200
 
 
-def test_the_demo_shows_the_hit_and_leaves_nothing_in_a_folder_with_packages_named_like_ours(tmp_path: Path) -> None:
+def test_the_demo_works_beside_packages_named_like_ours_and_leaves_nothing(tmp_path: Path) -> None:
     for name in ("router", "orchestrator", "workers", "lorafleet"):
         (tmp_path / "mine" / name).mkdir(parents=True)
         (tmp_path / "mine" / name / "__init__.py").write_text("raise ImportError('the package of a user')")
