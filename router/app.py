@@ -63,7 +63,7 @@ log = structlog.get_logger()
 
 
 def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[FastAPI, Services]:
-    """Build the router's app and its services. Nothing runs before the app's lifespan begins.
+    """Build the router's app and its services: read keys, make `state_dir`, run nothing before the app's lifespan.
 
     `app.state.http` is the listener that must serve it, `app.state.processes` its way to the other processes.
 
@@ -152,14 +152,17 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
 
 
 def _cannot_start(exc: Exception) -> SystemExit:
+    """Print why the router cannot start; the exit to raise, with status 2."""
     print(f"python -m router: {exc}", file=sys.stderr)  # noqa: T201  (the last word of a process that could not start)
     return SystemExit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM: then not ready, finish what is in flight, and return.
+    """Run the router until SIGTERM: then be not ready, finish what is in flight, and return.
 
-    Status 2 when it cannot start, 1 when it was a background task's end that stopped us.
+    With `processes` above 1, run and supervise that many routers on one port instead.
+
+    Exits with status 2 when it cannot start, 1 when it was a background task's end that stopped us.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     config = load_or_exit(RouterSettings, args, prog="python -m router")
@@ -184,10 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise _cannot_start(exc) from exc
 
     def stopping() -> None:
+        """Be not ready any more, and have every response close its connection."""
         services.stopping = True
         app.state.http.is_draining = True
 
     async def synced(within_s: float) -> None:
+        """Wait until discovery and catalog are synced, at most for `within_s`."""
         await services.discovery.changes.until(services.discovery.is_synced, timeout_s=within_s)
 
     if me is None:

@@ -17,6 +17,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/?#@\s]+")
 
 
 def _parse_origin(text: str) -> str:
+    """The origin in lower case, or `*`. Raises ValueError for any other text."""
     if not _ORIGIN.fullmatch(text):
         raise ValueError(f"{text!r} is no origin: expected https://host or http://host:port, without a path, or *")
     return text.lower()
@@ -235,10 +236,12 @@ class RouterSettings(WorkerDiscoverySettings):
     @model_validator(mode="before")
     @classmethod
     def _default_orchestrator_to_none_with_engines(cls, given: dict[str, object]) -> dict[str, object]:
+        """With `engines` the default of `orchestrator_url` is empty."""
         return {"orchestrator_url": "", **given} if given.get("engines") else given
 
     @model_validator(mode="after")
     def _require_worker_source(self) -> Self:
+        """Raise ValueError where no setting names a source of workers."""
         if not engines_by_id(self.engines) and not self.orchestrator_url and not self.kube_selector:
             raise ValueError("orchestrator_url: give one, or name engines, or a kube_selector")
         return self
@@ -246,6 +249,7 @@ class RouterSettings(WorkerDiscoverySettings):
     @field_validator("costs")
     @classmethod
     def _check_costs(cls, costs: dict[str, float]) -> dict[str, float]:
+        """Raise ValueError for an unknown or invalid cost setting."""
         known = [field.name for field in fields(CostSettings)]
         if unknown := sorted(costs.keys() - set(known)):
             raise ValueError(f"unknown {unknown}; known: {', '.join(known)}")

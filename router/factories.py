@@ -52,7 +52,10 @@ _LISTEN_IDLE_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class WorkerListener:
-    """Passes the workers' reports on to the services that use them (a discovery.Listener)."""
+    """Passes the workers' reports on to the services that use them (a discovery.Listener).
+
+    learning  tasks that fetch tokenizers
+    """
 
     feeds: KvFeeds
     load: LoadBook
@@ -64,6 +67,7 @@ class WorkerListener:
     learning: set[asyncio.Task[None]] = field(default_factory=set)
 
     def on_report(self, replica: Replica, metadata: Metadata) -> None:
+        """Apply a report to load, metrics and feeds; fetch the tokenizer of an engine that was not probed."""
         self.load.apply_report(replica)
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)
@@ -71,14 +75,16 @@ class WorkerListener:
         if replica.state == "ready" and not self.tokenizers.has_probed(
             replica.base_model, _restartable_incarnation(replica)
         ):
-            task = asyncio.create_task(self._learn(replica))
+            task = asyncio.create_task(self._fetch_tokenizer(replica))
             self.learning.add(task)
             task.add_done_callback(self.learning.discard)
 
     def on_agent_silent(self, worker: WorkerId) -> None:
+        """Forget the load that a worker reported last: it is outdated."""
         self.load.forget_report(worker)
 
     def on_gone(self, worker: WorkerId) -> None:
+        """Forget all that is known of a worker, its metrics included."""
         self.feeds.forget(worker)
         self.load.forget(worker)
         self.accuracy.forget(worker)
@@ -87,7 +93,8 @@ class WorkerListener:
         self.tokenizers.forget(worker)
         self.metrics.forget_worker(worker)
 
-    async def _learn(self, replica: Replica) -> None:
+    async def _fetch_tokenizer(self, replica: Replica) -> None:
+        """Fetch the tokenizer of this replica's base model, or log why not: the next report tries again."""
         try:
             await self.tokenizers.learn(
                 replica.base_model,
@@ -136,9 +143,10 @@ def tenant_share(config: RouterSettings, keys: ApiKeys) -> float:
 
 
 def make_background(config: RouterSettings, keys: ApiKeys, discovery: Discovery, agents: EnginePool) -> Background:
-    """The background responses."""
+    """The follower of background responses, bounded by the settings."""
 
     async def ask(replica: Replica, response_id: str) -> bytes:
+        """Get a response by its id from the replica's engine. Raises EngineLost and FetchRefused."""
         # Not on the connections of requests: an engine that answers this may still be unable to compute.
         return await fetch(
             agents,
@@ -163,6 +171,7 @@ def make_health_probes(
     """The probes that a doubtful circuit asks for; results go back to the scheduler."""
 
     async def ask(replica: Replica, path: str, body: bytes) -> bytes:
+        """Post this body to the replica's engine; the answer's body. Raises EngineLost and FetchRefused."""
         return await fetch(
             agents,
             replica.engine_url,
@@ -173,6 +182,7 @@ def make_health_probes(
         )
 
     def on_finding(replica: Replica, finding: Finding) -> None:
+        """Count a probe's finding, and report it to the scheduler, unless it is unknown."""
         metrics.circuit_looks.labels(finding).inc()
         if finding != "unknown":
             scheduler.record_probe(replica, time.monotonic(), is_well=finding == "well")
@@ -193,7 +203,7 @@ def make_discovery(
     listener: WorkerListener,
     metrics: RouterMetrics,
 ) -> Discovery:
-    """Discovery of workers and adapters, from the orchestrator, settings and Kubernetes."""
+    """Discovery of workers and adapters, from the orchestrator, settings and Kubernetes. Raises KubeConfigError."""
     slices = None
     if config.kube_selector:
         slices = SliceWatch(
@@ -225,7 +235,7 @@ def make_discovery(
 
 
 def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
-    """Seconds until the requests queued for each worker have been sent, at the rate at which they go."""
+    """Seconds until the requests queued for each worker have been sent, at that worker's present rate."""
     waiting = scheduler.queue
     return {worker: work_s / waiting.rates.rate(worker) for worker, work_s in waiting.backlog.items()}
 
@@ -258,6 +268,7 @@ def _breaker_rules(config: RouterSettings) -> BreakerRules:
 
 
 def _record_circuit(metrics: RouterMetrics, replica: Replica, state: CircuitState, why: str) -> None:
+    """Set the metrics of a replica's circuit, and log its new state."""
     metrics.circuit_open.labels(replica.id).set(state == "open")
     if state == "open":
         metrics.circuit_openings.labels(replica.id, why).inc()
@@ -265,16 +276,19 @@ def _record_circuit(metrics: RouterMetrics, replica: Replica, state: CircuitStat
 
 
 def _record_shadow(metrics: RouterMetrics, shadow: ShadowComparison) -> None:
+    """Count a shadow policy's decision, whether it agrees, and its cost."""
     metrics.shadow_decisions.labels(shadow.policy, "yes" if shadow.agrees else "no").inc()
     metrics.shadow_cost.labels(shadow.policy).inc(shadow.cost_s)
 
 
 def _record_shadow_failure(metrics: RouterMetrics, name: str, exc: Exception) -> None:
+    """Count and log a shadow policy that failed."""
     metrics.shadow_decisions.labels(name, "failed").inc()
     log.warning("shadow policy failed", policy=name, error=repr(exc))
 
 
 def _record_slices_failure(metrics: RouterMetrics, exc: Exception) -> None:
+    """Count a failure of the slice watch, unless it is the API server's."""
     if not isinstance(exc, KubeError | KubeConfigError):  # what the API server says or does not say shows as age
         metrics.loop_failures.labels("slices").inc()
 

@@ -49,7 +49,10 @@ async def run_services(
     clients: HttpListener,
     processes: WorkerProcesses | None,
 ) -> AsyncIterator[None]:
-    """Run everything beside the requests, from the app's start to its end, and then close it in order."""
+    """Run everything beside the requests, from the app's start to its end, and then close it in order.
+
+    Sets this process's garbage collection and thread switching.
+    """
     discovery, metrics = services.discovery, services.metrics
     async with control:
         running = [
@@ -95,14 +98,17 @@ def _on_task_end(services: Services, task: asyncio.Task[None]) -> None:
 
 
 def _tune_garbage_collection() -> None:
-    """Collect rarely, and never search the index and the tokenizers: garbage in cycles is rare here."""
+    """Collect now, then rarely, and never search what exists (index, tokenizers): garbage in cycles is rare here."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
 
 
 async def _sweep_indexes(feeds: KvFeeds, metrics: RouterMetrics) -> None:
+    """Sweep forgotten workers' blocks from all indexes, step by step, until cancelled."""
+
     async def step() -> None:
+        """Sweep each index by one step."""
         for index in (*feeds.indexes.values(), *feeds.approximate.values()):
             index.sweep(_SWEEP_BLOCKS)
 
@@ -110,13 +116,15 @@ async def _sweep_indexes(feeds: KvFeeds, metrics: RouterMetrics) -> None:
 
 
 async def _check_engines(services: Services, discovery: Discovery, metrics: RouterMetrics) -> None:
+    """Check once a second for engines that hang, until cancelled."""
     scheduler, pool = services.scheduler, services.pool
 
     async def step() -> None:
+        """Update the load book by streams, check all engines, move requests from hung ones, and forget old poison."""
         replicas = list(discovery.fleet.replicas.values())
-        heard_at = pool.heard_at()  # by the loop's clock, which is time.monotonic
+        last_data_at = pool.last_data_at()  # by the loop's clock, which is time.monotonic
         for replica in replicas:
-            scheduler.load.record_data(replica.id, heard_at.get(replica.engine_url, -inf))
+            scheduler.load.record_data(replica.id, last_data_at.get(replica.engine_url, -inf))
         now = time.monotonic()
         scheduler.check_engines(replicas, now)
         services.poison_requests.forget(now)
@@ -129,21 +137,24 @@ async def _check_engines(services: Services, discovery: Discovery, metrics: Rout
 
 
 def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, now: float) -> None:
-    """Give up the requests at a hung engine that another replica can serve; the others may still get their answer."""
+    """Lose the requests at a hung engine that another replica can serve: they are sent again. The others wait on."""
     others = [
         replica
         for replica in scheduler.healthy_replicas(hung.base_model, now)
         if replica.max_model_len >= hung.max_model_len
     ]
     if others:
-        served = {name for replica in others for name in replica.residents if name not in replica.draining}
-        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served))
+        served_elsewhere = {name for replica in others for name in replica.residents if name not in replica.draining}
+        pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served_elsewhere))
 
 
 async def _report_usage(
     client: httpx.AsyncClient, url: str, usage: UsageCounts, discovery: Discovery, metrics: RouterMetrics
 ) -> None:
+    """Send usage to the orchestrator each second, and at once when a drain begins, until cancelled."""
+
     async def step() -> None:
+        """Send one usage report."""
         await send_usage(client, url, usage, lambda: discovery.fleet.revision, time.monotonic)
 
     await forever(

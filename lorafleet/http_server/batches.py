@@ -44,7 +44,7 @@ def next_stage() -> Generator[None, None, None]:
 
 @coroutine
 def leave_batch() -> Generator[object, None, None]:
-    """Go on in a task of its own, where anything may be awaited. In a task: return at once."""
+    """Go on in a new task, where anything may be awaited. In a task: return at once."""
     if _is_stepping:
         yield _TASK
 
@@ -77,6 +77,7 @@ class Signal:
 
 
 def _set_result(future: "asyncio.Future[None]") -> None:
+    """Resolve the future, unless it is done."""
     if not future.done():
         future.set_result(None)
 
@@ -106,7 +107,10 @@ class Stepper:
         self.is_begun = False
 
     def step(self) -> bool:
-        """Run one stage; True when the coroutine has another one for this batch. Does not raise."""
+        """Run one stage; True when the coroutine has another one for this batch. Does not raise.
+
+        False: it has ended, waits for a Signal, which will resume it, or goes on in a task.
+        """
         work = self._coroutine
         if work is None:
             return False
@@ -189,7 +193,7 @@ class Batches:
         self._is_due = False
 
     def begin(self, request: Stepper, loop: asyncio.AbstractEventLoop) -> None:
-        """Step a new request in a batch of the next tick."""
+        """Queue a new request: it is stepped in a batch of the next tick, or later behind others."""
         self._new.append(request)
         self._schedule(loop)
 
@@ -199,13 +203,13 @@ class Batches:
         self._schedule(loop)
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `_run` called in the next tick."""
+        """Have `_run` called once in the next tick."""
         if not self._is_due:
             self._is_due = True
             loop.call_soon(self._run, loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Step the resumed requests, then one batch of new ones."""
+        """Step the resumed requests, then one batch of new ones; the rest in the next tick."""
         self._is_due = False
         try:
             if self._resumed:

@@ -35,7 +35,7 @@ class ClientConnection(ReadingProtocol):
     """One client's connection.
 
     is_write_paused  the client reads too slowly: unsent bytes are above the transport's high-water mark
-    unsent_bytes     unsent at the last look; where they are as many `send_stall_s` later the client is cut off
+    unsent_bytes     when the write deadline was restarted; where as many are unsent at it, the client is cut off
     """
 
     __slots__ = ("_final_error", "unsent_bytes")
@@ -55,38 +55,39 @@ class ClientConnection(ReadingProtocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """A client has connected: enter the connection at the listener, and start the deadline of its first head."""
         super().connection_made(transport)
         self.read_deadline = self.loop.time() + self.limits.head_s
         self.listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed: end all work for it."""
+        """The connection is closed: remove it from the listener, end its work, and release the bodies that it holds."""
         self.listener.connections.discard(self)
         self._drop_work()
         self.forget_message()
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """The client has closed its half: it has left, as uvicorn takes it.
+        """The client has closed its half: end the work for it and abort, or, where none is under way, let it read on.
 
-        Without the abort a response that nobody reads would keep the connection, and its work, until it is sent.
+        uvicorn takes this for a client that has left, too. Without the abort a response that nobody reads would keep
+        the connection, and its work, until it is sent.
         """
         if self.current is not None or self.is_app_busy():
             self.hang_up()
         else:
-            self.watch_sending()
+            self.restart_write_deadline()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """The client reads too slowly: start the write deadline, and call the exchange's `on_pause`."""
         self.is_write_paused = True
-        self.watch_sending()
+        self.restart_write_deadline()
         super().pause_writing()
         if self.current is not None and self.current.on_pause is not None:
             self.current.on_pause()
 
     def resume_writing(self) -> None:
-        """The client has read on."""
+        """The client has read on: end the write deadline, call `on_resume`, or start the next exchange."""
         self.is_write_paused = False
         if not self.transport.is_closing():
             self.write_deadline = NEVER
@@ -100,18 +101,21 @@ class ClientConnection(ReadingProtocol):
     # Responses.
 
     def write(self, data: bytes) -> None:
-        """Send this at the end of the event loop's tick."""
+        """Send these bytes, at the latest at the end of the event loop's tick."""
         self.listener.outbox.write(self.transport, data, self.loop)
 
     def start(self, exchange: HttpExchange) -> None:
-        """Step the request's handler in the next batch."""
+        """Make this the exchange being answered, and queue its handler for the next batch."""
         self.current = exchange
         batches, loop = self.listener.batches, self.loop
         exchange.stepper = stepper = Stepper(self._answer(exchange), batches, loop, self.tasks, len(exchange.body))
         batches.begin(stepper, loop)
 
     async def _answer(self, exchange: HttpExchange) -> None:
-        """Run the request's handler; answer with an error where it does not answer."""
+        """Run the request's handler.
+
+        Send an error where it fails or does not answer, and 503 where the server has stopped.
+        """
         if self.listener.has_stopped:
             exchange.send_error(503, "stopping", _NOT_BEGUN)
             return
@@ -128,7 +132,10 @@ class ClientConnection(ReadingProtocol):
             exchange.send_unexpected(exc)
 
     def _end_work(self, exchange: HttpExchange) -> None:
-        """End the handler of a request whose client has left, or whose server stops."""
+        """End the handler of a request.
+
+        One that has not begun is answered with 503, if its client is still connected.
+        """
         stepper, exchange.stepper = exchange.stepper, None
         if stepper is None:
             return
@@ -137,13 +144,13 @@ class ClientConnection(ReadingProtocol):
             exchange.send_error(503, "stopping", _NOT_BEGUN)
 
     def can_stay_open(self) -> bool:
-        """Whether another request may follow the one being answered."""
+        """Whether the connection stays open behind this response: for another response, or another request."""
         if not (self.is_stopping or self.ignores_input or self.listener.is_draining):
             return True
         return bool(self.queue) or bool(self._final_error)
 
     def release(self, exchange: HttpExchange) -> None:
-        """End an exchange: it writes no more, and its body is no longer held."""
+        """End an exchange: it writes no more, its body is no longer counted, and `current` is None."""
         exchange.connection = None
         if exchange.body:
             assert exchange.caller is not None
@@ -151,7 +158,10 @@ class ClientConnection(ReadingProtocol):
         self.current = None
 
     def on_answered(self, exchange: HttpExchange) -> None:
-        """The response is written: begin the next request, or wait for one."""
+        """The response is written: release its exchange.
+
+        Then start the next one, wait for a request or its body, or close.
+        """
         self.release(exchange)
         if self.queue:
             self.listener.outbox.flush()  # so that it is known whether this answer fits
@@ -177,17 +187,20 @@ class ClientConnection(ReadingProtocol):
             self.close_when_sent()
 
     def close_when_sent(self) -> None:
-        """Close after the unsent bytes."""
+        """Ignore further input, and close after the unsent bytes; the client must read them by the write deadline."""
         if self.transport.is_closing():
             return
         self.listener.outbox.flush()
         self.ignores_input = True
         self.read_deadline = NEVER
-        self.watch_sending()
+        self.restart_write_deadline()
         self.transport.close()
 
     def _linger(self, last: bytes) -> None:
-        """Send these last bytes, but read on for a moment: a close with unread bytes resets, and takes them back."""
+        """Send these last bytes and FIN, and ignore further input, but read and drop it for `_LINGER_S` more.
+
+        A close with unread bytes would reset the connection, and the client would lose the last response.
+        """
         if self.transport.is_closing():
             return
         self.listener.outbox.flush()
@@ -197,19 +210,19 @@ class ClientConnection(ReadingProtocol):
             self.transport.write(last)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self.watch_sending()
+            self.restart_write_deadline()
             self.read_deadline = self.loop.time() + _LINGER_S
         else:
             self.close_when_sent()
 
     def hang_up(self) -> None:
-        """Close without sending unsent bytes, and end the work for this client."""
+        """Abort the connection without sending unsent bytes, and end all work for this client."""
         self._drop_work()
         self.listener.outbox.flush()
         self.transport.abort()
 
     def _drop_work(self) -> None:
-        """End the work for a client that has gone, in whatever phase."""
+        """End the current handler, drop queued requests, report a disconnect to the app, and ignore further input."""
         self.ignores_input = True
         exchange = self.current
         if exchange is not None:
@@ -221,12 +234,15 @@ class ClientConnection(ReadingProtocol):
             self.cycle.message_event.set()
 
     def _drop_queue(self) -> None:
-        """Drop the requests that wait behind the one being answered."""
+        """Drop the requests that wait behind the one being answered.
+
+        Where there are any, `current` is None afterwards.
+        """
         while self.queue:
             self.release(self.queue.popleft())
 
     def shutdown(self) -> None:
-        """The server stops: finish the requests that are coming or being answered, then close."""
+        """The server stops: close after the requests being received or answered; at once where there are none."""
         self.is_stopping = True
         if self.is_app_busy():
             self.cycle.keep_alive = False
@@ -234,7 +250,10 @@ class ClientConnection(ReadingProtocol):
             self.close_when_sent()
 
     def stop(self) -> None:
-        """End the work now. Queued requests were never begun: they get no response, and may be sent again."""
+        """End the current request's handler now.
+
+        Queued requests were never begun: they get no response, and may be sent again.
+        """
         exchange = self.current
         self._drop_queue()
         if exchange is not None:
@@ -243,7 +262,10 @@ class ClientConnection(ReadingProtocol):
     # Refusals and deadlines.
 
     def refuse(self, refusal: RefusedMessage) -> None:
-        """Answer the message being read with an error, after all responses before it, and close."""
+        """Refuse the message being read: count the refusal, send an error after all responses before it, and close.
+
+        Behind a response of the app, or within it, no error is sent.
+        """
         self.listener.refusals[refusal.code] += 1
         is_for_app = self.phase == BODY and self._reading is None
         path = self.url.partition(b"?")[0].decode("latin-1")
@@ -270,7 +292,10 @@ class ClientConnection(ReadingProtocol):
         return b"" if origin is None else cors_headers(origin)
 
     def _refuse_app_request(self, response: bytes) -> None:
-        """Refuse a message that the app has: where it has begun to respond there is no place for another response."""
+        """End the app's work on this message, send `response`, and close.
+
+        Where the app has begun to respond, only close.
+        """
         is_unanswered, is_done = not self.cycle.response_started, self.cycle.response_complete
         self._drop_work()
         if is_unanswered or is_done:
@@ -278,31 +303,31 @@ class ClientConnection(ReadingProtocol):
         else:
             self.hang_up()
 
-    def watch_sending(self) -> None:
-        """Note the unsent bytes, and by when the client must have read some."""
+    def restart_write_deadline(self) -> None:
+        """Restart the write deadline: the client must read some of the bytes unsent now within `send_stall_s`."""
         self.unsent_bytes = self.transport.get_write_buffer_size()
         self.write_deadline = self.loop.time() + self.limits.send_stall_s
 
     def check_deadlines(self, now: float) -> None:
-        """Act on the deadlines that have passed. Called about once a second."""
+        """Hang up on a client that read nothing by the write deadline; refuse or close at the read deadline."""
         if now > self.write_deadline:
             if self.transport.get_write_buffer_size() >= self.unsent_bytes:
                 self.hang_up()
                 return
-            self.watch_sending()
+            self.restart_write_deadline()
         if now > self.read_deadline:
             self._on_read_deadline()
 
     def _on_read_deadline(self) -> None:
-        """Refuse a message that came too slowly, or close an idle connection."""
+        """Refuse a message that came too slowly, or close an idle connection once it has read its last response."""
         if self.phase == HEAD:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self.limits.head_s:g} s"))
         elif self.phase == BODY:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole body within {self.limits.body_s:g} s"))
         elif self.transport.get_write_buffer_size():
-            # Idle, but still reading its last answer: the watch over that decides.
+            # Idle, but still reading its last answer: the write deadline decides.
             if self.write_deadline == NEVER:
-                self.watch_sending()
+                self.restart_write_deadline()
             self.read_deadline = self.write_deadline
         else:
             self.close_when_sent()

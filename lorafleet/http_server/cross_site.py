@@ -40,20 +40,23 @@ def site_check(allowed: Collection[str] = (), *, trusts_preflight: bool = False)
             return
         if site is None and origin is not None and _host_of(origin) == headers.get(b"host", b"").lower():
             return
-        raise HttpError(403, "cross_site", _refusal(origin or b"another site", trusts_preflight))
+        raise HttpError(403, "cross_site", _refusal_message(origin or b"another site", trusts_preflight))
 
     return check
 
 
 def _is_json(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the content-type is JSON."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
 
 
 def _host_of(origin: bytes) -> bytes:
+    """Host and port of an origin, in lower case; empty: it has none."""
     return origin.partition(b"://")[2].lower()
 
 
-def _refusal(origin: bytes, may_be_allowed: bool) -> str:
+def _refusal_message(origin: bytes, may_be_allowed: bool) -> str:
+    """The error message for this origin. `may_be_allowed`: a setting of this service could let its pages pass."""
     shown = ascii(origin[:100].decode("latin-1"))[1:-1]
     advice = "name it in --allowed-origins if it may" if may_be_allowed else "send this from a program instead"
     return (
@@ -63,7 +66,7 @@ def _refusal(origin: bytes, may_be_allowed: bool) -> str:
 
 
 class CheckSite:
-    """ASGI middleware: run `check` on each request before the app."""
+    """ASGI middleware: run `check` on each request before the app; where it raises, answer with that error instead."""
 
     def __init__(self, app: ASGIApp, *, check: SiteCheck) -> None:
         self._app = app

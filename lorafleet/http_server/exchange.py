@@ -73,7 +73,10 @@ class HttpExchange(msgspec.Struct, eq=False):
         return self.connection is not None and self.connection.is_write_paused
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """Send the whole response. `headers`: lines of `name: value\\r\\n`, without those that frame the message."""
+        """Send the whole response, and end the exchange.
+
+        `headers`: lines of `name: value\\r\\n`, without those that frame it.
+        """
         connection = self.connection
         if connection is None:
             return
@@ -92,7 +95,10 @@ class HttpExchange(msgspec.Struct, eq=False):
         connection.on_answered(self)
 
     def begin(self, status: int, headers: bytes) -> None:
-        """Prepare the head of a response in pieces: it goes out with the first piece."""
+        """Prepare the head of a response in pieces: it goes out with the first one.
+
+        Ignores further input if it must close.
+        """
         connection = self.connection
         if connection is None:
             return
@@ -108,7 +114,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         )
 
     def send(self, data: bytes) -> None:
-        """Send one piece."""
+        """Send one piece of the response, the first one behind its head."""
         connection = self.connection
         if connection is None or not data:
             return
@@ -120,7 +126,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         connection.write(data)
 
     def finish(self, last: bytes = b"") -> None:
-        """End a response in pieces, in one write with its last piece."""
+        """End a response in pieces, and the exchange, in one write with its last piece."""
         connection = self.connection
         if connection is None:
             return

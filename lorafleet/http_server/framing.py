@@ -70,14 +70,14 @@ def checked_head(
 
 
 def parser_of(protocol: object) -> httptools.HttpRequestParser:
-    """A parser as uvicorn 0.54 makes its own: it reads on behind a message that said `close`."""
+    """A parser that calls `protocol`, as uvicorn 0.54 makes one: it reads on after a message that said `close`."""
     parser = httptools.HttpRequestParser(protocol)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 def head_without_upgrade(parser: httptools.HttpRequestParser, target: bytes, headers: Headers) -> bytes:
-    """The head that was read, without the headers that ask for another protocol. Raises RefusedMessage for CONNECT.
+    """The bytes of the head just parsed, without Upgrade headers, to parse again. Raises RefusedMessage for CONNECT.
 
     target, headers  from the parser, which lets nothing through that could end a line
     """
@@ -95,6 +95,7 @@ def checked_target(target: bytes) -> tuple[str, bytes]:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_split(target: bytes) -> tuple[str, bytes]:
+    """`_split_target`, cached. Raises RefusedMessage."""
     return _split_target(target)
 
 
@@ -132,4 +133,5 @@ def _put_first_values(headers: Headers, fields: dict[bytes, bytes]) -> None:
 
 
 def _invalid_request(why: str) -> RefusedMessage:
+    """A RefusedMessage with 400 `invalid_http`."""
     return RefusedMessage(400, "invalid_http", f"the request is refused: {why}")

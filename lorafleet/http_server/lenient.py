@@ -30,6 +30,7 @@ class Lenient:
         is_answered = False
 
         async def send_head(message: Message) -> None:
+            """Send the first message, the response's head, with an empty body; drop all later messages."""
             nonlocal is_answered
             if not is_answered:
                 is_answered = True

@@ -82,7 +82,10 @@ class HttpListener:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
     def hold_body(self, caller: Caller, size_bytes: int) -> None:
-        """Count bytes of a body until `release_body`. Raises RefusedMessage where they are too many."""
+        """Count bytes of a body until `release_body`.
+
+        Raises RefusedMessage where they are too many; they are counted then, too.
+        """
         limits = self.limits
         self.held_bytes += size_bytes
         if limits.tenant_bytes is not None:
@@ -102,20 +105,23 @@ class HttpListener:
                 del self.held_of_tenant[tenant]
 
     def add(self, connection: ClientConnection) -> None:
-        """Enter a new connection, whose deadlines are checked from now on."""
+        """Enter a new connection, and start the timer that checks all connections' deadlines."""
         self.connections.add(connection)
         if self._timer is None:
-            self._sweep_later(connection.loop)
+            self._schedule_sweep(connection.loop)
 
     def stop(self) -> None:
-        """End the work on every request: the time to finish is over."""
+        """End the work on every request, and let none begin any more: the time to finish is over."""
         self.has_stopped = True
         for connection in list(self.connections):
             connection.stop()
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Check all deadlines by one timer: none is made per request or chunk."""
-        now = loop.time()
+        """Check all connections' deadlines, but not after a stall of the process.
+
+        Schedules the next check while there are any.
+        """
+        now = loop.time()  # one timer for all: none is made per request or chunk
         # A timer this late means that the process stood still (a frozen container, say). A loop runs timers before it
         # reads, so bytes that clients have sent meanwhile are not late. Not twice in a row: some loops always are late.
         self._was_late = now - self._sweep_at > self._sweep_every_s and not self._was_late
@@ -124,9 +130,10 @@ class HttpListener:
                 connection.check_deadlines(now)
         self._timer = None
         if self.connections:
-            self._sweep_later(loop)
+            self._schedule_sweep(loop)
 
-    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Schedule the next check of all connections' deadlines."""
         self._sweep_at = loop.time() + self._sweep_every_s
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 

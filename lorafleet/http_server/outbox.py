@@ -29,7 +29,7 @@ class Outbox:
         self._waiting: list[tuple[asyncio.WriteTransport, bytes]] = []
 
     def write(self, transport: asyncio.WriteTransport, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        """Write to the transport at the end of the tick."""
+        """Queue these bytes: sent at the end of the tick, or at once with all others when MAX_WRITES wait."""
         waiting = self._waiting
         waiting.append((transport, data))
         if not self.is_due:
@@ -39,7 +39,7 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Write all now. Writes to a connection that has been closed meanwhile are dropped."""
+        """Write all now. Drops writes to connections closed meanwhile; aborts a connection whose write fails."""
         self.flushed += 1
         self.is_due = False
         waiting, self._waiting = self._waiting, []

@@ -128,33 +128,33 @@ class ReadingProtocol(HttpToolsProtocol):
     # Implemented by the writing half.
 
     def start(self, exchange: HttpExchange) -> None:
-        """Answer a complete request."""
+        """Make this the exchange being answered, and have its handler run."""
         raise NotImplementedError
 
     def refuse(self, refusal: RefusedMessage) -> None:
-        """Answer the message being read with an error, after all responses before it, and close."""
+        """Refuse the message being read: count the refusal, send an error after all responses before it, and close."""
         raise NotImplementedError
 
     def hang_up(self) -> None:
-        """Close without sending unsent bytes, and end the work for this client."""
+        """Abort the connection without sending unsent bytes, and end all work for this client."""
         raise NotImplementedError
 
     def close_when_sent(self) -> None:
-        """Close after the unsent bytes."""
+        """Ignore further input, and close after the unsent bytes; the client must read them by the write deadline."""
         raise NotImplementedError
 
-    def watch_sending(self) -> None:
-        """Note the unsent bytes, and by when the client must have read some."""
+    def restart_write_deadline(self) -> None:
+        """Restart the write deadline: the client must read some of the bytes unsent now within `send_stall_s`."""
         raise NotImplementedError
 
     def write(self, data: bytes) -> None:
-        """Send this at the end of the event loop's tick."""
+        """Send these bytes, at the latest at the end of the event loop's tick."""
         raise NotImplementedError
 
     # Called by the transport.
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes of the client."""
+        """Parse these bytes; drop them where input is ignored, or keep them while the app ends its response."""
         if self.ignores_input:
             self.drained_bytes += len(data)
             if self.drained_bytes > self._max_lingering_bytes:
@@ -170,13 +170,16 @@ class ReadingProtocol(HttpToolsProtocol):
             self._count_unfinished()
 
     def _keep_for_later(self, data: bytes) -> None:
-        """Keep bytes behind a response that the client has all of (`content-length`), before its app says so."""
+        """Keep bytes that come before the app has ended its response; above `head_bytes` pause reading.
+
+        The client has all of that response already (`content-length`).
+        """
         self.kept_input += data
         if len(self.kept_input) > self.limits.head_bytes:
             self.flow.pause_reading()
 
     def _parse(self, data: bytes) -> bool:
-        """Whether these bytes were parsed; False: nothing more is read of this client."""
+        """Parse these bytes, which calls the methods below. False: input ends here, refused or more than may wait."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -195,7 +198,7 @@ class ReadingProtocol(HttpToolsProtocol):
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """A message begins."""
+        """A message begins: forget the last one's head. Raises StopReading where no message may wait."""
         if self.ignores_input or self.is_app_busy() or (self.queue and len(self.queue) >= self.limits.pipelined):
             raise StopReading
         self.phase = HEAD
@@ -206,11 +209,14 @@ class ReadingProtocol(HttpToolsProtocol):
             self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header of the head, or of the trailers."""
+        """Keep one header of the head, or of the trailers."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head is there: find its handler."""
+        """The head is complete: check it, and make its exchange or give it to the app.
+
+        Raises RefusedMessage and StopReading.
+        """
         parser = self.parser
         if parser.should_upgrade():
             self._plain_head = head_without_upgrade(parser, self.url, self.headers)
@@ -253,7 +259,10 @@ class ReadingProtocol(HttpToolsProtocol):
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Count and keep a piece of the body; drop it for a caller without access.
+
+        Raises RefusedMessage for a large body.
+        """
         self._new_bare_bytes = self.bare_bytes = 0
         size = len(body)
         self.body_bytes += size
@@ -276,7 +285,7 @@ class ReadingProtocol(HttpToolsProtocol):
             self.body += body
 
     def on_message_complete(self) -> None:
-        """The message is complete: answer it, or queue it behind the one being answered."""
+        """The message is complete: start its exchange, queue it, or end the app's input."""
         if self._plain_head:
             return  # it is to be read again
         self.phase = self._timed_phase = IDLE
@@ -307,7 +316,7 @@ class ReadingProtocol(HttpToolsProtocol):
     # The app's messages.
 
     def _begin_app_request(self, expects: bool) -> None:
-        """Give uvicorn the head of a message for the app."""
+        """Give uvicorn the head of a message for the app. Raises StopReading while other exchanges are not answered."""
         if self.current is not None or self.queue:
             raise StopReading  # in order, after answers that are not done: it may come on a connection of its own
         url, headers = self.url, self.headers
@@ -324,9 +333,9 @@ class ReadingProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
-        """The app's response is complete: read on."""
+        """The app's response is complete: read on, with the bytes kept for later first."""
         if self.transport.is_closing():
-            self.watch_sending()
+            self.restart_write_deadline()
             return
         self.flow.resume_reading()
         if not self.phase:
@@ -338,7 +347,7 @@ class ReadingProtocol(HttpToolsProtocol):
     # Limits.
 
     def _stop_reading(self, exc: httptools.HttpParserError) -> None:
-        """Read nothing more of this client: its message is refused, or it sent more than may wait."""
+        """The parser failed: refuse the message, or ignore further input where the client sent more than may wait."""
         cause = exc.__context__
         if isinstance(cause, RefusedMessage):
             self.refuse(cause)
@@ -360,7 +369,7 @@ class ReadingProtocol(HttpToolsProtocol):
         self.forget_message()
 
     def forget_message(self) -> None:
-        """Drop a message that is not complete."""
+        """Drop a message that is not complete: its body is no longer counted, and its deadline ends."""
         exchange = self._reading
         if exchange is not None and exchange.caller is not None and self.phase == BODY:
             self.listener.release_body(exchange.caller, self.body_bytes)
@@ -371,7 +380,7 @@ class ReadingProtocol(HttpToolsProtocol):
         self.expects_continue = False
 
     def _count_unfinished(self) -> None:
-        """After a read that ends inside a message: set its deadline, and count its bytes that are not body."""
+        """After a read that ends inside a message: set its deadline; refuse it where too many bytes are not body."""
         if self._timed_phase != self.phase:
             self._timed_phase = self.phase
             limit_s = self.limits.head_s if self.phase == HEAD else self.limits.body_s
@@ -388,16 +397,18 @@ class ReadingProtocol(HttpToolsProtocol):
             raise self._head_too_large()
 
     def _head_too_large(self) -> RefusedMessage:
+        """The 431 for a head that is too large; from now on, fewer bytes behind it are read and dropped."""
         most = self.limits.head_bytes
         self._max_lingering_bytes = _MAX_LINGERING_HEAD_BYTES
         return RefusedMessage(431, "head_too_large", f"the request's head is larger than {most} bytes")
 
     def _body_too_large(self) -> RefusedMessage:
+        """The 413 for a body that is too large."""
         most = self.limits.body_bytes
         return RefusedMessage(413, "body_too_large", f"the request's body is larger than {most} bytes")
 
     def send_continue(self) -> None:
-        """Ask for the body, once the responses before it are out."""
+        """Send `100 Continue`, unless other responses come first or the body has begun."""
         if self.current is None and not self.queue and not self.body_bytes:
             self.expects_continue = False
             self.write(_CONTINUE)

@@ -62,6 +62,7 @@ def bind_only(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 
 def _port_error(host: str, port: int, exc: OSError) -> OSError:
+    """The error for a port that cannot be bound; its message says what to do."""
     if exc.errno == errno.EADDRINUSE:
         return PortInUse(
             f"port {port} of {host} is in use by another process: choose another with --port (0 picks a free one)"
@@ -81,9 +82,11 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; then call `on_stop`, finish requests for up to `grace_s`, and return.
 
-    drain_s  seconds to serve on after SIGTERM: load balancers hear of it late
+    Writes the port file first. Raises PortFileError.
+
+    drain_s  seconds to serve on after SIGTERM: load balancers learn of it late
     """
-    server = DrainingServer(configured(app, grace_s=grace_s, http=http), on_stop, drain_s)
+    server = DrainingServer(uvicorn_config(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
     if signal.SIGHUP in signals.stop_signals():  # uvicorn itself handles the others
@@ -101,7 +104,7 @@ def write_port_file(port_file: Path, port: int) -> None:
         raise PortFileError(f"port file {port_file}: {exc.strerror}; name one that can be written") from exc
 
 
-def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = None) -> uvicorn.Config:
     """uvicorn's settings for every service. `http` makes protocols, for a service with hot routes or own limits."""
     return uvicorn.Config(
         app,
@@ -118,12 +121,15 @@ def configured(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None = N
 
 
 class DrainingServer(uvicorn.Server):
+    """A uvicorn server that serves on for a while after SIGTERM, and then ends in order."""
+
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None] | None, drain_s: float = 0.0) -> None:
         super().__init__(config)
         self._on_stop = on_stop
         self._drain_s = drain_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  (the base's signature)
+        """Note a signal to stop. The second one forces the exit; SIGINT skips the time to serve on."""
         # The base class keeps the signal and raises it again at the end: an orderly end would exit with 143.
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -153,7 +159,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def run(main: Callable[[], "asyncio.Future[None] | object"]) -> None:
-    """Run an async main under uvloop, with as many open files as allowed. Ctrl-C ends it without a traceback."""
+    """Raise the limit of open files, and run an async main under uvloop. Ctrl-C ends it without a traceback."""
     import uvloop  # noqa: PLC0415  (only servers need it)
 
     _raise_descriptor_limit()

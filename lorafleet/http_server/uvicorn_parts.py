@@ -1,7 +1,7 @@
 """The parts of uvicorn that are private to it, or may change without notice, and that this package uses.
 
-tests/lorafleet/http_server/test_uvicorn_parts.py fails when one is gone. pyproject.toml has the versions of uvicorn in
-which they are there.
+tests/lorafleet/http_server/test_uvicorn_parts.py fails when one is gone. pyproject.toml has the versions of uvicorn
+that have them.
 """
 
 from collections.abc import Mapping

@@ -49,6 +49,7 @@ def process_handlers(services: Services) -> Mapping[str, Answer]:
     """Handlers of the other processes' requests, by name."""
 
     async def decisions(question: bytes) -> bytes:
+        """This process's decisions, for another process that asks."""
         return msgspec.json.encode(await _decisions(services, _decode_wanted(question)))
 
     return {_DECISIONS: decisions}
@@ -156,7 +157,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
 
 def metrics_text(services: Services, clients: HttpListener) -> bytes:
-    """This process's metrics in the Prometheus text format."""
+    """Set the gauges to their values now, and return this process's metrics in the Prometheus text format."""
     metrics, room = services.metrics, services.scheduler.queue.usage
     if services.config.orchestrator_url:
         age_s = services.discovery.catalog_age_s()
@@ -184,10 +185,12 @@ def metrics_text(services: Services, clients: HttpListener) -> bytes:
     return generate_latest(metrics.registry)
 
 
-def health_routes(services: Services, own: Callable[[], bytes], processes: WorkerProcesses | None = None) -> APIRouter:
+def health_routes(
+    services: Services, own_metrics: Callable[[], bytes], processes: WorkerProcesses | None = None
+) -> APIRouter:
     """Routes for probes and Prometheus; open to all, except for metrics that need a key.
 
-    own  this process's metrics; with `processes`, those of all processes are shown
+    own_metrics  returns this process's metrics; with `processes`, those of all processes are shown
     """
     api = APIRouter()
     guarded = metrics_dependencies(services.keys, need_key=services.config.metrics_need_key)
@@ -210,7 +213,7 @@ def health_routes(services: Services, own: Callable[[], bytes], processes: Worke
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         """Prometheus."""
-        text = own() if processes is None else await processes.metrics()
+        text = own_metrics() if processes is None else await processes.metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return api
@@ -221,6 +224,7 @@ def describe_inference(app: FastAPI) -> None:
     describe = app.openapi
 
     def with_inference() -> dict[str, Any]:
+        """The app's document, with the inference routes."""
         schema = describe()
         inference, own = openapi_paths(), schema["paths"]
         schema["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
@@ -230,6 +234,7 @@ def describe_inference(app: FastAPI) -> None:
 
 
 async def _fleet(services: Services) -> RouterFleet:
+    """The fleet, once a worker is known or the wait for one is over. Raises CatalogUnavailable."""
     await services.discovery.wait_for_first_worker()
     if not services.discovery.has_catalog:
         raise services.discovery.catalog_unavailable()
@@ -243,6 +248,7 @@ def _half_open(services: Services, base_model: str) -> list[str]:
 
 
 def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, request: str | None) -> bool:
+    """Whether a record passes these filters; None passes all. `adapter`: a lora_id, an engine name, or `base`."""
     name = record.decision.request.engine_name or "base"
     return (
         worker in (None, record.decision.replica.id)
@@ -252,6 +258,7 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
 
 
 async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
+    """One model's card; reads the catalog again for an unknown model. Raises ModelNotFound."""
     card = _cards(await _fleet(services), caller).get(model)
     if card is None and await services.discovery.refresh_catalog():
         card = _cards(services.discovery.fleet, caller).get(model)
@@ -265,12 +272,14 @@ def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
     """Model cards in vLLM's form, by model name."""
 
     def may_use(adapter: RoutableAdapter) -> bool:
+        """Whether the caller may use this adapter."""
         return caller.may_use(adapter.tenants)
 
     # The longest of the replicas: a request goes where it fits.
     contexts = {name: {"max_model_len": fleet.roster(name).max_model_len or None} for name in fleet.base_models}
 
     def card(id_: str, root: str, parent: str | None) -> dict[str, Any]:
+        """One model's card."""
         return {
             "id": id_,
             "object": "model",

@@ -95,6 +95,7 @@ def undecided_answer(
 
 
 def _rejection(roster: Roster, position: int, request: RoutingRequest) -> str | None:
+    """The filter that this replica fails; None: it passes all."""
     name = request.engine_name
     return rejection(roster.replicas[position], name) or length_rejection(roster, position, request)
 
@@ -142,4 +143,5 @@ def _without_slot(decision: Decision) -> frozenset[WorkerId]:
 
 
 def _iso(at: float) -> str:
+    """A Unix time as ISO 8601, in UTC."""
     return datetime.fromtimestamp(at, UTC).isoformat()

@@ -1,4 +1,4 @@
-"""The inference routes in the API's own description: they are answered outside the framework that writes the rest.
+"""The inference routes' part of the OpenAPI document; FastAPI cannot generate it, since it does not serve them.
 
 Each has an example of what to send and of what comes back; a test sends the first to a real engine and holds the
 answer's keys against the second. Schemas say what the router reads and no more: every other field is the engine's.
@@ -204,11 +204,12 @@ def openapi_paths() -> Json:
     paths: Json = {}
     for route in ROUTES.values():
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    paths[sglang_generate.PATH] = {"post": _generate_operation()}
+    paths[sglang_generate.PATH] = {"post": _sglang_generate_operation()}
     return paths
 
 
 def _operation(route: Route) -> Json:
+    """The OpenAPI operation of one route, with its example."""
     sent, answered = EXAMPLES[route.path]
     answers: Json = {"application/json": {"schema": _schema(answered), "example": answered}}
     if route.streams:
@@ -222,7 +223,8 @@ def _operation(route: Route) -> Json:
     return operation
 
 
-def _generate_operation() -> Json:
+def _sglang_generate_operation() -> Json:
+    """The OpenAPI operation of SGLang's POST /generate."""
     sent, answered = EXAMPLES[sglang_generate.PATH]
     assert sent is not None
     one = _schema(answered)
@@ -246,17 +248,23 @@ def _generate_operation() -> Json:
     }
 
 
-def _responses(answers: Json) -> Json:
+def _responses(content: Json) -> Json:
+    """The OpenAPI responses: this content for 200, and the router's errors."""
     errors = {
         status: {"description": why, "content": {"application/json": {"schema": _ERROR}}}
         for status, why in _ERRORS.items()
     }
     return {
-        "200": {"description": "The engine's answer, with the name that was asked for", "content": answers}
+        "200": {"description": "The engine's answer, with the name that was asked for", "content": content}
     } | errors
 
 
 def _body(example: Json, known: Json, *, optional: set[str]) -> Json:
+    """The OpenAPI request body of this example.
+
+    known     schemas of fields, beside or in place of the example's
+    optional  fields of the example that are not required
+    """
     properties = _schema(example)["properties"] | known
     required = sorted(example.keys() - optional)
     schema = {"type": "object", "properties": properties, "required": required}

@@ -77,6 +77,7 @@ class Origin:
 
 @functools.lru_cache(maxsize=4096)
 def _origin(url: str) -> Origin:
+    """`Origin.parse`, cached."""
     parts = urllib.parse.urlsplit(url)
     host = (parts.hostname or "").encode("idna").decode()
     if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or parts.query or parts.fragment:
@@ -97,7 +98,7 @@ class EngineConnection(asyncio.Protocol):
               reading is paused, because then the client is slow and not the engine.
     longer    called when the deadline has passed, for the next one; a time in the past loses the request
     answers   complete answers so far: an engine may close a connection just as it is used again
-    heard_at  loop.time() of the last bytes of a stream; set by the sink, which knows the time anyway
+    last_data_at  loop.time() of the last bytes of a stream; set by the sink, which knows the time anyway
     """
 
     __slots__ = (
@@ -119,9 +120,9 @@ class EngineConnection(asyncio.Protocol):
         "_status",
         "answers",
         "deadline",
-        "heard_at",
         "http_version",
         "is_closed",
+        "last_data_at",
         "longer",
         "loop",
         "origin",
@@ -134,7 +135,7 @@ class EngineConnection(asyncio.Protocol):
         self.origin = origin
         self.deadline = _NEVER
         self.answers = 0
-        self.heard_at = -_NEVER
+        self.last_data_at = -_NEVER
         self._pool = pool
         self.loop = loop
         self._parser = httptools.HttpResponseParser(self)
@@ -151,6 +152,7 @@ class EngineConnection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
+        """Forget the last answer, so that the next one can be parsed."""
         self._status = 0
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
@@ -163,7 +165,7 @@ class EngineConnection(asyncio.Protocol):
         """Send one request, head and body; `sink` receives the answer. Only on a connection fresh from the pool."""
         assert self.sink is None
         if self.is_closed or self.transport.is_closing():
-            # Closed since it left the pool. The sink hears of it later, as of every other loss.
+            # Closed since it left the pool. The sink receives `lost` later, as of every other loss.
             self.sink = sink
             reason = "no_answer" if self.answers else "connection"
             self.loop.call_soon(self.lose, reason, "closed before the request was sent")
@@ -180,7 +182,7 @@ class EngineConnection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Read on, and move the deadline by the time that reading was paused."""
         if self._paused_at is not None:
             self.deadline += self.loop.time() - self._paused_at
             self._paused_at = None
@@ -188,14 +190,17 @@ class EngineConnection(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def dismiss(self, *, within_s: float) -> None:
-        """Drop the rest of the answer, so that the connection can serve again; close it if that takes longer."""
+        """Drop the rest of the answer unseen by the sink, so that the connection can serve again.
+
+        After `within_s` close it.
+        """
         if self.sink is not None:
             self.sink = _DROPPING_SINK
             self.resume()
             self.deadline = self.loop.time() + within_s
 
     def close(self) -> None:
-        """Close at once, so that the engine aborts the request. The sink receives nothing more."""
+        """Close at once, and leave the pool; the engine aborts the request. The sink receives nothing more."""
         self.sink = None
         if not self.is_closed:
             self.is_closed = True
@@ -204,13 +209,13 @@ class EngineConnection(asyncio.Protocol):
                 self.transport.abort()
 
     def leave(self, sink: ResponseSink) -> None:
-        """Close, if this sink still waits for its answer: afterwards the connection may have another request."""
+        """Close the connection if it still serves this sink: afterwards it may have another request."""
         if self.sink is sink:
             self.close()
 
     @property
     def is_silent(self) -> bool:
-        """Whether no byte has come since the last answer."""
+        """Whether nothing has come since the last answer, or since the last piece of a body."""
         return not self.read_bytes and not self._bare_bytes
 
     @property
@@ -219,12 +224,13 @@ class EngineConnection(asyncio.Protocol):
         return self._paused_at is not None
 
     def is_usable(self, now: float) -> bool:
-        """Whether this idle connection may be used."""
+        """Whether this idle connection may get a request now: it is open, and its deadline has not passed."""
         return not self.is_closed and now < self.deadline and not self.transport.is_closing()
 
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Connected: enter the pool, or abort where it was closed meanwhile."""
         self.transport = transport
         if self.is_closed:
             transport.abort()  # closed while it was connecting
@@ -232,11 +238,13 @@ class EngineConnection(asyncio.Protocol):
             self._pool.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed: lose the request on it."""
         self.lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
         # A reference cycle: the parser holds methods of this object.
         self._parser = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
+        """The engine has closed its half: this ends an answer without a length; otherwise lose the request."""
         if self.sink is not None and self._has_head and not self._framed and not self._complete:
             self._complete, self._odd = True, True
             self._finish()
@@ -244,7 +252,10 @@ class EngineConnection(asyncio.Protocol):
             self.lose("no_answer", "the engine closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of an answer, and give them to the sink."""
+        """Parse bytes of an answer, and give them to the sink.
+
+        Loses a request whose answer is not HTTP; closes without a request.
+        """
         sink = self.sink
         if sink is None:
             self.close()  # bytes without a request
@@ -287,7 +298,10 @@ class EngineConnection(asyncio.Protocol):
             sink.data(data)
 
     def _finish(self) -> None:
-        """End a complete answer: give the connection back to the pool, or close it where anything was odd."""
+        """End a complete answer: back to the pool with the connection, or close it where anything was odd.
+
+        Calls the sink's `end`.
+        """
         sink = self.sink
         assert sink is not None
         transport = self.transport
@@ -304,7 +318,7 @@ class EngineConnection(asyncio.Protocol):
         sink.end()
 
     def lose(self, reason: str, message: str) -> None:
-        """Close the connection, and tell its sink that the answer is lost."""
+        """Close the connection, and report the loss to its sink."""
         sink = self.sink
         self.close()
         if sink is not None:
@@ -319,22 +333,25 @@ class EngineConnection(asyncio.Protocol):
         self.lose("no_answer_in_time", "no answer in time")
 
     def is_overdue(self, now: float) -> bool:
+        """Whether the deadline has passed; never while reading is paused."""
         return now > self.deadline and self._paused_at is None
 
     # Called by the parser.
 
     def on_message_begin(self) -> None:
+        """A message begins. One behind a complete answer is odd: the connection will be closed."""
         if self._complete:
             self._odd = True
         else:
             self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep one header of the head; trailers are dropped."""
         if not self._has_head:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head of an answer is there: check its framing."""
+        """The head of an answer is complete: keep status and headers. Raises HttpParserError for bad framing."""
         if self._complete:
             return
         parser = self._parser
@@ -362,12 +379,14 @@ class EngineConnection(asyncio.Protocol):
         self._has_head = self._new_head = True
 
     def on_body(self, body: bytes) -> None:
+        """Keep a piece of the body for the sink."""
         if not self._complete:
             self.read_bytes = 0
             self._bare_bytes = 0
             self._pieces.append(body)
 
     def on_message_complete(self) -> None:
+        """The answer is complete, or an interim (1xx) one is over."""
         if self._interim:
             self._interim = False
         else:
@@ -375,7 +394,7 @@ class EngineConnection(asyncio.Protocol):
 
 
 class _DroppingSink:
-    """A sink that drops an answer."""
+    """A sink that drops an answer: its methods do nothing."""
 
     def head(self, status: int, headers: Headers) -> None: ...
 
@@ -390,6 +409,7 @@ _DROPPING_SINK = _DroppingSink()
 
 
 def _check_head_size(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise HttpParserError for headers of over `_MAX_HEAD_BYTES`."""
     # Called after a large read only, which may be large because of its body.
     size = sum(len(name) + len(value) + 4 for name, value in headers)
     if size > _MAX_HEAD_BYTES:

@@ -62,17 +62,17 @@ class EnginePool:
         """Whether a timer checks the deadlines of open connections."""
         return self._timer is not None
 
-    def heard_at(self) -> dict[str, float]:
-        """Engine URL -> loop.time() of the last bytes of a stream; engines that stream to this router only."""
+    def last_data_at(self) -> dict[str, float]:
+        """Engine URL -> loop.time() of the last bytes of any stream from it. Engines without a stream are left out."""
         last: dict[str, float] = {}
         for connection in self.open_connections:
             url = connection.origin.url
-            if connection.heard_at > last.get(url, -_NEVER):
-                last[url] = connection.heard_at
+            if connection.last_data_at > last.get(url, -_NEVER):
+                last[url] = connection.last_data_at
         return last
 
-    def idle(self, origin: Origin) -> EngineConnection | None:
-        """The idle connection that was used last, ready for `send`; None: there is none."""
+    def take_idle(self, origin: Origin) -> EngineConnection | None:
+        """Take the idle connection that was used last, ready for `send`; close unusable ones. None: there is none."""
         waiting = self._idle.get(origin)
         if not waiting:
             return None
@@ -87,7 +87,7 @@ class EnginePool:
         return None
 
     async def connect(self, origin: Origin) -> EngineConnection:
-        """A new connection, ready for `send`; raises EngineLost, "connection" or "no_descriptors"."""
+        """Open a connection, ready for `send`. Raises EngineLost, "connection" or "no_descriptors"."""
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
         tls = self._tls_context() if origin.tls else None
@@ -108,7 +108,7 @@ class EnginePool:
         return connection
 
     def give_up(self, url: str, may_go: Callable[[ResponseSink], bool]) -> None:
-        """Lose the requests at this engine whose sinks `may_go` to another one: the engine hangs."""
+        """Lose, as "hung", the requests at this engine for whose sink `may_go` says that another engine may answer."""
         for connection in [each for each in self.open_connections if each.origin.url == url]:
             if connection.sink is not None and may_go(connection.sink):
                 connection.lose("hung", "the engine hangs")
@@ -125,17 +125,19 @@ class EnginePool:
         await asyncio.sleep(0)  # the event loop calls connection_lost in its next tick
 
     def _require_open(self, origin: Origin) -> None:
+        """Raise EngineLost where the pool is closed."""
         if self._closed:
             raise EngineLost("connection", f"{origin.url}: the pool is closed")
 
     def _tls_context(self) -> ssl.SSLContext:
+        """The TLS context, made at the first call."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
 
     def add(self, connection: EngineConnection) -> None:
-        """Enter a new connection."""
+        """Enter a connection that has just opened, and start the sweep; close it where the pool is closed."""
         assert self._loop is not None
         if self._closed:
             connection.close()
@@ -147,7 +149,7 @@ class EnginePool:
             self._timer = self._loop.call_later(_SWEEP_EVERY_S, self._sweep)
 
     def release(self, connection: EngineConnection) -> None:
-        """Keep a connection as idle, or close it where there are enough."""
+        """Keep a connection as idle for `keepalive_s`, or close it where there are enough."""
         waiting = self._idle.get(connection.origin)
         if waiting is None:
             waiting = self._idle[connection.origin] = []
@@ -158,11 +160,11 @@ class EnginePool:
         waiting.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
-        """Drop a closed connection."""
+        """Remove a closed connection from the open ones."""
         self.open_connections.discard(connection)
 
     def _sweep(self) -> None:
-        """Expire connections whose deadline has passed; by timer, while there are any."""
+        """Expire connections whose deadline has passed, and forget unusable idle ones; by timer, while any is open."""
         assert self._loop is not None
         now = self._loop.time()
         for connection in [each for each in self.open_connections if each.is_overdue(now)]:

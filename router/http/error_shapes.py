@@ -22,7 +22,7 @@ _STATUS_OF_TYPE = {error_type: status for status, error_type in _ANTHROPIC_TYPES
 
 
 def shaped(body: dict[str, Any], status: int, errors: str) -> dict[str, Any]:
-    """The router's error body in a route's form: `openai` or `anthropic`."""
+    """The router's error body, converted to a route's form: `openai` (as it is) or `anthropic`."""
     if errors != "anthropic":
         return body
     error_type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")

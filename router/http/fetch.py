@@ -36,9 +36,11 @@ class _BodyCollector:
         self._size_bytes = 0
 
     def head(self, status: int, _headers: Headers) -> None:
+        """Keep the status."""
         self._status = status
 
     def data(self, data: bytes) -> None:
+        """Keep these bytes; over `max_bytes` close the connection and fail."""
         self._pieces.append(data)
         self._size_bytes += len(data)
         if self._size_bytes > self._max_bytes:
@@ -46,6 +48,7 @@ class _BodyCollector:
             self.lost(EngineLost("no_answer", f"{self._request}: an answer of over {self._max_bytes} bytes"))
 
     def end(self) -> None:
+        """Resolve `done` with the body; with FetchRefused where the status is not 200."""
         if self.done.done():
             return
         body = b"".join(self._pieces)
@@ -55,6 +58,7 @@ class _BodyCollector:
             self.done.set_exception(FetchRefused(f"{self._request}: {self._status} {body[:200]!r}", self._status, body))
 
     def lost(self, exc: EngineLost) -> None:
+        """Fail `done` with this error."""
         if not self.done.done():
             self.done.set_exception(exc)
 
@@ -93,10 +97,12 @@ class FetchedStream:
                 return
 
     def head(self, status: int, _headers: Headers) -> None:
+        """Resolve `begun` with the status."""
         if not self.begun.done():
             self.begun.set_result(status)
 
     def data(self, data: bytes) -> None:
+        """Keep these bytes for the iterator, and move the deadline; pause the connection where too many are unread."""
         self.connection.deadline = self._loop.time() + self._idle_s
         self.unread += data
         if len(self.unread) > _MAX_UNREAD_BYTES:
@@ -104,16 +110,19 @@ class FetchedStream:
         self._news.set()
 
     def end(self) -> None:
+        """Let the iterator end behind the unread bytes."""
         self.has_ended = True
         self._news.set()
 
     def lost(self, exc: EngineLost) -> None:
+        """Have the iterator, and `begun`, raise this error."""
         self._lost = exc
         if not self.begun.done():
             self.begun.set_exception(exc)
         self._news.set()
 
     def close(self) -> None:
+        """Close the connection, unless the answer has ended."""
         self.connection.leave(self)
 
 
@@ -127,7 +136,7 @@ async def fetch(
     timeout_s: float,
     max_bytes: int = 64 * 2**20,
 ) -> bytes:
-    """The answer's body to a GET of `path` below `url`; with `body` (JSON), to a POST of it.
+    """Send a GET of `path` below `url`, or with `body` (JSON) a POST of it; the answer's body.
 
     Sent once more, on a new connection, where the peer closes an idle one instead of answering. So the request must be
     safe to repeat.
@@ -139,7 +148,7 @@ async def fetch(
     request = _request(method, origin, path, token, body)
 
     async def send_on(connection: EngineConnection) -> bytes:
-        """Send the request on this connection, and wait for the body."""
+        """Send the request on this connection, and wait for the body; close it when cancelled."""
         collector = _BodyCollector(connection, f"{method} {url}{path}", max_bytes)
         connection.deadline = asyncio.get_running_loop().time() + timeout_s
         connection.send(request, collector)
@@ -149,7 +158,7 @@ async def fetch(
             connection.leave(collector)
             raise
 
-    idle = pool.idle(origin)
+    idle = pool.take_idle(origin)
     if idle is not None:
         try:
             return await send_on(idle)
@@ -163,12 +172,12 @@ async def fetch(
 async def stream(
     pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float
 ) -> AsyncIterator[FetchedStream]:
-    """The answer to a GET of `path` below `url`, from its head on; lost when nothing comes for `idle_s`.
+    """Send a GET of `path` below `url`; the answer from its head on, lost when nothing comes for `idle_s`.
 
     raises  EngineLost, and ValueError for a bad URL
     """
     origin = Origin.parse(url)
-    connection = pool.idle(origin) or await pool.connect(origin)
+    connection = pool.take_idle(origin) or await pool.connect(origin)
     answer = FetchedStream(connection, idle_s)
     connection.deadline = asyncio.get_running_loop().time() + idle_s
     connection.send(_request("GET", origin, path, token), answer)
@@ -180,7 +189,7 @@ async def stream(
 
 
 def _request(method: str, origin: Origin, path: str, token: str, body: bytes | None = None) -> bytes:
-    """The bytes of one request."""
+    """The bytes of one request, head and body."""
     lines = [f"{path} HTTP/1.1", f"host: {origin.host_header.decode()}", "accept-encoding: identity"]
     if token:
         lines.append(f"authorization: Bearer {token}")

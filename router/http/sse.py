@@ -24,13 +24,13 @@ class AnswerRewriter(Protocol):
     """Rewrites an engine's answer for its client."""
 
     def whole(self, body: bytes) -> bytes:
-        """A complete body."""
+        """A complete body, rewritten."""
 
-    def chunk(self, chunk: bytes) -> bytes:
-        """The events that this chunk completes; the rest is kept for the next chunk. Raises StreamBroken."""
+    def rewrite(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, rewritten; the rest is kept for the next chunk. Raises StreamBroken."""
 
     def end(self) -> bytes:
-        """The rest when the stream ends."""
+        """The kept rest of a stream that has ended, rewritten."""
 
 
 class ModelRenamer:
@@ -44,7 +44,7 @@ class ModelRenamer:
 
     def __init__(self, engine_model: str, asked: str) -> None:
         self._held = b""
-        self._pairs = _pairs(engine_model, asked) if engine_model != asked else ()
+        self._pairs = _replacements(engine_model, asked) if engine_model != asked else ()
 
     def whole(self, body: bytes) -> bytes:
         """A complete body or event, renamed."""
@@ -52,7 +52,7 @@ class ModelRenamer:
             body = body.replace(ours, theirs)
         return body
 
-    def chunk(self, chunk: bytes) -> bytes:
+    def rewrite(self, chunk: bytes) -> bytes:
         """The events that this chunk completes, renamed; the rest is kept for the next chunk.
 
         No half event goes out: if the engine broke off then, the error event would be glued to it and lost.
@@ -78,7 +78,7 @@ class ModelRenamer:
 
 
 @functools.lru_cache(maxsize=4096)
-def _pairs(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
+def _replacements(engine_model: str, asked: str) -> tuple[tuple[bytes, bytes], ...]:
     """(bytes from the engine, bytes for the client), for both spellings of a JSON field."""
     ours, theirs = msgspec.json.encode(engine_model), msgspec.json.encode(asked)
     return tuple((key + ours, key + theirs) for key in (b'"model":', b'"model": '))
@@ -90,10 +90,12 @@ class StoredAnswerRewriter(ModelRenamer):
     __slots__ = ()
 
     def whole(self, body: bytes) -> bytes:
+        """A complete body, renamed, and without digests."""
         return _ENGINE_NAME.sub(rb'\1"', super().whole(body))
 
-    def chunk(self, chunk: bytes) -> bytes:
-        return _ENGINE_NAME.sub(rb'\1"', super().chunk(chunk))
+    def rewrite(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, renamed, and without digests; the rest is kept. Raises StreamBroken."""
+        return _ENGINE_NAME.sub(rb'\1"', super().rewrite(chunk))
 
 
 class CumulativeRewriter(ModelRenamer):
@@ -105,10 +107,12 @@ class CumulativeRewriter(ModelRenamer):
         super().__init__("", "")
         self._events = events
 
-    def chunk(self, chunk: bytes) -> bytes:
-        return self._events(super().chunk(chunk))
+    def rewrite(self, chunk: bytes) -> bytes:
+        """The events that this chunk completes, through the function; the rest is kept. Raises StreamBroken."""
+        return self._events(super().rewrite(chunk))
 
     def end(self) -> bytes:
+        """The kept rest of a stream that has ended, through the function. Raises StreamBroken."""
         return self._events(super().end())
 
 
@@ -191,6 +195,7 @@ def end_of_events(held: bytes) -> int:
 
 
 def _data_at(events: bytes) -> int | None:
+    """Offset of the first line of data; None: there is none."""
     if events.startswith(b"data:"):
         return 0
     found = events.find(b"\ndata:")

@@ -59,7 +59,7 @@ class TemplateTraits(Protocol):
 
 
 class _PromptUnknown(Exception):
-    """Only the engine can know the prompt."""
+    """Only the engine can know the prompt, or it refuses this body."""
 
 
 def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = None) -> Body | None:
@@ -125,7 +125,7 @@ _CALLS_AND_RESULTS = frozenset({"function_call", "function_call_output", "custom
 
 
 def _continues_message(items: Sequence[Any]) -> bool:
-    """Whether the last item is an unfinished assistant message, which the model continues."""
+    """Whether the last item is an unfinished assistant message, which the model continues. Raises _PromptUnknown."""
     last = items[-1] if items else {}
     if last.get("status") not in _UNFINISHED:
         return False
@@ -137,7 +137,7 @@ def _continues_message(items: Sequence[Any]) -> bool:
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
-    """Append an item as a message, or add it to the assistant message before it."""
+    """Append an item as a message, or add it to the assistant message before it. Raises _PromptUnknown."""
     kind = item.get("type", "message")
     before = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "function_call":
@@ -162,7 +162,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any]) -> None:
 def _add_call(
     messages: list[Message], before: Message | None, item: Mapping[str, Any], name: str, arguments: str
 ) -> None:
-    """Add a tool call to the assistant message before it, or as a new message."""
+    """Add a tool call to the assistant message before it, or append one. Raises _PromptUnknown."""
     function = VllmMadeFunction(name=name, arguments=arguments)
     call = {"id": _require_text(item["call_id"]), "function": function, "type": "function"}
     if before is None:
@@ -172,7 +172,7 @@ def _add_call(
 
 
 def _add_to_assistant_turn(messages: list[Message], before: Message | None, field: str, text: str) -> None:
-    """Set a field of the assistant message before it, or append a new message."""
+    """Set a field of the assistant message before it, or append a new message where it has that field, or is none."""
     if before is not None and before.get(field) is None:
         before[field] = text
     else:
@@ -180,6 +180,7 @@ def _add_to_assistant_turn(messages: list[Message], before: Message | None, fiel
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item: its first part alone. Raises _PromptUnknown where it is encrypted."""
     if item.get("encrypted_content"):
         raise _PromptUnknown
     parts = item.get("content") or item["summary"]
@@ -187,7 +188,7 @@ def _reasoning(item: Mapping[str, Any]) -> str:
 
 
 def _assistant_text(item: Mapping[str, Any]) -> str:
-    """The text of an assistant message: its first part alone, as in vLLM."""
+    """The text of an assistant message: its first part alone, as in vLLM. Raises _PromptUnknown for other content."""
     content = item["content"]
     if isinstance(content, str):
         return content
@@ -209,7 +210,7 @@ def _content(content: Any) -> str | list[Message]:
 
 
 def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
-    """The functions that the model is shown for one tool; several or none for some kinds."""
+    """The functions that the model is shown for one tool; several or none for some kinds. Raises _PromptUnknown."""
     kind = tool.get("type")
     if kind == "function":
         yield _function_tool(tool)
@@ -228,15 +229,20 @@ def _responses_tools(tool: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _function_tool(function: Mapping[str, Any]) -> Message:
+    """A function as a chat's tool."""
     return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
 
 
 def _flat_name(namespace: Any, name: Any) -> str:
+    """`namespace__name`, or the name alone. Raises _PromptUnknown for what is no text."""
     return f"{_require_text(namespace)}__{_require_text(name)}" if namespace else _require_text(name)
 
 
 def _custom_schema() -> Message:
-    """Source: vLLM 0.32 tool_parsers/utils.py custom_tool_parameters."""
+    """Parameters of the function that replaces a custom tool.
+
+    Source: vLLM 0.32 tool_parsers/utils.py custom_tool_parameters.
+    """
     payload = {"type": "string", "description": "The freeform text payload for this tool."}
     return {
         "type": "object",
@@ -247,6 +253,7 @@ def _custom_schema() -> Message:
 
 
 def _custom_arguments(payload: Any) -> str:
+    """Arguments, as JSON, of the function that replaces a custom tool. Raises _PromptUnknown."""
     return json.dumps({_CUSTOM_INPUT: _require_text(payload)}, ensure_ascii=False)
 
 
@@ -290,7 +297,10 @@ def _messages_chat(body: Body, template: TemplateTraits | None) -> Body:
 
 
 def _system_texts(system: Any, *, inline: bool) -> list[str]:
-    """The texts of a system prompt, without Claude Code's header. A plain top-level text keeps it, as in vLLM."""
+    """The texts of a system prompt, without Claude Code's header. A plain top-level text keeps it, as in vLLM.
+
+    Raises _PromptUnknown.
+    """
     if isinstance(system, str):
         return [] if not system or (inline and system.startswith(_BILLING_HEADER)) else [system]
     texts = []
@@ -304,7 +314,10 @@ def _system_texts(system: Any, *, inline: bool) -> list[str]:
 
 
 def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
-    """Append a message; tool results in it become messages of their own before it."""
+    """Append a message, after its tool results as messages of role `tool`.
+
+    A user message of tool results only adds no other. Raises _PromptUnknown for a role or block that we cannot convert.
+    """
     role, content = message["role"], message["content"]
     if role not in {"user", "assistant"}:
         raise _PromptUnknown
@@ -324,7 +337,7 @@ def _add_message(messages: list[Message], message: Mapping[str, Any]) -> None:
 
 
 def _add_block(messages: list[Message], turn: Message, texts: list[Message], block: Mapping[str, Any]) -> None:
-    """Add a content block to its message, or as a message of its own."""
+    """Add a content block to `turn` or its `texts`; append a tool result to `messages`. Raises _PromptUnknown."""
     kind = block["type"]
     if kind == "text":
         if block.get("text"):
@@ -367,7 +380,7 @@ def _messages_tool(tool: Mapping[str, Any]) -> Message:
 
 
 def _effort(body: Body, template: TemplateTraits | None) -> str | None:
-    """The reasoning effort of a `/v1/messages` body; None if not given."""
+    """The reasoning effort of a `/v1/messages` body; None if not given. Raises _PromptUnknown."""
     if (body.get("thinking") or {}).get("type") == "disabled":
         if template is None:
             raise _PromptUnknown
@@ -377,10 +390,12 @@ def _effort(body: Body, template: TemplateTraits | None) -> str | None:
 
 
 def _with_fields(chat: Message, body: Body, names: Sequence[str]) -> Message:
+    """The chat with these fields of the body, where they are set."""
     return chat | {name: body[name] for name in names if body.get(name) is not None}
 
 
 def _require_text(value: Any) -> str:
+    """The value, if it is text. Raises _PromptUnknown."""
     if not isinstance(value, str):
         raise _PromptUnknown
     return value

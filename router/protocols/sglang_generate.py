@@ -165,7 +165,7 @@ class CumulativeStream:
             raise StreamBroken("the engine sent what is no completion's event") from exc
 
     def _event(self, data: bytes) -> bytes:
-        """SGLang's event for one event of the engine; empty if it must wait."""
+        """SGLang's event for one event of the engine, whose text is added; empty if it must wait."""
         if data == b"[DONE]":
             return self._take_last_event() + b"data: [DONE]\n\n"
         chunk = msgspec.json.decode(data)
@@ -187,9 +187,11 @@ class CumulativeStream:
         return b"data: " + msgspec.json.encode(output) + b"\n\n"
 
     def _text_and_ids(self) -> tuple[str, list[int]]:
+        """Text and token ids of all events so far."""
         return "".join(self._text), self._ids
 
     def _take_last_event(self) -> bytes:
+        """Take the event that waits, encoded; empty where none waits."""
         last, self._last = self._last, {}
         return b"data: " + msgspec.json.encode(last) + b"\n\n" if last else b""
 
@@ -212,11 +214,12 @@ def _prompts(body_fields: Mapping[str, Any]) -> tuple[list[Any], bool]:
 
 
 def _is_ids(value: Any) -> bool:
+    """Whether this is a list of token ids that is not empty."""
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
 def _per_item(body_fields: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
-    """A field's value for each item: one value for all, or a list with one for each."""
+    """A field's value for each item: one value for all, or a list with one for each. Raises BadBody."""
     value = body_fields.get(name)
     if value is None or isinstance(value, kind):
         return [value] * count
@@ -233,7 +236,7 @@ _KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}
 
 
 def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
-    """Each item's id from `rid`."""
+    """Each item's id from `rid`; empty where it has none. Raises BadBody."""
     if rid is None:
         return ("",) * count
     if isinstance(rid, str):
@@ -256,6 +259,7 @@ def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:
 def _output(
     name: str, text: tuple[str, list[int]], usage: Mapping[str, Any], finish: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """One output in SGLang's form. `text`: the text and its token ids; `finish`: has the `finish_reason`."""
     meta = {
         "id": name,
         "finish_reason": finish["finish_reason"],
@@ -280,4 +284,5 @@ def _finish_reason(choice: Mapping[str, Any], ids: Sequence[int]) -> dict[str, A
 
 
 def _data_lines(events: bytes) -> list[bytes]:
+    """The data of each of these events."""
     return [line[len(b"data:") :].strip() for line in events.split(b"\n") if line.startswith(b"data:")]

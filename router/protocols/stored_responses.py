@@ -84,14 +84,17 @@ def adapter_gone_error(response_id: str, worker: str, lora_id: str, *, param: st
 
 
 def _tenant_mark(tenant: str | None) -> str:
+    """The tenant's mark in an id: a hash of its name, or of nothing."""
     return xxh3_64_hexdigest(b"" if tenant is None else b"\0" + tenant.encode())
 
 
 def _encode_worker(worker: str) -> str:
+    """The worker's name in base64url, without padding."""
     return base64.urlsafe_b64encode(worker.encode()).rstrip(b"=").decode()
 
 
 def _decode_worker(packed: str) -> str | None:
+    """The worker's name from base64url; None: it is not valid."""
     try:
         return base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):

@@ -117,7 +117,10 @@ class UsageFilter:
         self._pending = b""
 
     def events(self, events: bytes) -> bytes:
-        """The client's events for whole events of the engine; some wait for the next call."""
+        """The client's events for whole events of the engine; some wait for the next call.
+
+        Keeps the engine's fingerprint.
+        """
         at = _first_final_event(events)
         if at == len(events) and not self._pending:
             return events
@@ -138,11 +141,12 @@ class UsageFilter:
         return b"".join(kept)
 
     def end(self) -> bytes:
-        """The events that still wait when the stream has ended."""
+        """Take the events that still wait: the stream has ended, or other events follow."""
         pending, self._pending = self._pending, b""
         return pending
 
     def _release_with_fingerprint(self) -> bytes:
+        """Take the events that wait, each with the engine's fingerprint."""
         return b"".join(map(self._with_fingerprint, _EVENT.findall(self.end())))
 
     def _with_fingerprint(self, event: bytes) -> bytes:
@@ -168,6 +172,7 @@ def _first_final_event(events: bytes) -> int:
 
 
 def _read_openai(body: bytes) -> EngineUsage | None:
+    """The usage in a body of chats, completions or embeddings."""
     usage = _openai(body).usage
     if usage is None:
         return None
@@ -176,6 +181,7 @@ def _read_openai(body: bytes) -> EngineUsage | None:
 
 
 def _read_responses(body: bytes) -> EngineUsage | None:
+    """The usage in a response, or in the last event of its stream."""
     answer = _responses(body)
     usage = answer.usage or (answer.response.usage if answer.response else None)
     if usage is None:
@@ -185,7 +191,10 @@ def _read_responses(body: bytes) -> EngineUsage | None:
 
 
 def _read_messages(body: bytes) -> EngineUsage | None:
-    """Anthropic's input_tokens leaves out tokens read from and written to the cache; the prompt is the sum of all."""
+    """The usage in an answer of messages, or in its stream's last event with one.
+
+    Anthropic's input_tokens leaves out tokens read from and written to the cache; the prompt is the sum of all.
+    """
     usage = _messages(body).usage
     if usage is None:
         return None

@@ -29,7 +29,7 @@ _BLAMING_REQUEST = reasons_blaming("request")
 
 
 def record_answer(services: Services, attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
-    """Tell the replica's circuit of an answer that the client gets, an error or not."""
+    """Report an answer to the replica's circuit: a success below 400, a failure for an engine's fault."""
     scheduler, now, sent_at = services.scheduler, services.clock(), dispatched.load.began_at
     if attempt.status < 400:
         scheduler.record_success(dispatched.replica, now, sent_at)
@@ -38,7 +38,9 @@ def record_answer(services: Services, attempt: EngineAttempt, dispatched: Dispat
 
 
 def record_failure(run: "RequestRun", exc: ReplicaUnreachable, dispatched: DispatchedRequest) -> bool:
-    """End the dispatched request of a failed attempt, and blame whom its verdict names.
+    """End the dispatched request of a failed attempt, and report the failure to circuit, poison books, metrics and log.
+
+    Also polls the worker now.
 
     returns  whether this request, or its adapter, is held back from now on, as poison
     """
@@ -64,7 +66,7 @@ def record_failure(run: "RequestRun", exc: ReplicaUnreachable, dispatched: Dispa
 
 
 def record_usage(run: "RequestRun") -> None:
-    """Read the usage of an answer that is over: for the quota, the trace, and the accuracy of cache predictions."""
+    """Set `run.usage` from an answer that is over; update the accuracy of cache predictions and the trace with it."""
     assert run.attempt is not None
     assert run.dispatched is not None
     run.usage = usage = run.attempt.usage()
@@ -76,6 +78,8 @@ def record_usage(run: "RequestRun") -> None:
 
 def record(run: "RequestRun") -> None:
     """End the request: release its load entry, quota and connection. An engine that still computes it aborts.
+
+    A background response goes on instead, and is ended by `Background`. Poison books are updated where engines died.
 
     The key is charged for the tokens that the engine counted; without usage, for the prompt and the events sent on.
     """
@@ -113,7 +117,10 @@ def record(run: "RequestRun") -> None:
 
 
 def _hand_to_background(run: "RequestRun") -> bool:
-    """Whether the engine goes on with a background response: `Background` ends the request when that is over."""
+    """Hand a response that its engine goes on with to `Background`, which ends the request later.
+
+    False: there is none.
+    """
     attempt, dispatched, granted, services, caller = run.attempt, run.dispatched, run.granted, run.services, run.caller
     if dispatched is None or run.usage is not None or (attempt is not None and attempt.status >= 400):
         return False
@@ -122,7 +129,7 @@ def _hand_to_background(run: "RequestRun") -> bool:
 
     # Without `run`, which holds the whole body.
     def on_over(usage: EngineUsage | None, shown_tokens: int) -> None:
-        """End the request with the usage that `Background` has found."""
+        """End the request with the usage that `Background` has found: release its load, and settle its quota."""
         output_tokens = shown_tokens
         if usage is not None:
             output_tokens = usage.completion_tokens or 0
@@ -148,7 +155,7 @@ def _hand_to_background(run: "RequestRun") -> bool:
 
 
 def _record_survival(run: "RequestRun", attempt: EngineAttempt, dispatched: DispatchedRequest) -> None:
-    """Tell the poison books whether an engine has answered the request to its end, or died in the middle."""
+    """Update the poison books: a death where the engine died in the middle; a whole answer clears the suspects."""
     if attempt.loss_reason in _BLAMING_REQUEST and not attempt.is_done_sent:
         _record_death(run, dispatched)
     elif attempt.is_whole:
@@ -157,10 +164,10 @@ def _record_survival(run: "RequestRun", attempt: EngineAttempt, dispatched: Disp
 
 
 def _record_death(run: "RequestRun", dispatched: DispatchedRequest) -> bool:
-    """Tell the poison books that an engine died with this request; whether it is held back now."""
-    services, there, is_held_back = run.services, dispatched.replica.incarnation, False
+    """Record in the poison books that an engine died with this request, and log a hold; whether it is held back now."""
+    services, engine, is_held_back = run.services, dispatched.replica.incarnation, False
     for book, suspect in _suspects(run, dispatched):
-        held_s = book.record_death(suspect, there, services.clock(), sent_at=dispatched.load.began_at)
+        held_s = book.record_death(suspect, engine, services.clock(), sent_at=dispatched.load.began_at)
         if held_s:
             is_held_back = True
             log.warning(
@@ -168,7 +175,7 @@ def _record_death(run: "RequestRun", dispatched: DispatchedRequest) -> bool:
                 what="adapter" if book is services.poison_adapters else "request",
                 request_id=run.request.request_id,
                 adapter=dispatched.hashed.request.engine_name or "base",
-                worker=there[0],
+                worker=engine[0],
                 key=run.caller.name,
                 held_s=round(held_s, 1),
             )

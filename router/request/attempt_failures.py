@@ -30,7 +30,7 @@ def unreachable(request: EngineRequest, lost: EngineLost) -> ReplicaUnreachable:
 
 
 def retry_reason(status: int, first: bytes, request: EngineRequest, *, in_band_error: bool) -> str | None:
-    """Why another replica may do better; None: the client gets this answer, an error or not."""
+    """Why another replica may do better (a reason of core.failover.verdict); None: the client gets this answer."""
     if status in (502, 503):
         return "engine_unavailable"
     if status in _KEY_REFUSALS and not in_band_error:

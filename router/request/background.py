@@ -46,8 +46,14 @@ _decode = msgspec.json.Decoder(_ResponseState).decode
 
 @dataclass(slots=True, eq=False)
 class _FollowedResponse:
+    """One response that is followed.
+
+    engine        computes it
+    shown_tokens  that clients have been sent
+    """
+
     response_id: str
-    there: Incarnation
+    engine: Incarnation
     tenant: str
     on_over: OnOver
     shown_tokens: int
@@ -55,7 +61,7 @@ class _FollowedResponse:
 
 
 class Background:
-    """Follows background responses to their end, their engine's, or a timeout; then calls `on_over`, once."""
+    """Follows responses until they end, their engine ends or a timeout passes; then calls `on_over`, once."""
 
     def __init__(
         self,
@@ -108,21 +114,23 @@ class Background:
             del self.places[tenant]
 
     def follow(
-        self, response_id: str, there: Incarnation, tenant: str, on_over: OnOver, *, shown_tokens: int = 0
+        self, response_id: str, engine: Incarnation, tenant: str, on_over: OnOver, *, shown_tokens: int = 0
     ) -> None:
-        """Call `on_over` with usage (None: unknown) and shown tokens when this response ends; give its place back then.
+        """Follow a response until it ends; then give back the place that `enter` took and call `on_over`.
 
-        response_id  no other response under way has it
+        At once if closed. `on_over` gets the usage (None: unknown) and shown tokens.
+
+        response_id  unique among followed responses
         """
         if self._is_closed:
             self.leave(tenant)
             on_over(None, shown_tokens)
             return
-        running = self._running[response_id] = _FollowedResponse(response_id, there, tenant, on_over, shown_tokens)
+        running = self._running[response_id] = _FollowedResponse(response_id, engine, tenant, on_over, shown_tokens)
         running.task = asyncio.create_task(self._until_over(running))
 
-    def record_shown_response(self, response_id: str, body: bytes) -> None:
-        """Learn from a response that was shown to a client whether it has ended."""
+    def end_if_over(self, response_id: str, body: bytes) -> None:
+        """End following a response if a body shown to a client says that it is over."""
         running = self._running.get(response_id)
         if running is not None and _is_over(body):
             self._end(running, usage_of("responses", body))
@@ -142,6 +150,7 @@ class Background:
         await asyncio.gather(*(running.task for running in found if running.task), return_exceptions=True)
 
     def _end(self, running: _FollowedResponse, usage: EngineUsage | None) -> None:
+        """End following: give the place back, cancel the task that polls, and call `on_over`."""
         del self._running[running.response_id]
         self.leave(running.tenant)
         assert running.task is not None
@@ -150,7 +159,7 @@ class Background:
         running.on_over(usage, running.shown_tokens)
 
     async def _until_over(self, running: _FollowedResponse) -> None:
-        """Follow one response to its end or the timeout, and end it."""
+        """Follow one response until it ends or the timeout, then end it. Failures are logged."""
         usage = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -159,7 +168,7 @@ class Background:
             log.warning(
                 "a response in the background is not over, and counts no longer",
                 response_id=running.response_id,
-                worker=running.there[0],
+                worker=running.engine[0],
                 after_s=self._timeout_s,
             )
         except Exception:  # its key and its worker must not count it for ever
@@ -172,14 +181,14 @@ class Background:
         began_at, idle_at, absent_at = clock(), inf, inf
         while True:
             await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S + _LATE_SHARE * (clock() - began_at)))
-            replica = self._replica_of(running.there[0])
+            replica = self._replica_of(running.engine[0])
             if replica is None or not replica.engine_url:  # an agent that restarts has not found its engine yet
                 absent_at = min(absent_at, clock())
                 if clock() - absent_at > _ABSENT_S:
                     return None
                 continue
             absent_at = inf
-            if replica.incarnation != running.there:
+            if replica.incarnation != running.engine:
                 return None
             try:
                 body = await self._ask(replica, running.response_id)

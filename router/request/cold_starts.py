@@ -141,6 +141,8 @@ class ColdStarts:
     ) -> RoutableAdapter:
         """The adapter, once some replica reports its exact digest as ready; at once when one does already.
 
+        Begins its load where none is under way; the load is cancelled when no request waits for it any more.
+
         excluded     the replicas that may not get this request now
         tenant       of the request, see `tenant_share` and `tenant_adapters`
         size_bytes   of the request's body
@@ -193,7 +195,7 @@ class ColdStarts:
                 del self.loading[lora_id]
 
     def _check_limits(self, lora_id: str, tenant: str, size_bytes: int) -> None:
-        """Raise Saturated where this request may not wait for a cold start."""
+        """Raise Saturated, and count it in `holds`, where this request may not wait for a cold start."""
         refusal = self.held.refusal(tenant, size_bytes)
         wanted = self._loading_for(tenant)
         if refusal is None and lora_id not in wanted and len(wanted) >= self.tenant_adapters:
@@ -206,7 +208,10 @@ class ColdStarts:
             )
 
     def _loading_for(self, tenant: str) -> set[str]:
-        """Adapters that are being loaded for a tenant, also those that it no longer waits for."""
+        """Adapters that are being loaded for a tenant, also those that it no longer waits for.
+
+        Forgets old ones of these.
+        """
         now = self.clock()
         left = {
             lora_id: until
@@ -218,14 +223,16 @@ class ColdStarts:
         return {*self.wanted.get(tenant, ()), *left}
 
     def _usual_load_s(self) -> float:
+        """Median seconds of the measured loads; a default before any was measured."""
         return median(self.loads_s) if self.loads_s else _DEFAULT_RETRY_S
 
     async def _wait(
         self, lora_id: str, excluded: Callable[[], Excluded], start: _ColdStart, deadline_at: float | None
     ) -> RoutableAdapter:
-        """Wait for a load until the timeout or deadline. Raises as `until_resident`."""
+        """Wait for a load until the timeout or deadline, and measure it. Raises as `until_resident`."""
 
         def settled() -> bool:
+            """Whether the load has ended, or a replica that may get the request holds the adapter."""
             return start.task.done() or self.resident(lora_id, excluded()) is not None
 
         left_s = inf if deadline_at is None else deadline_at - self.clock()
@@ -251,7 +258,10 @@ class ColdStarts:
         )
 
     async def _load(self, lora_id: str) -> None:
-        """Ask for the adapter until it is refused, or no request waits any more (then this is cancelled)."""
+        """Ask for the adapter until it is refused, or no request waits any more (then this is cancelled).
+
+        Raises RouterError.
+        """
         while True:
             adapter = self.discovery.fleet.adapters.get(lora_id)
             if adapter is not None and adapter.is_listed:
@@ -269,7 +279,7 @@ class ColdStarts:
             await asyncio.sleep(_ASK_AGAIN_S if placed is None else _ASK_AGAIN_S / 4)
 
     async def _place(self, lora_id: str) -> str | None:
-        """The worker where the adapter is ready, by the orchestrator or, in its absence, a home; None: not yet."""
+        """Ask the orchestrator or, in its absence, a home to load it. The worker where it is ready; None: not yet."""
         try:
             return await self._ensure(lora_id)
         except (EngineLost, FetchRefused, ValueError) as exc:
@@ -277,7 +287,7 @@ class ColdStarts:
             return await self._load_at_a_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
-        """The worker where the adapter is ready, by the orchestrator; None: not yet."""
+        """Ask the orchestrator to place it, and record progress. The worker where it is ready; None: not yet."""
         try:
             tenants = tuple(sorted(tenant for tenant, wanted in self.wanted.items() if lora_id in wanted))
             ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)
@@ -298,9 +308,13 @@ class ColdStarts:
         return answered.ready[0] if answered.ready else None
 
     async def _answer(self, path: str, body: bytes) -> bytes:
-        """The orchestrator's answer, which may take a while; raises EngineLost at once where it is silent to all."""
+        """Post to the orchestrator; its answer, which may take a while.
+
+        Raises EngineLost at once where it is silent to all.
+        """
 
         def check_silence() -> None:
+            """Raise EngineLost where the orchestrator has not confirmed its catalog for `silent_after_s`."""
             age_s = self.discovery.catalog_age_s()
             if age_s is not None and age_s > self.silent_after_s:
                 raise EngineLost("no_answer_in_time", f"the orchestrator has said nothing for {age_s:.1f} s")
@@ -309,6 +323,7 @@ class ColdStarts:
         return await run_watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
     def _record_progress(self, lora_id: str, expected_s: float | None, stuck: str | None) -> None:
+        """Record a load's expected seconds, and why it is stuck (None: it is not). A stuck load is not measured."""
         start = self.loading.get(lora_id)
         if start is not None:
             start.expected_s, start.stuck = expected_s, stuck
@@ -318,7 +333,9 @@ class ColdStarts:
     async def _load_at_a_home(self, lora_id: str) -> str | None:
         """Have the adapter loaded by its rendezvous home, or the next one that can; None: by none of them.
 
-        All routers ask in the same order, so that they fill the same home.
+        All routers ask in the same order, so that they fill the same home. Records why it is stuck where all are full.
+
+        raises  ModelNotFound; NoReplica and NoCapacity where there is no home
         """
         adapter = self.discovery.fleet.adapters.get(lora_id)
         if adapter is None:
@@ -358,7 +375,7 @@ class ColdStarts:
         return None
 
     def _check_accepted(self, adapter: RoutableAdapter) -> None:
-        """Raises NoCapacity where no worker of its base model accepts adapters."""
+        """Raise NoCapacity where no worker of its base model accepts adapters."""
         replicas = self.discovery.fleet.roster(adapter.base_model or "").replicas
         if replicas and all(replica.refusal for replica in replicas):
             raise NoCapacity(
@@ -370,6 +387,7 @@ class ColdStarts:
         """Have this worker load it. Raises FetchRefused, and EngineLost: at once where its agent is silent to all."""
 
         def check_silence() -> None:
+            """Raise EngineLost where the worker's agent is silent."""
             if self._is_silent(home):
                 raise EngineLost("no_answer_in_time", f"the agent of worker {home.id!r} has said nothing for a while")
 
@@ -377,10 +395,12 @@ class ColdStarts:
         await run_watched(asking, check_silence, every_s=_ASK_AGAIN_S)
 
     def _is_silent(self, replica: Replica) -> bool:
+        """Whether this worker's agent has sent no report for `silent_after_s`."""
         age_s = self.discovery.report_age_s(replica.id)
         return age_s is None or age_s > self.silent_after_s
 
     def _warn(self, what: str, lora_id: str, cause: Exception, **about: str) -> None:
+        """Log a trouble of this adapter's cold start, each kind once."""
         start = self.loading.get(lora_id)
         trouble = (what, type(cause).__name__, *about.values())
         if start is None or trouble not in start.troubles:
@@ -409,6 +429,7 @@ _ADAPTERS_OWN = frozenset({400, 413, 422})
 
 
 def _error(refused: FetchRefused) -> dict[str, object]:
+    """The `error` object of a refused request's answer; empty where it has none."""
     try:
         error = from_json(refused.body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -417,5 +438,6 @@ def _error(refused: FetchRefused) -> dict[str, object]:
 
 
 def _message(refused: FetchRefused) -> str:
+    """The error message of a refused request's answer, without addresses; else one with its status."""
     answered = _error(refused).get("message")
     return without_addresses(str(answered)) if answered else f"the control plane answered {refused.status}"

@@ -1,4 +1,4 @@
-"""A request at a replica, from dispatch to end: its load there, and what its answer says about predictions."""
+"""A request at a replica, from dispatch to end: its load, and its predicted cached tokens against the reported ones."""
 
 from time import time
 
@@ -20,7 +20,7 @@ class DispatchedRequest:
 
     replica           of the decision
     hashes            block hashes of the prompt, by that replica's block size and salt
-    predicted_tokens  of the prompt, that should be cached there; 0 for an approximate prompt
+    predicted_tokens  of the prompt, predicted to be cached at the replica; 0 for an approximate prompt
     record            what is kept of it when it is over
     load              its entry in the load book
     """
@@ -52,7 +52,10 @@ class DispatchedRequest:
         is_streamed: bool,
         decision: Decision,
     ) -> None:
-        """asked_at  by Services.clock, when it was ready to be sent: since then it has waited."""
+        """Count the request at its replica (load, pending blocks, usage, metrics), and add its decision to those kept.
+
+        asked_at  by Services.clock, when it was ready to be sent: since then it has waited
+        """
         now = decision.snapshot.now
         replica, score, routing = decision.replica, decision.score, hashed.request
         worker, waited_s = replica.id, now - asked_at
@@ -88,18 +91,27 @@ class DispatchedRequest:
         metrics.prompt_tokens.value += prompt_tokens
 
     def record_first_token(self) -> None:
-        """Record the first token of a stream: prefill is over, and room for the next request."""
+        """Record a stream's first token: end its prefill in the load book, and wake the queue.
+
+        Also sets the record's `first_data_s` and hands over the pending blocks, see `_record_prefilled`.
+        """
         services, now = self._services, self._services.clock()
         services.scheduler.load.record_first_token(self.load, now)
         services.queue.poke()
         self._record_prefilled(now)
 
     def record_whole_answer(self) -> None:
-        """Record a whole answer. `end` follows, which ends its prefill in the load book."""
+        """Record that a whole answer has come; `end` follows, which ends its prefill in the load book.
+
+        Sets the record's `first_data_s` and hands over the pending blocks, see `_record_prefilled`.
+        """
         self._record_prefilled(self._services.clock())
 
     def _record_prefilled(self, now: float) -> None:
-        """Note the time of the first data, and hand the pending blocks over to the engine's own events."""
+        """Set `first_data_s`, and have the pending blocks removed a little later: the engine's own events follow.
+
+        For an estimated cache, or an approximate prompt, record the blocks as cached in the feeds.
+        """
         services, record, began_at = self._services, self.record, self.load.began_at
         record.first_data_s = now - began_at
         is_approximate = self.hashed.request.is_approximate
@@ -113,7 +125,7 @@ class DispatchedRequest:
             self._hold = None
 
     def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
-        """Compare the predicted cached tokens with those of the engine's usage, where there are both.
+        """Compare predicted cached tokens with those in the engine's usage: update accuracy, feed, metrics and record.
 
         is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
         """
@@ -139,7 +151,7 @@ class DispatchedRequest:
             services.feeds.learn_from_answer(self._estimate, cached // self.replica.block_size)
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
-        """Give back the load entry, pending blocks and usage count. Safe to call twice.
+        """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.
 
         Returns the request's share of the engine's seconds of decoding; 0.0: not known.
 

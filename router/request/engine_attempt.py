@@ -91,24 +91,26 @@ class EngineAttempt(msgspec.Struct, eq=False):
     is_stale: bool = False
 
     def begin(self, connection: EngineConnection) -> None:
-        """Send the request, on a connection fresh from the pool."""
+        """Send the request, on a connection fresh from the pool, and start the deadline of the answer's first data."""
         self.connection = connection
         self._sent_at = now = connection.loop.time()
         connection.deadline = now + self._limits.first_data_s
         connection.longer = self._limits.longer
         connection.send(self._request.request, self)
 
-    def can_move(self, served: Container[str]) -> bool:
-        """Whether another replica may answer instead: nothing of the answer is there, and it is no stored response's.
+    def can_move(self, served_elsewhere: Container[str]) -> bool:
+        """Whether another replica may answer instead.
 
-        served  adapters of the other replicas
+        It serves the adapter, nothing of the answer has arrived, and no stored response is involved.
+
+        served_elsewhere  engine names of the adapters on the other replicas
         """
         request = self._request
-        is_served = not request.engine_name or request.engine_name in served
+        is_served = not request.engine_name or request.engine_name in served_elsewhere
         return is_served and not self._is_decided and request.route.state == "none"
 
     def check(self) -> None:
-        """Return where a decided attempt has the client's answer, an error or not.
+        """Return where a decided attempt has the client's answer; `first` of an error gets OpenAI's envelope then.
 
         raises  ReplicaUnreachable where another replica may do better, see `retry_reason` and core.failover.verdict
         """
@@ -135,7 +137,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         *,
         hidden: UsageFilter | None = None,
     ) -> None:
-        """Begin a relay, and call `on_over` when the stream is over, perhaps at once."""
+        """Relay the stream from its first byte on, and call `on_over` when it is over, perhaps at once.
+
+        hidden  see `relay`
+        """
         self._rewriter, self._hidden, self.notify = rewriter, hidden, on_over
         self._tail = deque(maxlen=_TAIL_CHUNKS)
         self._exchange = exchange
@@ -187,7 +192,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return usage_of_events(kind, b"".join(self._tail))
 
     def close(self) -> None:
-        """Release the connection: where the answer has not come to its end it is closed, and the engine aborts."""
+        """Release the connection and the client's exchange. An answer not at its end is cut off: the engine aborts."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -197,7 +202,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     # Called by the connection.
 
     def head(self, status: int, headers: Headers) -> None:
-        """Status and headers arrived."""
+        """Keep the status and headers; the answer is a stream where its content type says so."""
         self.status = status
         self.content_type = content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
@@ -206,7 +211,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self.streamed = status == 200 and (self.streamed or content_type.startswith(_EVENT_STREAM))
 
     def data(self, data: bytes) -> None:
-        """Bytes of the body arrived: collect them until the attempt is decided, relay them afterwards."""
+        """Collect bytes until the attempt is decided, or fail it where they are too many; afterwards relay them."""
         if self._rewriter is not None:
             self._relay_chunk(data, self._rewriter)
             return
@@ -226,7 +231,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
 
     def end(self) -> None:
-        """The body is complete: decide a whole answer, end a relay."""
+        """The body is complete: decide a whole answer, end a relay. A stream without an event is lost."""
         self.connection = None
         if self._exchange is not None:
             self._end_relay()
@@ -239,7 +244,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._decide()
 
     def lost(self, exc: EngineLost) -> None:
-        """The connection is lost: fail an undecided attempt, break off a relay."""
+        """The connection is lost: fail an undecided attempt, which may be stale; break off a relay."""
         connection, self.connection = self.connection, None
         if self._has_ended:
             self._end_relay()
@@ -273,6 +278,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return not self._got or has_only_early_events(self._request.route, b"".join(self._got))
 
     def _decide(self) -> None:
+        """Mark the attempt as decided, and wake its waiter."""
         self._is_decided = True
         self.notify()
 
@@ -286,13 +292,13 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._decide()
 
     def _relay_chunk(self, data: bytes, rewriter: AnswerRewriter) -> None:
-        """Send the events that this chunk completes; end the relay where the stream is broken or done."""
+        """Send the events that this chunk completes, and restart the deadline; end a relay that is broken or done."""
         connection = self.connection
         if connection is not None:
-            connection.heard_at = now = connection.loop.time()
+            connection.last_data_at = now = connection.loop.time()
             connection.deadline, connection.longer = now + self._limits.idle_s, None
         try:
-            ready = rewriter.chunk(data)
+            ready = rewriter.rewrite(data)
         except StreamBroken as exc:
             if self.connection is not None:
                 self.connection.close()
@@ -317,7 +323,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             connection.deadline = connection.loop.time() + _LINGER_S
 
     def _send(self, ready: bytes) -> None:
-        """Send these events to the client, and count them."""
+        """Send these events to the client, count them, and keep the last ones for `usage`."""
         exchange = self._exchange
         if not ready or exchange is None:
             return
@@ -331,18 +337,19 @@ class EngineAttempt(msgspec.Struct, eq=False):
         exchange.send(ready)
 
     def _fail(self, reason: str, what: str) -> None:
-        """Fail an attempt because of its answer, and close its connection."""
+        """Close the connection, and decide the attempt as failed because of its answer."""
         self.close()
         self.failure = ReplicaUnreachable(f"replica {self._request.replica}: {what}", reason=reason)
         self._decide()
 
     def _break(self, broken: StreamBroken, cause: Exception | None = None) -> None:
+        """Set this failure, and end the relay, if there is one."""
         broken.__cause__ = cause
         self.failure = broken
         self._end_relay()
 
     def _end_relay(self) -> None:
-        """Send the rest of a relayed stream that has ended, well or not."""
+        """End the relay: send the rest, set `failure` where the stream is not complete, and call `notify`."""
         exchange = self._exchange
         if exchange is None:
             return  # the relay has not begun, or is over
@@ -365,30 +372,33 @@ class EngineAttempt(msgspec.Struct, eq=False):
         return self._has_ended or not route.streams or is_finished(b"".join(self._tail or ()))
 
     def _detach_client(self) -> None:
+        """Let go of the client's exchange: nothing more is sent on it, and its pauses have no effect here."""
         assert self._exchange is not None
         self._exchange.on_pause = self._exchange.on_resume = None
         self._exchange = None
 
     def _pause(self) -> None:
+        """Stop reading from the engine, because the client reads too slowly."""
         if self.connection is not None:
             self.connection.pause()
 
     def _resume(self) -> None:
+        """Read from the engine again."""
         if self.connection is not None:
             self.connection.resume()
 
 
 async def open_attempt(pool: EnginePool, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
-    """Send one request and wait until it is decided.
+    """Send one request and wait until it is decided; once more, on a new connection, where an idle one was stale.
 
     vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
 
     raises  ReplicaUnreachable, see EngineAttempt.check
     """
     lost: EngineLost | None = None
-    connection = pool.idle(request.origin)
+    connection = pool.take_idle(request.origin)
     if connection is not None:
-        attempt = await _sent(connection, request, limits)
+        attempt = await _attempt_on(connection, request, limits)
         if not attempt.is_stale:
             attempt.check()
             return attempt
@@ -401,13 +411,16 @@ async def open_attempt(pool: EnginePool, request: EngineRequest, limits: Attempt
         # An engine that has just broken off and no longer listens has died.
         why = lost if lost is not None and exc.reason == "connection" else exc
         raise unreachable(request, why) from why
-    attempt = await _sent(connection, request, limits)
+    attempt = await _attempt_on(connection, request, limits)
     attempt.check()
     return attempt
 
 
-async def _sent(connection: EngineConnection, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
-    """The attempt, once it is decided."""
+async def _attempt_on(connection: EngineConnection, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
+    """Send the request on this connection, and return the attempt once it is decided.
+
+    Closed where the wait is cancelled.
+    """
     decided = Signal()
     attempt = EngineAttempt(request, limits, decided.set, request.streamed)
     attempt.begin(connection)

@@ -109,10 +109,11 @@ def refuse_steering(body: Body, extra_args: object) -> None:
             # As JSON: to Python 0 is False, and 0 is a rank.
             _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=msgspec.json.encode(value) in _EMPTY_VALUES)
         if "vllm_xargs" in body:
-            body["vllm_xargs"] = _without(body["vllm_xargs"], unset)
+            body["vllm_xargs"] = _without_fields(body["vllm_xargs"], unset)
 
 
 def _refuse(name: str, table: Mapping[str, str], prefix: str = "", *, is_empty: bool) -> None:
+    """Raise BadBody for this field, with the table's reason, unless it is empty."""
     if not is_empty:
         raise BadBody(f"{prefix}{name} is not accepted: {table[name]}", param=prefix + name)
 
@@ -153,9 +154,9 @@ def vllm_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> by
     """
     engine_body = _with_options(body, model, options)
     if "vllm_xargs" in engine_body:
-        engine_body["vllm_xargs"] = _without(engine_body["vllm_xargs"], STRIPPED_EXTRA_ARGS)
+        engine_body["vllm_xargs"] = _without_fields(engine_body["vllm_xargs"], STRIPPED_EXTRA_ARGS)
     if options.report_full:
-        engine_body["vllm_xargs"] = _with(engine_body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
+        engine_body["vllm_xargs"] = _with_field(engine_body.get("vllm_xargs"), "kv_cache_report_mode", _FULL)
     if options.response_id:
         engine_body["request_id"] = msgspec.Raw(msgspec.json.encode(options.response_id))
     if options.prompt_ids is not None:
@@ -192,11 +193,15 @@ class Dialect:
 
 
 def _vllm_model(model_name: str, engine_name: str) -> str:
+    """The adapter's engine name, or the base model's served name."""
     return engine_name or model_name
 
 
 def _sglang_model(model_name: str, engine_name: str) -> str:
-    """SGLang 0.5 takes any bare name for the base model; only `base:unknown` is an error there."""
+    """`base:adapter`, or the base model's served name. Raises ReplicaUnreachable where that name has a colon.
+
+    SGLang 0.5 takes any bare name for the base model; only `base:unknown` is an error there.
+    """
     if ":" in model_name:
         raise ReplicaUnreachable(
             f"SGLang would take what follows the colon of {model_name!r} for an adapter; serve it under another name",
@@ -297,17 +302,18 @@ def _with_options(body: Body, model: str, options: EngineOptions) -> Body:
     if options.cache_salt:
         engine_body["cache_salt"] = _quoted(options.cache_salt)
     if options.ask_usage:
-        engine_body["stream_options"] = _with(body.get("stream_options"), "include_usage", _TRUE)
+        engine_body["stream_options"] = _with_field(body.get("stream_options"), "include_usage", _TRUE)
     return engine_body
 
 
 @lru_cache(maxsize=4096)
 def _quoted(model: str) -> msgspec.Raw:
+    """The name as a JSON string. Cached."""
     return msgspec.Raw(msgspec.json.encode(model))
 
 
-def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
-    """A nested object with this field added or replaced."""
+def _with_field(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.Raw:
+    """A nested object with this field added or replaced; unchanged where it is no object."""
     try:
         fields = _fields(given) if given is not None else None
     except msgspec.ValidationError:
@@ -316,7 +322,7 @@ def _with(given: msgspec.Raw | None, name: str, value: msgspec.Raw) -> msgspec.R
     return msgspec.Raw(msgspec.json.encode({**(fields or {}), name: value}))
 
 
-def _without(given: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
+def _without_fields(given: msgspec.Raw, names: frozenset[str]) -> msgspec.Raw:
     """A nested object without these fields; unchanged where it has none of them."""
     try:
         fields = _fields(given) or {}

@@ -68,6 +68,7 @@ def endpoint_of(replica: Replica, engine_key: str) -> EngineEndpoint:
 
 @lru_cache(maxsize=4096)
 def _endpoint(engine_url: str, key: str) -> EngineEndpoint:
+    """The endpoint of an engine's URL; with a key (empty: none), its head has that. Cached."""
     origin = Origin.parse(engine_url)
     after = b" HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept-encoding: identity\r\n%b"
     return EngineEndpoint(
@@ -82,6 +83,7 @@ def engine_request(
 
     response_id  the id that the engine gives its response, see `new_response_id`
     raises       ReplicaUnreachable, `unknown_dialect`: this engine cannot be given an adapter
+                 BadBody, see `dialect_of` and `salt_for`
     """
     route, replica, routing = request.route, dispatched.replica, dispatched.hashed.request
     dialect = dialect_of(replica.dialect, routing.engine_name, route.path)

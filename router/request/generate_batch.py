@@ -1,4 +1,4 @@
-"""SGLang's `/generate`: a batch whose items are completions of their own, each with its own run."""
+"""SGLang's `/generate`: a batch, of which each item runs as a separate completion."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ async def serve_generate_batch(
 
 
 def _check_size(items: int, caller: Caller) -> None:
-    """Raises BadBody for more items than one call may have, or the caller's key in a minute."""
+    """Raise BadBody for more items than one call may have, or the caller's key in a minute."""
     if items > _MAX_ITEMS:
         raise BadBody(f"{items} items are more than {_MAX_ITEMS}: send several calls", param="text")
     per_minute = None if caller.limits is None else caller.limits.requests_per_minute
@@ -62,7 +62,10 @@ async def _serve_whole(
     caller: Caller,
     response: ClientResponse,
 ) -> None:
-    """Take the quota of all items at once: refused half-way, what was computed would be lost."""
+    """Take the quota of all items at once, run them, and send one body. Raises RateLimited.
+
+    With a quota for each item, a refusal half-way would waste what the others have computed.
+    """
     if caller.limits is None:
         await _serve_items(batch, runs, response, _MAX_RUNNING_ITEMS)
         return
@@ -96,7 +99,7 @@ async def _serve_items(
 
 
 async def _item_body(run: RequestRun, slots: asyncio.Semaphore) -> bytes:
-    """One item's whole answer. Raises _ItemRefused with the engine's own error."""
+    """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
     async with slots:
         try:
             await run.reach_engine()

@@ -121,14 +121,17 @@ class InferenceHandler:
         return caller
 
     def _refuse(self, headers: Mapping[bytes, bytes]) -> NoReturn:
-        """Raises the HttpError of a request that has no caller."""
+        """Raise the HttpError of a request that has no caller."""
         if self._check_host is not None:
             self._check_host(headers.get(b"host", b""))
         check_scope(self._services.keys.caller(_authorization(headers)), "infer")
         raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
 
     def _read(self, caller: Caller, response: ClientResponse) -> RequestRun:
-        """read: the request, and the run of the stages behind this one. Raises BadBody."""
+        """read: parse the request, and return the run of its further stages. Starts a stream's keep-alives.
+
+        Raises BadBody.
+        """
         trace = response.trace
         if trace is not None:
             trace.begin_stage("read")
@@ -151,17 +154,18 @@ class InferenceHandler:
 
 
 def _answer_at(path: str, handler: Handler, exchange: HttpExchange) -> Coroutine[Any, Any, None]:
-    """Answer as if the request had this path."""
+    """Answer as if the request had this path: sets `exchange.path`."""
     exchange.path = path
     return handler(exchange)
 
 
 def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
+    """Whether this is a `/generate` body so short that it is read in 50 ms at worst."""
     return route is GENERATE and len(body) < _QUICKLY_READ_BYTES
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The value of Authorization, or of Anthropic's `x-api-key` in its form."""
+    """The value of Authorization; without one, Anthropic's `x-api-key` as a bearer key."""
     value = headers.get(b"authorization")
     if value is None:
         # The header of Anthropic's clients.

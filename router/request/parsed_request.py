@@ -64,7 +64,7 @@ def parse_request(
     timeout: str | None = None,
     forwarded: bytes = b"",
 ) -> ParsedRequest:
-    """The request, with those fields of its body decoded that its route names.
+    """The request, with those fields of its body decoded that its route names; steering fields are refused or dropped.
 
     target   path and query; empty: the route's own
     session  the session named by a header; without one the body's `user` names it
@@ -149,6 +149,7 @@ def makes_many_sequences(request: ParsedRequest) -> bool:
 
 
 def _session_key(named: str) -> str:
+    """The session's name, or its hash where it is long."""
     return named if len(named) <= _MAX_SESSION_CHARS else xxh3_128_hexdigest(named.encode())
 
 

@@ -19,7 +19,7 @@ from router.telemetry.metrics import RouterMetrics
 
 log = structlog.get_logger()
 
-# Seconds between two looks while a request waits: an engine's queue drains without any event here.
+# Seconds between two checks while a request waits: an engine's queue drains without any event here.
 _CHECK_EVERY_S = 0.02
 
 
@@ -30,7 +30,8 @@ class Displaced(Exception):
 class CountedRequest(Protocol):
     """A request that was sent, and counts as load until `end`."""
 
-    def end(self) -> object: ...
+    def end(self) -> object:
+        """Give back the load that the request counts as."""
 
 
 S = TypeVar("S", bound=CountedRequest)
@@ -48,7 +49,7 @@ class _Waiter(Generic[S]):
         self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
 
     def resolve(self, outcome: Decision | NoReplica) -> None:
-        """Send the request as decided, or raise Displaced in its coroutine."""
+        """Wake the coroutine: with the dispatched request that `begin` makes of a decision, or with Displaced."""
         if self.sent.done():
             return
         if isinstance(outcome, NoReplica):
@@ -62,12 +63,13 @@ class _Waiter(Generic[S]):
             self.sent.set_exception(exc)
 
     def undo(self) -> None:
-        """End a request whose coroutine has left at the moment in which it was sent."""
+        """End a dispatched request whose coroutine has left at the moment in which it was sent."""
         if self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None:
             self.sent.result().end()
 
 
 def _left_s(deadline_at: float, now: float) -> float:
+    """Seconds until the deadline. Raises DeadlineExceeded where it has passed."""
     if deadline_at <= now:
         raise DeadlineExceeded("the deadline of this request passed before it could be sent to an engine")
     return deadline_at - now
@@ -105,6 +107,8 @@ class RequestQueue:
 
     async def admit(self, queued: QueuedRequest, begin: Callable[[Decision], S]) -> S:
         """The dispatched request that `begin` makes of the decision, as soon as there is room: mostly at once.
+
+        Counts waits and refusals in `holds`.
 
         raises  at once: NoReplica, DeadlineExceeded; Saturated where it may not wait, or would wait too long
                 later: Displaced, Saturated and DeadlineExceeded
@@ -149,7 +153,7 @@ class RequestQueue:
         await forever(self._send_ready, name="waiting", every_s=_CHECK_EVERY_S, poke=self._poke, on_failure=on_failure)
 
     async def _send_ready(self) -> None:
-        """Send the queued requests for which there is room now; sleep while there are none."""
+        """Resolve the queued requests for which there is room now; sleep while none is queued."""
         if not len(self._scheduler.queue):
             self._is_occupied.clear()
             await self._is_occupied.wait()
@@ -161,6 +165,7 @@ class RequestQueue:
             waiter.resolve(outcome)
 
     def _timeout_error(self, queued: QueuedRequest) -> RouterError:
+        """The error for a request that waited too long; the queue's wait margin is updated by it: call once."""
         if queued.deadline_at is not None and self._clock() >= queued.deadline_at:
             return DeadlineExceeded("the deadline of this request passed while it waited for room at an engine")
         return self._scheduler.queue.time_out(queued, self._clock())

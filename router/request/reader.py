@@ -23,7 +23,10 @@ class InferenceRequestReader:
         self._session_header = services.config.session_header.lower().encode()
 
     def read(self, response: ClientResponse, body: bytes) -> ParsedRequest:
-        """The request of this response. The body may name the response's id. Raises BadBody."""
+        """Parse the request of this response; its id is the body's valid `request_id`, unless the head has one.
+
+        Raises BadBody.
+        """
         headers = response.exchange.headers
         request = self._parse(response, response.route, body, response.request_id)
         own_id = request.decoded.get("request_id")
@@ -35,7 +38,7 @@ class InferenceRequestReader:
         return msgspec.structs.replace(request, request_id=response.request_id)
 
     def read_item(self, response: ClientResponse, route: Route, body: bytes, item: int) -> ParsedRequest:
-        """One item of a batch, as a request of its own with the batch's head. Raises BadBody."""
+        """Parse one item of a batch as a separate request with the batch's head. Raises BadBody."""
         return self._parse(response, route, body, f"{response.request_id}-{item}")
 
     def _parse(self, response: ClientResponse, route: Route, body: bytes, name: str) -> ParsedRequest:

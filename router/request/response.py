@@ -51,7 +51,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     next_keep_alive: asyncio.TimerHandle | None = None
 
     def serve(self, run: RequestRun) -> Coroutine[Any, Any, None]:
-        """Run the stages of this request, up to the end of its answer or its deadline. `close` records it.
+        """The coroutine of this request's stages, up to the end of its answer or its deadline. `close` records the end.
 
         raises  RouterError
         """
@@ -59,7 +59,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         return within_deadline(self.services, run.request, self._serve(run))
 
     async def _serve(self, run: RequestRun) -> None:
-        """The stages from resolve to the end of the answer."""
+        """Run the stages from resolve to the end of the answer, and record its usage."""
         await run.reach_engine()
         await next_stage()
         await self._relay(run)
@@ -67,7 +67,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         record_usage(run)
 
     async def _relay(self, run: RequestRun) -> None:
-        """relay: the engine's answer, whole or as a stream."""
+        """relay: record the first token, stop keep-alives, and send the engine's answer, whole or as a stream."""
         attempt, dispatched = run.attempt, run.dispatched
         assert attempt is not None
         assert dispatched is not None
@@ -107,6 +107,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         self.next_keep_alive = asyncio.get_running_loop().call_later(every_s, self._send_comment, every_s)
 
     def _send_comment(self, every_s: float) -> None:
+        """Send a keep-alive comment, with the head where there is none yet, and schedule the next one."""
         self.send_head(200, "content-type: text/event-stream; charset=utf-8\r\n")
         self.exchange.send(_WAITING)
         self.keep_alive(every_s)
@@ -124,7 +125,7 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.begin(status, self._all_headers(headers + "cache-control: no-cache\r\n"))
 
     def finish_stream(self, attempt: EngineAttempt) -> None:
-        """End a stream, with an error event where its engine broke off."""
+        """End a stream, with an error event, and a line in the log, where its engine broke off."""
         broken = attempt.failure
         if isinstance(broken, StreamBroken):
             log.warning(
@@ -135,7 +136,7 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.finish()
 
     def send_failure(self, exc: Exception) -> None:
-        """Send the error for this exception: 500, and a line in the log, for an unexpected one."""
+        """Send the error for this exception, and count a rate limit. An unexpected one is sent as 500, and logged."""
         if isinstance(exc, RouterError | HttpError):
             if isinstance(exc, RateLimited):
                 self.services.metrics.rate_limited.labels(exc.limit).inc()
@@ -146,7 +147,10 @@ class ClientResponse(msgspec.Struct, eq=False):
         self.send_error(HttpError(500, "internal_error", message))
 
     def send_error(self, exc: RouterError | HttpError) -> None:
-        """Send an error in the route's shape; as the last event of a stream, unless that has its last one already."""
+        """Send an error in the route's shape, and set `code`.
+
+        In a stream it is the last event, unless the client has that.
+        """
         run = self.run
         if run is not None and run.attempt is not None and run.attempt.is_done_sent:
             self.exchange.finish()
@@ -163,13 +167,13 @@ class ClientResponse(msgspec.Struct, eq=False):
         self.send_whole(exc.status, header_lines(headers), msgspec.json.encode(body))
 
     def send_stopping(self) -> None:
-        """Tell a client that is still there that the router stops."""
+        """Send 503 `stopping` to a client that is still connected."""
         if not self.exchange.is_over:
             message = "the router stopped before this answer was whole; ask again"
             self.send_error(HttpError(503, "stopping", message, retry_after_s=1.0))
 
     def close(self) -> None:
-        """End the request, however it ended: record it, and count it in the metrics and the trace."""
+        """End the request, however it ended: stop keep-alives, record it, and count it in the metrics and the trace."""
         if self.next_keep_alive is not None:
             self.next_keep_alive.cancel()
         run, self.run = self.run, None
@@ -181,6 +185,7 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.trace.end(status, self.code)
 
     def _all_headers(self, headers: str) -> bytes:
+        """All header lines of the response: these, the request's id, and `extra_headers`."""
         return f"x-request-id: {self.request_id}\r\n{headers}{self.extra_headers}".encode("latin-1")
 
 
@@ -195,7 +200,7 @@ def within_deadline(
 
 
 async def _within(services: Services, deadline_at: float, work: Coroutine[Any, Any, None]) -> None:
-    """Do this work in a task until the deadline."""
+    """Do this work in a task until the deadline. Raises DeadlineExceeded."""
     try:
         await leave_batch()
         async with asyncio.timeout(deadline_at - services.clock() + _OUTER_DEADLINE_S):
@@ -209,7 +214,7 @@ async def _within(services: Services, deadline_at: float, work: Coroutine[Any, A
 def disclosed_cached_tokens(services: Services, caller: Caller, dispatched: DispatchedRequest) -> int:
     """The predicted cached tokens that this caller may see: those of prefixes that its tenant has sent before.
 
-    A hit on another tenant's prompt would disclose that prompt.
+    Records the prompt as sent by the tenant. A hit on another tenant's prompt would disclose that prompt.
     """
     cached_tokens = dispatched.predicted_tokens
     if caller.tenant is None or dispatched.hashed.request.is_approximate:

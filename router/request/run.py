@@ -44,7 +44,7 @@ from router.tokenizing.tokenizers import Tokens
 
 log = structlog.get_logger()
 
-# While a whole answer takes longer than usual: seconds between two looks whether its engine works on it.
+# While a whole answer takes longer than usual: seconds between two checks that its engine works on it.
 _PROGRESS_CHECK_S = 5.0
 _NO_FAILURES: Mapping[Incarnation, FailedAttempt] = MappingProxyType({})
 
@@ -92,7 +92,7 @@ class RequestRun(msgspec.Struct, eq=False):
     _last_failure: str = ""
 
     async def reach_engine(self) -> None:
-        """Run the stages up to an engine's answer, which is then `attempt`; the client has got no part of it.
+        """Run the stages up to an engine's answer, then in `attempt`, with retries. The client has got no part of it.
 
         raises  RouterError
         """
@@ -118,7 +118,7 @@ class RequestRun(msgspec.Struct, eq=False):
                 return
 
     async def _resolve(self) -> None:
-        """resolve and authorise, within the limits of the caller's key.
+        """resolve and authorise: set `target`, and take the request's quota from the caller's key.
 
         Waits for the fleet where this router has just started. Asks the orchestrator about a name that is unknown here.
 
@@ -148,7 +148,10 @@ class RequestRun(msgspec.Struct, eq=False):
             self._prepare_stored_response(target)
 
     def _check_poison(self, target: RequestTarget) -> None:
-        """Raises HeldBack while engines die of this request or adapter; then it is tried alone."""
+        """Raise HeldBack while this request or adapter is held back as poison.
+
+        Later it is tried alone: `deaths` is set.
+        """
         services = self.services
         requests, adapters = services.poison_requests, services.poison_adapters
         if requests.suspects and requests.check_held(request_digest(self.request), services.clock()):
@@ -157,7 +160,10 @@ class RequestRun(msgspec.Struct, eq=False):
             self.deaths |= adapters.check_held(target.adapter.engine_name, services.clock())
 
     def _prepare_stored_response(self, target: RequestTarget) -> None:
-        """For a response that its engine will keep: enter it where it is a background one, and find its predecessor."""
+        """For a response that its engine will keep: take a background one's place, and find its predecessor's engine.
+
+        raises  Saturated, ResponseNotFound
+        """
         if self.request.decoded.get("background"):
             self.services.background.enter(self.caller.tenant or "")
             self.is_in_background = True
@@ -165,7 +171,10 @@ class RequestRun(msgspec.Struct, eq=False):
         self._may_wait = self.keeper is None
 
     def _keeper_of_previous(self, target: RequestTarget) -> Incarnation | None:
-        """The engine that keeps the response named by `previous_response_id`; None: the request names none."""
+        """The engine that keeps the response named by `previous_response_id`; None: the request names none.
+
+        raises  ResponseNotFound
+        """
         previous = self.request.decoded.get("previous_response_id")
         if not isinstance(previous, str):
             return None  # none, or one that its engine refuses
@@ -180,7 +189,7 @@ class RequestRun(msgspec.Struct, eq=False):
         raise worker_gone_error(str(previous), worker, param="previous_response_id")
 
     async def _tokenize(self) -> None:
-        """tokenize, and charge the caller's key for the prompt."""
+        """tokenize: set `tokens`, and charge the caller's key for the prompt. Raises RateLimited."""
         if self.trace is not None:
             self.trace.begin_stage("tokenize")
         assert self.target is not None
@@ -191,7 +200,7 @@ class RequestRun(msgspec.Struct, eq=False):
             self.services.quotas.charge(self.granted, needed, self.services.clock())
 
     async def _wait_for_adapter(self) -> None:
-        """Begin an attempt: wait until a replica that may get this request holds the adapter."""
+        """Begin and count an attempt: wait until a replica that may get this request holds the adapter."""
         self.attempts += 1
         if self._may_wait:
             if self.trace is not None:
@@ -201,7 +210,10 @@ class RequestRun(msgspec.Struct, eq=False):
             self.trace.begin_stage("decide")
 
     async def _wait_until_servable(self, *, is_displaced: bool = False) -> None:
-        """Wait until a replica may serve the request; hash it anew where its target or exclusions have changed."""
+        """Wait until a replica may serve the request.
+
+        Where its target or exclusions have changed, set them, and clear `hashed`, so that it is hashed again.
+        """
         target = self.target
         assert target is not None
         servable = await wait_for_adapter(
@@ -225,7 +237,10 @@ class RequestRun(msgspec.Struct, eq=False):
         return excluded_incarnations(self.failures, fleet.replicas, breaker.last_success_at)
 
     async def _decide(self) -> None:
-        """hash, match and decide; once more where every replica went away while the request was queued."""
+        """hash, match and decide: set `dispatched`, as soon as a replica has room.
+
+        Where every replica went away while the request was queued, decides again; raises NoReplica after `max_tries`.
+        """
         services, request, tokens = self.services, self.request, self.tokens
         assert tokens is not None
         most = services.config.max_tries
@@ -247,13 +262,16 @@ class RequestRun(msgspec.Struct, eq=False):
         raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 
     def _hash(self, only: Incarnation | None = None) -> HashedRequest:
-        """The hashed request for the replicas that are not excluded, or for `only` one."""
+        """The hashed request for the replicas that are not excluded, or for `only` one. `hashed` stays as it is."""
         assert self.target is not None
         assert self.tokens is not None
         return hash_prompt(self.services, self.target, self.request, self.tokens, self.excluded, only)
 
     async def _open(self) -> None:
-        """open: send the request and wait until its attempt is decided. Raises ReplicaUnreachable."""
+        """open: send the request, wait until its `attempt` is decided, and record the answer.
+
+        Raises ReplicaUnreachable.
+        """
         dispatched, tokens = self.dispatched, self.tokens
         assert dispatched is not None
         assert tokens is not None
@@ -280,9 +298,9 @@ class RequestRun(msgspec.Struct, eq=False):
         services, most = self.services, self.services.config.max_tries
         await leave_batch()
         for _ in range(most):
-            there = self.keeper or services.scheduler.decide(self._hash(), services.clock()).replica.incarnation
-            async with services.alone(there):
-                self.hashed = self._hash(there)
+            engine = self.keeper or services.scheduler.decide(self._hash(), services.clock()).replica.incarnation
+            async with services.alone(engine):
+                self.hashed = self._hash(engine)
                 try:
                     await self._decide()
                 except NoReplica:
@@ -292,7 +310,7 @@ class RequestRun(msgspec.Struct, eq=False):
         raise NoReplica(f"every replica went while this waited, {most} times", retry_after_s=1.0)
 
     def _check_retry(self, exc: ReplicaUnreachable) -> None:
-        """Record a failed attempt, and return where the request gets another one, see `core.failover.verdict`.
+        """Record a failed attempt, exclude its replica; return where another may follow (`core.failover.verdict`).
 
         raises  NoReplica, NoAnswerInTime, AnswerTooLarge: it gets none
         """
@@ -326,10 +344,13 @@ class RequestRun(msgspec.Struct, eq=False):
             raise NoReplica(f"only worker {replica.id!r} keeps the earlier response: {exc}") from exc
 
     def _attempt_limits(self, dispatched: DispatchedRequest) -> AttemptLimits:
-        """The limits of this attempt: longer for whole answers and where the client says so, shorter for a trial."""
+        """The limits of this attempt: longer for whole answers and client deadlines, shorter for a trial.
+
+        Sets `is_trial`.
+        """
         limits, config, request = self.limits, self.services.config, self.request
         self.is_trial = self.services.scheduler.breaker.is_trial(dispatched.replica, dispatched.load)
-        # Of a whole answer nothing is heard until all of it is there, which may take long where all is well.
+        # A whole answer arrives all at once, which may take long where all is well.
         if not request.streamed:
             return replace(
                 limits, first_data_s=self._first_data_s(), longer=partial(self._deadline_at_work, dispatched)
@@ -346,7 +367,7 @@ class RequestRun(msgspec.Struct, eq=False):
         return max(usual_s, min(self.services.config.max_answer_s, deadline_at - self.services.clock()))
 
     def _deadline_at_work(self, dispatched: DispatchedRequest, now: float) -> float:
-        """When to look again at an engine that is seen to work on a whole answer; `now` where it is not."""
+        """The next deadline of a whole answer: later where its engine is seen to work on it; `now` where it is not."""
         config, replica = self.services.config, self.services.discovery.fleet.replicas.get(dispatched.replica.id)
         if replica is None or replica.incarnation != dispatched.replica.incarnation:
             return now

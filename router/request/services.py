@@ -69,7 +69,7 @@ class Decisions(deque[RequestRecord]):
         self._full_at = -inf
 
     def add(self, record: RequestRecord, now: float) -> None:
-        """Keep this record, unless as many as are kept came lately."""
+        """Keep this record, unless so many came lately that the kept ones would reach back less than ten seconds."""
         full_at = max(self._full_at, now)
         if full_at - now < _KEPT_S:
             self._full_at = full_at + _KEPT_EVERY_S
@@ -114,7 +114,7 @@ class Services:
 
     @asynccontextmanager
     async def alone(self, incarnation: Incarnation) -> AsyncIterator[None]:
-        """Wait for the turn of a request that may be poison: each engine gets one of those at a time."""
+        """Hold an engine's turn, and wait for it first: each engine gets one request at a time that may be poison."""
         lock = self.suspect_locks.setdefault(incarnation, asyncio.Lock())
         self.suspects_at[incarnation] += 1
         try:

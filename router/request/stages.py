@@ -58,7 +58,7 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
 
 
 async def tokenize(services: Services, target: RequestTarget, request: ParsedRequest) -> Tokens:
-    """The prompt's token ids, or an approximation of a prompt that only its engine can tokenize."""
+    """The prompt's token ids, or an approximation where only its engine can tokenize. May leave the batch, to wait."""
     kind = request.route.prompt
     began_at = services.clock()
     replica = services.discovery.fleet.base_models.get(target.base_model) if kind != "none" else None
@@ -78,7 +78,7 @@ async def tokenize(services: Services, target: RequestTarget, request: ParsedReq
 
 
 def _or_approximation(services: Services, request: ParsedRequest, found: Tokens, began_at: float) -> Tokens:
-    """These tokens; where they have no ids, an approximation of the prompt."""
+    """These tokens; where they have no ids, an approximation of the prompt. Adds the time to the tokenize metric."""
     route = request.route
     if found.ids is None and route.computes and services.config.tokenizer != "off":
         made = approximate_prompt(request.fields, request.decoded, request.size_bytes)
@@ -107,6 +107,7 @@ async def wait_for_adapter(
     """
 
     def unfit() -> Excluded:
+        """The excluded replicas, and those too short for this request."""
         return excluded() | _too_short(services, target, request, tokens)
 
     if target.adapter is None:
@@ -130,6 +131,7 @@ async def wait_for_adapter(
 
 
 def _with_adapter(target: RequestTarget, adapter: RoutableAdapter) -> RequestTarget:
+    """The target with this adapter, as the catalog has it now, and with that adapter's base model."""
     if adapter is target.adapter:
         return target
     return RequestTarget(adapter.base_model or target.base_model, adapter, target.asked)
@@ -151,6 +153,7 @@ async def _until_back(services: Services, base_model: str, unfit: Callable[[], E
     """Wait until a replica is ready that is not excluded, for `failover_wait_s` at most."""
 
     def is_back() -> bool:
+        """Whether a replica is ready that is not excluded."""
         replicas, barred = services.discovery.fleet.roster(base_model).replicas, unfit()
         return any(r.state == "ready" and r.incarnation not in barred for r in replicas)
 
@@ -165,7 +168,11 @@ def hash_prompt(
     excluded: Excluded = frozenset(),
     only: Incarnation | None = None,
 ) -> HashedRequest:
-    """hash: the routing request, with block hashes of the prompt for every block size in the fleet."""
+    """hash: the routing request, with block hashes of the prompt for every block size in the fleet.
+
+    excluded  replicas that may not get the request
+    only      the one engine that may get it; None: any
+    """
     adapter, approximated = target.adapter, tokens.approximation
     roster = services.discovery.fleet.roster(target.base_model)
     engine_name = (adapter.engine_name or "") if adapter is not None else ""
@@ -203,7 +210,7 @@ def hash_prompt(
 
 
 def _hash_chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
-    """Block size -> chain of block hashes of these token ids."""
+    """Block size -> chain of block hashes of these token ids, from the cache where it has them."""
     assert tokens.ids is not None
     return {
         block_size: services.chain_cache.chain(
@@ -223,6 +230,7 @@ def _total_tokens(request: ParsedRequest, prompt_tokens: int, roster: Roster) ->
 
 
 def _number(raw: msgspec.Raw | None) -> int:
+    """The integer in this field; 0 where it is missing or no integer."""
     try:
         return 0 if raw is None else _decode_number(raw)
     except ValueError:
@@ -251,7 +259,7 @@ def prefill_tokens(roster: Roster, request: ParsedRequest, tokens: Tokens) -> in
 
 
 def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
-    """match: contiguous cached blocks of every replica, by its own block size, and by its salt where it has one."""
+    """match: contiguous cached blocks of each replica, by that replica's block size and, where it has one, salt."""
     ask, salted_at = prompt.request, prompt.salted_workers
     of = partial(feeds.match_approximate, conversation=ask.first_blocks) if ask.is_approximate else feeds.match
     if len(prompt.chains) == 1 and not prompt.salted_chains:
@@ -272,7 +280,7 @@ def match(feeds: KvFeeds, prompt: HashedRequest) -> PrefixMatch:
 
 
 def _match_of(matched: PrefixMatch, is_one: Callable[[WorkerId], bool]) -> PrefixMatch:
-    """The match of some of the workers."""
+    """The part of a match that is about the workers for which `is_one` is true."""
     return PrefixMatch(
         {worker: blocks for worker, blocks in matched.depths.items() if is_one(worker)},
         {worker: blocks for worker, blocks in matched.lower.items() if is_one(worker)},

@@ -42,7 +42,7 @@ async def _relay_stored(
     response: ClientResponse,
     rewriter: AnswerRewriter,
 ) -> None:
-    """Relay the engine's answer, and tell `Background` what it shows of the response."""
+    """Relay the engine's answer, and report to `Background` what it shows of the response. Raises RouterError."""
     background, response_id = services.background, response_id_of(response.exchange.path)
     try:
         attempt = await open_attempt(services.pool, outgoing, limits)
@@ -56,7 +56,7 @@ async def _relay_stored(
             response.finish_stream(attempt)
         else:
             response.send_whole(attempt.status, headers, rewriter.whole(attempt.first))
-            background.record_shown_response(response_id, attempt.first)
+            background.end_if_over(response_id, attempt.first)
     finally:
         attempt.close()
         background.record_shown_tokens(response_id, attempt.events)

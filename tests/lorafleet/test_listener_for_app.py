@@ -20,7 +20,7 @@ SOON = ClientLimits(head_s=0.05, body_s=0.05, idle_s=0.05)
 async def served(limits: ClientLimits | None = None):
     """Clients of an app that is served in a service's own way."""
     sock = serve.bind("127.0.0.1", 0)
-    config = serve.configured(length, grace_s=1.0, http=listener_for_app(limits) if limits else None)
+    config = serve.uvicorn_config(length, grace_s=1.0, http=listener_for_app(limits) if limits else None)
     server = serve.DrainingServer(config, None)
     config.load()
     server.lifespan = config.lifespan_class(config)
@@ -36,7 +36,7 @@ async def served(limits: ClientLimits | None = None):
 
 
 def test_a_service_has_the_http_servers_limits_by_default():
-    http = serve.configured(length, grace_s=1.0).http
+    http = serve.uvicorn_config(length, grace_s=1.0).http
     assert isinstance(http, HttpListener)
     assert http.limits == ClientLimits(body_bytes=16 * 2**20)
     assert (http.limits.head_s, http.limits.body_s, http.limits.idle_s) == (15.0, 60.0, 75.0)

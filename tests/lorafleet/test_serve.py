@@ -32,7 +32,7 @@ async def length(scope, receive, send):
 async def served():
     sock = serve.bind("127.0.0.1", 0)
     # In a server's own way but for its signals, which belong to the test runner.
-    server = serve.DrainingServer(serve.configured(length, grace_s=1.0), None)
+    server = serve.DrainingServer(serve.uvicorn_config(length, grace_s=1.0), None)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([sock])

@@ -379,7 +379,7 @@ async def test_shown_tokens_are_charged_once_at_their_largest_count():
     background.follow("r", ("w0", "b"), "", lambda *told: found.append(told), shown_tokens=3)
     for tokens in (600, 5):
         background.record_shown_tokens("r", tokens)
-    background.record_shown_response("r", b'{"status": "cancelled", "usage": null}')
+    background.end_if_over("r", b'{"status": "cancelled", "usage": null}')
     background.record_shown_tokens("r", 900)
     assert found == [(None, 600)]
     await background.close()

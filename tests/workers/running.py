@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from lorafleet.http_server.serve import bind, configured
+from lorafleet.http_server.serve import bind, uvicorn_config
 from lorafleet.service.settings import load
 from tests.patience import patience, until, within
 from tests.serving import serving
@@ -63,7 +63,7 @@ class RunningWorker:
             sock.close()
             raise
         async with (
-            serving(worker.app, http=configured(worker.app, grace_s=1.0).http, sock=sock) as url,
+            serving(worker.app, http=uvicorn_config(worker.app, grace_s=1.0).http, sock=sock) as url,
             httpx.AsyncClient(base_url=url, timeout=patience(30)) as client,
         ):
             try:

@@ -123,7 +123,7 @@ async def ending(handler):
     sock = serve.bind("127.0.0.1", 0)
     made = HttpListener(lambda method, path: handler if path == HOT else None, ClientLimits())
     app = AsgiApp([])
-    server = serve.DrainingServer(serve.configured(app, grace_s=5.0, http=made), None)
+    server = serve.DrainingServer(serve.uvicorn_config(app, grace_s=5.0, http=made), None)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([sock])

@@ -353,9 +353,9 @@ class Noting(ModelRenamer):
         super().__init__("m", "m")
         self.reads = 0
 
-    def chunk(self, chunk):
+    def rewrite(self, chunk):
         self.reads += 1
-        return super().chunk(chunk)
+        return super().rewrite(chunk)
 
 
 async def test_a_streams_usage_is_kept_however_many_reads_its_last_event_takes():

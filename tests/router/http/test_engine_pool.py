@@ -29,7 +29,7 @@ async def ask(
 
 async def begin(pool, url, body=b"hello", *, within_s=WITHIN_S, sink=None):
     origin = Origin.parse(url)
-    connection = pool.idle(origin) or await pool.connect(origin)
+    connection = pool.take_idle(origin) or await pool.connect(origin)
     connection.deadline = asyncio.get_running_loop().time() + within_s
     sink = sink or RecordingSink()
     connection.send(
@@ -153,7 +153,7 @@ async def test_bytes_that_come_while_a_connection_is_idle_close_it(pool):
         assert pool.connections == 1
         go_on.set()
         await until(lambda: not pool.connections)
-        assert pool.idle(Origin.parse(engine.url)) is None
+        assert pool.take_idle(Origin.parse(engine.url)) is None
 
 
 async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
@@ -165,7 +165,7 @@ async def test_what_comes_before_a_request_has_gone_out_is_not_its_answer(pool):
 
     def ask_again():
         loop.remove_reader(ours)
-        assert pool.idle(origin) is connection
+        assert pool.take_idle(origin) is connection
         connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
 
     loop = asyncio.get_running_loop()
@@ -473,7 +473,7 @@ async def test_idle_connections_are_bounded_in_time_and_number():
         assert engine.connections == 10
         await until(lambda: pool.connections == 3)
         await until(lambda: pool.connections == 0)
-        assert pool.idle(origin) is None
+        assert pool.take_idle(origin) is None
         assert not pool.idle_connections
     await pool.close()
 
@@ -510,7 +510,7 @@ async def test_an_engine_that_closed_an_idle_connection_is_asked_on_another(pool
 async def test_a_connection_that_closed_between_pool_and_request_is_told_later(pool):
     async with RawEngine(saying(OK)) as engine:
         await ask(pool, engine.url)
-        connection = pool.idle(Origin.parse(engine.url))
+        connection = pool.take_idle(Origin.parse(engine.url))
         connection.close()
         heard = RecordingSink()
         connection.send(b"", heard)
@@ -536,7 +536,7 @@ async def test_a_sink_may_ask_again_from_within_the_end_of_an_answer(pool):
     class Again(RecordingSink):
         def end(self):
             super().end()
-            self.connection = pool.idle(origin)
+            self.connection = pool.take_idle(origin)
             self.connection.send(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n2", second)
 
     second = RecordingSink()
@@ -570,7 +570,7 @@ async def test_closing_the_pool_tells_who_waits_and_leaves_nothing():
         await pool.close()
         assert heard.failure.reason == "no_answer"
         assert not pool.connections
-        assert pool.idle(Origin.parse(engine.url)) is None
+        assert pool.take_idle(Origin.parse(engine.url)) is None
         with pytest.raises(EngineLost):
             await pool.connect(Origin.parse(engine.url))
         await until(lambda: not engine.open and not silent.open)

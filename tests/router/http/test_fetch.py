@@ -318,7 +318,7 @@ async def test_reading_an_ended_stream_does_not_touch_its_connection(pool):
     async with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\none") as agent:
         async with stream(pool, agent.url, "/events", idle_s=patience(5)) as answer:
             await until(lambda: answer.has_ended)
-            connection = pool.idle(Origin.parse(agent.url))
+            connection = pool.take_idle(Origin.parse(agent.url))
             connection.pause()
             assert [data async for data in answer] == [b"one"]
             assert connection.is_paused

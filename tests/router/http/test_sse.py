@@ -18,7 +18,7 @@ def test_stored_answer_has_fleet_names_without_digest_at_any_cut():
     assert plain.count(DATE) == 1
     for at in range(len(said) + 1):
         undated = StoredAnswerRewriter("acme/served", "base")
-        assert undated.chunk(said[:at]) + undated.chunk(said[at:]) + undated.end() == plain
+        assert undated.rewrite(said[:at]) + undated.rewrite(said[at:]) + undated.end() == plain
     assert StoredAnswerRewriter("acme/served", "base").whole(said) == plain
 
 
