@@ -96,7 +96,7 @@ class WorkerListener:
     async def _fetch_tokenizer(self, replica: Replica) -> None:
         """Fetch the tokenizer of this replica's base model, or log why not: the next report tries again."""
         try:
-            await self.tokenizers.learn(
+            await self.tokenizers.load_or_probe(
                 replica.base_model,
                 agent_url=replica.agent_url,
                 engine_url=replica.engine_url,

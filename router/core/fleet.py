@@ -93,10 +93,11 @@ class Replica:
     model_name: str = ""
 
     def __post_init__(self) -> None:
+        """Set `model_name` to the base model where it is empty."""
         object.__setattr__(self, "model_name", self.model_name or self.base_model)
 
     def is_at_work(self, now: float, *, fresh_s: float, still_s: float) -> bool:
-        """Whether its engine is known to be computing, by its own counters.
+        """Whether the replica's engine is known to be computing, by the engine's own counters.
 
         fresh_s  greatest age of a report that counts
         still_s  for how long its counters may stand still
@@ -133,6 +134,7 @@ class RoutableAdapter:
     engine_name: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Set `engine_name`: None for an adapter of the catalog until its digest is known."""
         name = self.lora_id if self.is_listed else None
         if self.digest is not None:
             name = identity.engine_name(self.lora_id, self.digest)
@@ -160,7 +162,7 @@ class Roster:
     _longest: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def able(self, engine_name: str) -> tuple[int, ...]:
-        """Positions of the replicas that may run this adapter, or the base model when empty."""
+        """Positions of the replicas that may run this adapter (the base model when empty); cached."""
         able = self._able.get(engine_name)
         if able is None:
             able = tuple(i for i, r in enumerate(self.replicas) if rejection(r, engine_name) is None)
@@ -174,7 +176,7 @@ class Roster:
 
     @cached_property
     def salted(self) -> frozenset[WorkerId]:
-        """The workers that salt prompts."""
+        """The ids of the workers that salt prompts."""
         return frozenset(replica.id for replica in self.replicas if replica.is_salted)
 
     @cached_property
@@ -193,7 +195,10 @@ class Roster:
         return len({replica.max_model_len for replica in self.replicas} - {0}) > 1
 
     def longest(self, engine_name: str) -> int:
-        """As `max_model_len`, of the replicas with this adapter (the base model when empty), ready or not."""
+        """Most tokens of prompt and answer that any replica with this adapter takes, ready or not; 0: none reported it.
+
+        An empty name means the base model.
+        """
         if not engine_name:
             return self.max_model_len
         longest = self._longest.get(engine_name)
@@ -204,9 +209,10 @@ class Roster:
 
     @cached_property
     def middle(self) -> EngineReport:
-        """The median of each measured figure over the replicas that have it; 0.0 where none has."""
+        """The median of each measured rate and duration over the replicas that have it; 0.0 where none has."""
 
         def of(figures: Iterable[float]) -> float:
+            """The median of the figures above 0; 0.0 without any."""
             measured = [figure for figure in figures if figure > 0]
             return median(measured) if measured else 0.0
 
@@ -233,7 +239,7 @@ def rejection(replica: Replica, engine_name: str) -> str | None:
 
 
 def with_last_resort(replicas: Mapping[WorkerId, Replica]) -> dict[WorkerId, Replica]:
-    """The same replicas, but where none of a base model is ready, those whose pods are ending count as ready.
+    """The same replicas; where no replica of a base model is ready, its replicas with ending pods count as ready.
 
     Their engines still answer. Kubernetes does the same for a Service with none but terminating endpoints.
     """
@@ -267,17 +273,18 @@ class RouterFleet:
 
     @cached_property
     def _rosters(self) -> dict[str, Roster]:
+        """The rosters of all base models, by name; computed once a fleet."""
         by_model: dict[str, list[Replica]] = {}
         for replica in self.replicas.values():
             by_model.setdefault(replica.base_model, []).append(replica)
         return {base_model: Roster(tuple(replicas)) for base_model, replicas in by_model.items()}
 
     def roster(self, base_model: str) -> Roster:
-        """The replicas of a base model, in any state."""
+        """The roster of a base model: its replicas in any state; empty for an unknown one."""
         return self._rosters.get(base_model, _EMPTY_ROSTER)
 
     def holding(self, engine_name: str, excluded: Container[Incarnation] = ()) -> list[Replica]:
-        """The ready replicas that have this exact adapter and digest, do not drain it and are not excluded."""
+        """The ready replicas where this adapter, at this digest, is resident and not draining; not those excluded."""
         return [
             replica
             for replica in self.replicas.values()

@@ -40,8 +40,8 @@ def resolve(
         adapter = _find_adapter(fleet, visible, session, rng, lora_id)
         target = _adapter_target(fleet, adapter, lora_id, model or lora_id, "lora_id")
         named_base = model if model and _is_base(fleet, visible, model) else None
-        if named_base is None and model and not _agrees(fleet, visible, model, lora_id, target):
-            if _find_adapter(fleet, visible, session, rng, _split(fleet, visible, model)[1]) is None:
+        if named_base is None and model and not _names_target(fleet, visible, model, lora_id, target):
+            if _find_adapter(fleet, visible, session, rng, _split_model(fleet, visible, model)[1]) is None:
                 raise ModelNotFound(_unknown_model(model), param="model")
             raise BadBody(
                 f"lora_id {lora_id!r} and model {model!r} name different adapters; leave one of them out",
@@ -62,7 +62,7 @@ def resolve(
         raise BadBody(f"model is missing; name one of: {', '.join(sorted(bases)) or 'none served now'}", param="model")
     if _is_base(fleet, visible, model):
         return RequestTarget(model, None, model)
-    base, name = _split(fleet, visible, model) if ":" in model else (None, model)
+    base, name = _split_model(fleet, visible, model) if ":" in model else (None, model)
     target = _adapter_target(fleet, _find_adapter(fleet, visible, session, rng, name), name, model, "model")
     if base is not None and target.base_model != base:
         raise ModelNotFound(_unknown_model(model), param="model")
@@ -83,6 +83,7 @@ def usable_adapters(fleet: RouterFleet, visible: Visible) -> dict[str, RoutableA
 def _adapter_target(
     fleet: RouterFleet, adapter: RoutableAdapter | None, name: str, asked: str, param: str
 ) -> RequestTarget:
+    """The target of a found adapter; raises ModelNotFound, AdapterFailed, and NoReplica without a base model."""
     if adapter is None:
         raise ModelNotFound(_unknown_model(name), param=param)
     if adapter.error is not None:
@@ -94,6 +95,7 @@ def _adapter_target(
 
 
 def _find_adapter(fleet: RouterFleet, visible: Visible, session: str, rng: Random, name: str) -> RoutableAdapter | None:
+    """The visible adapter with this lora_id or alias, or None. Of several targets the session or chance chooses."""
     adapter = fleet.adapters.get(name)
     if adapter is not None:
         return adapter if visible(adapter) else None
@@ -121,7 +123,7 @@ def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> flo
     return -weight / log(((drawn >> 12) + 0.5) / 2**52)
 
 
-def _split(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None, str]:
+def _split_model(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None, str]:
     """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
     base, colon, name = model.rpartition(":")
     if colon and _is_base(fleet, visible, base):
@@ -129,9 +131,9 @@ def _split(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None
     return None, model
 
 
-def _agrees(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: RequestTarget) -> bool:
+def _names_target(fleet: RouterFleet, visible: Visible, model: str, lora_id: str, target: RequestTarget) -> bool:
     """Whether `model`, which is no base model, names the adapter `lora_id`: as it is, with its base, or by an alias."""
-    base, name = _split(fleet, visible, model)
+    base, name = _split_model(fleet, visible, model)
     alias = fleet.aliases.get(name)
     is_same = name == lora_id or (alias is not None and lora_id in dict(alias.targets))
     return is_same and base in (None, target.base_model)
@@ -145,14 +147,17 @@ def _is_base(fleet: RouterFleet, visible: Visible, name: str) -> bool:
 
 
 def _visible_bases(fleet: RouterFleet, visible: Visible) -> set[str]:
+    """The base models that exist for a caller: those served, and those of visible adapters."""
     served = {name for name, replica in fleet.base_models.items() if replica is not None}
     return served | {a.base_model for a in fleet.adapters.values() if a.base_model and visible(a)}
 
 
 def _only_base(fleet: RouterFleet) -> str | None:
+    """The base model, if there is exactly one; else None."""
     bases = fleet.base_models
     return next(iter(bases)) if len(bases) == 1 else None
 
 
 def _unknown_model(name: str) -> str:
+    """The error message for a model that is unknown, or hidden from the caller."""
     return f"The model {name!r} does not exist or is not yours to use; GET /v1/models lists what is"

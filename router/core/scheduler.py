@@ -37,14 +37,15 @@ class ShadowComparison:
 
 @dataclass(slots=True, kw_only=True)
 class Scheduler:
-    """Decides where requests go, counts those in entry, and queues those for which no engine has room.
+    """Decides where requests go, counts those in flight, and queues those for which no engine has room.
 
     roster          the replicas of a base model, now
     match           what they have cached of a prompt
-    shadowed  told what each shadow policy would have done; shadows decide nothing. `on_shadow_failure`: one raised
+    on_shadow          called with what each shadow policy would have done; shadows decide nothing
+    on_shadow_failure  called with the name of a shadow policy that raised, and its error
     late_binding_s  seconds of work queued at an engine at most; infinite: everything is sent at once
     most_in_flight_tokens  prompt tokens of this router at a base model's engines at most, further requests wait; 0: no
-                    bound. A larger prompt goes when no other is in entry
+                    bound. A larger prompt goes when no other is in flight
     breaker         circuits of the replicas where requests failed
     budget          makes the retry budget of a base model
     """
@@ -67,6 +68,7 @@ class Scheduler:
     _budgets: dict[str, RetryBudget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Make the queue, which decides through this scheduler."""
         self.queue = FairQueue(
             self._decide_queued,
             self.late_binding_s,
@@ -75,7 +77,7 @@ class Scheduler:
         )
 
     def decide(self, hashed: HashedRequest, now: float) -> Decision:
-        """Decide where this request would go now, behind the queue. Raises NoReplica."""
+        """Decide where this request would go now, behind the queue; sends and queues nothing. Raises NoReplica."""
         return self._decide(hashed, self.match(hashed), self.queue.backlog, now)
 
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
@@ -87,7 +89,7 @@ class Scheduler:
         return self.queue.take_admissible(now)
 
     def record_dispatch(self, decision: Decision, now: float) -> LoadEntry:
-        """Count a request that is about to be sent as decided; also asks the shadow policies."""
+        """Count a request that is about to be sent, also at breaker and retry budget. Runs the shadow policies."""
         if self.shadows:
             self._run_shadows(decision)
         request, score, replica = decision.request, decision.score, decision.replica
@@ -108,23 +110,23 @@ class Scheduler:
         return entry
 
     def record_success(self, replica: Replica, now: float, sent_at: float) -> None:
-        """Note that a replica answered with a status below 400."""
+        """Record that a replica answered with a status below 400; may close its circuit."""
         self.breaker.record_success(replica, now, sent_at)
 
     def record_failure(self, replica: Replica, reason: str, now: float, *, sent_at: float = inf) -> None:
-        """Count a failed attempt at a replica, unless it is gone; see CircuitBreaker.record_failure."""
+        """Count a failed attempt at a replica, unless it is gone; may open its circuit."""
         if self._same_incarnation(replica) is not None:
             fleet = self.roster(replica.base_model).replicas
             self.breaker.record_failure(replica, reason, now, self.rng, fleet=fleet, sent_at=sent_at)
 
     def record_probe(self, replica: Replica, now: float, *, is_well: bool) -> None:
-        """Note the result of a health probe; see CircuitBreaker.record_probe."""
+        """Record the result of a health probe; see CircuitBreaker.record_probe."""
         self.breaker.record_probe(replica, now, self.rng, is_well=is_well)
 
     def take_retry(self, replica: Replica, now: float, *, sent_at: float) -> bool:
-        """Whether a request that failed at a replica may be sent once more; call once a retry, after `record_failure`.
+        """Whether a failed request may be sent once more, taken from the retry budget; call after `record_failure`.
 
-        Requests in entry at a replica that was lost go elsewhere without drawing on the retry budget.
+        Requests in flight at a replica that was lost go elsewhere without drawing on the retry budget.
         """
         current = self._same_incarnation(replica)
         is_lost = current is None or current.state != "ready"
@@ -133,7 +135,7 @@ class Scheduler:
         return is_lost or self._budget_of(replica.base_model, now).take(now)
 
     def check_engines(self, replicas: Collection[Replica], now: float) -> None:
-        """Open the circuits of engines that fell silent or that their agents report as hung; call once a second.
+        """Open the circuits of engines that are silent or reported as hung; call once a second.
 
         replicas  all there are: circuits of other incarnations are forgotten
         """
@@ -159,6 +161,7 @@ class Scheduler:
         return sum(budget.refused for budget in self._budgets.values())
 
     def _run_shadows(self, decision: Decision) -> None:
+        """Let each shadow policy decide, and report its choice to `on_shadow`, an error to `on_shadow_failure`."""
         for policy in self.shadows:
             try:
                 shadow = decide(policy, decision.request, decision.snapshot)
@@ -174,6 +177,7 @@ class Scheduler:
         return next(same, None)
 
     def _budget_of(self, base_model: str, now: float) -> RetryBudget:
+        """The base model's retry budget; started where there is none."""
         budget = self._budgets.get(base_model)
         if budget is None:
             budget = self._budgets[base_model] = self.budget()
@@ -181,12 +185,14 @@ class Scheduler:
         return budget
 
     def _is_full(self, decision: Decision) -> bool:
+        """Whether the request's tokens exceed what this router may have in flight at its base model."""
         if not self.most_in_flight_tokens:
             return False
-        there = self.load.in_flight_tokens(decision.request.base_model)
-        return there > 0 and there + decision.request.prompt_tokens > self.most_in_flight_tokens
+        in_flight = self.load.in_flight_tokens(decision.request.base_model)
+        return in_flight > 0 and in_flight + decision.request.prompt_tokens > self.most_in_flight_tokens
 
     def _decide_queued(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
+        """Decide a queued request; its prefix match is kept for a moment and reused."""
         if queued.matched is None or now - queued.matched[1] > _MATCH_KEPT_S:
             queued.matched = self.match(queued.hashed), now
         return self._decide(queued.hashed, queued.matched[0], backlog, now)
@@ -194,6 +200,7 @@ class Scheduler:
     def _decide(
         self, hashed: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
     ) -> Decision:
+        """Decide on a new snapshot of the fleet; numbers the decision and draws its seed. Raises NoReplica."""
         request, load = hashed.request, self.load
         roster = self.roster(request.base_model)
         loads = load.fleet_load(request.base_model, roster.replicas)

@@ -46,11 +46,11 @@ def draining_by_worker(catalog: Catalog) -> dict[str, frozenset[str]]:
     names: dict[str, set[str]] = {}
     for entry in catalog.draining:
         names.setdefault(entry.worker_id, set()).add(engine_name(entry.lora_id, entry.digest))
-    return {worker: frozenset(adapters_by_id) for worker, adapters_by_id in names.items()}
+    return {worker: frozenset(worker_names) for worker, worker_names in names.items()}
 
 
 def load_catalog(file: Path) -> Catalog | None:
-    """The saved copy of the catalog; None if there is none or it cannot be read."""
+    """The saved copy of the catalog; None if there is none, or it cannot be read, which is logged."""
     try:
         return Catalog.model_validate_json(file.read_bytes())
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def load_catalog(file: Path) -> Catalog | None:
 
 
 def save_catalog(file: Path, content: bytes) -> None:
-    """Save a copy of the catalog. A failure is logged, and nothing is raised."""
+    """Write a copy of the catalog. A failure is logged, and nothing is raised."""
     # Several worker processes may save to the same file.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:
@@ -103,6 +103,7 @@ def _discovery_rank(base_model: str | None, error: str | None) -> tuple[bool, st
 
 
 def _is_lora_id(name: str) -> bool:
+    """Whether `checked_lora_id` accepts this name."""
     try:
         checked_lora_id(name)
     except ValueError:

@@ -50,12 +50,14 @@ _CATALOG_REFRESH_TIMEOUT_S = 1.0
 class ReplicaListener(Protocol):
     """Gets each worker's reports and its removal."""
 
-    def on_report(self, replica: Replica, metadata: Metadata) -> None: ...
+    def on_report(self, replica: Replica, metadata: Metadata) -> None:
+        """A worker has reported; the replica is made of the report."""
 
     def on_agent_silent(self, worker: WorkerId) -> None:
         """The worker's agent has been silent for a while, but its engine answers."""
 
-    def on_gone(self, worker: WorkerId) -> None: ...
+    def on_gone(self, worker: WorkerId) -> None:
+        """The worker is no longer followed."""
 
 
 class Discovery:
@@ -170,7 +172,7 @@ class Discovery:
                     task.cancel()
 
     def is_synced(self) -> bool:
-        """Whether the router has known the fleet once. Workers that come later or are unreachable do not undo it."""
+        """Whether the router has known the fleet once; once true it stays true, whatever workers do later."""
         self._was_synced = self._was_synced or self.missing_for_sync() is None
         return self._was_synced
 
@@ -191,7 +193,7 @@ class Discovery:
 
     @property
     def is_starting_up(self) -> bool:
-        """Whether this router has just started and has no worker yet, so that a request may wait."""
+        """Whether this router just started and has no worker yet, so that a request may wait. False is final."""
         if self._is_starting_up:
             is_over = self.clock() - self._began_at >= self._first_sync_wait_s
             self._is_starting_up = not (is_over or (self.is_synced() and self.fleet.replicas))
@@ -209,7 +211,7 @@ class Discovery:
         return bool(self._url) and not self._is_orchestrator_away
 
     async def refresh_catalog(self) -> bool:
-        """Read the catalog again; whether a catalog requested after this call is now in force.
+        """Read the catalog again, and wait for it; whether a catalog requested after this call is now in force.
 
         Such a catalog has everything that was registered before the request came. False if the orchestrator is
         unreachable or does not answer soon.
@@ -225,7 +227,7 @@ class Discovery:
         return self._catalog_asked_at >= asked_at
 
     def _schedule_catalog_read(self, now: float) -> None:
-        """Read the catalog as soon as the spacing between reads allows."""
+        """Wake the polling of the catalog as soon as the spacing between reads allows."""
         wait_s = self._catalog_read_began_at + _CATALOG_READ_SPACING_S - now
         if wait_s <= 0:
             self._catalog_wake.set()
@@ -233,6 +235,7 @@ class Discovery:
             self._catalog_read_timer = asyncio.get_running_loop().call_later(wait_s, self._start_catalog_read)
 
     def _start_catalog_read(self) -> None:
+        """Wake the polling of the catalog; the timer calls this."""
         self._catalog_read_timer = None
         self._catalog_wake.set()
 
@@ -241,7 +244,7 @@ class Discovery:
         return None if self.slices is None else self.slices.age_s()
 
     def check_any_report(self) -> None:
-        """Raises NoReplica if no worker has reported yet, since only workers know which base models exist."""
+        """Raise NoReplica if no worker has reported yet, since only workers know which base models exist."""
 
         if self.followed and not self.fleet.replicas:
             raise NoReplica("no worker has answered this router yet, so which base models there are is not known")
@@ -251,10 +254,11 @@ class Discovery:
         return CatalogUnavailable(NO_CATALOG if self._url else NOBODY_HEARD, retry_after_s=2.0)
 
     def _has_polled_all(self) -> bool:
+        """Whether each followed worker has been polled, with or without success."""
         return all(f.metadata is not None or f.heard_at for f in self.followed.values())
 
     def poll_now(self, worker: str | None = None) -> None:
-        """Poll the orchestrator and one worker (None: every worker) at once."""
+        """Wake the polling of the orchestrator and of one worker (None: every worker); does not wait for answers."""
         self._catalog_wake.set()
         for id_, followed in self.followed.items():
             if worker in (None, id_):
@@ -270,7 +274,7 @@ class Discovery:
         return None if followed is None or followed.metadata is None else self.clock() - followed.heard_at
 
     async def _poll_catalog(self) -> None:
-        """Read the catalog, and record whether the orchestrator is reachable."""
+        """Read and adopt the catalog, and record whether the orchestrator is reachable; raises what the read raises."""
         self._catalog_read_began_at = began_at = self.clock()
         try:
             await self._fetch_catalog()
@@ -283,7 +287,7 @@ class Discovery:
             self.changes.notify()
 
     async def _fetch_catalog(self) -> None:
-        """Read the catalog, unless its etag is unchanged, and adopt and save it."""
+        """GET the catalog; a new one is adopted and saved. Records when the catalog was confirmed."""
         headers = {"if-none-match": self._etag} if self._etag else {}
         answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
         if answer.status_code != 304:
@@ -295,10 +299,11 @@ class Discovery:
         self.confirmed_at = self.clock()
 
     async def _follow_catalog_events(self) -> None:
+        """Wake the polling of the catalog at each of the orchestrator's events, until the stream ends."""
         await self._follow_events(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_wake)
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
-        """Set `wake` at every message of an SSE stream. Polling finds every change that the stream misses."""
+        """Set `wake` at each message of an SSE stream, until it ends; raises FetchRefused. Polling finds the rest."""
         async with self._open_stream(url, path) as events:
             if events.status == 410:
                 wake.set()
@@ -310,7 +315,7 @@ class Discovery:
                     wake.set()
 
     def _adopt_catalog(self, catalog: Catalog) -> None:
-        """Put a catalog in force: its adapters, aliases, drains and workers."""
+        """Put a catalog in force: adapters, aliases, drains, workers. Rebuilds the fleet, and signals new drains."""
         # Without the parts converted below: with 10,000 adapters they would take 10 MB.
         self._catalog = catalog.model_copy(update={"adapters": (), "aliases": (), "draining": ()})
         self.catalog_ids = frozenset(worker.id for worker in catalog.workers)
@@ -325,7 +330,7 @@ class Discovery:
             self.drains_begun.set()
 
     def _adopt_slices(self) -> None:
-        """Take in the current workers of the EndpointSlices."""
+        """Put the current workers of the EndpointSlices in force, and rebuild the fleet."""
         assert self.slices is not None
         now = self.slices.workers
         # A worker that the slices no longer list may be ending, or may only have lost a label: keep its last entry.
@@ -342,7 +347,7 @@ class Discovery:
         self.rebuild_fleet()
 
     def _update_followed(self) -> None:
-        """Start following workers that the catalog, the slices or the settings name.
+        """Start following workers that the catalog, the slices or the settings name, and move those with a new address.
 
         A worker that none of them names is still followed for as long as it answers. An orchestrator that just started
         has no reports yet, and a pod may have lost its label.
@@ -372,7 +377,7 @@ class Discovery:
         return followed.url not in followed.source.addresses and not followed.is_answering
 
     def _start_following(self, worker: WorkerSource) -> None:
-        """Follow a worker at its first address, in place of any other address. Its running requests are not touched."""
+        """Start polling a worker at its first address, in place of any other address. Its requests run on."""
         if worker.id in self.followed:
             self._cancel_following(worker.id)
         followed = FollowedWorker(worker, worker.addresses[0], asyncio.Event())
@@ -389,9 +394,11 @@ class Discovery:
         self.followed[worker.id] = followed
 
         async def poll() -> None:
+            """Poll this worker once."""
             await self._poll_worker(followed)
 
         async def listen() -> None:
+            """Wake the worker's polling at each event of its agent."""
             await self._follow_events(followed.url, "/v1/events", followed.wake)
 
         loops = [self._repeat(poll, "metadata", self._metadata_poll_s, followed.wake, worker=worker.id)]
@@ -400,18 +407,18 @@ class Discovery:
         followed.tasks = tuple(asyncio.create_task(loop) for loop in loops)
 
     def stop_following(self, id_: str) -> None:
-        """Stop polling a worker and tell the listener that it is gone; the next rebuild drops its replica."""
+        """Stop polling a worker and report to the listener that it is gone; the next rebuild drops its replica."""
         self._cancel_following(id_)
         self._listener.on_gone(WorkerId(id_))
 
     def _cancel_following(self, id_: str) -> None:
-        """Cancel the polling of a worker."""
+        """Cancel the polling of a worker, and drop the adapters that only it listed."""
         for task in self.followed.pop(id_).tasks:
             task.cancel()
         self._update_known_adapters()
 
     async def _poll_worker(self, followed: FollowedWorker) -> None:
-        """Read a worker's report once, and update its replica."""
+        """Read a worker's report once, update its replica and call the listener; raises what the read raises."""
         asked_at = self.clock()
         try:
             metadata = await self._fetch_report(followed)
@@ -438,7 +445,7 @@ class Discovery:
         self._listener.on_report(replica, followed.metadata)
 
     async def _on_missing_report(self, followed: FollowedWorker) -> None:
-        """After a failed poll: try the worker's next address, mark it late, or stop following it."""
+        """After a failed poll: try the worker's next address, mark it late, or stop following it. Rebuilds fleet."""
         followed.heard_at, followed.is_answering = followed.heard_at or self.clock(), False
         is_late = self.clock() - followed.heard_at > self._unreachable_after_s
         if is_late:
@@ -467,7 +474,7 @@ class Discovery:
         return metadata
 
     def _rename_worker(self, followed: FollowedWorker, name: str) -> None:
-        """Follow a worker under the name that its agent reports, where the slices use another name."""
+        """Follow a worker under the name that its agent reports, not that of the slices; rebuilds the fleet."""
         log.info("worker goes by its own name", found=followed.source.id, worker=name, agent_url=followed.url)
         self._agent_names[followed.source.id, followed.url] = name
         self.stop_following(followed.source.id)
@@ -481,7 +488,7 @@ class Discovery:
         self._all_adapters = MappingProxyType({**self._adapters, **listed}) if listed else self._adapters
 
     async def _is_engine_healthy(self, followed: FollowedWorker) -> bool:
-        """Whether the engine of a silent agent answers: then its last report stays valid, as in an agent's upgrade."""
+        """GET /health of a silent agent's engine; whether it answers: then its last report stays valid."""
         if followed.metadata is None:
             return False
         try:
@@ -491,6 +498,7 @@ class Discovery:
         return True
 
     def _schedule_rebuild(self) -> None:
+        """Rebuild the fleet in a quarter of a second, unless that is scheduled already."""
         if self._rebuild_timer is None:
             self._rebuild_timer = asyncio.get_running_loop().call_later(_METRICS_REBUILD_DELAY_S, self.rebuild_fleet)
 
@@ -532,6 +540,7 @@ class Discovery:
         return followed.replica
 
     def _load_saved_catalog(self) -> None:
+        """Adopt the catalog saved on disk, if there is one."""
         saved = None if self._state_file is None else load_catalog(self._state_file)
         if saved is not None:
             self._adopt_catalog(saved)
@@ -544,12 +553,13 @@ class Discovery:
         poke: asyncio.Event | None = None,
         **about: str,
     ) -> None:
-        """Run a loop of this class, counting its failures by name."""
+        """Run a step for ever, at most every `every_s` and at each `poke`, counting its failures by name."""
         await forever(
             step, name=name, every_s=every_s, poke=poke, on_failure=lambda: self._on_failure(name), about=about
         )
 
 
 def _log_refusal(before: Metadata | None, now: Metadata) -> None:
+    """Log that an engine takes no adapters, when that or its reason is new."""
     if now.lora.refusal and (before is None or before.lora.refusal != now.lora.refusal):
         log.warning("engine takes no adapters", worker=now.instance_id, reason=now.lora.refusal)

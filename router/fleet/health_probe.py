@@ -51,7 +51,7 @@ class HealthProbes:
         return len(self._running)
 
     async def close(self) -> None:
-        """Cancel all running probes."""
+        """Cancel all running probes and wait for their end."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -60,15 +60,15 @@ class HealthProbes:
     async def _run_probe(self, replica: Replica) -> None:
         """Probe a replica's engine, and log and report the finding."""
         try:
-            finding = await self._finding(replica)
+            finding = await self._send_probe(replica)
             self._on_finding(replica, finding)
         except Exception:  # of one probe: there will be another
             log.exception("health probe failed", worker=replica.id)
             return
         log.warning("health probe of an engine that answers with errors", worker=replica.id, found=finding)
 
-    async def _finding(self, replica: Replica) -> Finding:
-        """The finding of one probe: the first request that the engine supports decides."""
+    async def _send_probe(self, replica: Replica) -> Finding:
+        """Send small requests to the engine until it supports one; returns what its answer shows."""
         for path, fields in _PROBE_REQUESTS:
             try:
                 await self._post(replica, path, msgspec.json.encode({"model": replica.model_name, **fields}))

@@ -62,7 +62,7 @@ class HeldRequests:
     _holds: dict[str, _HoldCounts] = field(default_factory=dict)
 
     def record_hold(self, lora_id: str, hold_s: float, now: float) -> None:
-        """Count one request whose wait has ended."""
+        """Count one request for an adapter whose wait here has ended, after `hold_s`."""
         if lora_id:
             hold = self._counts_of(lora_id, now)
             hold.held += 1
@@ -74,18 +74,18 @@ class HeldRequests:
             self._counts_of(lora_id, now).waiting += 1
 
     def end_wait(self, lora_id: str, hold_s: float, now: float) -> None:
-        """Count a request that waits in the queue no longer."""
+        """Count a request that waits in the queue no longer, and its wait."""
         if lora_id:
             self._counts_of(lora_id, now).waiting -= 1
             self.record_hold(lora_id, hold_s, now)
 
     def record_shed(self, lora_id: str, now: float) -> None:
-        """Count one rejected request."""
+        """Count one request for an adapter that was rejected."""
         if lora_id:
             self._counts_of(lora_id, now).sheds += 1
 
     def report(self, now: float) -> tuple[AdapterHold, ...]:
-        """All counts so far."""
+        """All counts so far; drops adapters that were unused for 15 minutes."""
         old = [name for name, hold in self._holds.items() if not hold.waiting and now - hold.last_at > _FORGET_AFTER_S]
         for lora_id in old:
             del self._holds[lora_id]
@@ -95,6 +95,7 @@ class HeldRequests:
         )
 
     def _counts_of(self, lora_id: str, now: float) -> _HoldCounts:
+        """The adapter's counts, marked as used now; added where there are none."""
         hold = self._holds.setdefault(lora_id, _HoldCounts())
         hold.last_at = now
         return hold
@@ -128,7 +129,10 @@ class UsageCounts:
             del self._uses[key]
 
     def report(self, revision_seen: int, now: float) -> UsageReport:
-        """All counts so far. The receiver takes differences, so a lost report loses nothing."""
+        """All counts so far, numbered; drops entries that were unused for 15 minutes.
+
+        The receiver takes differences, so a lost report loses nothing.
+        """
         in_flight = {(worker, name): count for worker, name, count in self.load.counts_by_name()}
         # An entry that is dropped and used again starts at zero, as a new one does.
         for key, use in list(self._uses.items()):

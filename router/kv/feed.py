@@ -73,10 +73,10 @@ class FeedContext(Protocol):
     fall_back_after_s: float
 
     def hub(self) -> SubscriberHub:
-        """The engines' sockets."""
+        """The engines' sockets; opened at the first call."""
 
-    def ranks_changed(self) -> None:
-        """Called when a worker has another number of ranks than before."""
+    def rebuild_rank_names(self) -> None:
+        """Rebuild the names of workers with several ranks; called when a worker has another number of ranks."""
 
 
 def member_name(worker: WorkerId, rank: int, ranks: int) -> WorkerId:
@@ -94,70 +94,81 @@ class _IndexSink:
         self.dropped = 0
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Store blocks in the index at a tier, and count them."""
         self.index.add(self.name, hashes, tier)
         self.added += len(hashes)
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Drop blocks from the index at a tier, and count them."""
         self.index.drop(self.name, hashes, tier)
         self.dropped += len(hashes)
 
     def clear(self) -> None:
+        """Drop all stored blocks of this member from the index."""
         self.index.replace(self.name, {})
 
     def adopt(self, draft: IndexDraft) -> None:
+        """Replace the member's blocks in the index by those of a draft, and count them."""
         self.index.adopt(self.name, draft)
         self.added += sum(draft.blocks.values())
 
 
 class _EngineRankFeed:
-    """One rank of an engine whose sockets we follow ourselves: hears its batches (a Listener), keeps its ledger."""
+    """One rank of an engine whose sockets we follow: receives its batches (a RankListener), keeps its ledger."""
 
     def __init__(self, feed: "WorkerFeed", rank: int) -> None:
         source = feed.source
         self.is_open = False
         self._feed = feed
-        self._into = feed.into(rank)
+        self._sink = feed.sink(rank)
         self._at = 0.0
         traits = TRAITS.get(source.dialect, TRAITS["vllm"])
         if not source.agent_url:
             # Its adapter names may get other weights: only with an agent do they carry a digest.
             traits = replace(traits, forgets_on_load=True)
         most_blocks = MAX_KEPT_RATIO * source.total_blocks
-        self.ledger = BlockLedger(source.base_model, source.block_size, self._into, traits, most_blocks=most_blocks)
+        self.ledger = BlockLedger(source.base_model, source.block_size, self._sink, traits, most_blocks=most_blocks)
 
     def on_batch(self, payload: bytes) -> None:
+        """Apply a batch to the ledger and the index; the first one clears the old blocks. May record a loss."""
         if not self.is_open:
             # Not before the first batch: until then the old blocks are the best information.
             self.is_open = True
-            self._into.clear()
+            self._sink.clear()
         at, missed = self.ledger.read(payload)
         if missed:
-            self._doubt()
+            self._record_loss()
         self._at = at or self._at
 
     def on_drained(self) -> None:
+        """Update the feed's lag from the newest batch, after several were delivered."""
         if self._at:
             self._feed.lag_s = time.time() - self._at
 
     def on_opened(self) -> None:
-        self._feed.engine_opened()
+        """Report to the feed that the buffered batches were delivered."""
+        self._feed.on_engine_opened()
 
     def on_bridged(self) -> None:
+        """Count a gap that the replay has filled."""
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "replayed").inc()
 
     def on_lost(self, first: int, last: int) -> None:  # noqa: ARG002  (the follower logs them)
+        """Count a gap that stays, and mark the feed as degraded."""
         self._feed.metrics.kv_gaps.labels(self._feed.source.worker, "lost").inc()
-        self._doubt()
+        self._record_loss()
 
     def on_malformed(self) -> None:
+        """Count a message of another form."""
         self.ledger.rejected["frames"] += 1
 
-    def _doubt(self) -> None:
+    def _record_loss(self) -> None:
+        """Mark the feed as degraded, and let the ledger expect repeated stores."""
         self.ledger.expect_repeats(True)
-        self._feed.lost()
+        self._feed.record_lost_events()
 
-    def count(self) -> None:
-        """Add the ledger's counts since the last call to the metrics."""
+    def export_counts(self) -> None:
+        """Add to the metrics what the ledger has counted since the previous call."""
         worker, metrics = self._feed.source.worker, self._feed.metrics
         for labels, counts in zip((metrics.kv_events, metrics.kv_rejected), self.ledger.take_counts(), strict=True):
             for name, count in counts.items():
@@ -171,7 +182,7 @@ class WorkerFeed:
         self.source = source
         self.metrics = feeds.metrics
         self.lag_s = 0.0
-        self.intos: dict[WorkerId, _IndexSink] = {}
+        self.sinks: dict[WorkerId, _IndexSink] = {}
         self._feeds = feeds
         self._index = index
         self._ranks = max(1, len(source.events))
@@ -195,52 +206,63 @@ class WorkerFeed:
 
     @property
     def members(self) -> list[WorkerId]:
+        """The worker's names in the index, one a rank."""
         return [member_name(self.source.worker, rank, self._ranks) for rank in range(self._ranks)]
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the ledger that is followed would know repeated stores from copies; see Ledger.expect_repeats."""
+        """Whether requests may make the engine repeat store events: the ledger in use can tell them from copies.
+
+        See BlockLedger.expect_repeats.
+        """
         return bool(self._followers) or not self._is_whole
 
     def size_bytes(self) -> int:
+        """Estimated memory of our own ledgers of this worker, in bytes."""
         return sum(rank.ledger.size_bytes() for rank in self._engine)
 
-    def into(self, rank: int) -> _IndexSink:
+    def sink(self, rank: int) -> _IndexSink:
+        """The sink that writes a rank's blocks into the index; made at the first call."""
         name = member_name(self.source.worker, rank, self._ranks)
-        return self.intos.setdefault(name, _IndexSink(self._index, name))
+        return self.sinks.setdefault(name, _IndexSink(self._index, name))
 
     def start(self) -> None:
+        """Start to follow the agent's ledger, or the engine where there is none that we can read."""
         if self.source.ledger == KV_HASHING and self.source.agent_url and self._feeds.pool is not None:
             self._task = asyncio.create_task(self._follow_ledger())
         else:
             self._follow_engine()
 
     def stop(self) -> asyncio.Task[None] | None:
-        """Stop the feed; returns the task that is still ending, if any."""
+        """Close the sockets and cancel the task; returns the task while it is ending, or None."""
         self._leave_engine()
         if self._task is not None:
             self._task.cancel()
         return self._task
 
-    def lost(self) -> None:
+    def record_lost_events(self) -> None:
         """Mark the feed as degraded: events are lost for good. Known blocks are kept."""
         self._has_lost_events = True
         self._feeds.accuracy.record_lost_events(self.source.worker)
         self.metrics.kv_degraded.labels(self.source.worker).set(1)
 
     def forget_adapter(self, engine_name: str) -> None:
+        """Drop an adapter's blocks from our own ledgers and the index."""
         for rank in self._engine:
             rank.ledger.forget_adapter(engine_name)
 
     def maintain(self) -> None:
-        """Update the metrics, and act on the prediction accuracy; called once a second."""
+        """Update the metrics, and act on the prediction accuracy; called once a second.
+
+        While it is degraded, repeated stores are expected, and a snapshot is taken again.
+        """
         worker, now = self.source.worker, self._clock()
         for rank in self._engine:
-            rank.count()
-        for into in self.intos.values():
-            self.metrics.kv_changed_blocks.labels(worker, "added").inc(into.added)
-            self.metrics.kv_changed_blocks.labels(worker, "dropped").inc(into.dropped)
-            into.added = into.dropped = 0
+            rank.export_counts()
+        for sink in self.sinks.values():
+            self.metrics.kv_changed_blocks.labels(worker, "added").inc(sink.added)
+            self.metrics.kv_changed_blocks.labels(worker, "dropped").inc(sink.dropped)
+            sink.added = sink.dropped = 0
         self.metrics.kv_lag.labels(worker).set(max(0.0, self.lag_s))
         blocks = sum([self._index.blocks(name, tier) for name in self.members for tier in TIERS])
         self.metrics.kv_blocks.labels(worker).set(blocks)
@@ -260,6 +282,7 @@ class WorkerFeed:
     # --- the engine's own sockets --------------------------------------------------------------------------------
 
     def _follow_engine(self) -> None:
+        """Subscribe to the engine's sockets, one a rank. A failure is logged, and none is followed."""
         source = self.source
         replays = source.replay if len(source.replay) == len(source.events) else ("",) * len(source.events)
         hub = self._feeds.hub()
@@ -274,27 +297,33 @@ class WorkerFeed:
             log.warning("KV events cannot be followed", worker=source.worker, endpoints=source.events, error=str(exc))
             self._leave_engine()
 
-    def engine_opened(self) -> None:
+    def on_engine_opened(self) -> None:
+        """Reset the worker's prediction accuracy: exact, or degraded after a loss. Without effect after a ledger."""
         if self._task is None:
             self._feeds.accuracy.record_feed_start(self.source.worker, "exact")
             # Events that the engine no longer had were noticed before.
             if self._has_lost_events:
-                self.lost()
+                self.record_lost_events()
 
     def _leave_engine(self) -> None:
+        """Close the engine's sockets and drop our ledgers of it; the index keeps its blocks."""
         followers, self._followers = self._followers, []
         for follower in followers:
             self._feeds.hub().forget(follower)
         self._engine = []
 
     def _expect_repeats(self, expected: bool) -> None:
+        """Let our ledgers expect repeated stores, or no longer."""
         for rank in self._engine:
             rank.ledger.expect_repeats(expected)
 
     # --- the agent's ledger --------------------------------------------------------------------------------------
 
     async def _follow_ledger(self) -> None:
+        """Follow the agent's ledger until cancelled. After failures, fall back to the engine."""
+
         async def step() -> None:
+            """Follow the ledger once; a failure may drop the snapshot or start following the engine."""
             try:
                 await self._follow_once()
             except Exception as exc:
@@ -313,27 +342,27 @@ class WorkerFeed:
         )
 
     async def _follow_once(self) -> None:
-        """Take a snapshot if there is none, and follow its stream until that ends or breaks."""
+        """Take a snapshot if there is none, and apply its stream until that ends or breaks."""
         if not self._epoch:
-            await asyncio.sleep(self._pause_s())
+            await asyncio.sleep(self._snapshot_pause_s())
             await self._take_snapshot()
         pool, url = self._pool, self.source.agent_url
         path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
-        async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as told:
-            if told.status == 410:
+        async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as answer:
+            if answer.status == 410:
                 self._drop_snapshot()
                 return
-            if told.status != 200:
-                raise FetchRefused(f"GET {url}{path}: {told.status}")
+            if answer.status != 200:
+                raise FetchRefused(f"GET {url}{path}: {answer.status}")
             waiting = bytearray()
-            async for data in told:
+            async for data in answer:
                 waiting += data
                 self._heard_at = self._clock()
-                if not self._take_frames(waiting):
+                if not self._apply_frames(waiting):
                     return
 
-    def _take_frames(self, waiting: bytearray) -> bool:
-        """Apply the whole frames at the front of `waiting`; false when one is not the next one."""
+    def _apply_frames(self, waiting: bytearray) -> bool:
+        """Apply the whole frames at the front of `waiting` and remove them; false when a new snapshot is due."""
         start = 0
         while len(waiting) - start >= 4:
             size = int.from_bytes(waiting[start : start + 4], "big")
@@ -345,34 +374,40 @@ class WorkerFeed:
                 break
             frame = _FRAME.decode(waiting[start + 4 : start + 4 + size])
             start += 4 + size
-            if not self._take_frame(frame):
+            if not self._apply_frame(frame):
                 return False
         del waiting[:start]
         return True
 
-    def _take_frame(self, frame: KvFrame) -> bool:
+    def _apply_frame(self, frame: KvFrame) -> bool:
+        """Apply one frame's changes to the index; false when a new snapshot is due. May mark the feed as degraded."""
         self.lag_s = time.time() - frame.at
         if frame.seq == self._seq + 1:
             self._seq = frame.seq
             for rank in frame.cleared:
-                self.into(rank).clear()
+                self.sink(rank).clear()
             for change in frame.changes:
-                into = self.into(change.rank)
+                sink = self.sink(change.rank)
                 if change.dropped:
-                    into.drop(change.tier, _hashes(change.dropped))
+                    sink.drop(change.tier, _hashes(change.dropped))
                 if change.added:
-                    into.add(change.tier, _hashes(change.added))
+                    sink.add(change.tier, _hashes(change.added))
         elif frame.seq != self._seq:
             self._drop_snapshot()
             return False
         if self._is_whole and not frame.is_whole:
             self._is_whole = False
             self.metrics.kv_gaps.labels(self.source.worker, "lost").inc()
-            self.lost()
+            self.record_lost_events()
         # Without an epoch a new snapshot is due.
         return bool(self._epoch)
 
     async def _take_snapshot(self) -> None:
+        """Fetch the ledger's snapshot and replace the worker's blocks by it; ends following the engine.
+
+        Resets the prediction accuracy to exact, or degraded if the ledger is not whole.
+        Raises ValueError for a ledger of another kind.
+        """
         source = self.source
         self._asked_at = self._clock()
         taken = _SNAPSHOT.decode(
@@ -397,20 +432,20 @@ class WorkerFeed:
         if len(taken.ranks) != self._ranks:
             for name in self.members:
                 self._index.forget(name)
-            self._ranks, self.intos = len(taken.ranks), {}
-            self._feeds.ranks_changed()
+            self._ranks, self.sinks = len(taken.ranks), {}
+            self._feeds.rebuild_rank_names()
         drafts: list[tuple[int, IndexDraft]] = []
         try:
             for rank in taken.ranks:
                 drafts.append((rank.rank, self._index.new_draft()))
-                await self._fill(drafts[-1][1], rank)
+                await self._add_snapshot(drafts[-1][1], rank)
         except BaseException:
             for _, draft in drafts:
                 self._index.discard(draft)
             raise
         # Not before all of it is there: until then the old blocks are the best information.
         for number, draft in drafts:
-            self.into(number).adopt(draft)
+            self.sink(number).adopt(draft)
         self._epoch, self._seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
         self._heard_at = self._taken_at = self._clock()
         self._has_lost_events = False
@@ -418,9 +453,10 @@ class WorkerFeed:
         self.metrics.kv_degraded.labels(source.worker).set(0)
         self._feeds.accuracy.record_feed_start(source.worker, "exact")
         if not taken.is_whole:
-            self.lost()
+            self.record_lost_events()
 
-    async def _fill(self, draft: IndexDraft, rank: KvRank) -> None:
+    async def _add_snapshot(self, draft: IndexDraft, rank: KvRank) -> None:
+        """Add a rank's snapshot, already in memory, to a draft: in chunks, with a turn of the event loop after each."""
         for tier in TIERS:
             packed = getattr(rank, tier)
             # Unpacked they take seven times the memory, and a starting router takes all workers' snapshots at once.
@@ -429,16 +465,18 @@ class WorkerFeed:
                 await asyncio.sleep(0)
 
     def _drop_snapshot(self) -> None:
-        """Drop the snapshot, so that a new one is taken after the stream was left."""
+        """Mark the snapshot as void, so that a new one is taken; the index keeps its blocks until then."""
         self._epoch = ""
         self._failed_snapshots = self._failed_snapshots + 1 if self._clock() - self._asked_at < _VOID_WITHIN_S else 0
 
-    def _pause_s(self) -> float:
+    def _snapshot_pause_s(self) -> float:
+        """Seconds to wait before the next snapshot; longer after each one that was soon void."""
         return (
             backoff_s(self._failed_snapshots - 1, _FIRST_PAUSE_S, _MOST_PAUSE_S) if self._failed_snapshots > 1 else 0.0
         )
 
     def _fall_back_if_silent(self) -> None:
+        """Follow the engine itself, as degraded, if the agent's ledger has been silent for too long."""
         if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:
             return
         log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)
@@ -446,10 +484,11 @@ class WorkerFeed:
         self._follow_engine()
         self._feeds.accuracy.record_feed_start(self.source.worker, "exact")
         # Whatever the engine replays, changes in between may be missing.
-        self.lost()
+        self.record_lost_events()
 
     @property
     def _pool(self) -> EnginePool:
+        """The connections to agents, of which there must be some."""
         assert self._feeds.pool is not None
         return self._feeds.pool
 
@@ -459,5 +498,6 @@ _SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
 
 
 def _hashes(packed: bytes) -> list[BlockHash]:
+    """The block hashes of packed bytes."""
     hashes: list[Any] = unpack_hashes(packed)
     return hashes

@@ -2,7 +2,7 @@
 
 An agent's ledger is exact however late we come: one snapshot, then changes. Without it (an older agent, or one that
 cannot be reached) the engine's own sockets are followed with a ledger of ours, which knows what the engine still has in
-its buffer and what comes from then on. Both end in the index, and `PredictionAccuracy` hears how far to believe it.
+its buffer and what comes from then on. Both end in the index, and `PredictionAccuracy` keeps how accurate it is.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class KvFeeds:
         return frozenset(self._running)
 
     def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
-        """The index of this base model at this block size; a new one where there is none."""
+        """The index of this base model at this block size; a new one is added where there is none."""
         indexes = self.approximate if is_approximate else self.indexes
         found = indexes.get((base_model, block_size))
         if found is None:
@@ -88,7 +88,7 @@ class KvFeeds:
         index = self.index(base_model, block_size)
         depths = index.match(hashes)
         lower = index.lower_tiers(hashes, depths)
-        return self._by_worker(depths, lower) if self._rank_of else PrefixMatch(depths, lower, {})
+        return self._best_ranks(depths, lower) if self._rank_of else PrefixMatch(depths, lower, {})
 
     def match_approximate(
         self, base_model: str, block_size: int, hashes: Sequence[BlockHash], conversation: int
@@ -101,7 +101,7 @@ class KvFeeds:
         depths = self.index(base_model, block_size, is_approximate=True).match(hashes)
         if not self._rank_of:
             return PrefixMatch(depths)
-        found = self._by_worker(depths, {})
+        found = self._best_ranks(depths, {})
         homes = {
             name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
         }
@@ -113,7 +113,10 @@ class KvFeeds:
         return member_name(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
     def update_worker(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
-        """Follow a worker as its agent's report describes it; without effect while its engine is starting."""
+        """Follow a worker as its agent's report describes it; without effect while its engine is starting.
+
+        Without KV events its blocks are estimated. Drops the blocks of adapters that were loaded again.
+        """
         transport = metadata.transport
         if not block_size or not metadata.engine_boot_id:
             return
@@ -144,7 +147,7 @@ class KvFeeds:
             self._forget_reloaded(worker, metadata)
 
     def follow(self, source: KvSource) -> None:
-        """Feed the index from this source instead of the worker's former one."""
+        """Feed the index from this source; the worker's former, different source is forgotten with its blocks."""
         running = self._running.get(source.worker)
         if running is not None and running.source == source:
             return
@@ -154,12 +157,12 @@ class KvFeeds:
         self._running[source.worker] = feed
         self._start_maintenance()
         feed.start()
-        self.ranks_changed()
+        self.rebuild_rank_names()
 
     def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> PredictedCache | None:
-        """Note a prompt's first token: at a worker without KV events its blocks count as cached from now on."""
+        """Record a prompt's first token: at a worker without KV events its blocks count as cached from now on."""
         estimated = self._estimated.get(worker)
         if estimated is None or not hashes:
             return None
@@ -168,7 +171,7 @@ class KvFeeds:
     def record_served_approximate(
         self, replica: Replica, name: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> None:
-        """Note the first token of an approximate prompt: its blocks count as cached there from now on.
+        """Record the first token of an approximate prompt: its blocks count as cached at the replica from now on.
 
         name  the rank's name, see `member_name`
         """
@@ -182,14 +185,14 @@ class KvFeeds:
             self._start_maintenance()
         sent.record_served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
-    def learn_from_answer(self, guess: PredictedCache, cached_blocks: int) -> None:
-        """Correct an estimate by the `cached_tokens` of an answer."""
+    def correct_estimate(self, guess: PredictedCache, cached_blocks: int) -> None:
+        """Correct the estimate of a worker without KV events by an answer's `cached_tokens`."""
         estimated = self._estimated.get(guess.worker)
         if estimated is not None:
-            estimated.by.learn_from_answer(guess, cached_blocks)
+            estimated.by.correct_estimate(guess, cached_blocks)
 
     def may_repeat(self, worker: WorkerId) -> bool:
-        """Whether requests there may carry `kv_cache_report_mode: full`, so that the engine repeats store events.
+        """Whether requests to a worker may carry `kv_cache_report_mode: full`, so that the engine repeats store events.
 
         Not with an agent's whole ledger, which would count repeated stores as copies: its snapshot is taken again
         instead.
@@ -198,7 +201,7 @@ class KvFeeds:
         return feed is not None and feed.may_repeat
 
     def forget(self, worker: WorkerId) -> None:
-        """Stop a worker's feed and drop its blocks."""
+        """Stop a worker's feed, and drop its blocks, estimates and metrics."""
         feed = self._running.pop(worker, None)
         names = {worker, *(feed.members if feed else ())}
         # In every index: those without a feed have pending blocks, too.
@@ -219,10 +222,10 @@ class KvFeeds:
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
             self.metrics.forget_worker(worker)
-            self.ranks_changed()
+            self.rebuild_rank_names()
 
     async def close(self) -> None:
-        """Stop every feed and free the sockets."""
+        """Forget every worker, stop all tasks and free the sockets."""
         for worker in list(self._running):
             self.forget(worker)
         ending = [*self._ending, *([self._maintenance] if self._maintenance else [])]
@@ -235,12 +238,12 @@ class KvFeeds:
             self._hub = None
 
     def hub(self) -> SubscriberHub:
-        """The engines' sockets, opened with the first."""
+        """The engines' sockets; opened at the first call."""
         if self._hub is None:
             self._hub = SubscriberHub(tail_poll_s=self.tail_poll_s)
         return self._hub
 
-    def ranks_changed(self) -> None:
+    def rebuild_rank_names(self) -> None:
         """Rebuild the names of workers with several ranks."""
         self._rank_of = {
             name: (worker, rank)
@@ -250,7 +253,7 @@ class KvFeeds:
         }
 
     def maintain(self) -> None:
-        """Update the metrics, expire estimates, and let each feed maintain itself; called once a second."""
+        """Update the metrics, expire estimates, and let each feed act on its accuracy; called once a second."""
         for feed in self._running.values():
             feed.maintain()
         for estimate in (*self._estimates.values(), *self._sent.values()):
@@ -264,7 +267,10 @@ class KvFeeds:
         self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
 
     async def _maintain(self) -> None:
+        """Call `maintain` once a second until cancelled."""
+
         async def step() -> None:
+            """Call `maintain` once."""
             self.maintain()
 
         await forever(
@@ -272,6 +278,7 @@ class KvFeeds:
         )
 
     def _follow_estimate(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
+        """Estimate a worker's blocks from now on, and reset its accuracy. Another engine boot drops the old blocks."""
         known = self._estimated.get(worker)
         if known is not None and known.engine_boot_id == metadata.engine_boot_id:
             return
@@ -282,6 +289,7 @@ class KvFeeds:
         self._start_maintenance()
 
     def _start_maintenance(self) -> None:
+        """Start the task that calls `maintain`, unless it runs."""
         if self._maintenance is None:
             self._maintenance = asyncio.create_task(self._maintain())
 
@@ -296,7 +304,8 @@ class KvFeeds:
             if before.get(name, loaded) != loaded:
                 self._running[worker].forget_adapter(name)
 
-    def _by_worker(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
+    def _best_ranks(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
+        """The prefix match by worker: its rank with the longest prefix, which is named where it matters."""
         rows: dict[WorkerId, list[tuple[int, int, WorkerId]]] = {}
         for name in depths.keys() | lower.keys():
             # Blocks that are pending without a rank count, and name none.

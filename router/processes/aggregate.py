@@ -130,13 +130,13 @@ class WorkerProcesses:
         self._record_stamp: Stamp | None = None
 
     async def start(self) -> None:
-        """Answer the other processes until `close`."""
+        """Listen on a unix socket and answer the other processes, until `close`."""
         path = self._folder / f"{self._slot}.sock"
         path.unlink(missing_ok=True)  # left by the slot's previous process
         self._server = await asyncio.start_unix_server(self._serve, path=path)
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Close the socket: the other processes get no more answers."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -150,7 +150,7 @@ class WorkerProcesses:
         return dict(zip(slots, found, strict=True))
 
     async def metrics(self) -> bytes:
-        """Prometheus' text over all processes. Counts never fall: an ended process's last counts are kept."""
+        """Ask all processes, and sum their metrics as Prometheus' text. Counts of ended processes are kept."""
         answers = await self.ask(_METRICS, within_s=self._answer_within_s)
         reports = [self._own_metrics(), *(_decode_report(answer) for answer in answers.values() if answer is not None)]
         pages = [_MetricsPage.read(report.text) for report in reports]
@@ -163,9 +163,11 @@ class WorkerProcesses:
         return whole.text().encode()
 
     def _own_metrics(self) -> _ProcessMetrics:
+        """This process's metrics now."""
         return _ProcessMetrics(self._slot, self._boot, self._metrics().decode())
 
     async def _answer_metrics(self, _question: bytes) -> bytes:
+        """This process's metrics, encoded as the answer to another process."""
         return _encode(self._own_metrics())
 
     async def _counts_of_missing(
@@ -176,7 +178,7 @@ class WorkerProcesses:
         Without the folder or its lock (a full disk, no descriptors) only this process's own record is used.
         """
         with contextlib.suppress(OSError), (self._folder / "lock").open("w") as lock:
-            if await _has_locked(lock, self._lock_tries):
+            if await _try_lock(lock, self._lock_tries):
                 self._load_record()
                 missing = self._record_counts(reports, pages)
                 self._save_record()
@@ -198,7 +200,7 @@ class WorkerProcesses:
             before = record.shown.get(report.slot)
             if before is not None and before.boot != report.boot:
                 for family, values in before.counts.items():
-                    _add_up(record.departed.setdefault(family, {}), values)
+                    _add_sample_values(record.departed.setdefault(family, {}), values)
             record.shown[report.slot] = _ShownCounts(report.boot, page.counts())
         present_slots = {report.slot for report in reports}
         return [record.departed, *(shown.counts for slot, shown in record.shown.items() if slot not in present_slots)]
@@ -212,7 +214,7 @@ class WorkerProcesses:
         self._record_stamp = stamp_of(file)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question of another process."""
+        """Read one question of another process, answer it and close the connection. Errors are logged."""
         try:
             name, question = _decode_question(await reader.read())
             answer = await self._answers[name](question)
@@ -262,7 +264,7 @@ class _MetricsPage:
         return page
 
     def add(self, other: "_MetricsPage") -> None:
-        """Merge another process's page: the largest of the gauges in LARGEST, else the sum."""
+        """Merge another process's page into this one: the largest of the gauges in LARGEST, else the sum."""
         for family, values in other._values.items():
             self._heads.setdefault(family, other._heads[family])
             self._types.setdefault(family, other._types[family])
@@ -272,13 +274,13 @@ class _MetricsPage:
             elif family.endswith(_CREATED):
                 _merge_by(values_here, values, min)
             else:
-                _add_up(values_here, values)
+                _add_sample_values(values_here, values)
 
     def add_values(self, counts: Mapping[str, Values]) -> None:
         """Add counts of the families on this page."""
         for family, values in counts.items():
             if family in self._values:
-                _add_up(self._values[family], values)
+                _add_sample_values(self._values[family], values)
 
     def counts(self) -> dict[str, Values]:
         """Counters, histograms and summaries by family."""
@@ -294,18 +296,20 @@ class _MetricsPage:
         return "".join(lines)
 
 
-def _add_up(values_here: Values, values: Values) -> None:
+def _add_sample_values(values_here: Values, values: Values) -> None:
+    """Add each value to the one of the same sample in `values_here`."""
     for name, value in values.items():
         values_here[name] = values_here.get(name, 0.0) + value
 
 
 def _merge_by(values_here: Values, values: Values, choose: Callable[[float, float], float]) -> None:
+    """Put each value into `values_here`; of two values of one sample, the one that `choose` returns."""
     for name, value in values.items():
         values_here[name] = choose(values_here[name], value) if name in values_here else value
 
 
-async def _has_locked(lock: IO[str], tries: int) -> bool:
-    """Lock the record within `tries` attempts. A process that is stopped while it holds the lock must not block us."""
+async def _try_lock(lock: IO[str], tries: int) -> bool:
+    """Lock the record within `tries` attempts; whether that succeeded. A stopped process may hold the lock for long."""
     for _ in range(tries):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,7 +319,7 @@ async def _has_locked(lock: IO[str], tries: int) -> bool:
 
 
 async def _ask_process(path: Path, name: str, question: bytes, within_s: float) -> bytes | None:
-    """One process's answer; None if it does not answer in time."""
+    """One process's answer over its unix socket; None, logged, if it does not answer in time."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_unix_connection(path)

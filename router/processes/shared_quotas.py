@@ -88,13 +88,13 @@ class SharedQuotas:
                 yield state
 
     def publish(self, key_id: str, state: AccountState) -> None:
-        """Publish this process's state of an account to the other processes."""
+        """Write this process's state of an account, for the others to read; a full table drops it."""
         tag = tag_of(key_id)
         self._inherited.discard(tag)
         self._store(tag, state)
 
     def _adopt_table(self) -> None:
-        """Keep what this slot's previous process has consumed; its running requests have ended."""
+        """Read this slot's table as its previous process left it, with no request running any more."""
         begin = self._own_table + _HEAD_BYTES
         for offset in range(begin, self._own_table + TABLE_BYTES, _CELL.size):
             (tag,) = _TAG.unpack_from(self._memory, offset)
@@ -115,7 +115,7 @@ class SharedQuotas:
         self._write(offset, state)
 
     def _new_cell(self, tag: int) -> int | None:
-        """The offset of a new cell for a tag; None if the table is full."""
+        """Add a cell for a tag and return its offset; None, warned of once, if the table is full."""
         if len(self._cells) >= MAX_KEYS:
             if not self._has_warned:
                 self._has_warned = True
@@ -127,9 +127,11 @@ class SharedQuotas:
         return offset
 
     def _read(self, offset: int) -> AccountState:
+        """The account state in the cell at an offset."""
         return AccountState(*_CELL.unpack_from(self._memory, offset)[1:])
 
     def _write(self, offset: int, state: AccountState) -> None:
+        """Write an account state into the cell at an offset, its time last."""
         when = offset + _TAG.size
         _OTHER_FIELDS.pack_into(self._memory, when + _FIRST_FIELDS.size, *state[2:])
         _FIRST_FIELDS.pack_into(self._memory, when, *state[:2])
@@ -145,7 +147,7 @@ class SharedQuotas:
         return offset
 
     def _forget_idle(self, now: float) -> None:
-        """Drop accounts unused for a minute, since their quota is full again."""
+        """Drop accounts unused for a minute, since their quota is full again, by rebuilding this table."""
         kept = {}
         for tag, offset in self._cells.items():
             state = self._read(offset)
@@ -159,12 +161,13 @@ class SharedQuotas:
             self._store(tag, state)
 
     def _wipe(self) -> None:
+        """Empty all cells of this process's table."""
         begin = self._own_table + _HEAD_BYTES
         self._memory[begin : self._own_table + TABLE_BYTES] = bytes(TABLE_BYTES - _HEAD_BYTES)
 
 
 def tag_of(key_id: str) -> int:
-    """The tag of a key's account in a table; its cell is found from there on."""
+    """The tag of a key's account in a table, which decides its cell."""
     return xxhash.xxh3_64_intdigest(key_id.encode()) or 1
 
 

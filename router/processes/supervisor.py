@@ -76,16 +76,19 @@ class ProcessMember(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float
 
     def bind(self) -> socket.socket:
-        """This process's own socket on the shared port: bound, and not listening until `JoiningApp` has started."""
+        """Bind this process's own socket to the shared port; it does not listen until `JoiningApp` has started."""
         return serve.bind_only(self.host, self.port, shared=True)
 
-    def router_id(self, configured: str) -> str:
-        """A router id for this process alone, made from the configured one."""
-        return f"{configured or socket.gethostname()}-{self.slot if configured else os.getpid()}"
+    def router_id(self, configured_id: str) -> str:
+        """A router id for this process alone, made from the configured id, or from host name and pid without one."""
+        return f"{configured_id or socket.gethostname()}-{self.slot if configured_id else os.getpid()}"
 
 
 def read_membership() -> ProcessMember | None:
-    """This process's membership; None for a process without a parent of ours. Ends the process if its parent dies."""
+    """This process's membership, taken from the environment; None without a parent of ours.
+
+    Starts a thread that ends this process when its parent has died.
+    """
     environment = os.environ.pop(ENVIRONMENT, None)
     if environment is None:
         return None
@@ -98,7 +101,7 @@ def read_membership() -> ProcessMember | None:
 
 
 def _stop_when_orphaned(lifeline: socket.socket, membership: ProcessMember) -> None:
-    """The lifeline thread: stop this process when its parent has died."""
+    """The lifeline thread: when the parent has died, remove the shared folder and stop this process."""
     with contextlib.suppress(OSError):
         while lifeline.recv(1):
             pass
@@ -199,7 +202,10 @@ def run(
 
 
 def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
-    """A socket bound to this port alone, so that a second parent is refused. Waits for a killed parent's processes."""
+    """Bind a socket to this port alone, so that a second parent is refused. Waits for a killed parent's processes.
+
+    Raises PortInUse.
+    """
     now = time.monotonic()
     until, serves_on_until = now + within_s, now + _ORPHANS_REACT_S
     has_warned = False
@@ -221,7 +227,7 @@ def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
 
 
 def _is_draining_orphans(host: str, port: int) -> bool:
-    """Whether the port's owners may be processes of a killed parent: they share the port and are stopping."""
+    """Ask the port's owners; whether they may be processes of a killed parent: they share the port and are stopping."""
     try:
         serve.bind_only(host, port, shared=True).close()
         at = f"[{host}]" if ":" in host else host
@@ -234,6 +240,8 @@ def _is_draining_orphans(host: str, port: int) -> bool:
 
 
 class _Supervisor:
+    """The parent: starts its processes, restarts those that end, and stops all."""
+
     def __init__(
         self,
         command: Sequence[str],
@@ -277,25 +285,26 @@ class _Supervisor:
         return 1 if self._has_failed else 0
 
     def _on_stop_signal(self, sig: int) -> None:
-        """Pass a stop signal to all processes; a second one forces the stop."""
+        """Begin to stop, and pass the signal to all processes; a second one forces the stop."""
         if self._stopping.is_set():
             self._forced.set()
         self._stopping.set()
         # The same signal: SIGINT comes from a person at a terminal, and skips the drain for load balancers. Each
         # process has its own process group, so that Ctrl-C reaches it once, through the parent.
         for process in self._running.values():
-            _signal(process, sig)
+            _send_signal(process, sig)
 
     def _none_can_start(self) -> bool:
+        """Whether every slot has failed, and no process ever listened."""
         return not self._has_served and len(self._never_started) == self._processes
 
     async def _keep_slot_running(self, slot: int) -> None:
-        """Keep one process running in this slot until the parent stops."""
+        """Keep a process running in this slot until the parent stops. If no process can start, stop all."""
         failures = 0
         while not self._stopping.is_set():
             began_at = time.monotonic()
             try:
-                process, lifeline = await self._start(slot)
+                process, lifeline = await self._start_process(slot)
             except OSError as exc:  # the machine is out of memory or processes
                 failures += 1
                 pause_s = backoff_s(failures, _FIRST_PAUSE_S, _MAX_PAUSE_S, self._rng)
@@ -303,7 +312,7 @@ class _Supervisor:
                 await _is_set_within(self._stopping, pause_s)
                 continue
             try:
-                status = await self._until_ended(process, lifeline)
+                status = await self._wait_for_end(process, lifeline)
             finally:
                 lifeline.close()
                 del self._running[slot]
@@ -329,7 +338,7 @@ class _Supervisor:
             )
             await _is_set_within(self._stopping, pause_s)
 
-    async def _start(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    async def _start_process(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
         """Start the process of a slot; returns it with our end of its lifeline."""
         own_end, child_end = socket.socketpair()
         own_end.setblocking(False)
@@ -357,10 +366,10 @@ class _Supervisor:
             raise
         self._running[slot] = process
         if self._stopping.is_set():  # the signal came between the start and the entry in `_running`
-            _signal(process, signal.SIGTERM)
+            _send_signal(process, signal.SIGTERM)
         return process, own_end
 
-    async def _until_ended(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
+    async def _wait_for_end(self, process: asyncio.subprocess.Process, lifeline: socket.socket) -> int:
         """Wait for a process's end, and kill it if it stops too slowly; returns its status."""
         listening = asyncio.create_task(self._wait_until_serving(lifeline))
         stopping = asyncio.create_task(self._kill_if_late(process))
@@ -372,7 +381,7 @@ class _Supervisor:
             await asyncio.gather(listening, stopping, return_exceptions=True)
 
     async def _wait_until_serving(self, lifeline: socket.socket) -> None:
-        """Wait until the process listens; the first one makes the port file appear."""
+        """Wait until the process listens; the first one makes the port file be written."""
         # A process that died early resets the connection.
         with contextlib.suppress(ConnectionError):
             if await asyncio.get_running_loop().sock_recv(lifeline, 1) == _SERVING and not self._has_served:
@@ -386,7 +395,7 @@ class _Supervisor:
             await asyncio.sleep(self._forced_s)
         log.warning("process did not stop and is killed", pid=process.pid)
         self._has_failed = True
-        _signal(process, signal.SIGKILL)
+        _send_signal(process, signal.SIGKILL)
 
     def _write_port_file(self) -> None:
         """Write the port file; stop all processes if that fails."""
@@ -400,13 +409,14 @@ class _Supervisor:
             self._on_stop_signal(signal.SIGTERM)
 
 
-def _signal(process: asyncio.subprocess.Process, sig: int) -> None:
+def _send_signal(process: asyncio.subprocess.Process, sig: int) -> None:
+    """Send a signal to a process, unless it has ended."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(sig)
 
 
 async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether the event is set within this time."""
+    """Wait for the event, at most this long; whether it is set."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

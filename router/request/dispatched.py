@@ -148,7 +148,7 @@ class DispatchedRequest:
                 self.replica.id, predicted, cached, usage.prompt_tokens, services.clock()
             )
         if self._estimate is not None:
-            services.feeds.learn_from_answer(self._estimate, cached // self.replica.block_size)
+            services.feeds.correct_estimate(self._estimate, cached // self.replica.block_size)
 
     def end(self, *, is_error: bool = False, is_streamed: bool = False, output_tokens: int = 0) -> float:
         """Give back the load entry, pending blocks and usage count, and wake the queue. Safe to call twice.

@@ -185,8 +185,8 @@ def hash_prompt(
         root = root_hash(target.base_model, engine_name, salt)
         if approximated is not None:
             root = approximate_root(root)
-            conversation = approximated.conversation(root)
-            chains = {block_size: approximated.chain(block_size, root) for block_size in roster.block_sizes}
+            conversation = approximated.conversation_hash(root)
+            chains = {block_size: approximated.block_hashes(block_size, root) for block_size in roster.block_sizes}
         elif tokens.ids is not None:
             chains = _hash_chains(services, tokens, root, roster.block_sizes)
             if roster.salted and (engine_name or salt):

@@ -100,6 +100,7 @@ class RouterMetrics:
         self.loop_failures = Counter("loop_failures", "Failures of background loops by our own fault.", ("loop",), **on)
 
     def _add_circuits(self, on: Any) -> None:
+        """Add the metrics of circuits and of the retry budget."""
         self.circuit_open = Gauge(
             "circuit_open", "1 while a replica's circuit is open or half-open.", ("worker",), **on
         )

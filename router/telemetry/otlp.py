@@ -29,7 +29,7 @@ class OtlpSender:
         self._resource = Resource.create(dict(resource))
 
     def send(self, traces: Sequence[Trace]) -> bool:
-        """Whether the collector accepted the traces; retries until OTEL_EXPORTER_OTLP_TIMEOUT (10 s) has passed."""
+        """Export traces; whether the collector accepted them. Blocks, for OTEL_EXPORTER_OTLP_TIMEOUT (10 s) at most."""
         spans = [span for trace in traces for span in self._spans(trace)]
         return self._exporter.export(spans) is SpanExportResult.SUCCESS
 
@@ -72,4 +72,5 @@ class OtlpSender:
 
 
 def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
+    """A span context of a sampled trace."""
     return SpanContext(trace_id, span_id, is_remote=is_remote, trace_flags=_SAMPLED)

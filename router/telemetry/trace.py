@@ -51,7 +51,7 @@ class Trace:
         self._on_end: Callable[[Trace], None] | None = on_end
 
     def begin_stage(self, name: str, **attributes: AttributeValue) -> None:
-        """Begin a stage and end the one before. A stage may repeat, as in a second attempt."""
+        """Record the begin of a stage, now; that ends the stage before. A stage may repeat, as in a second attempt."""
         self.marks.append((name, time.monotonic(), attributes or None))
 
     def fail_stage(self, reason: str) -> None:

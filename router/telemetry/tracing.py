@@ -40,9 +40,11 @@ class TracingUnavailable(Exception):
 class TraceSender(Protocol):
     """Sends traces to a collector. Called on the sending thread, or after it has ended."""
 
-    def send(self, traces: Sequence[Trace]) -> bool: ...
+    def send(self, traces: Sequence[Trace]) -> bool:
+        """Send traces, and block until they are sent; whether the collector accepted them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the sender holds; ends a send in progress."""
 
 
 class Tracer:
@@ -90,7 +92,7 @@ class Tracer:
         return Trace(method, path, received_at, trace_id=trace_id, parent_id=None, on_end=self._enqueue)
 
     async def close(self, within_s: float = _CLOSE_WITHIN_S) -> None:
-        """Send the ended traces, for at most `within_s`, and close the sender."""
+        """Send the ended traces, for at most `within_s`, end the thread and close the sender."""
         self._closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join, within_s)
@@ -116,11 +118,13 @@ class Tracer:
         self._send_ended()
 
     def _send_ended(self) -> None:
+        """Send all queued traces in batches, and count their outcomes."""
         while self._ended:
             batch = [self._ended.popleft() for _ in range(min(BATCH, len(self._ended)))]
-            self._on_outcome("sent" if self._is_sent(batch) else "failed", len(batch))
+            self._on_outcome("sent" if self._send_batch(batch) else "failed", len(batch))
 
-    def _is_sent(self, batch: Sequence[Trace]) -> bool:
+    def _send_batch(self, batch: Sequence[Trace]) -> bool:
+        """Send one batch; whether the collector accepted it. An error is logged."""
         try:
             return self._sender.send(batch)
         except Exception:  # the top of a thread: a failed send stops neither the router nor later traces
@@ -136,7 +140,7 @@ def make_tracer(
     on_outcome: Callable[[Outcome, int], object],
     environment: Mapping[str, str] | None = None,
 ) -> Tracer | None:
-    """A tracer; None if no endpoint is configured.
+    """A tracer, whose thread runs; None if no endpoint is configured or tracing is disabled.
 
     endpoint  of an OTLP collector, such as http://127.0.0.1:4318; empty takes OTEL_EXPORTER_OTLP_ENDPOINT
     instance  this process's name, `service.instance.id`
@@ -163,5 +167,6 @@ def make_tracer(
 
 
 def _traces_url(endpoint: str) -> str | None:
+    """The collector's URL for traces; None for an empty endpoint."""
     base = endpoint.rstrip("/")
     return base if base.endswith("/v1/traces") or not base else f"{base}/v1/traces"

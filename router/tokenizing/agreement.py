@@ -39,7 +39,10 @@ class TokenizerAgreement:
             self._engines[worker] = _EngineAgreement(base_model, boot_id)
 
     def record_answer(self, incarnation: Incarnation, tokenizer: int, agrees: bool | None) -> None:
-        """Record an engine's answer, if it is still the same boot. An engine that answered no probe is probed again."""
+        """Record whether an engine's ids agree with a tokenizer's, if the engine is still the same boot.
+
+        agrees  None if the engine answered no probe; then it is probed again
+        """
         engine = self._engine_of(incarnation)
         if engine is not None:
             engine.tokenizer, engine.agrees, engine.is_settled = tokenizer, agrees, agrees is not None
@@ -50,7 +53,7 @@ class TokenizerAgreement:
         return engine is not None and engine.is_settled and engine.tokenizer == tokenizer
 
     def agrees(self, incarnation: Incarnation, tokenizer: int) -> bool:
-        """Whether this engine boot has shown the same ids as this tokenizer."""
+        """Whether this engine boot has returned the same token ids as this tokenizer."""
         engine = self._engine_of(incarnation)
         return engine is not None and engine.tokenizer == tokenizer and engine.agrees is True
 
@@ -65,7 +68,7 @@ class TokenizerAgreement:
         return against > others
 
     def reopen(self, base_model: str) -> None:
-        """Probe disagreeing engines again: one of them may have the files of a better tokenizer."""
+        """Mark disagreeing engines to be probed again: one of them may have the files of a better tokenizer."""
         for engine in self._engines.values():
             if engine.base_model == base_model and engine.agrees is False:
                 engine.is_settled = False

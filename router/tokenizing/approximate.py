@@ -68,12 +68,12 @@ class ApproximatePrompt(msgspec.Struct, frozen=True):
     head: int
     tokens: int
 
-    def chain(self, block_size: int, root: BlockHash) -> tuple[BlockHash, ...]:
-        """A hash for each whole block, as of token ids; at most _MAX_BLOCKS of them."""
+    def block_hashes(self, block_size: int, root: BlockHash) -> tuple[BlockHash, ...]:
+        """A hash for each whole block, at most _MAX_BLOCKS, as of token ids; `root` holds the adapter and the salt."""
         return tuple(block_hashes(self.units[: block_size * _MAX_BLOCKS], block_size=block_size, root=root))
 
-    def conversation(self, root: BlockHash) -> int:
-        """A hash that all turns of the conversation share, under its adapter and salt."""
+    def conversation_hash(self, root: BlockHash) -> int:
+        """A hash that all turns of the conversation share; `root` holds the adapter and the salt."""
         return xxh3_64_intdigest(memoryview(self.units)[: self.head], root)
 
 
@@ -90,7 +90,7 @@ def approximate_prompt(fields: Fields, decoded: Mapping[str, Any], size_bytes: i
     size_bytes  of the whole body, from which a truncated prompt's tokens are estimated
     """
     whole, head_bytes = bytearray(), -1
-    for piece, is_later in _pieces(fields, decoded):
+    for piece, is_later in _prompt_pieces(fields, decoded):
         if is_later and head_bytes < 0 and whole:
             head_bytes = len(whole)
         whole += piece
@@ -106,7 +106,7 @@ def approximate_prompt(fields: Fields, decoded: Mapping[str, Any], size_bytes: i
     return ApproximatePrompt(units, head, max(len(units), size_bytes // _UNIT_BYTES if is_cut else 0))
 
 
-def _pieces(fields: Fields, decoded: Mapping[str, Any]) -> Iterator[_Piece]:
+def _prompt_pieces(fields: Fields, decoded: Mapping[str, Any]) -> Iterator[_Piece]:
     """The body's prompt fields as bytes, in the order of the prompt."""
     yield from _named_fields(fields, decoded, _FIELDS_BEFORE_SYSTEM)
     system: list[_Piece] = []
@@ -168,14 +168,17 @@ def _system_and_turns(raw: msgspec.Raw, decoded_value: Any) -> tuple[list[_Piece
 
 
 def _text_pieces(text: bytes) -> list[_Piece]:
+    """A text in two pieces: its first bytes, which identify its conversation, and the rest."""
     return [(text[:_HEAD_BYTES], False), (text[_HEAD_BYTES:_MAX_BYTES], True)]
 
 
 def _role(item: Any) -> Any:
+    """The role of a message; None for any other item."""
     return item.get("role") if isinstance(item, dict) else None
 
 
 def _item_bytes(item: Any) -> bytes:
+    """An item of a prompt as bytes: token ids as they are, else cleaned JSON with a line feed."""
     if isinstance(item, list) and set(map(type, item)) == {int}:
         return array("I", item).tobytes()
     return _encode(_cleaned(item)) + b"\n"

@@ -33,10 +33,11 @@ class PieceTokenCache:
         self._seen = bytearray(_SEEN_SLOTS)
 
     def __len__(self) -> int:
+        """How many pieces are cached."""
         return len(self.entries)
 
     def get(self, tokenizer: str, piece: str) -> "array[int] | None":
-        """The cached ids, not to be modified; None if the piece is not cached."""
+        """The cached ids, not to be modified, marked as used last; None if the piece is not cached."""
         key = (tokenizer, piece)
         ids = self.entries.get(key)
         if ids is not None:
@@ -44,7 +45,7 @@ class PieceTokenCache:
         return ids
 
     def put(self, tokenizer: str, piece: str, ids: "array[int]") -> None:
-        """Cache a piece's ids and evict older ones; a piece larger than a quarter of the cache is not cached."""
+        """Cache a piece's ids and evict older ones; not a short piece seen for the first time, nor a huge one."""
         if len(piece) < _CACHED_AT_ONCE_CHARS and not self._was_seen(piece):
             return
         size_bytes = _size_bytes(piece, ids)
@@ -57,7 +58,7 @@ class PieceTokenCache:
             self.size_bytes -= _size_bytes(oldest, dropped)
 
     def _was_seen(self, piece: str) -> bool:
-        """Whether the piece was seen recently; rarely true for one that was not. Marks it as seen."""
+        """Whether the piece was seen recently, rarely true for one that was not; marks it as seen."""
         key = hash(piece)
         place, mark = key % _SEEN_SLOTS, (key >> 32) % 255 + 1
         was_seen = self._seen[place] == mark
@@ -66,6 +67,7 @@ class PieceTokenCache:
 
 
 def _size_bytes(piece: str, ids: "array[int]") -> int:
+    """Estimated memory of one cached piece, in bytes."""
     return sys.getsizeof(piece) + len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
@@ -80,7 +82,7 @@ class BlockHashCache:
     def chain(
         self, ids: "array[int]", *, block_size: int, root: BlockHash, seen: int = 0, kept: int = 0
     ) -> tuple[BlockHash, ...]:
-        """`block_hashes` of the ids, as a tuple.
+        """`block_hashes` of the ids, as a tuple. Uses a cached prefix, and caches both prefixes named here.
 
         seen  length of the prefix that an earlier call may have cached
         kept  length of the prefix that the conversation's next prompt will have
@@ -104,6 +106,7 @@ class BlockHashCache:
         return chain
 
     def _store(self, key: tuple[int, int], chain: tuple[BlockHash, ...]) -> None:
+        """Cache a prefix's hashes, and evict the longest unused ones beyond the bound."""
         self.blocks += len(chain) - len(self.entries.pop(key, ()))
         self.entries[key] = chain
         while self.blocks > self.max_blocks:
@@ -112,4 +115,5 @@ class BlockHashCache:
 
 
 def _chain_key(ids: "array[int]", blocks: int, block_size: int, root: BlockHash) -> tuple[int, int]:
+    """The cache key of a prefix of this many blocks."""
     return block_size, xxh3_64_intdigest(memoryview(ids)[: blocks * block_size], root)

@@ -27,7 +27,7 @@ class TokenizerThreads:
         self._in_use = 0
 
     async def run(self, work: "Callable[[], list[array[int]]]") -> "list[array[int]]":
-        """The result of `work`, run in a thread; raises ThreadsBusy."""
+        """Run `work` in a thread and return its result; raises ThreadsBusy if too many wait, and its own errors."""
         if self._in_use >= self._max_in_use:
             raise ThreadsBusy
         self._in_use += 1
@@ -37,7 +37,7 @@ class TokenizerThreads:
             self._in_use -= 1
 
     def close(self) -> None:
-        """End the threads and cancel waiting work."""
+        """Cancel waiting work, and let the threads end after what they run; does not wait."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -148,13 +148,13 @@ class Tokenizers:
         self._agreement = TokenizerAgreement()
         # Base models where most engines disagree with our tokenizer.
         self._outvoted: set[str] = set()
-        self._learning: set[str] = set()
+        self._loading: set[str] = set()
         self._probing: set[tuple[str, str, str]] = set()
         self._worker_again_at: dict[tuple[str, str, str], float] = {}
         self._engine_again_at: dict[str, float] = {}
 
     def close(self) -> None:
-        """End the threads and cancel waiting prompts."""
+        """Cancel waiting prompts and let the threads end."""
         self._long.close()
         self._very_long.close()
 
@@ -168,24 +168,24 @@ class Tokenizers:
         return self._mode != "auto" or self._local_in_use(base_model) is not None
 
     def has_probed(self, base_model: str, incarnation: Incarnation | None) -> bool:
-        """Whether this engine need not be probed by `learn`."""
+        """Whether this engine need not be probed by `load_or_probe`."""
         if incarnation is None or self._mode != "auto":
             return self.knows(base_model)
         local = self._local.get(base_model)
         return local is not None and self._agreement.is_settled(incarnation, local.number)
 
     def agrees(self, incarnation: Incarnation, tokens: Tokens) -> bool:
-        """Whether this engine boot agrees with the tokenizer that made these tokens."""
+        """Whether this engine boot has returned the same ids as the tokenizer that made these tokens."""
         return tokens.made_by > 0 and self._agreement.agrees(incarnation, tokens.made_by)
 
     def adopt(self, base_model: str, tokenizer: ChatTokenizer) -> int:
-        """Use this tokenizer from now on and return its number; no engine has agreed with it yet."""
+        """Make this the base model's tokenizer and return its number; no engine has agreed with it yet."""
         self._numbers_used += 1
         self._local[base_model] = _LoadedTokenizer(self._numbers_used, tokenizer, f"{base_model}#{self._numbers_used}")
         self._outvoted.discard(base_model)
         return self._numbers_used
 
-    async def learn(
+    async def load_or_probe(
         self, base_model: str, *, agent_url: str, engine_url: str, incarnation: Incarnation | None = None
     ) -> None:
         """Load a base model's tokenizer, or compare it with one more engine; safe to repeat and to interrupt.
@@ -220,7 +220,7 @@ class Tokenizers:
             self._probing.discard(worker)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone, with its engine's answer."""
+        """Drop a worker that is gone, with its engine's answer, and count again whether most engines disagree."""
         base_model = self._agreement.forget(worker)
         if base_model is not None:
             self._update_outvoted(base_model)
@@ -228,7 +228,10 @@ class Tokenizers:
     async def _probe_or_load(
         self, base_model: str, agent_url: str, engine_url: str, incarnation: Incarnation | None
     ) -> bool:
-        """Whether this engine was compared with our tokenizer, or its files gave one. Raises httpx.HTTPError."""
+        """Compare this engine with our tokenizer, or load and adopt one of its files; whether either was done.
+
+        Raises httpx.HTTPError.
+        """
         local = self._local.get(base_model)
         if local is not None:
             agrees = await self._engine_agrees(local.tokenizer, base_model, engine_url)
@@ -239,13 +242,13 @@ class Tokenizers:
                 return agrees is not None
             if not self._has_files(base_model, agent_url):
                 return False
-        if base_model in self._learning:
+        if base_model in self._loading:
             return True
-        self._learning.add(base_model)
+        self._loading.add(base_model)
         try:
             tokenizer = await self._load_agreeing(base_model, agent_url, engine_url)
         finally:
-            self._learning.discard(base_model)
+            self._loading.discard(base_model)
         if tokenizer is None:
             return False
         number = self.adopt(base_model, tokenizer)
@@ -254,7 +257,7 @@ class Tokenizers:
         return True
 
     def _update_outvoted(self, base_model: str) -> None:
-        """Update whether most engines of a base model disagree with our tokenizer."""
+        """Update whether most engines of a base model disagree with our tokenizer; if so, let them be probed again."""
         local = self._local.get(base_model)
         if local is None or not self._agreement.is_outvoted(base_model, local.number):
             self._outvoted.discard(base_model)
@@ -265,15 +268,17 @@ class Tokenizers:
         self._agreement.reopen(base_model)
 
     def _local_in_use(self, base_model: str) -> _LoadedTokenizer | None:
+        """The base model's tokenizer here; None if there is none or most engines disagree with it."""
         return None if base_model in self._outvoted else self._local.get(base_model)
 
     def _has_files(self, base_model: str, agent_url: str) -> bool:
+        """Whether the base model's tokenizer files can be read, from an agent or a folder."""
         return bool(agent_url) or base_model in self._paths
 
     async def ids(
         self, body: Mapping[str, Any], *, base_model: str, engine_url: str, kind: PromptKind | None = None
     ) -> Tokens:
-        """The token ids that the engine will compute for this body's prompt.
+        """The token ids of this body's prompt, made here or by the engine; NO_TOKENS if there are none.
 
         body  decoded JSON
         kind  the route's kind of prompt; None infers it: `messages` is a chat, `prompt` (text or one list of ids) a
@@ -291,7 +296,7 @@ class Tokenizers:
         kind: PromptKind | None = None,
         max_model_len: int = 0,
     ) -> "Tokens | SlowTokens":
-        """As `ids`, or a call that returns them, if a thread or the engine must be waited for.
+        """As `ids`, or a call that returns them, if a thread or the engine must be waited for. Caches new pieces.
 
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
         """
@@ -385,7 +390,7 @@ class Tokenizers:
         uncached: Sequence[int] = (),
         encoded: "Sequence[array[int]]" = (),
     ) -> Tokens:
-        """The tokens of a whole prompt; puts new pieces into the cache.
+        """The tokens of a whole prompt. Caches new pieces, counts tokens, and completes `ids_of_piece`.
 
         ids_of_piece  ids of each piece, except those at `uncached`, which are in `encoded`
         missing       numbers of the pieces that the cache did not have
@@ -408,7 +413,7 @@ class Tokenizers:
         return Tokens(whole, "local", seen, kept, local.number)
 
     async def _model_files(self, base_model: str, agent_url: str) -> Mapping[str, str]:
-        """The tokenizer's files of a base model, from its folder or an agent."""
+        """Read a base model's tokenizer files from its folder, or GET them from an agent; raises httpx.HTTPError."""
         if base_model in self._paths:
             return await asyncio.to_thread(read_files, self._paths[base_model])
         answer = await self._client.get(f"{agent_url}/v1/model/files")
@@ -416,7 +421,7 @@ class Tokenizers:
         return ModelFiles.model_validate_json(answer.content).files
 
     async def _load_agreeing(self, base_model: str, agent_url: str, engine_url: str) -> ChatTokenizer | None:
-        """A tokenizer of the worker's files that agrees with its engine on every probe; None if there is none."""
+        """Load a tokenizer of the worker's files that agrees with its engine on every probe; None, logged, if none."""
         try:
             files = await self._model_files(base_model, agent_url)
             local = await asyncio.to_thread(ChatTokenizer.from_files, files)
@@ -432,7 +437,7 @@ class Tokenizers:
         return local
 
     async def _engine_agrees(self, local: ChatTokenizer, base_model: str, engine_url: str) -> bool | None:
-        """Whether the engine has our ids for every probe that it accepts; None if it accepts none.
+        """POST every probe to the engine; whether it has our ids for each that it accepts. None if it accepts none.
 
         raises  httpx.HTTPError if the engine cannot be reached now
         """
@@ -448,7 +453,7 @@ class Tokenizers:
         return agrees
 
     async def _tokenize_at_engine(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
-        """The engine's ids of a body; NO_TOKENS if it fails or is too slow."""
+        """POST a body to /tokenize for its ids; NO_TOKENS if that fails. A slow engine is not asked for 5 s."""
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
             return NO_TOKENS
         now = self._clock()
@@ -471,7 +476,7 @@ class Tokenizers:
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
     async def _post_tokenize(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
-        """The engine's own ids of a body; None if it refuses the body, as it will refuse the request.
+        """POST a body to /tokenize; the engine's ids, or None if it refuses. Raises httpx.HTTPError.
 
         No model is named, so that the engine uses its base model.
         """
@@ -495,6 +500,7 @@ def _given_ids(prompt: list[Any]) -> Tokens:
 
 
 def _packed_ids(ids: list[Any]) -> "array[int] | None":
+    """The ids as an array of unsigned 32-bit integers; None if one does not fit."""
     try:
         return array("I", ids)
     except (TypeError, OverflowError):

@@ -34,7 +34,7 @@ def approximated(body: Body | bytes) -> ApproximatePrompt | None:
 def keys(body: Body | bytes, *, adapter: str = "", salt: str = "") -> list[BlockHash]:
     made = approximated(body)
     assert made is not None
-    return list(made.chain(BLOCK, approximate_root(root_hash(BASE, adapter, salt))))
+    return list(made.block_hashes(BLOCK, approximate_root(root_hash(BASE, adapter, salt))))
 
 
 # --- keys
@@ -154,7 +154,7 @@ def test_a_very_long_prompt_is_cut_and_counts_in_full():
     assert len(made.units) == 65_536
     assert made.tokens > 500_000
     assert approximated({"prompt": "many words " * 200_000}).tokens > 500_000
-    assert [len(made.chain(size, root_hash(BASE))) for size in (1, 16, 64)] == [4096, 4096, 1024]
+    assert [len(made.block_hashes(size, root_hash(BASE))) for size in (1, 16, 64)] == [4096, 4096, 1024]
 
 
 def test_all_turns_of_a_conversation_share_one_hash():
@@ -173,8 +173,8 @@ def test_all_turns_of_a_conversation_share_one_hash():
             [*opening[:2], turn("user", "leave it"), call],
         )
     )
-    assert first.conversation(root) == later.conversation(root) != other.conversation(root)
-    assert first.conversation(root) != first.conversation(root_hash(BASE, "sql"))
+    assert first.conversation_hash(root) == later.conversation_hash(root) != other.conversation_hash(root)
+    assert first.conversation_hash(root) != first.conversation_hash(root_hash(BASE, "sql"))
 
 
 ODD = [

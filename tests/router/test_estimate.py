@@ -59,7 +59,7 @@ def test_missing_prompt_drops_all_older_blocks_of_the_estimate():
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 1.0)
     serve(guesses, prompt(7), 2.0)
-    guesses.learn_from_answer(serve(guesses, LONG, 4.0), cached_blocks=0)
+    guesses.correct_estimate(serve(guesses, LONG, 4.0), cached_blocks=0)
     assert index.match(prompt(5, 6)) == {}
     assert index.match(prompt(7)) == {W: 1}
     assert index.match(LONG) == {W: 4}  # it has just been computed
@@ -70,9 +70,9 @@ def test_missing_prompt_drops_all_older_blocks_of_the_estimate():
 def test_better_hit_than_predicted_lengthens_the_age_up_to_the_maximum():
     index, guesses = estimate()
     serve(guesses, LONG, 0.0)
-    guesses.learn_from_answer(serve(guesses, LONG, 2.0), cached_blocks=0)
+    guesses.correct_estimate(serve(guesses, LONG, 2.0), cached_blocks=0)
     for _ in range(4):
-        guesses.learn_from_answer(PredictedCache(W, 3.0, ()), cached_blocks=4)
+        guesses.correct_estimate(PredictedCache(W, 3.0, ()), cached_blocks=4)
     serve(guesses, LONG, 4.0)
     guesses.expire(4.0 + TTL_S - 0.1)
     assert index.match(LONG) == {W: 4}
@@ -85,7 +85,7 @@ def test_the_last_block_that_an_engine_computes_always_is_no_news(cached_blocks)
     index, guesses = estimate()
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 0.0)
-    guesses.learn_from_answer(serve(guesses, LONG, 9.0), cached_blocks=cached_blocks)
+    guesses.correct_estimate(serve(guesses, LONG, 9.0), cached_blocks=cached_blocks)
     assert index.match(prompt(5, 6)) == {W: 2}
 
 
@@ -93,7 +93,7 @@ def test_what_was_stored_after_a_prompt_was_sent_proves_nothing_about_it():
     index, guesses = estimate()
     serve(guesses, prompt(5, 6), 0.0)
     serve(guesses, LONG, 2.0)  # a twin, sent and served while the one below was waiting
-    guesses.learn_from_answer(serve(guesses, LONG, 3.0, took_s=2.0), cached_blocks=0)
+    guesses.correct_estimate(serve(guesses, LONG, 3.0, took_s=2.0), cached_blocks=0)
     assert index.match(prompt(5, 6)) == {W: 2}
 
 
@@ -102,7 +102,7 @@ def test_what_comes_after_forget_leaves_nothing_behind():
     guess = serve(guesses, LONG, 0.0)
     guesses.forget(W)
     guesses.forget(W)
-    guesses.learn_from_answer(guess, cached_blocks=0)
+    guesses.correct_estimate(guess, cached_blocks=0)
     guesses.expire(1.0)
     assert (len(index), len(guesses)) == (0, 0)
 
@@ -142,7 +142,7 @@ class LikeTheSimplestList(RuleBasedStateMachine):
         guess = getattr(self, "guess", None)
         if guess is None or guess.worker not in self.model:
             return
-        self.guesses.learn_from_answer(guess, cached_blocks)
+        self.guesses.correct_estimate(guess, cached_blocks)
         ttl_s, known = self.ttl_s[guess.worker], len(guess.last_used)
         if cached_blocks > known:
             self.ttl_s[guess.worker] = min(TTL_S, ttl_s * 2)

@@ -156,7 +156,7 @@ async def test_an_engine_that_started_again_starts_its_worker_afresh():
         feeds.follow(source(new, boot="2"))
         assert depth(feeds, range(6)) == 0
         await until(lambda: depth(feeds, [50, 51]) == 1)
-        assert trust.state("w0") == "exact"
+        await until(lambda: trust.state("w0") == "exact")  # set when the replay ends, after its batches
         feeds.forget("w0")
         assert feeds.index("m", 2).block_counts() == {}
 

@@ -98,7 +98,7 @@ async def tokens(client, worker, metrics):
     """Tokenizers that have learned the tiny model."""
     tokenizers = Tokenizers(client, metrics=metrics)
     async with serving(worker.app) as url:
-        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url)
     assert tokenizers.knows(BASE)
     yield tokenizers
     tokenizers.close()
@@ -270,15 +270,15 @@ async def test_a_worker_without_files_is_skipped_for_the_next(client, chat, mode
     failing.agent_status = 500
     async with serving(broken.app) as one, serving(failing.app) as two, serving(whole.app) as three:
         for _ in range(2):
-            await tokenizers.learn(BASE, agent_url=one, engine_url=one)
+            await tokenizers.load_or_probe(BASE, agent_url=one, engine_url=one)
         assert not tokenizers.knows(BASE)
         assert broken.files_asked == 1
         with pytest.raises(httpx.HTTPStatusError):
-            await tokenizers.learn(BASE, agent_url=two, engine_url=two)
+            await tokenizers.load_or_probe(BASE, agent_url=two, engine_url=two)
         now[0] += 61
-        await tokenizers.learn(BASE, agent_url=one, engine_url=one)
+        await tokenizers.load_or_probe(BASE, agent_url=one, engine_url=one)
         assert broken.files_asked == 2
-        await tokenizers.learn(BASE, agent_url=three, engine_url=three)
+        await tokenizers.load_or_probe(BASE, agent_url=three, engine_url=three)
     assert tokenizers.knows(BASE)
     assert (await tokenizers.ids(HI, base_model=BASE, engine_url="")).source == "local"
     tokenizers.close()
@@ -288,7 +288,7 @@ async def test_a_tokenizer_that_differs_from_the_engine_is_not_used(client, work
     tokenizers = Tokenizers(client)
     worker.offset = 1
     async with serving(worker.app) as url:
-        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url)
         assert not tokenizers.knows(BASE)
         assert (await tokenizers.ids(HI, base_model=BASE, engine_url=url)).source == "remote"
     tokenizers.close()
@@ -329,7 +329,7 @@ async def test_a_configured_folder_is_read_instead_of_asking_an_agent(client, wo
     worker.files = {}
     tokenizers = Tokenizers(client, paths={BASE: model})
     async with serving(worker.app) as url:
-        await tokenizers.learn(BASE, agent_url="http://127.0.0.1:1", engine_url=url)
+        await tokenizers.load_or_probe(BASE, agent_url="http://127.0.0.1:1", engine_url=url)
     assert tokenizers.knows(BASE)
     assert worker.files_asked == 0
     tokenizers.close()
@@ -339,7 +339,7 @@ async def test_a_configured_folder_of_another_model_is_refused_by_the_probes(cli
     tokenizers = Tokenizers(client, paths={BASE: model})
     worker.offset = 1
     async with serving(worker.app) as url:
-        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url)
     assert not tokenizers.knows(BASE)
     tokenizers.close()
 
@@ -359,7 +359,7 @@ def another(model) -> TokenizingWorker:
 
 
 async def learned(tokenizers, url, worker="w0", boot="1") -> None:
-    await tokenizers.learn(BASE, agent_url=url, engine_url=url, incarnation=(worker, boot))
+    await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url, incarnation=(worker, boot))
 
 
 async def test_an_engine_agrees_for_the_probed_boot_only(client, worker):
@@ -396,7 +396,7 @@ async def test_ids_from_engines_or_clients_never_count_as_agreed(client, worker)
 async def test_an_engine_with_unnoticed_restarts_never_agrees(client, worker):
     tokenizers = Tokenizers(client)
     async with serving(worker.app) as url:
-        await tokenizers.learn(BASE, agent_url=url, engine_url=url)
+        await tokenizers.load_or_probe(BASE, agent_url=url, engine_url=url)
         assert tokenizers.knows(BASE)
         assert tokenizers.has_probed(BASE, None)
         ids = await tokenizers.ids(LONG, base_model=BASE, engine_url=url)
@@ -471,7 +471,9 @@ async def test_an_unreachable_engine_is_probed_again(client, worker):
         await learned(tokenizers, url)
         ids = await tokenizers.ids(LONG, base_model=BASE, engine_url="")
         with pytest.raises(httpx.HTTPError):
-            await tokenizers.learn(BASE, agent_url=url, engine_url="http://127.0.0.1:1", incarnation=("w1", "1"))
+            await tokenizers.load_or_probe(
+                BASE, agent_url=url, engine_url="http://127.0.0.1:1", incarnation=("w1", "1")
+            )
         assert not tokenizers.agrees(("w1", "1"), ids)
         now[0] += 6
         await learned(tokenizers, url, "w1")

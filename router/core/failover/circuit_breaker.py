@@ -77,6 +77,7 @@ class BreakerRules:
     look_s: float = 5.0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a number out of its range."""
         if self.failures < 1 or self.least_requests < 1:
             raise ValueError("failures and least_requests must be at least 1")
         if not 0 < self.open_s <= self.most_open_s:
@@ -112,8 +113,8 @@ class _Circuit:
     doubt: str = ""
     last_success_at: float = -inf
 
-    def counted(self, now: float, window_s: float) -> int:
-        """Requests in the window. Older ones are forgotten by halves, so that no timestamps need be kept."""
+    def requests_counted(self, now: float, window_s: float) -> int:
+        """Requests in the window. Halves or drops older counts first, so that no timestamps need be kept."""
         if now - self.counted_from > window_s:
             is_old = now - self.counted_from > 2 * window_s
             self.good, self.bad = (0, 0) if is_old else (self.good // 2, self.bad // 2)
@@ -162,7 +163,7 @@ class CircuitBreaker:
         return "open" if now < circuit.open_until else "half_open"
 
     def record_dispatch(self, replica: Replica, trial: TrialRequest, now: float) -> None:
-        """Note a request that is sent there; in a half-open circuit it is the trial."""
+        """Record a request that is sent to a replica, as the trial of its half-open circuit, or despite an open one."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
             return
@@ -177,7 +178,7 @@ class CircuitBreaker:
         return circuit is not None and circuit.trial is request
 
     def record_success(self, replica: Replica, now: float, sent_at: float = inf) -> None:
-        """Note an answer with a status below 400. It closes a circuit that opened before `sent_at`, or for silence."""
+        """Record an answer with a status below 400. Closes a circuit that opened before `sent_at`, or for silence."""
         # Circuits begin with a first failure: without any, a request that works pays for this check alone.
         circuit = self._circuits.get(replica.incarnation) if self._circuits else None
         if circuit is None:
@@ -198,7 +199,7 @@ class CircuitBreaker:
         fleet: Sequence[Replica] = (),
         sent_at: float = inf,
     ) -> bool:
-        """Count a failed attempt; returns whether the replica's circuit is open now.
+        """Count a failed attempt. It may open the circuit or start a health probe; returns whether the circuit is open.
 
         reason   of a ReplicaUnreachable, or another reason in COUNTED
         fleet    all replicas of its base model; without them there are no outliers
@@ -210,7 +211,7 @@ class CircuitBreaker:
             circuit = self._circuits[incarnation] = _Circuit(counted_from=now)
         if reason not in COUNTED or sent_at < circuit.changed_at or now < circuit.open_until:
             return circuit.is_shut
-        circuit.counted(now, self.rules.window_s)
+        circuit.requests_counted(now, self.rules.window_s)
         circuit.bad += 1
         circuit.failed_at = now
         circuit.in_a_row += 1
@@ -229,7 +230,7 @@ class CircuitBreaker:
         return True
 
     def record_probe(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
-        """Note the result of a health probe."""
+        """Record a health probe's result: opens or closes the replica's circuit, or clears its failures."""
         circuit = self._circuits.get(replica.incarnation)
         if circuit is None:
             return
@@ -243,18 +244,18 @@ class CircuitBreaker:
             circuit.bad = circuit.in_a_row = 0
 
     def record_not_hung(self, replica: Replica, now: float) -> None:
-        """Note that its agent no longer reports a hang: a circuit that opened for one closes."""
+        """Record that the replica's agent reports no hang: closes a circuit that opened for one."""
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is not None and circuit.was_hung:
             self._close(replica, circuit, now, "trusted")
 
     def last_success_at(self, replica: Replica) -> float:
-        """When the replica last answered a request; -inf: not since it first failed one."""
+        """When the replica last answered a request; -inf: not since its first failure on record."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.last_success_at
 
     def open_until(self, replica: Replica) -> float:
-        """When a replica's open circuit becomes half-open; -inf: it is closed."""
+        """When a replica's open circuit becomes half-open; -inf: the circuit is closed."""
         circuit = self._circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.open_until
 
@@ -264,7 +265,7 @@ class CircuitBreaker:
         return -inf if circuit is None else circuit.changed_at
 
     def forget_others(self, replicas: Iterable[Replica], now: float) -> None:
-        """Forget circuits of incarnations that are not among these, and circuits without recent failures."""
+        """Drop circuits of incarnations not among these, and circuits without recent failures."""
         if not self._circuits:
             return
         left = {replica.incarnation: replica for replica in replicas}
@@ -278,14 +279,16 @@ class CircuitBreaker:
                     self.on_change(well[incarnation[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone."""
+        """Drop the circuits of a worker that is gone, without `on_change`."""
         for incarnation in [incarnation for incarnation in self._circuits if incarnation[0] == worker]:
             del self._circuits[incarnation]
             self._shut.pop(incarnation, None)
 
     def _is_outlier(self, circuit: _Circuit, fleet: Sequence[Replica], now: float) -> bool:
+        """Whether a circuit's failed share is an outlier in its fleet, while few circuits are open. Fades counts."""
         rules = self.rules
-        if circuit.counted(now, rules.window_s) < rules.least_requests or circuit.bad_share < rules.outlier_share:
+        requests = circuit.requests_counted(now, rules.window_s)
+        if requests < rules.least_requests or circuit.bad_share < rules.outlier_share:
             return False
         others, ejected = [], 1
         for replica in fleet:
@@ -294,12 +297,13 @@ class CircuitBreaker:
                 others.append(0.0)
             elif other is not circuit:
                 ejected += other.is_shut
-                if other.counted(now, rules.window_s) >= rules.least_requests:
+                if other.requests_counted(now, rules.window_s) >= rules.least_requests:
                     others.append(other.bad_share)
         usual = median(others) if others else 0.0
         return circuit.bad_share >= 2 * usual and ejected <= rules.eject_share * len(fleet)
 
     def _open(self, replica: Replica, circuit: _Circuit, why: str, now: float, rng: Random) -> None:
+        """Open a circuit, for longer at each opening in a row, and call `on_change`."""
         rules = self.rules
         if not circuit.is_shut and now - circuit.changed_at > rules.most_open_s:
             circuit.openings = 0
@@ -315,6 +319,7 @@ class CircuitBreaker:
         self.on_change(replica, "open", why)
 
     def _close(self, replica: Replica, circuit: _Circuit, now: float, why: str) -> None:
+        """Close a circuit, clear its counts and call `on_change`."""
         circuit.is_shut = False
         circuit.changed_at = now
         circuit.open_until = -inf
@@ -325,6 +330,7 @@ class CircuitBreaker:
         self.on_change(replica, "closed", why)
 
     def _may_try(self, circuit: _Circuit, now: float) -> bool:
+        """Whether a trial request may be sent now: the circuit is half-open and no trial is in flight."""
         if now < circuit.open_until:
             return False
         return circuit.trial is None or circuit.trial.ended or now - circuit.tried_at > self.rules.trial_s

@@ -43,6 +43,7 @@ def excluded_incarnations(
 
 
 def _is_over(failure: FailedAttempt, replica: Replica, served_at: Callable[[Replica], float]) -> bool:
+    """Whether the replica has given the sign after which it may get the failed request again; see `Sign`."""
     if replica.state != "ready":
         return False
     sign: Sign = VERDICTS[failure.reason].back_after

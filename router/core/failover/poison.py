@@ -39,8 +39,8 @@ class PoisonRequests:
     def __init__(self, what: str, *, enough: int, hold_s: float) -> None:
         """
         what    subject of the error message, as in "this request was"
-        enough  deaths after suspect_id a suspect is held back: one says little, so many other requests were there
-        hold_s  seconds of the first hold, suspect_id doubles; 0.0: never
+        enough  deaths after which a suspect is held back: one says little, because many other requests were in flight
+        hold_s  seconds of the first hold, which doubles with each further death; 0.0: no hold
         """
         self._what = what
         self._enough = enough
@@ -48,7 +48,10 @@ class PoisonRequests:
         self.suspects: dict[Hashable, _Suspect] = {}
 
     def check_held(self, suspect_id: Hashable, now: float) -> bool:
-        """Whether a suspect was held back and must now be tried alone; raises PoisonRequestHeld while it is held."""
+        """Whether a suspect was held back and must now be tried alone; raises PoisonRequestHeld while it is held.
+
+        True also holds it back again, so that the next trial waits for the end of this one.
+        """
         suspect = self.suspects.get(suspect_id)
         if suspect is None:
             return False
@@ -64,9 +67,9 @@ class PoisonRequests:
         return suspect.hold_s > 0
 
     def record_death(self, suspect_id: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
-        """Note that an engine died with this suspect in flight; returns for how many seconds it is held back now.
+        """Record that an engine died with this suspect in flight; returns for how many seconds it is held back now.
 
-        sent_at  when it was sent there. Several engines that were lost together with their node count once
+        sent_at  when the suspect was sent to that engine. Engines that were lost together with their node count once
         """
         suspect = self.suspects.pop(suspect_id, None) or _Suspect()
         self.suspects[suspect_id] = suspect
@@ -81,11 +84,11 @@ class PoisonRequests:
         return max(0.0, suspect.held_until - now)
 
     def clear(self, suspect_id: Hashable) -> None:
-        """Forget a suspect: an engine answered it to the end."""
+        """Forget a suspect, because an engine answered it to the end."""
         self.suspects.pop(suspect_id, None)
 
     def forget(self, now: float) -> None:
-        """Drop old suspects; call once in a while."""
+        """Drop suspects without a death or hold for ten minutes; call once in a while."""
         old = [
             suspect_id
             for suspect_id, suspect in self.suspects.items()

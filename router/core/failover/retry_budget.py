@@ -28,14 +28,15 @@ class RetryBudget:
     _at: float = 0.0
 
     def __post_init__(self) -> None:
+        """Start with the balance of a full window without requests."""
         self._balance = self.floor_per_s * self.window_s
 
     def begin(self, now: float) -> None:
-        """Start the budget's clock."""
+        """Start the budget's clock; call once, before the first `take`."""
         self._at = now
 
     def take(self, now: float) -> bool:
-        """Take one retry out of the budget; returns whether there was one.
+        """Take one retry out of the budget; returns whether there was one, and counts a refusal. Resets `requests`.
 
         The deposits for `requests` are settled here, so that requests that work cost no computation.
         """

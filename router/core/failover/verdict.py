@@ -77,5 +77,5 @@ MAX_DEATHS = 2
 
 
 def reasons_blaming(blamed: Blamed) -> frozenset[str]:
-    """The reasons of failed attempts that count against this one."""
+    """The reasons of failed attempts that count against a replica, an adapter or a request."""
     return frozenset([reason for reason, verdict in VERDICTS.items() if blamed in verdict.blames])

@@ -19,7 +19,7 @@ class CacheDisclosure:
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def record_prompt(self, tenant: str, hashes: Sequence[BlockHash]) -> None:
-        """Note a prompt of this tenant that was answered."""
+        """Add the blocks of an answered prompt to the tenant's. Beyond the bound, forgets the oldest of all tenants."""
         salt = _salt(tenant)
         # Backwards, so that a prompt's first blocks, without which the others are useless, are forgotten last.
         for block in reversed(hashes):
@@ -38,4 +38,5 @@ class CacheDisclosure:
 
 
 def _salt(tenant: str) -> int:
+    """A tenant's number, mixed into its block hashes to keep them apart from other tenants'."""
     return xxh3_64_intdigest(tenant.encode())

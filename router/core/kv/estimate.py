@@ -53,12 +53,12 @@ class CacheEstimate:
     def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float, most_blocks: int
     ) -> PredictedCache:
-        """Note a prompt whose first token has arrived: the engine has all of its blocks now.
+        """Record a prompt whose first token has arrived: its blocks are cached, and evict the longest unused ones.
 
         hashes       of the whole prompt
         began_at     when it was sent: blocks stored since then were no hit for it
         most_blocks  size of the engine's KV cache in blocks
-        returns      for `learn_from_answer`, when the answer tells what the engine had cached
+        returns      the predicted hit, for `correct_estimate` when the answer reports what the engine had cached
         """
         entry = self._workers.setdefault(worker, _EstimatedBlocks(self._ttl_s))
         used = (entry.last_used.get(block, began_at + 1) for block in hashes)
@@ -71,8 +71,8 @@ class CacheEstimate:
         self._evict(worker, entry, unused_since=now - entry.ttl_s, most_blocks=most_blocks)
         return guess
 
-    def learn_from_answer(self, guess: PredictedCache, cached_blocks: int) -> None:
-        """Learn from the engine's `cached_tokens`: forget the blocks that it must have evicted, and adapt the age.
+    def correct_estimate(self, guess: PredictedCache, cached_blocks: int) -> None:
+        """Correct the worker's estimate by an answer's `cached_tokens`: drop evicted blocks, and adapt the kept age.
 
         cached_blocks  the engine's `cached_tokens` in whole blocks
         """
@@ -89,12 +89,12 @@ class CacheEstimate:
             self._evict(guess.worker, entry, unused_since=gone)
 
     def expire(self, now: float) -> None:
-        """Drop blocks that have been unused for too long; call every second or so."""
+        """Drop blocks that were unused for longer than their engine keeps one; call every second or so."""
         for worker, entry in self._workers.items():
             self._evict(worker, entry, unused_since=now - entry.ttl_s)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker's estimate: it is gone, or its engine restarted."""
+        """Drop a worker's estimate and its blocks in the index: it is gone, or its engine restarted."""
         entry = self._workers.pop(worker, None)
         if entry is not None:
             self._index.drop(worker, entry.last_used)
@@ -102,7 +102,7 @@ class CacheEstimate:
     def _evict(
         self, worker: WorkerId, entry: _EstimatedBlocks, *, unused_since: float, most_blocks: int | None = None
     ) -> None:
-        """Drop the longest unused blocks: all last used by `unused_since`, and those beyond `most_blocks`."""
+        """Drop the longest unused blocks, also in the index: last used by `unused_since`, or beyond `most_blocks`."""
         used, gone = entry.last_used, []
         while used and (
             next(iter(used.values())) <= unused_since or (most_blocks is not None and len(used) > most_blocks)

@@ -45,6 +45,7 @@ class BlockHolders:
         self._next_run = -1
 
     def __len__(self) -> int:
+        """How many blocks have a holder."""
         return len(self._at)
 
     def size_bytes(self) -> int:
@@ -68,7 +69,10 @@ class BlockHolders:
         return value if value >= 0 else self._runs[value].mask
 
     def walk(self, hashes: Blocks) -> list[tuple[int, int]]:
-        """(end, mask) of each stretch of equal masks, from the first of these blocks to the first without holders."""
+        """(end, mask) of each stretch of equal masks, from the first of these blocks to the first without holders.
+
+        Stores long stretches of plain entries as runs, which changes no mask.
+        """
         found: list[tuple[int, int]] = []
         position, count, get, runs = 0, len(hashes), self._at.get, self._runs
         while position < count:
@@ -86,7 +90,7 @@ class BlockHolders:
         return found
 
     def _end_of_stretch(self, hashes: Blocks, start: int, mask: int) -> int:
-        """The end of a stretch of plain entries with this mask. A long stretch becomes a run, for the next walk."""
+        """The end of a stretch of plain entries with this mask. Stores a long stretch as a run, for the next walk."""
         end = start + 1
         for value in map(self._at.get, hashes[end : start + _LONGEST], repeat(0)):
             if value is not mask:
@@ -100,7 +104,7 @@ class BlockHolders:
     def set(self, hashes: Blocks, bit: int, *, is_chain: bool = False) -> int:
         """Set a bit in the masks of these blocks; returns how many had it.
 
-        is_chain  they follow one another in a prompt: plain entries become a run
+        is_chain  the blocks follow one another in a prompt: plain entries become a run
         """
         at = self._at
         # Two shortcuts that run in C, for the usual events: no block has a holder yet, or none is in a run.
@@ -119,6 +123,7 @@ class BlockHolders:
         return self._set_by_stretches(hashes, bit, is_chain=is_chain)
 
     def _set_by_stretches(self, hashes: Blocks, bit: int, *, is_chain: bool) -> int:
+        """`set` for blocks of which some are stored: one run or stretch of equal masks at a time."""
         had = position = 0
         while position < len(hashes):
             block = hashes[position]
@@ -236,6 +241,7 @@ class BlockHolders:
                 self._store(blocks, part_mask)
 
     def _store(self, blocks: Blocks, mask: int) -> None:
+        """Give blocks that are in no run this mask: as a run if they are enough, else as plain entries; 0 removes."""
         if not mask:
             for block in blocks:
                 del self._at[block]
@@ -252,7 +258,7 @@ class BlockHolders:
 
 
 def _position_in(run: _BlockRun, block: BlockHash) -> int:
-    """The position of a block in its run. Front and back first: engines store and evict there."""
+    """The position of a block in its run. Tries front and back first, where engines store and evict."""
     if run.blocks[0] == block:
         return 0
     return len(run.blocks) - 1 if run.blocks[-1] == block else run.blocks.index(block)

@@ -109,7 +109,7 @@ class KvIndex:
         return entry.blocks[tier] if entry else 0
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """Contiguous prefix depth in blocks, of every worker with at least the first block on its device."""
+        """Contiguous prefix depth in blocks of every worker with at least the first block; pending blocks count."""
         depths: dict[WorkerId, int] = {}
         blocks, alive, depth = tuple(hashes), self._used_bits, 0
         for end, mask in self._walk(blocks):
@@ -124,7 +124,7 @@ class KvIndex:
         return depths
 
     def _set_depths(self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]) -> None:
-        """Set the depth of these workers, whose stored blocks end there; pending blocks may continue some."""
+        """Set the depth of these workers, whose stored blocks end at `depth`; pending blocks may continue some."""
         if self._pending and depth < len(blocks):
             pending = self._pending.get(blocks[depth], 0) & workers
             if pending:
@@ -136,7 +136,7 @@ class KvIndex:
     def _follow_pending(
         self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]
     ) -> None:
-        """Set the depth of these workers, counting stored and pending blocks from there on."""
+        """Set the depth of these workers, counting stored and pending blocks from `depth` on."""
         same = -1
         for mask in map(self._pending.get, blocks[depth:], repeat(0)):
             if mask is not same:
@@ -181,9 +181,9 @@ class KvIndex:
     def add(
         self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device", *, is_chain: bool = False
     ) -> int:
-        """Store these blocks for a worker at a tier; returns how many were new there.
+        """Store these blocks for a worker at a tier; returns how many the worker did not have at that tier.
 
-        is_chain  they follow one another in a prompt, as in one store event; makes later matches faster
+        is_chain  the blocks follow one another in a prompt, as in one store event; makes later matches faster
         """
         return self._add(self._entry(worker), hashes, tier, is_chain=is_chain)
 
@@ -210,25 +210,25 @@ class KvIndex:
         return IndexDraft(self._new_bit())
 
     def add_to(self, draft: IndexDraft, hashes: Iterable[BlockHash], tier: Tier) -> None:
-        """Add blocks to a draft."""
+        """Add blocks to a draft; matches ignore them until `adopt`."""
         self._add(draft, hashes, tier)
 
     def adopt(self, worker: WorkerId, draft: IndexDraft) -> None:
-        """Replace a worker's stored blocks by those of a draft. Pending blocks stay."""
+        """Replace a worker's stored blocks by those of a draft; `sweep` removes the old ones. Pending blocks stay."""
         entry = self._entry(worker)
         self._retire(entry)
         entry.bit, entry.blocks = draft.bit, draft.blocks
-        self._put_in_use(draft.bit, worker)
+        self._assign_bit(draft.bit, worker)
         entry.more_pending.clear()
         for added in entry.pending:
             self._mark_pending(entry, dict.fromkeys(added.hashes, entry.bit))
 
     def discard(self, draft: IndexDraft) -> None:
-        """Drop a draft that will not be adopted."""
+        """Drop a draft that will not be adopted; `sweep` removes its blocks."""
         self._retired.append(draft.bit)
 
     def add_pending(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> PendingBlocks:
-        """Count a prompt's blocks as stored until `remove_pending`: it was just sent there and will be cached soon.
+        """Count a prompt's blocks as stored until `remove_pending`: the prompt was just sent to the worker.
 
         The prefix that the worker has stored already is left out.
         """
@@ -262,13 +262,13 @@ class KvIndex:
                 pending[block] = self._interned(mask ^ bit)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker with its stored and pending blocks. Takes the same time however many there are."""
+        """Drop a worker with its stored and pending blocks: hidden at once, removed by `sweep`."""
         entry = self._workers.pop(worker, None)
         if entry is not None:
             self._retire(entry)
 
     def sweep(self, budget: int) -> bool:
-        """Clean up after forgotten workers, at most `budget` blocks; returns whether there is more to do.
+        """Remove the blocks of forgotten workers, at most `budget` blocks; returns whether there is more to do.
 
         Until then their blocks take memory, and their bits widen every mask. The first step lists all blocks: 3 to 9 ms
         for a million.
@@ -276,15 +276,18 @@ class KvIndex:
         if self._sweep is None:
             if not self._retired and len(self._masks) <= 2 * len(self) + _SPARE_MASKS:
                 return False
-            self._sweep = self._sweeping()
+            self._sweep = self._sweep_steps()
         for _ in range(budget):
             if next(self._sweep, self) is self:
                 self._sweep = None
                 return bool(self._retired)
         return True
 
-    def _sweeping(self) -> Iterator[None]:
-        """Sweep one block a step. Blocks stored meanwhile need no visit, because retired bits are never set."""
+    def _sweep_steps(self) -> Iterator[None]:
+        """Remove retired bits from every mask, one block a step, and free the bits at the end.
+
+        Blocks stored meanwhile need no visit, because retired bits are never set.
+        """
         retired, self._retired = self._retired, []
         # Masks in use enter the new table here, or when they are stored.
         self._masks = {}
@@ -302,15 +305,17 @@ class KvIndex:
             heappush(self._free, bit)
 
     def _entry(self, worker: WorkerId) -> _IndexedWorker:
+        """The worker's entry; adds one with a new bit where there is none."""
         entry = self._workers.get(worker)
         if entry is None:
             entry = self._workers[worker] = _IndexedWorker(self._new_bit())
-            self._put_in_use(entry.bit, worker)
+            self._assign_bit(entry.bit, worker)
         return entry
 
     def _add(
         self, to: "_IndexedWorker | IndexDraft", hashes: Iterable[BlockHash], tier: Tier, *, is_chain: bool = False
     ) -> int:
+        """Store blocks for a worker or draft, and count them; returns how many were new. Clears the cached walk."""
         self._walked = _NO_WALK
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - self._tiers[tier].set(blocks, to.bit, is_chain=is_chain)
@@ -319,19 +324,21 @@ class KvIndex:
         return changed
 
     def _new_bit(self) -> int:
-        """A bit that is in no mask."""
+        """Take a bit that is in no mask, freed or new."""
         if self._free:
             return heappop(self._free)
         self._slots += 1
         return 1 << (self._slots - 1)
 
-    def _put_in_use(self, bit: int, worker: WorkerId) -> None:
+    def _assign_bit(self, bit: int, worker: WorkerId) -> None:
+        """Give a mask bit to a worker. Clears the cached walk and worker names."""
         self._by_bit[bit] = worker
         self._walked = _NO_WALK
         self._worker_names.clear()
         self._used_bits |= bit
 
     def _retire(self, entry: _IndexedWorker) -> None:
+        """Take an entry's bit out of use: matches ignore it, and `sweep` removes it. Clears the cached worker names."""
         del self._by_bit[entry.bit]
         self._worker_names.clear()
         self._used_bits ^= entry.bit
@@ -351,16 +358,17 @@ class KvIndex:
                 pending[block] = self._interned(mask | bit)
 
     def _interned(self, mask: int) -> int:
+        """The one object that stands for all equal masks; keeps it."""
         return self._masks.setdefault(mask, mask)
 
     def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
-        """`BlockHolders.walk` on the device. A prompt is matched and made pending, mostly without a change between."""
+        """`BlockHolders.walk` on the device, cached for the same tuple: a prompt is matched, then made pending."""
         if self._walked[0] is not blocks:
             self._walked = blocks, self._device.walk(blocks)
         return self._walked[1]
 
     def _members(self, mask: int) -> tuple[WorkerId, ...]:
-        """The workers of these bits, all of which are in use; cached."""
+        """The workers of these bits, all of which are in use; caches their names."""
         workers, left = [], mask
         while left:
             bit = left & -left
@@ -373,7 +381,7 @@ class KvIndex:
 
 
 def _count_down(counts: dict[BlockHash, int], key: BlockHash) -> bool:
-    """Decrement a count that is kept only while above zero; returns whether there was one."""
+    """Decrement a count, and delete it at zero; returns whether there was one."""
     count = counts.get(key)
     if count is None:
         return False

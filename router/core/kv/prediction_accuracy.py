@@ -38,10 +38,12 @@ class _WorkerAccuracy:
     at: float = 0.0
 
     def add_disagreement(self) -> None:
+        """Add an error to the bucket; a full bucket makes the worker degraded."""
         self.errors = min(_FULL, self.errors + _ADDED)
         self.is_degraded = self.is_degraded or self.errors == _FULL
 
     def add_agreement(self) -> None:
+        """Take one error off the bucket; an empty bucket makes the worker exact again."""
         self.errors -= 1
         self.is_degraded = self.is_degraded and self.errors > 0
 
@@ -57,11 +59,11 @@ class PredictionAccuracy:
         return len(self._workers)
 
     def record_feed_start(self, worker: WorkerId, mode: FeedMode) -> None:
-        """Start afresh: the worker has a new feed, or its engine restarted."""
+        """Reset a worker's accuracy to exact or estimate: it has a new feed, or its engine restarted."""
         self._workers[worker] = _WorkerAccuracy(mode)
 
     def record_lost_events(self, worker: WorkerId) -> None:
-        """Note that KV events are lost for good: the worker is degraded until predictions agree again."""
+        """Record that KV events are lost for good: the worker is degraded until predictions agree again."""
         entry = self._workers.get(worker)
         if entry is not None and entry.mode == "exact":
             entry.errors = _FULL
@@ -70,7 +72,7 @@ class PredictionAccuracy:
     def record_comparison(
         self, worker: WorkerId, predicted_tokens: int, cached_tokens: int, prompt_tokens: int, now: float
     ) -> None:
-        """Compare one answer with its prediction; without effect after `forget`.
+        """Compare one answer with its prediction, which may change the worker's state; without effect after `forget`.
 
         predicted_tokens  the hit that the decision used, counted as the engine does: see `hit_tokens`
         cached_tokens     the engine's figure; an answer without it must not be compared
@@ -110,12 +112,12 @@ class PredictionAccuracy:
                 yield worker, self.error_share(worker)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone."""
+        """Drop the accuracy of a worker that is gone."""
         self._workers.pop(worker, None)
 
 
 def hit_tokens(depth_blocks: int, block_size: int, prompt_tokens: int) -> int:
-    """The `cached_tokens` that vLLM reports for a prompt of which it holds so many first blocks.
+    """The `cached_tokens` that vLLM reports for a prompt of which it has cached the first `depth_blocks` blocks.
 
     source  vLLM 0.32 v1/core/kv_cache_manager.py get_computed_blocks: the last token is computed always, and with it
             its whole block. Holds for every request of tests/recordings, where a prompt that ends with a block tells

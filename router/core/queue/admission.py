@@ -42,6 +42,7 @@ class QueueLimits:
     tenant_share: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a tenant share out of its range."""
         if not 0 < self.tenant_share <= 1:
             raise ValueError(f"tenant_share must be above 0 and at most 1, found {self.tenant_share:g}")
 
@@ -109,13 +110,13 @@ class ServiceRates:
     _at: float = 0.0
 
     def start(self, now: float) -> None:
-        """Start measuring: the queue is no longer empty."""
+        """Start measuring: the queue is no longer empty. Forgets all rates when there are too many lines."""
         self._at = now
         if len(self._speeds) > _MAX_LINES:
             self._speeds.clear()
 
     def advance(self, waited_for: Iterable[str], now: float) -> None:
-        """Count the time since the last call for these lines, in which requests wait."""
+        """Count the time since the last call for these lines, in which requests wait; older measurements fade."""
         # A long standstill of this process does not make a line slow.
         passed_s = min(max(0.0, now - self._at), self.horizon_s)
         self._at = now
@@ -128,7 +129,7 @@ class ServiceRates:
             speed.passed_s = speed.passed_s * fading + passed_s
 
     def record_served(self, line: str, work_s: float) -> None:
-        """Count a request of this line as served."""
+        """Count the seconds of work of a request of this line that was sent."""
         speed = self._speeds.get(line)
         if speed is not None:
             speed.work_s += work_s
@@ -154,7 +155,10 @@ class WaitMargin:
         self._factor = _FIRST_RATIO
 
     def record_wait(self, expected_s: float, waited_s: float, *, is_over: bool) -> None:
-        """Learn from a request's wait. `is_over`: it was sent; else it gave up at the end of its wait."""
+        """Add a request's wait to the recent ones and recompute the factor; predictions below a second are left out.
+
+        `is_over`: the request was sent; else it gave up at the end of its wait.
+        """
         if expected_s < _LEAST_EXPECTED_S:
             return
         # How much longer it would have waited is not known.
@@ -179,7 +183,7 @@ class RetryTimes:
         return len(self._until)
 
     def next_s(self, tenant: str, room_s: float, each_s: float, most_s: float, now: float) -> float:
-        """Seconds after which one more request of this tenant finds room.
+        """Seconds after which one more request of this tenant finds room; remembers that time as given to the tenant.
 
         room_s  seconds until there is room for the first refused request
         each_s  seconds from one request's room to the next one's

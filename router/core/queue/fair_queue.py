@@ -169,7 +169,7 @@ class FairQueue:
         return self._backlog_s
 
     def has_room(self, decision: Decision) -> bool:
-        """Whether the chosen replica can take this request now: little work is queued there, or it is idle."""
+        """Whether the chosen replica can take this request now: little work is queued at its engine, or it is idle."""
         return (
             _queued_s(decision) <= self.late_binding_s or not decision.snapshot.loads[decision.position].all_in_flight
         )
@@ -180,10 +180,10 @@ class FairQueue:
             return False
         return self.is_full is None or not self._is_model_full(decision)
 
-    def _may_pass(self, decision: Decision) -> bool:
+    def _may_overtake(self, decision: Decision) -> bool:
         """Whether a request decided just now may overtake those queued for its replica.
 
-        So it is where it takes no adapter slot, and they wait for nothing but slots.
+        True if the request takes no adapter slot, there is room, and the queued ones wait for nothing but slots.
         """
         worker = decision.replica.id
         if decision.request.engine_name or worker not in self._backlog_s or (worker, False) in self._lines:
@@ -193,12 +193,12 @@ class FairQueue:
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
         """The decision, if this request may be sent at once; else None, and it is queued.
 
-        raises  NoReplica; Saturated when it may not wait, or would wait for too long
+        raises  NoReplica; Saturated when it may not wait, or would wait for too long; nothing is queued then
         """
         decision = self.decide(queued, self._backlog_s, now)
         if self.can_send(decision):
             return decision
-        if self._may_pass(decision):
+        if self._may_overtake(decision):
             # A request that overtakes counts as served, as if it had waited.
             tenant, _ = self._join(queued)
             self._serve(queued, _work_s(decision))
@@ -220,7 +220,7 @@ class FairQueue:
         return None
 
     def _join(self, queued: QueuedRequest) -> tuple[_TenantFlows, _AdapterFlow]:
-        """The request's tenant and adapter flows. Idle ones join at the virtual time: idle time earns nothing."""
+        """The request's tenant and adapter flows, added where they are new. Idle ones join at the virtual time."""
         tenant = self._tenants.setdefault(queued.tenant, _TenantFlows())
         flow = tenant.flows.setdefault(queued.adapter, _AdapterFlow())
         if not tenant.waiting:
@@ -254,6 +254,7 @@ class FairQueue:
             self._virtual_s = 0.0
 
     def _forget_idle_tenants(self, tenant: _TenantFlows) -> None:
+        """Forget idle adapters of this tenant, and idle tenants, when there are too many; the least served first."""
         if len(tenant.flows) > 2 * (tenant.waiting + _MAX_IDLE_FLOWS):
             _drop_least_served(
                 {name: flow.served_s for name, flow in tenant.flows.items() if not flow.requests}, tenant.flows
@@ -277,7 +278,7 @@ class FairQueue:
         flow.served_s = _charged_s(flow.served_s, flows.virtual_s, work_s / weight, is_waiting=is_waiting)
 
     def time_out(self, queued: QueuedRequest, now: float) -> Saturated:
-        """The error for a request that has waited as long as it may. The wait margin learns from it: call once."""
+        """The error for a request that has waited as long as it may. Also updates the wait margin: call once."""
         self.wait_margin.record_wait(queued.expected_s, now - queued.enqueued_at, is_over=False)
         own_s = self._max_tenant_wait_s(queued)
         room_s = own_s - queued.most_wait_s / self.wait_margin.factor
@@ -294,6 +295,7 @@ class FairQueue:
         return max(own_s, self._wait_behind_s(self.ahead_s(queued), decision))
 
     def _wait_behind_s(self, ahead_s: float, decision: Decision) -> float:
+        """Predicted seconds until the able replicas have served this much work of the queue, and have room."""
         loads, replicas = decision.snapshot.loads, decision.snapshot.roster.replicas
         position_of = {replicas[i].id: i for i in decision.snapshot.able(decision.request)}
         workers = list(position_of)
@@ -303,6 +305,7 @@ class FairQueue:
         )
 
         def guess(worker: WorkerId) -> float:
+            """Seconds of work that a replica serves a second, before any measurement."""
             # No faster than its prefills, and no faster than its sequences end.
             own, replica = loads[position_of[worker]], replicas[position_of[worker]]
             return min(1 / self.pace(worker), each_s * replica.max_num_seqs / max(own.request_s, each_s))
@@ -315,7 +318,7 @@ class FairQueue:
         return min([rates.rate(name) for rates in self.tenant_rates if rates.is_measured(name)], default=inf)
 
     def _expected_wait_s(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
-        """Predicted wait of a request that is to be queued; 0.0 without evidence, or far below what it may wait.
+        """Predicted wait of a request that is to be queued; 0.0 without evidence, or well below its limit.
 
         raises  Saturated where the queue is full, or the wait too long
         """
@@ -339,9 +342,11 @@ class FairQueue:
         return expected_s
 
     def _max_wait_s(self, decision: Decision) -> float:
+        """Predicted wait if the whole queue were ahead of the request."""
         return self._wait_behind_s(sum(self._backlog_s.values()), decision)
 
     def _max_tenant_wait_s(self, queued: QueuedRequest) -> float:
+        """Predicted wait behind all queued work of the request's tenant; 0.0 while its rate is unmeasured."""
         tenant = self._tenants.get(queued.tenant)
         return tenant.waiting_s / self._tenant_rate(queued) if tenant is not None else 0.0
 
@@ -359,7 +364,7 @@ class FairQueue:
     def _retry_s(
         self, queued: QueuedRequest, worker: WorkerId | None, room_s: float, work_s: float, now: float
     ) -> float:
-        """Seconds for Retry-After: until there is room, behind earlier refusals of the same tenant."""
+        """Seconds for Retry-After: until there is room, behind earlier refusals of the tenant. Remembers that time."""
         rate = self._tenant_rate(queued)
         if rate == inf:
             rate = self.rates.rate(worker, 1 / self.pace(worker)) if worker is not None else 1.0
@@ -367,12 +372,12 @@ class FairQueue:
         return self.retry_times.next_s(queued.tenant, room_s, work_s / rate, most_s, now)
 
     def _ahead_in_tenant_s(self, queued: QueuedRequest) -> float:
-        """Seconds of its own tenant's work that would be served before it."""
+        """Seconds of work of the request's own tenant that would be served before the request if it were queued now."""
         tenant = self._tenants.get(queued.tenant)
         return _tenant_ahead_s(tenant, queued) if tenant is not None and tenant.waiting else 0.0
 
     def ahead_s(self, queued: QueuedRequest) -> float:
-        """Seconds of work that would be served before it if it were queued now.
+        """Seconds of work that would be served before a request if it were queued now.
 
         As `fair_order`, but with requests as a fluid: costs one step for each tenant and for each adapter of its own.
         """
@@ -391,6 +396,7 @@ class FairQueue:
         )
 
     def _is_model_full(self, decision: Decision) -> bool:
+        """Whether the decided base model takes no further request (`is_full`); remembered until the next pass."""
         if self.is_full is None:
             return False
         base_model = decision.request.base_model
@@ -444,7 +450,7 @@ class FairQueue:
             yield queued, decision
 
     def _candidates(self) -> list[QueuedRequest]:
-        """The first requests in fair order, and behind them the first for each replica that none of those waits for.
+        """Requests to decide in this pass: the first in fair order, then the first for each other replica.
 
         So a long queue for one replica lets no other idle. Beyond the scan it is the request that has waited longest.
         Requests that wait for a slot and those that do not are counted apart, so that neither hides the other.
@@ -465,7 +471,10 @@ class FairQueue:
         return found + [next(iter(self._lines[line])) for line in sorted(others)]
 
     def fair_order(self) -> Iterator[QueuedRequest]:
-        """Queued requests in the order in which they would be served if all had room: least served flow first."""
+        """Queued requests in the order in which they would be served if all had room: least served flow first.
+
+        Limits how far the flows are behind the virtual time.
+        """
         tenants = []
         for name, tenant in self._tenants.items():
             if tenant.waiting:
@@ -490,6 +499,7 @@ class FairQueue:
             yield queued
 
     def _serve(self, queued: QueuedRequest, work_s: float) -> None:
+        """Count a request's work as served to its tenant and adapter, and advance the virtual times."""
         tenant = self._tenants[queued.tenant]
         flow = tenant.flows[queued.adapter]
         self._virtual_s = max(self._virtual_s, tenant.served_s)
@@ -498,6 +508,7 @@ class FairQueue:
         flow.served_s += work_s / queued.weight
 
     def _assign(self, queued: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
+        """Put a queued request into the line of the decided replica, and add its work to the replica's backlog."""
         worker = decision.replica.id
         queued.likely_worker, queued.work_s = worker, _work_s(decision)
         queued.wants_slot = is_behind_slot or decision.score.slot_s > 0
@@ -508,6 +519,7 @@ class FairQueue:
         tenant.flows[queued.adapter].waiting_s += queued.work_s
 
     def _unassign(self, queued: QueuedRequest) -> None:
+        """Take a queued request out of its replica's line, and its work out of the backlog. Safe to call twice."""
         worker = queued.likely_worker
         if worker is None:
             return
@@ -526,6 +538,7 @@ class FairQueue:
 
 
 def _line_key(queued: QueuedRequest) -> _LineKey:
+    """The line of an assigned request: its likely replica, and whether it waits for a slot."""
     assert queued.likely_worker is not None
     return queued.likely_worker, queued.wants_slot
 
@@ -537,7 +550,7 @@ def _charged_s(served_s: float, virtual_s: float, work_s: float, *, is_waiting: 
 
 
 def _drop_least_served(idle: dict[str, float], known: dict[str, Any]) -> None:
-    """Forget idle flows beyond the most that are remembered, the least served first."""
+    """Delete idle flows from `known` beyond the most that are remembered, the least served first."""
     for name in sorted(idle, key=idle.__getitem__)[: max(0, len(idle) - _MAX_IDLE_FLOWS)]:
         del known[name]
 
@@ -550,12 +563,14 @@ def _queued_s(decision: Decision) -> float:
 
 
 def _undecided_error(exc: Exception) -> NoReplica:
+    """NoReplica, caused by an unexpected error of a decision."""
     error = NoReplica(f"it could not be decided where this should go ({type(exc).__name__}); the log says more")
     error.__cause__ = exc
     return error
 
 
 def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
+    """Seconds of the tenant's queued work that would be served before the request; at least one request waits."""
     flow = tenant.flows.get(queued.adapter)
     before_s = served_s = 0.0
     if flow is not None and flow.requests:
@@ -577,6 +592,7 @@ def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
 
 
 def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
+    """A heap of (served seconds, adapter, 0) of the tenant's waiting adapters. Limits their lag."""
     heap = []
     for adapter, flow in tenant.flows.items():
         if flow.requests:
@@ -587,8 +603,10 @@ def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
 
 
 def _order_key(queued: QueuedRequest) -> tuple[float, int]:
+    """Order within one adapter of a tenant: priority, then arrival."""
     return queued.priority, queued.number
 
 
 def _work_s(decision: Decision) -> float:
+    """Seconds of work of the decided request at its replica, at least a millisecond."""
     return max(_LEAST_WORK_S, decision.score.prefill_s + decision.score.adapter_s)

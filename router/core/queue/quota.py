@@ -56,9 +56,11 @@ class AccountState(NamedTuple):
 class SharedAccountStates(Protocol):
     """The account states that the processes of one port share (processes/shared_quotas.py); one clock for all."""
 
-    def states(self, key_id: str) -> Iterable[AccountState]: ...
+    def states(self, key_id: str) -> Iterable[AccountState]:
+        """The states of an account in the other processes."""
 
-    def publish(self, key_id: str, state: AccountState) -> None: ...
+    def publish(self, key_id: str, state: AccountState) -> None:
+        """Write this process's state of an account, for the others to read."""
 
 
 @dataclass(slots=True)
@@ -69,19 +71,19 @@ class _TokenBucket:
     level: float
     at: float
 
-    def now(self, now: float) -> float:
+    def fill(self, now: float) -> float:
         """Fill the bucket for the time since the last call; returns its level."""
         self.level = min(self.size, self.level + max(0.0, now - self.at) * self.size / MINUTE_S)
         self.at = max(self.at, now)
         return self.level
 
-    def until(self, level: float, now: float) -> float:
+    def seconds_until(self, level: float, now: float) -> float:
         """Seconds until the bucket reaches this level."""
-        return (level - self.now(now)) * MINUTE_S / self.size
+        return (level - self.fill(now)) * MINUTE_S / self.size
 
     def resize(self, size: float, now: float) -> None:
-        """Change the size. What was taken stays taken; a debt takes as long to pay off as before."""
-        level = self.now(now)
+        """Change the size. Keeps what was taken; a debt takes as long to pay off as before."""
+        level = self.fill(now)
         self.level = max(0.0, level + size - self.size) if level >= 0 else level * size / self.size
         self.size = size
 
@@ -148,18 +150,18 @@ class Quotas:
         raises  RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
-        self._check(account, tokens, now)
+        self._check_limits(account, tokens, now)
         if account.requests is not None:
             account.requests.level -= 1
         account.running += 1
         granted = QuotaGrant(account)
-        self._charge(granted, tokens)
+        self._charge_tokens(granted, tokens)
         self._publish(account, now)
         return granted
 
     def check(self, key_id: str, limits: RateLimits, now: float) -> None:
         """Raise RateLimited where even the smallest request would be refused; counts nothing."""
-        self._check(self._account(key_id, limits, now), 0, now)
+        self._check_limits(self._account(key_id, limits, now), 0, now)
 
     def take_batch(self, key_id: str, limits: RateLimits, now: float, items: int, *, at_once: int) -> BatchQuotaGrant:
         """Grant a batch of `items` requests, at most `at_once` at a time, and no more than the key may still run.
@@ -174,8 +176,8 @@ class Quotas:
             if at_once < 1:
                 self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
         requests = account.requests
-        if requests is not None and requests.now(now) < items - _ROUNDING:
-            self._refuse(account, "requests_per_minute", requests.until(items, now), now, items)
+        if requests is not None and requests.fill(now) < items - _ROUNDING:
+            self._refuse(account, "requests_per_minute", requests.seconds_until(items, now), now, items)
         self._check_tokens(account, 0, now)
         if requests is not None:
             requests.level -= items
@@ -184,16 +186,16 @@ class Quotas:
         return BatchQuotaGrant(account, tuple([QuotaGrant(account, slots=0) for _ in range(items)]), at_once)
 
     def end_batch(self, batch: BatchQuotaGrant, now: float) -> None:
-        """End a batch and give back the requests that never began. Safe to call twice."""
+        """End a batch: give back the requests that never began, and its concurrent ones. Safe to call twice."""
         if batch.is_ended:
             return
         batch.is_ended = True
         account = batch.account
-        self._catch_up(account)
+        self._read_others(account)
         account.running -= batch.at_once
         if account.requests is not None:
             unbegun = sum([not granted.is_settled for granted in batch.items])
-            account.requests.level = min(account.requests.size, account.requests.now(now) + unbegun)
+            account.requests.level = min(account.requests.size, account.requests.fill(now) + unbegun)
         self._publish(account, now)
 
     def charge(self, granted: QuotaGrant, tokens: int, now: float) -> None:
@@ -201,15 +203,15 @@ class Quotas:
 
         raises  RateLimited; none is charged then, and `settle` must still be called
         """
-        self._catch_up(granted.account)
+        self._read_others(granted.account)
         self._check_tokens(granted.account, tokens, now)
-        self._charge(granted, tokens)
+        self._charge_tokens(granted, tokens)
         self._publish(granted.account, now)
 
     def settle(
         self, granted: QuotaGrant, now: float, *, completion_tokens: int = 0, prompt_tokens: int | None = None
     ) -> None:
-        """Settle a grant whose request is over. Safe to call twice.
+        """Settle a grant whose request is over: frees its slot and charges the final tokens. Safe to call twice.
 
         completion_tokens  tokens of the answer
         prompt_tokens      the engine's count, which replaces what was charged; 0 where no engine saw the request
@@ -218,17 +220,17 @@ class Quotas:
             return
         granted.is_settled = True
         account = granted.account
-        self._catch_up(account)
+        self._read_others(account)
         account.running -= granted.slots
         if account.tokens is not None:
             prompt_tokens = granted.charged_tokens if prompt_tokens is None else prompt_tokens
-            account.tokens.now(now)
+            account.tokens.fill(now)
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
         self._publish(account, now)
 
     def headers(self, granted: QuotaGrant, now: float) -> dict[str, str]:
-        """The x-ratelimit headers of the grant's key, for the limits that it has."""
-        self._catch_up(granted.account)
+        """The x-ratelimit headers of the grant's key now, for the limits that it has."""
+        self._read_others(granted.account)
         return _headers(granted.account, now)
 
     def forget_idle(self, now: float) -> None:
@@ -237,30 +239,33 @@ class Quotas:
             del self.accounts[key_id]
 
     def _account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
+        """The key's account with these limits, opened if there is none, and brought up to date with other processes."""
         account = self.accounts.get(key_id)
         if account is None:
             return self._open_account(key_id, limits, now)
         if account.limits is not limits and account.limits != limits:
             self._set_limits(account, limits, now)
-        self._catch_up(account)
+        self._read_others(account)
         return account
 
     def _open_account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
+        """Open an account with full buckets; first drops idle accounts when there are too many."""
         if len(self.accounts) >= self._sweep_at:
             self.forget_idle(now)
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self.accounts))
         account = _KeyAccount(key_id, limits, None, None)
         self._set_limits(account, limits, now)
         self.accounts[key_id] = account
-        self._catch_up(account)
+        self._read_others(account)
         return account
 
     def _set_limits(self, account: _KeyAccount, limits: RateLimits, now: float) -> None:
+        """Set an account's limits and resize its buckets."""
         account.limits = limits
         account.requests = _resized(account.requests, limits.requests_per_minute, now)
         account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
 
-    def _catch_up(self, account: _KeyAccount) -> None:
+    def _read_others(self, account: _KeyAccount) -> None:
         """Bring an account up to date with what other processes took and run."""
         if self.others is None:
             return
@@ -275,6 +280,7 @@ class Quotas:
                     bucket.level, bucket.at = level, last.at
 
     def _publish(self, account: _KeyAccount, now: float) -> None:
+        """Pass an account's state to the other processes, if any."""
         if self.others is not None:
             # This clock may have been read before another process wrote: this state must come after that one.
             account.at, account.turn = max(account.at, now), account.turn + 1
@@ -284,35 +290,39 @@ class Quotas:
                 AccountState(
                     account.at,
                     account.turn,
-                    inf if requests is None else requests.now(now),
-                    inf if tokens is None else tokens.now(now),
+                    inf if requests is None else requests.fill(now),
+                    inf if tokens is None else tokens.fill(now),
                     account.running,
                 ),
             )
 
-    def _check(self, account: _KeyAccount, tokens: int, now: float) -> None:
+    def _check_limits(self, account: _KeyAccount, tokens: int, now: float) -> None:
+        """Raise RateLimited if one more request with these tokens exceeds a limit."""
         most, requests = account.limits.concurrent_requests, account.requests
         if most is not None and account.running + account.elsewhere >= most:
             self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
-        if requests is not None and requests.now(now) < 1 - _ROUNDING:
-            self._refuse(account, "requests_per_minute", requests.until(1, now), now)
+        if requests is not None and requests.fill(now) < 1 - _ROUNDING:
+            self._refuse(account, "requests_per_minute", requests.seconds_until(1, now), now)
         self._check_tokens(account, tokens, now)
 
     def _check_tokens(self, account: _KeyAccount, tokens: int, now: float) -> None:
+        """Raise RateLimited if the token bucket lacks these tokens, or is in debt."""
         bucket = account.tokens
         if bucket is None:
             return
         # At least one token must be there, so that a debt also refuses requests whose size is not known yet.
         needed = min(bucket.size, max(1, tokens))
-        if bucket.now(now) < needed - _ROUNDING:
-            self._refuse(account, "tokens_per_minute", bucket.until(needed, now), now, tokens)
+        if bucket.fill(now) < needed - _ROUNDING:
+            self._refuse(account, "tokens_per_minute", bucket.seconds_until(needed, now), now, tokens)
 
-    def _charge(self, granted: QuotaGrant, tokens: int) -> None:
+    def _charge_tokens(self, granted: QuotaGrant, tokens: int) -> None:
+        """Take tokens out of the account's bucket, if it has one, and note them in the grant."""
         if granted.account.tokens is not None:
             granted.account.tokens.level -= tokens
             granted.charged_tokens += tokens
 
     def _refuse(self, account: _KeyAccount, limit: str, retry_after_s: float, now: float, tokens: int = 0) -> None:
+        """Raise RateLimited for the named limit, with the key's headers."""
         most = getattr(account.limits, limit)
         needs = f", this one needs {tokens}" if tokens else ""
         raise RateLimited(
@@ -339,16 +349,18 @@ def duration_text(seconds: float) -> str:
 
 
 def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
+    """The x-ratelimit headers of an account; fills its buckets up to now."""
     headers = {}
     for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
         if bucket is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(floor(bucket.size))
-            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, floor(bucket.now(now))))
-            headers[f"x-ratelimit-reset-{name}"] = duration_text(bucket.until(bucket.size, now))
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, floor(bucket.fill(now))))
+            headers[f"x-ratelimit-reset-{name}"] = duration_text(bucket.seconds_until(bucket.size, now))
     return headers
 
 
 def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _TokenBucket | None:
+    """A bucket of this size: the same one resized, a new full one, or None without a limit."""
     if size is None:
         return None
     if bucket is None:
@@ -358,5 +370,6 @@ def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _To
 
 
 def _is_idle(account: _KeyAccount, now: float) -> bool:
+    """Whether an account has no requests in flight and full buckets."""
     buckets = (account.requests, account.tokens)
-    return not account.running and all(b is None or b.now(now) >= b.size for b in buckets)
+    return not account.running and all(b is None or b.fill(now) >= b.size for b in buckets)

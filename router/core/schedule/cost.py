@@ -107,7 +107,7 @@ def context(prompt_tokens: int, cached_tokens: int) -> float:
 def adapter_s(
     request: RoutingRequest, replica: Replica, load: ReplicaLoad, middle: EngineReport, costs: CostSettings
 ) -> float:
-    """Seconds to bring the adapter to the device; 0.0 where a request sent since the last report brings it."""
+    """Seconds to bring the adapter to the device; 0.0 if a request sent since the last report brings it already."""
     if not request.engine_name or request.engine_name in load.fresh:
         return 0.0
     return adapter_move_s(replica, request.engine_name, middle, costs)
@@ -124,7 +124,7 @@ def adapter_move_s(replica: Replica, engine_name: str, middle: EngineReport, cos
 
 
 def slot_wait_s(request: RoutingRequest, load: ReplicaLoad, now: float) -> float:
-    """Seconds until an adapter that does not run there yet gets a slot."""
+    """Seconds until the request's adapter gets a slot; 0.0 if it needs no further one."""
     return max(0.0, load.slot_at - now) if needs_slot(request, load) else 0.0
 
 
@@ -141,12 +141,12 @@ def slot_scarcity_s(request: RoutingRequest, replica: Replica, load: ReplicaLoad
 
 
 def next_slot_s(slots_used: int, max_loras: int, costs: CostSettings) -> float:
-    """Cost of one slot more where so many are in use."""
+    """Cost of taking one more adapter slot where `slots_used` are in use; rises steeply towards the last."""
     return costs.slot_s * (slots_used / max_loras) ** costs.slot_power if slots_used and max_loras else 0.0
 
 
 def cache_pressure_s(work_s: float, load: ReplicaLoad, snapshot: FleetSnapshot) -> float:
-    """Later cost of the blocks that this work displaces, by how much faster they go there than elsewhere."""
+    """Later cost of the blocks that this work displaces; higher where blocks are displaced faster than elsewhere."""
     return snapshot.costs.crowding * work_s * max(0.0, load.placed - snapshot.loads.base_placed(snapshot.now))
 
 

@@ -55,15 +55,15 @@ class RosterCosts:
         return len(self.positions)
 
     def costs_s(self) -> list[float]:
-        """Each replica's whole cost."""
+        """Each replica's whole cost, in the order of `positions`."""
         return [terms[_COST_S] for terms in self._terms]
 
     def cached_tokens(self) -> list[int]:
-        """Tokens of the prompt that each replica has cached."""
+        """Tokens of the prompt that each replica has cached, in the order of `positions`."""
         return [terms[_CACHED] for terms in self._terms]
 
     def score(self, k: int) -> ReplicaScore:
-        """The k-th replica's cost, term by term."""
+        """The k-th replica's cost, term by term, as a ReplicaScore."""
         return ReplicaScore(self._roster.replicas[self.positions[k]].id, *self._terms[k])
 
 
@@ -102,14 +102,14 @@ class ReplicaConstants:
 
     @classmethod
     def of(cls, roster: Roster, costs: CostSettings) -> "ReplicaConstants":
-        """The constants that the roster keeps, made anew where they are of other settings."""
+        """The constants kept in the roster; with other settings, new ones are made and kept."""
         kept: ReplicaConstants | None = roster.kept.get(cls)
         if kept is None or kept.costs is not costs:
             kept = roster.kept[cls] = cls(roster, costs)
         return kept
 
     def move_s(self, engine_name: str, roster: Roster) -> Mapping[WorkerId, float]:
-        """Seconds to bring an adapter to the device, by replica of its roster; without those where it is there."""
+        """Seconds to bring an adapter to the device, by replica; without replicas that have it there. Cached."""
         found = self._move_s.get(engine_name)
         if found is None:
             found = self._move_s[engine_name] = {

@@ -47,6 +47,7 @@ class CostSettings:
     own_rate_share: float = 0.8
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a number out of its range."""
         for name in ("prefill_tokens_per_s", "attention_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, found {getattr(self, name):g}")

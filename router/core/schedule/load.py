@@ -28,7 +28,7 @@ _SMOOTHING = 0.1
 class _RosterBooks:
     """The books of one roster's replicas, in its order, and the loads they came to when last read.
 
-    stale   positions whose load has changed since
+    stale   positions whose load has changed since they were last read
     """
 
     replicas: tuple[Replica, ...]
@@ -37,7 +37,7 @@ class _RosterBooks:
     stale: set[int]
 
     def is_of(self, replicas: tuple[Replica, ...]) -> bool:
-        """Whether these are the same workers in the same order, and all of their books still report here."""
+        """Whether these are the same workers in the same order, and all of their books still report to `stale`."""
         is_same = [replica.id for replica in replicas] == [replica.id for replica in self.replicas]
         return is_same and all(book.stale is self.stale for book in self.books)
 
@@ -65,7 +65,7 @@ class LoadBook:
         adapter_s: float = 0.0,
         sequences: int = 1,
     ) -> LoadEntry:
-        """Count a request that is about to be sent.
+        """Count a request that is about to be sent, in prefill; also updates its model's usual prefill and context.
 
         prefill_s  seconds of work that it is until its first token
         adapter_s  seconds until its adapter is on the device; counts for the base model's utilisation
@@ -87,7 +87,10 @@ class LoadBook:
         return entry
 
     def record_first_token(self, entry: LoadEntry, now: float) -> None:
-        """Count a request out of prefill: its first token is there. Safe to call twice."""
+        """Record a request's first token: it leaves prefill, and its engine counts as alive.
+
+        Its duration corrects the replica's prefill pace. Does nothing the second time or after the request's end.
+        """
         if entry.is_answered or entry.ended:
             return
         entry.is_answered = True
@@ -99,7 +102,7 @@ class LoadBook:
             book.leave_prefill(entry, now)
 
     def record_data(self, worker: WorkerId, at: float) -> None:
-        """Note that data of some answer arrived from a worker at a time: its engine is alive."""
+        """Record that data of some answer arrived from a worker at a time: its engine is alive."""
         book = self._books.get(worker)
         if book is not None:
             book.data_at = max(book.data_at, at)
@@ -134,8 +137,9 @@ class LoadBook:
         return max(0.0, silent_s - book.prefill_s, still_s - book.prefill_s)
 
     def remove(self, entry: LoadEntry, now: float, *, is_answered: bool = False) -> None:
-        """Forget a request that ended, well or badly. Safe to call twice.
+        """Forget a request that ended, well or badly. An answered one updates the replica's usual request time.
 
+        Safe to call twice.
         is_answered  its whole answer has just arrived, and `record_first_token` was not called for it
         """
         if entry.ended:
@@ -160,12 +164,12 @@ class LoadBook:
         book.remove(entry)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone. Its requests may still be removed, without effect on others."""
+        """Drop a worker that is gone. Its requests may still be removed, without effect on a later worker's load."""
         if self._books.pop(worker, None) is not None:
             self._rosters.clear()
 
     def apply_report(self, replica: Replica) -> None:
-        """Take a worker's newest report: of the engine's sequences, those beyond ours are other clients'."""
+        """Apply a worker's newest report: sequences beyond ours are other clients'. Another boot empties the book."""
         book = self._book_of(replica.id, replica.base_model)
         if book.boot_id != replica.engine_boot_id:
             if book.boot_id:
@@ -193,7 +197,7 @@ class LoadBook:
         book.others_until = report.at + others_waiting * each_s if others_waiting else -inf
 
     def forget_report(self, worker: WorkerId) -> None:
-        """Drop what a worker last reported, because its reports have stopped: the work of other clients is unknown."""
+        """Forget a worker's last report, because its reports have stopped: other clients' work is unknown."""
         book = self._books.get(worker)
         if book is not None:
             book.others_in_flight, book.others_until = 0, -inf
@@ -206,7 +210,7 @@ class LoadBook:
         return ReplicaLoad() if book is None else ReplicaLoad(*load_vector(book))
 
     def fleet_load(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
-        """The load of each replica of a base model, in order; computed anew only for those that changed."""
+        """The load of each replica of a base model, in order. Updates the kept table for changed replicas only."""
         roster = self._rosters.get(base_model)
         if roster is None:
             roster = self._rosters[base_model] = self._roster_books(replicas)
@@ -222,6 +226,7 @@ class LoadBook:
         return roster.table.snapshot()
 
     def _roster_books(self, replicas: tuple[Replica, ...]) -> _RosterBooks:
+        """The books of these replicas, which report their changes to this roster from now on."""
         books = [self._book_of(replica.id, replica.base_model) for replica in replicas]
         roster = _RosterBooks(replicas, books, LoadTable(len(books)), set(range(len(books))))
         for position, book in enumerate(books):
@@ -252,7 +257,7 @@ class LoadBook:
 
     @property
     def total_in_flight(self) -> int:
-        """Requests in flight, at forgotten workers, too."""
+        """Requests of this router in flight, those at forgotten workers included."""
         return sum(work.in_flight for work in self._models.values())
 
     def in_flight_tokens(self, base_model: str) -> int:
@@ -261,6 +266,7 @@ class LoadBook:
         return 0 if work is None else work.in_flight_tokens
 
     def _book_of(self, worker: WorkerId, base_model: str) -> ReplicaBook:
+        """The worker's book; adds one where there is none."""
         book = self._books.get(worker)
         if book is None:
             book = self._books[worker] = ReplicaBook(base_model)

@@ -59,22 +59,23 @@ class ReplicaLoad(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Our sequences there."""
+        """Our sequences at the replica."""
         return self.in_prefill + self.in_decode
 
     @property
     def all_in_flight(self) -> int:
-        """Sequences there, ours and those of other clients."""
+        """Sequences at the replica, ours and those of other clients."""
         return self.in_prefill + self.in_decode + self.others_in_flight
 
     def has_slot(self, engine_name: str) -> bool:
-        """Whether this adapter can run beside those that do."""
+        """Whether this adapter needs no further slot, or one is free."""
         return self.slot_at == -inf or engine_name in self.engine_names
 
     def queue_s(self, now: float) -> float:
         """Seconds until a request sent now would start prefill.
 
-        Our part is known exactly. Of the others' part the last report is known, less ours in it and the time since.
+        The predicted rest of our prefills (at least `behind_s`), plus other clients' waiting prefills by the engine's
+        last report, less the time since.
         """
         return max(self.busy_until - now, self.behind_s) + max(0.0, self.others_until - now)
 
@@ -85,7 +86,7 @@ class ReplicaLoad(NamedTuple):
         return min(self.request_s, (prompt_tokens - self.kv_free_tokens) * self.kv_token_s)
 
     def cache_turnover(self, now: float) -> float:
-        """Log of how fast cached blocks are displaced there. Differences between replicas are what counts.
+        """Log of how fast cached blocks are displaced at the replica. Differences between replicas are what counts.
 
         An engine keeps a block for as long as its cache lasts at the rate of new ones, and hits grow with the log of
         that time.
@@ -119,7 +120,7 @@ class FleetLoad(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, loads: Iterable[ReplicaLoad]) -> "FleetLoad":
-        """A fleet with these loads."""
+        """A FleetLoad of these loads, in their order."""
         known = list(loads)
         table = LoadTable(len(known))
         for position, load in enumerate(known):
@@ -131,9 +132,11 @@ class FleetLoad(msgspec.Struct, frozen=True, eq=False):
         return len(self.vectors)
 
     def __getitem__(self, position: int) -> ReplicaLoad:
+        """The load of the replica at a position of the roster."""
         return ReplicaLoad._make(self.vectors[position])
 
     def __iter__(self) -> Iterator[ReplicaLoad]:
+        """Each replica's load, in the roster's order."""
         return map(ReplicaLoad._make, self.vectors)
 
     def base_placed(self, now: float) -> float:
@@ -154,7 +157,7 @@ class LoadTable:
         self._without_slot: set[int] = set()
 
     def update(self, position: int, vector: LoadVector) -> None:
-        """Replace one replica's load."""
+        """Replace the load of the replica at a position."""
         (
             busy_until, behind_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
             full_s, _, kv_tokens, kv_free_tokens, _, placed,

@@ -42,7 +42,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def rejected(self) -> dict[WorkerId, str]:
-        """The filter that each other replica failed."""
+        """The filter that each replica failed, without those that pass all."""
         return self.snapshot.rejected(self.request)
 
 

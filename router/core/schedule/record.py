@@ -91,6 +91,7 @@ def _defaults(kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:
+    """A replica as JSON data, with the request's adapter alone."""
     resident = replica.residents.get(engine_name)
     plain = _plain(replica) | {"report": _plain(replica.report), "draining": []}
     plain["residents"] = {engine_name: _plain(resident)} if resident is not None else {}
@@ -100,6 +101,7 @@ def _plain_replica(replica: Replica, engine_name: str) -> dict[str, Any]:
 
 
 def _replica(plain: Mapping[str, Any]) -> Replica:
+    """The replica of JSON data; the inverse of `_plain_replica`."""
     residents = {name: ResidentAdapter(**resident) for name, resident in plain["residents"].items()}
     return Replica(
         **_with_sets(plain) | {"report": EngineReport(**plain["report"]), "residents": MappingProxyType(residents)}
@@ -107,8 +109,10 @@ def _replica(plain: Mapping[str, Any]) -> Replica:
 
 
 def _pairs(plain: Iterable[Sequence[str]]) -> Excluded:
+    """(worker, boot id) pairs of JSON data as incarnations."""
     return frozenset((WorkerId(worker), boot) for worker, boot in plain)
 
 
 def _with_sets(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with lists as sets where the value had sets."""
     return {name: frozenset(value) if name in _SETS else value for name, value in plain.items()}

@@ -124,14 +124,14 @@ class ReplicaBook:
     position: int = 0
 
     def mark_changed(self, now: float) -> None:
-        """Mark the load as changed, and note the sequences until now; call before each change."""
+        """Mark the load as changed, and add the sequences until now to the history; call before each change."""
         self.stale.add(self.position)
         if now - self.noted_at >= _MOMENT_S:
             self.noted_at = now
             self.history.append((now, self.prefill_sequences, self.sequences))
 
     def add(self, entry: LoadEntry) -> None:
-        """Count one more request, in prefill."""
+        """Count one more request, in prefill; sets the end of its prefill that is expected (`expected_s`)."""
         now, prefill_s, name, names = entry.began_at, entry.prefill_s, entry.engine_name, self.counts_by_name
         sequences = entry.sequences
         self.mark_changed(now)
@@ -159,7 +159,7 @@ class ReplicaBook:
         self.placed_at = now
 
     def update_pace(self, entry: LoadEntry, now: float) -> None:
-        """Learn from a prefill that just ended: predictions that were far too long are corrected at once."""
+        """Correct the prefill pace by a prefill that just ended: at once if its prediction was far too long."""
         expected_s = entry.expected_s
         if expected_s < _LEAST_EXPECTED_S:
             return
@@ -171,7 +171,7 @@ class ReplicaBook:
             self.prefill_pace += _PACE_RETURN * (share - self.prefill_pace)
 
     def leave_prefill(self, entry: LoadEntry, now: float) -> None:
-        """Count this request out of prefill."""
+        """Count this request out of prefill. The next prefill counts as begun now."""
         entry.in_prefill = False
         left = self.in_prefill
         del left[entry]
@@ -197,7 +197,7 @@ class ReplicaBook:
             self._count_as_reported(entry)
 
     def remove(self, entry: LoadEntry) -> None:
-        """Forget a request that has ended and left prefill."""
+        """Forget a request that has ended and left prefill; call `leave_prefill` first."""
         self.entries.discard(entry)
         self.sequences -= entry.sequences
         if entry.is_unreported:
@@ -213,8 +213,9 @@ class ReplicaBook:
             self.engine_names = None
 
     def apply_report(self, at: float, waiting: int) -> int:
-        """Take a new report of the engine; returns how many of our sequences it shows to have left prefill silently.
+        """Apply a new report of the engine; returns how many of our sequences it shows to have left prefill silently.
 
+        Moves those out of prefill, and updates the fresh adapters and the request that waits for a slot.
         waiting  sequences that the engine has not begun; of ours those are the newest
         """
         self.reported_at = at
@@ -234,7 +235,7 @@ class ReplicaBook:
         return sum([entry.sequences for entry in running])
 
     def _past_prefill(self, at: float, waiting: int) -> list[LoadEntry]:
-        """Unstreamed requests that were prefilled by then: the engine had begun them, and their time had passed."""
+        """Unstreamed requests whose prefill was over at a report: the engine had begun them, and their time was up."""
         without_slot = set(self._without_slot())
         waiting = max(0, waiting - sum([entry.sequences for entry in without_slot]))
         there = [entry for entry in self.in_prefill if entry.began_at <= at and entry not in without_slot]
@@ -259,6 +260,7 @@ class ReplicaBook:
         return [entry for entry in self.in_prefill if entry.engine_name and entry.engine_name not in running]
 
     def _count_as_reported(self, entry: LoadEntry) -> None:
+        """Take a request's tokens out of those that no report counts yet. Does nothing the second time."""
         if entry.is_unreported:
             entry.is_unreported = False
             self.unreported_tokens -= entry.uncached_tokens
@@ -293,7 +295,7 @@ class ModelBook:
 
 
 def load_vector(book: ReplicaBook) -> LoadVector:
-    """The replica's load, in the order of ReplicaLoad's fields."""
+    """The replica's load, in the order of ReplicaLoad's fields. Renews the book's `engine_names`."""
     others, names, total = book.others_in_flight, book.engine_names, book.kv_tokens
     in_prefill, all_of_ours = book.prefill_sequences, book.sequences
     # From our requests that ended, else from the engine, else a guess.

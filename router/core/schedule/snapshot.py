@@ -92,6 +92,7 @@ def length_rejection(roster: Roster, position: int, request: RoutingRequest) -> 
 
 
 def _request_rejection(replica: Replica, request: RoutingRequest) -> str | None:
+    """Why the request itself excludes this replica, or None."""
     if replica.incarnation in request.excluded:
         return "failed this request before"
     return "does not keep the earlier response" if request.only not in (None, replica.incarnation) else None

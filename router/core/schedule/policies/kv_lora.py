@@ -26,6 +26,7 @@ class KvLoraPolicy:
     name: ClassVar[str] = "kv_lora"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        """Position in the roster and score of the chosen replica: least cost; raises NoReplica."""
         able = snapshot.able(request)
         if snapshot.loads.without_slot:
             able = within_slots(request, snapshot, able)
@@ -43,7 +44,7 @@ class KvLoraPolicy:
 
 
 def home_choice(request: RoutingRequest, snapshot: FleetSnapshot, found: RosterCosts) -> int:
-    """The k of these replicas that an approximate prompt goes to, by rendezvous hashing on its conversation."""
+    """Index into these costs of the replica for an approximate prompt, by rendezvous hashing on its conversation."""
     costs_s, replicas = found.costs_s(), snapshot.roster.replicas
     is_known = len(set(found.cached_tokens())) > 1
     limit_s = snapshot.costs.tie_limit_s(min(costs_s) if is_known else min(costs_s) * _BALANCE)
@@ -53,7 +54,7 @@ def home_choice(request: RoutingRequest, snapshot: FleetSnapshot, found: RosterC
 
 
 def within_slots(request: RoutingRequest, snapshot: FleetSnapshot, able: tuple[int, ...]) -> tuple[int, ...]:
-    """The positions where this adapter opens no slot beyond `max_loras`; all of them where there is none."""
+    """The positions where this adapter needs no slot beyond `max_loras`; all positions if there is none."""
     name = request.engine_name
     if not name:
         return able
@@ -61,7 +62,7 @@ def within_slots(request: RoutingRequest, snapshot: FleetSnapshot, able: tuple[i
 
 
 def weighted_choice(costs_s: Sequence[float], snapshot: FleetSnapshot) -> int:
-    """Any k of these costs, the cheaper the likelier."""
+    """A random index into these costs, the cheaper the likelier; the same for the same snapshot."""
     best = min(costs_s)
     weights = [exp((best - cost) / snapshot.costs.temperature_s) for cost in costs_s]
     return Random(snapshot.seed).choices(range(len(costs_s)), weights)[0]

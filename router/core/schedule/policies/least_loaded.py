@@ -14,6 +14,7 @@ class LeastLoadedPolicy:
     name: ClassVar[str] = "least_loaded"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        """Position in the roster and score of the chosen replica: fewest sequences; raises NoReplica."""
         counts = {i: snapshot.loads[i].all_in_flight for i in snapshot.able(request)}
         fewest = min(counts.values())
         position = Random(snapshot.seed).choice([i for i, count in counts.items() if count == fewest])

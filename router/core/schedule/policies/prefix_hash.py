@@ -19,6 +19,7 @@ class PrefixHashPolicy:
     name: ClassVar[str] = "prefix_hash"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        """Position in the roster and score of the first replica with room in the prefix's order; raises NoReplica."""
         able = snapshot.able(request)
         loads = {i: snapshot.loads[i].all_in_flight for i in able}
         most = ceil(_BALANCE * (sum(loads.values()) + 1) / len(able))

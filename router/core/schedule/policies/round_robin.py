@@ -13,6 +13,7 @@ class RoundRobinPolicy:
     name: ClassVar[str] = "round_robin"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        """Position in the roster and score of the chosen replica, by the snapshot's turn; raises NoReplica."""
         able = snapshot.able(request)
         position = able[snapshot.turn % len(able)]
         return position, replica_score(request, snapshot, position)

@@ -15,6 +15,7 @@ class SessionPolicy:
     name: ClassVar[str] = "session"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
+        """Position in the roster and score of the chosen replica, by its session; raises NoReplica."""
         able = snapshot.able(request)
         if request.session:
             session, replicas = request.session, snapshot.roster.replicas
