@@ -15,7 +15,7 @@ PROG = "python -m workers"
 
 
 def run() -> None:
-    """Run the agent; exits with status 2 and one line on stderr if it cannot start."""
+    """Run the agent until SIGTERM; exits with status 2 and one line on stderr if it cannot start."""
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     settings = load_or_exit(WorkerSettings, arguments[:cut], prog=PROG)

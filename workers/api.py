@@ -37,35 +37,38 @@ _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
 def build_router(agent: WorkerAgent, keys: ApiKeys, *, metrics_need_key: bool = False) -> APIRouter:
-    """All routes. Reading and loading need scope `load`, unloading needs `admin`. Health is open.
+    """All routes. State and loads need scope `load`, drains `drain`, other changes `admin`; health needs no key.
 
     `metrics_need_key` says whether /metrics needs a key.
     """
     api = APIRouter()
     probed = _probe_routes(agent, metrics_dependencies(keys, need_key=metrics_need_key))
-    add_routes(api, _read_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
+    add_routes(api, _state_routes(agent, keys), kv_routes(agent, keys), _admin_routes(agent, keys), probed)
     return api
 
 
-def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
-    """Routes that read the worker's state, and usage reports; scope `load`."""
+def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
+    """Routes of scope `load` that change no adapter: metadata, adapters, event stream, tokenizer files.
+
+    Also `POST /v1/usage`, which counts a router's report.
+    """
     api = APIRouter(dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/metadata")
     async def metadata() -> Metadata:
-        """The worker's metadata."""
+        """The worker's metadata: state, engine, adapters and load."""
         return agent.metadata()
 
     @api.get("/v1/metadata/loras")
     async def loras(limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000, cursor: str = "") -> AvailableLoras:
-        """Adapters on disk or in the engine, in pages."""
+        """Adapters on disk or in the engine, or that failed to load: in pages, sorted by lora_id."""
         items = [item for item in agent.report.catalog() if item.lora_id > cursor]
         following = items[limit - 1].lora_id if len(items) > limit else None
         return AvailableLoras(data=tuple(items[:limit]), next=following)
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
-        """One adapter on disk or in the engine."""
+        """One adapter on disk or in the engine, or that failed to load."""
         found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
@@ -78,12 +81,12 @@ def _read_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/usage")
     async def usage(body: UsageReport) -> JSONResponse:
-        """Take a router's request counts."""
+        """Count a router's report of requests; `accepted` is false for a report that was counted before."""
         return JSONResponse({"accepted": agent.count_usage(body), "wire": 1})
 
     @api.get("/v1/events")
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
-        """The agent's events as server-sent events."""
+        """The agent's events after Last-Event-ID as server-sent events; without that header the events from now on."""
         after = agent.events.position_after(last_event_id)
         stream = agent.events.stream(after, keep_alive_s=agent.settings.keep_alive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -112,14 +115,14 @@ def kv_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/kv/snapshot")
     async def kv_snapshot() -> Response:
-        """A KvSnapshot as msgpack."""
+        """A KvSnapshot as msgpack; 503 `not_ready` while past KV events are still being read."""
         return Response(await agent.kv_ledgers().snapshot(), media_type=_MSGPACK)
 
     @api.get("/v1/kv/stream")
     async def kv_stream(epoch: str, since: Annotated[int, Query(ge=0)]) -> StreamingResponse:
-        """KvFrames, each preceded by its length."""
+        """KvFrames after frame `since`, each preceded by its length; 410 `events_gone` if they are no longer kept."""
         ledgers = agent.kv_ledgers()
-        stream = ledgers.stream(ledgers.check(epoch, since))
+        stream = ledgers.stream(ledgers.checked_position(epoch, since))
         return StreamingResponse(stream, media_type=_MSGPACK, headers={"cache-control": "no-store"})
 
     return api
@@ -135,7 +138,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     async def load_lora(
         body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
     ) -> LoadedLora:
-        """Load an adapter into the engine."""
+        """Fetch an adapter if needed and load it into the engine; an epoch or `evict` needs scope `admin`."""
         # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
@@ -151,7 +154,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
-        """Fetch and verify an adapter without loading it."""
+        """Fetch, verify and install an adapter without loading it into the engine."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
 
@@ -163,13 +166,13 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/claim", dependencies=operator)
     async def claim(_body: ClaimRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
-        """A new leader's first command: older epochs are refused from now on."""
+        """A new leader's first command: store its epoch and refuse older ones from now on."""
         agent.check_epoch(epoch, is_destructive=True)
         return agent.metadata()
 
     @api.post("/v1/admin/undrain", dependencies=operator)
     async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
-        """End a drain: the worker serves again at once."""
+        """End a drain: the worker takes loads and requests again at once."""
         agent.check_epoch(epoch, is_destructive=False)
         agent.undrain()
         return agent.metadata()
@@ -180,7 +183,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         caller: Annotated[Caller, Depends(drainer)],
         epoch: Annotated[int | None, Depends(_epoch_of)],
     ) -> DrainAnswer:
-        """Refuse loads and wait until the engine is idle."""
+        """Start a drain: refuse loads and wait until the engine is idle or the deadline passes. `undrain` ends it."""
         if epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=False)
@@ -190,12 +193,12 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
 
 def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
-    """Health, readiness and metrics."""
+    """Routes for health, readiness and metrics; `guarded` has the dependencies that check the key for /metrics."""
     api = APIRouter()
 
     @api.get("/health")
     async def health() -> dict[str, str]:
-        """200 while the agent runs."""
+        """200 while the agent runs, whatever the state of its engine."""
         return {"status": "ok"}
 
     @api.get("/ready")
@@ -209,7 +212,7 @@ def _probe_routes(agent: WorkerAgent, guarded: Sequence[Depended]) -> APIRouter:
 
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
-        """The agent's metrics for Prometheus."""
+        """Update the gauges and return the agent's metrics for Prometheus."""
         agent.update_gauges()
         return Response(agent.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -69,14 +69,20 @@ class WorkerService:
     agent: WorkerAgent
 
     def stop(self) -> None:
-        """Report "draining" and end the streams, so that the server can stop."""
+        """Start the agent's stop: report "draining", cancel loads and end the streams, so that the server can stop."""
         self.agent.stop()
 
 
 def build(
     settings: WorkerSettings, *, port: int, own_command: Sequence[str] = (), timers: AgentTimers = TIMERS
 ) -> WorkerService:
-    """Build the agent's service; its engine starts with the app. Raises KeyFileError, OSError, CommandError."""
+    """Build the agent's service; the engine starts with the app.
+
+    Creates the cache folder and the state folder, and locks the state folder. `own_command` is the engine's command, if
+    the user gives one.
+
+    raises  KeyFileError, OSError, CommandError, SettingsError
+    """
     keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
@@ -115,6 +121,7 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        """Run the supervisor, background loops and heartbeats; at the end send a last heartbeat and stop the engine."""
         await asyncio.to_thread(cache.folder.remove_leftovers)
         await cache.update_free_bytes()
         async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
@@ -172,7 +179,7 @@ def _require_model(settings: WorkerSettings) -> None:
 
 
 def lock_state_folder(state: Path) -> int:
-    """Lock the state folder for this process; raises OSError if another agent uses it.
+    """Create the state folder and lock it for this process; raises OSError if another agent uses it.
 
     returns  the lock's file descriptor; closing it, or the end of the process, releases the lock
 
@@ -190,7 +197,7 @@ def lock_state_folder(state: Path) -> int:
 
 
 def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
-    """The cache folder, used under this agent's unique name, which survives restarts. Raises OSError."""
+    """Create and open the cache folder, under this agent's unique name, which survives restarts. Raises OSError."""
     file = settings.state / "agent_id"
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex[:12].encode())  # atomic: a truncated name might not be unique
@@ -208,7 +215,7 @@ def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
 
 
 def _served_digests(engine_url: str) -> frozenset[str]:
-    """Digests that the engine at a URL lists; empty if it does not answer. Blocking."""
+    """Ask the engine at a URL for the digests that it lists; empty if it does not answer. Blocking."""
     try:
         models = httpx.get(f"{engine_url}/v1/models", timeout=_LIST_TIMEOUT_S, trust_env=False).json()["data"]
         return frozenset(Path(str(item.get("root"))).name for item in models if item.get("parent"))
@@ -217,7 +224,7 @@ def _served_digests(engine_url: str) -> frozenset[str]:
 
 
 def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Random) -> dict[str, Source]:
-    """Sources by scheme: built in, from the plugin, and from installed packages. Raises SettingsError."""
+    """Create the sources by scheme: built in, from the plugin, and from installed packages. Raises SettingsError."""
     limits = Limits(
         max_bytes=settings.max_adapter_bytes,
         timeout_s=settings.source_timeout_s,
@@ -244,7 +251,7 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
 
 
 def rules_of(settings: WorkerSettings) -> AdapterRules:
-    """The rules that adapters of this worker must keep, with the base model's shapes if its folder is here."""
+    """The rules that adapters of this worker must keep; reads the base model's shapes if its folder is here."""
     folder, names = Path(settings.model), {settings.base_name, settings.model_name, settings.model} - {""}
     has_folder = settings.check_shapes and settings.model and folder.is_dir()
     return AdapterRules(
@@ -258,7 +265,7 @@ def rules_of(settings: WorkerSettings) -> AdapterRules:
 
 
 async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> None:
-    """Serve until SIGTERM. Raises KeyFileError or OSError if the service cannot start."""
+    """Serve the agent until SIGTERM. Raises KeyFileError, OSError, CommandError, SettingsError if it cannot start."""
     sock = bind(settings.host, settings.port)
     port = sock.getsockname()[1]
     worker = build(settings, port=port, own_command=own_command)
@@ -267,9 +274,10 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
 
 
 async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:
-    """Run a background step every `every_s` seconds; a WorkerError is logged at debug level."""
+    """Run a background step every `every_s` seconds until cancelled; its errors are logged and do not end the loop."""
 
     async def step_once() -> None:
+        """Run the step; a WorkerError is logged at debug level."""
         try:
             await step()
         except WorkerError as exc:
@@ -280,5 +288,6 @@ async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: flo
 
 
 def _url(host: str, port: int) -> str:
+    """The agent's URL at a host and port; for a wildcard address that of the loopback interface."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

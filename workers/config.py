@@ -17,7 +17,8 @@ from lorafleet.service.sockets import UNIX_PATH_BYTES
 from workers.engines.base import STATIC_ENGINES
 
 
-def _home(kind: str) -> Path:
+def _user_folder(kind: str) -> Path:
+    """This user's folder of lorafleet: below ~/.cache for `kind` "cache", else below ~/.local/state."""
     return Path.home() / (".cache" if kind == "cache" else ".local/state") / "lorafleet"
 
 
@@ -132,7 +133,8 @@ class WorkerSettings(ServiceSettings):
         default=(), description="adapters of lora_path that are loaded before the worker is ready"
     )
     cache_dir: Path = Field(
-        default=_home("cache"), description="folder of verified adapters, one subfolder per digest; may be shared"
+        default=_user_folder("cache"),
+        description="folder of verified adapters, one subfolder per digest; may be shared",
     )
     max_disk_bytes: int = Field(
         default=0,
@@ -207,6 +209,7 @@ class WorkerSettings(ServiceSettings):
     @field_validator("engine", mode="before")
     @classmethod
     def _refuse_static_engine(cls, kind: object) -> object:
+        """Raises ValueError for a kind of engine that no agent can load adapters into."""
         if isinstance(kind, str) and (traits := STATIC_ENGINES.get(kind)):
             raise ValueError(
                 f"{kind} takes adapters {traits.takes_adapters} alone, so no agent can load them; an agent drives vllm,"
@@ -217,6 +220,7 @@ class WorkerSettings(ServiceSettings):
     @field_validator("engine_args")
     @classmethod
     def _check_engine_args(cls, words: tuple[str, ...]) -> tuple[str, ...]:
+        """Raises ValueError if a flag and its value are one word."""
         for word in words:
             flag, _, value = word.partition(" ")
             if flag.startswith("--") and "=" not in flag and value:
@@ -226,6 +230,7 @@ class WorkerSettings(ServiceSettings):
     @field_validator("orchestrator_url")
     @classmethod
     def _check_orchestrator_urls(cls, urls: str) -> str:
+        """Raises ValueError if one of the URLs is invalid."""
         for url in urls.split(","):
             checked_url(url.strip())
         return urls
@@ -249,27 +254,27 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def orchestrator_urls(self) -> tuple[str, ...]:
-        """URLs of the fleet's orchestrators; those that do not lead forward heartbeats to the leader."""
+        """URLs of the fleet's orchestrators; a non-leader forwards heartbeats to the leader."""
         return tuple(url.strip().rstrip("/") for url in self.orchestrator_url.split(",") if url.strip())
 
     @property
     def state(self) -> Path:
-        """The state folder: `state_dir` or its default."""
-        return self.state_dir or _home("state") / self.instance_id
+        """The state folder: `state_dir`, else ~/.local/state/lorafleet/<instance_id>."""
+        return self.state_dir or _user_folder("state") / self.instance_id
 
     @property
     def tidy_s(self) -> float:
-        """Seconds between renewals of leases: a third of the lease at most, and half of the grace."""
+        """Seconds between sweeps, which renew leases: a third of the lease or half of the grace, whichever is less."""
         return min(self.cache_lease_s / 3, self.cache_grace_s / 2)
 
     @property
     def base_name(self) -> str:
-        """The base model's name in the fleet."""
+        """The base model's name in the fleet: `base_model`, else the engine's name."""
         return self.base_model or self.model_name
 
     @property
     def model_name(self) -> str:
-        """The engine's name of the base model."""
+        """The engine's name of the base model: `served_model_name`, else `model`."""
         return self.served_model_name or self.model
 
     def socket_path(self, kind: str) -> Path:

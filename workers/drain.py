@@ -15,18 +15,21 @@ from typing import Any
 
 from lorafleet.service.urls import checked_key
 
-# Routers learn of a drain within a second; requests that they had already sent arrive within this.
+# Routers receive news of a drain within a second; requests that they had already sent arrive within this time.
 _ROUTERS_REACT_S = 2.0
 
 
 def main(argv: list[str]) -> int:
-    """Drain the agent whose port and key are in the environment; returns the exit status."""
+    """Drain the agent whose port and key are in the environment, and report it on stderr; always returns 0.
+
+    A drain takes at least two seconds, in which requests that routers had already sent arrive.
+    """
     parser = argparse.ArgumentParser(prog="python -m workers.drain", description=__doc__)
     parser.add_argument("--deadline-s", type=float, default=300.0, help="how long requests in flight may still take")
     deadline_s = parser.parse_args(argv).deadline_s
     began_at = time.monotonic()
     try:
-        answer = _drain(deadline_s)
+        answer = _request_drain(deadline_s)
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"not drained: {exc}\n")
         return 0
@@ -36,8 +39,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _drain(deadline_s: float) -> Any:
-    """POST /v1/admin/drain and return its answer. Raises OSError, ValueError."""
+def _request_drain(deadline_s: float) -> Any:
+    """Send POST /v1/admin/drain to the agent, wait for the drain and return the answer. Raises OSError, ValueError."""
     port = os.environ.get("LORAFLEET_WORKERS_PORT", "8090")
     token_file = os.environ.get("LORAFLEET_WORKERS_TOKEN_FILE", "")
     token = checked_key(Path(token_file).read_text() if token_file else os.environ.get("LORAFLEET_WORKERS_TOKEN", ""))

@@ -18,6 +18,7 @@ class WorkerMetrics:
     """One agent's metrics, in a registry of their own."""
 
     def __init__(self, worker_id: str = "") -> None:
+        """Create all metrics in a new registry; `worker_id` is a label of the adapters' series."""
         self.registry = CollectorRegistry()
         registry = self.registry
         self._worker_id = worker_id
@@ -126,17 +127,20 @@ class WorkerMetrics:
         )
 
     def load_seconds(self, lora_id: str) -> Histogram:
-        """The histogram of an adapter's load durations."""
+        """The histogram of an adapter's load durations; only the `MOST_NAMED` adapters asked for last keep series."""
         return self._load_seconds.labels(*self._labels(lora_id))
 
     def unload_seconds(self, lora_id: str) -> Histogram:
-        """The histogram of an adapter's unload durations."""
+        """The histogram of an adapter's unload durations; only the `MOST_NAMED` adapters asked for last keep series."""
         return self._unload_seconds.labels(*self._labels(lora_id))
 
     def set_loaded_adapters(self, adapters: Iterable[tuple[str, int, int]]) -> None:
-        """Set the series of the loaded adapters from (lora_id, bytes, requests); other adapters' series end."""
+        """Replace the memory and request series by those of the loaded adapters.
+
+        (lora_id, bytes, requests) of several versions of one adapter are added up.
+        """
         totals: dict[str, tuple[int, int]] = {}
-        for lora_id, size_bytes, requests in adapters:  # two versions of one adapter are one series
+        for lora_id, size_bytes, requests in adapters:
             total = totals.get(lora_id, (0, 0))
             totals[lora_id] = (total[0] + size_bytes, total[1] + requests)
         self._memory_bytes.clear()
@@ -146,7 +150,7 @@ class WorkerMetrics:
             self._requests.labels(lora_id, self._worker_id).set(requests)
 
     def _labels(self, lora_id: str) -> tuple[str, str]:
-        """Labels of an adapter's series; ends the series of all but the last `MOST_NAMED` adapters."""
+        """Labels of an adapter's duration series; ends the series of all but the `MOST_NAMED` adapters used last."""
         self._named[lora_id] = None
         self._named.move_to_end(lora_id)
         while len(self._named) > MOST_NAMED:
@@ -162,7 +166,7 @@ class WorkerMetrics:
             gauge.set(0)
 
     def set_rates(self, rates: EngineRates) -> None:
-        """Set the gauges of the engine's measured rates; 0 until measured."""
+        """Set the gauges to the engine's measured rates; a rate that is not measured yet is 0."""
         for name, gauge in self._rates.items():
             gauge.set(getattr(rates, name))
 

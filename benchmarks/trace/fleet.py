@@ -89,7 +89,7 @@ class SimulatedAgent:
 
     def used(self, adapter: int) -> None:
         """A router has sent a request for it."""
-        self._slots = self._slots.used(self._names[adapter])
+        self._slots = self._slots.after_use(self._names[adapter])
 
     def scrape(self, engine: TraceEngine, now: float) -> None:
         """Read the engine's counters and learn from them."""

@@ -55,21 +55,21 @@ class SlotsAgainstVllm(RuleBasedStateMachine):
     @rule(name=NAMES)
     def load(self, name):
         if not self.slots.has(name) and self.slots.free:
-            self.slots = self.slots.loaded(name)
+            self.slots = self.slots.after_load(name)
             self.engine.load(name)
 
     @precondition(lambda self: self.slots.registered)
     @rule(data=st.data())
     def unload(self, data):
         name = data.draw(st.sampled_from(sorted(self.slots.registered)))
-        self.slots = self.slots.unloaded(name)
+        self.slots = self.slots.after_unload(name)
         self.engine.unload(name)
 
     @precondition(lambda self: self.slots.registered)
     @rule(data=st.data())
     def use(self, data):
         name = data.draw(st.sampled_from(sorted(self.slots.registered)))
-        self.slots = self.slots.used(name)
+        self.slots = self.slots.after_use(name)
         self.engine.run(name)
 
     @invariant()
@@ -106,6 +106,6 @@ def test_failing_engine_is_restarted_with_growing_delays(ups, seed):
 
 
 def test_engine_without_ghosts_frees_the_slot_at_once():
-    slots = AdapterSlots(2, 4, keeps_ghosts=False).loaded("a").loaded("b").unloaded("a")
+    slots = AdapterSlots(2, 4, keeps_ghosts=False).after_load("a").after_load("b").after_unload("a")
     assert (slots.ghosts, [host_lru.name for host_lru in slots.host_lru]) == (0, ["b"])
-    assert AdapterSlots(2, 4).loaded("a").unloaded("a").ghosts == 1
+    assert AdapterSlots(2, 4).after_load("a").after_unload("a").ghosts == 1

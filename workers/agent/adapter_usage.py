@@ -22,6 +22,7 @@ class ReportedAdapterUsage:
     """
 
     def __init__(self, file: Path, installed: InstalledAdapters, *, worker_id: str, now: Callable[[], str]) -> None:
+        """Read the saved counts from `file` into `installed`; `now` gives the time of a use as the wire has it."""
         self._file = file
         self._installed = installed
         self._worker_id = worker_id
@@ -32,7 +33,7 @@ class ReportedAdapterUsage:
             self._read_saved()
 
     def count_uses(self, report: UsageReport) -> list[str] | None:
-        """Add a router's report to the counts; returns the engine names used since its last report.
+        """Add a router's report to the counts in memory; returns the engine names used since its last report.
 
         None if the report was counted before.
         """
@@ -59,7 +60,7 @@ class ReportedAdapterUsage:
         return used
 
     def save(self) -> None:
-        """Write the counts if they changed; a failed write is repeated at the next call."""
+        """Write the counts to disk if they changed; a failed write is repeated at the next call."""
         if self._is_saved:
             return
         counts = {adapter.engine_name: [adapter.request_count, adapter.last_used] for adapter in self._installed.all()}
@@ -67,7 +68,7 @@ class ReportedAdapterUsage:
         self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
 
     def _read_saved(self) -> None:
-        """Read the saved counts; logs a damaged file and starts without it."""
+        """Read the saved counts into memory; a damaged file is logged and ignored."""
         try:
             saved = json.loads(self._file.read_text())
             routers = {

@@ -117,7 +117,7 @@ class WorkerAgent:
 
     @property
     def state(self) -> AgentState:
-        """The worker's state in /metadata: "draining" instead of "ready" during a drain."""
+        """The worker's state in /metadata: "draining" in place of "ready" during a drain."""
         return "draining" if self._is_draining and self._state == "ready" else self._state
 
     @property
@@ -128,12 +128,15 @@ class WorkerAgent:
     # --- the engine comes and goes -------------------------------------------------------------------------------
 
     def set_state(self, state: AgentState, reason: str = "") -> None:
-        """Set the worker's state and send a heartbeat."""
+        """Set the worker's state and its reason, and wake the sender of heartbeats."""
         self._state, self._state_reason = state, reason
         self.inventory.mark_changed()
 
     async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
-        """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError."""
+        """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError.
+
+        Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path.
+        """
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
@@ -168,7 +171,10 @@ class WorkerAgent:
             await self._wait_until_warm()
 
     async def _read_base_model_shapes(self) -> None:
-        """Read the base model's shapes from the hub cache, which is incomplete before the engine has started."""
+        """Read the base model's shapes into the rules, if they are missing.
+
+        The hub cache is incomplete before the engine has started.
+        """
         if self.settings.check_shapes and self.cache.rules.base is None:
             folder = await asyncio.to_thread(model_folder, self.settings.model)
             if folder is not None:
@@ -176,7 +182,10 @@ class WorkerAgent:
                 self.cache.rules = self.local_adapters.rules = replace(self.cache.rules, base=base)
 
     async def _wait_until_warm(self) -> None:
-        """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`."""
+        """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`.
+
+        Sets the state to "starting". No-op without an orchestrator or deadline.
+        """
         settings = self.settings
         if not settings.orchestrator_url or not settings.warm_deadline_s:
             return
@@ -192,12 +201,12 @@ class WorkerAgent:
             self.set_state("starting")
 
     def end_warming(self) -> None:
-        """Let a warming worker become ready: its adapters are loaded, or no orchestrator is reachable."""
+        """Let a warming worker become ready: its adapters are loaded, or no orchestrator is reachable. Else a no-op."""
         if self._warming is not None:
             self._warming.set()
 
     async def check_trust(self, client: EngineClient) -> bool:
-        """Whether the engine works. Marks a stalled engine as suspect and trusts it again when it computes.
+        """Check whether the engine works; marks a stalled engine as suspect, and trusts it again when it computes.
 
         The health route of a hanging engine still answers, so a stalled engine must compute or return a token.
         """
@@ -217,7 +226,7 @@ class WorkerAgent:
         return False
 
     async def detach_engine(self, reason: str) -> None:
-        """Record that the engine is down, with all its loaded adapters; they stay wanted for the restart."""
+        """Record and publish that the engine is down, with all its adapters; they stay wanted for the restart."""
         was_up = self.engine.client is not None
         self._state, self._state_reason = "engine_down", reason  # before the first await: nobody may read "ready"
         await self.engine.detach(reason)
@@ -233,21 +242,21 @@ class WorkerAgent:
         return self.engine.kv_ledgers()
 
     def stop(self) -> None:
-        """Drain for good, cancel loads and end all streams, because the process stops."""
+        """Drain for good, cancel loads and scans, and end all streams, because the process stops. Ends no engine."""
         self._is_stopping = True
         self.cache.is_stopping = True
         self._begin_drain()
         self._loader.cancel_all()
         self.local_adapters.stop()
-        self.events.end_streams()
+        self.events.close()
         self.engine.end_kv_streams()
 
     # --- REST commands -------------------------------------------------------------------------------------------
 
     def check_epoch(self, epoch: int | None, *, is_destructive: bool) -> None:
-        """Accept a command of this leader epoch, and remember it.
+        """Raises AgentRequestError if a command of this leader epoch is not allowed; else stores a new highest epoch.
 
-        raises  AgentRequestError `stale_epoch` for a replaced leader, `epoch_required` for a destructive command
+        raises  `stale_epoch` for a replaced leader, `epoch_required` for a destructive command
                 without an epoch where there is an orchestrator
         """
         if epoch is None:
@@ -266,7 +275,10 @@ class WorkerAgent:
         self.installed.raise_epoch(epoch)
 
     async def load(self, request: LoadRequest) -> LoadedLora:
-        """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError."""
+        """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError.
+
+        Refused while the worker drains, is not ready, takes no adapters, or suspects its engine.
+        """
         if self._is_draining:
             raise EngineError("draining", "this worker is draining; load on another one", retry_after_s=30)
         if self.state != "ready" and not self.is_warming:
@@ -280,11 +292,14 @@ class WorkerAgent:
         return await self._loader.load(request)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
-        """Unload an adapter; returns the unloaded engine names. Requests that use it finish. Raises WorkerError."""
+        """Unload an adapter and cancel its loads in progress; returns the unloaded engine names. Raises WorkerError.
+
+        Requests that use it finish.
+        """
         return await self._loader.unload(request)
 
     async def check_source(self, source: str) -> None:
-        """Raises SourceError if this worker may not fetch from the source."""
+        """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
         await self.cache.check_source(source)
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
@@ -292,20 +307,23 @@ class WorkerAgent:
         return await self._loader.inspect(request)
 
     async def drain(self, deadline_s: float) -> DrainAnswer:
-        """Refuse loads, and wait until the engine is idle or the deadline has passed. Raises EngineError."""
+        """Start a drain, and wait until the engine is idle or the deadline passes. Raises EngineError.
+
+        The drain lasts until `undrain`.
+        """
         self._begin_drain()
         quiet_s = max(self.timers.quiet_s, 2 * self.engine.full_step_s())
         return await self.engine.wait_until_idle(deadline_s=deadline_s, quiet_s=quiet_s)
 
     def _begin_drain(self) -> None:
-        """Start a drain, with an event and a heartbeat; no-op during one."""
+        """Refuse loads from now on, with an event and a heartbeat; no-op during a drain."""
         if not self._is_draining:
             self._is_draining = True
             self.events.add("DRAINING")
             self.inventory.mark_changed()
 
     def undrain(self) -> None:
-        """End a drain: serve again. Raises EngineError `draining` if the process stops."""
+        """End a drain, with an event and a heartbeat. Raises EngineError `draining` if the process stops."""
         if self._is_stopping:
             raise EngineError("draining", "this agent is stopping; it cannot serve again", retry_after_s=30)
         if self._is_draining:
@@ -322,7 +340,10 @@ class WorkerAgent:
     # --- background loops ----------------------------------------------------------------------------------------
 
     async def reconcile(self) -> None:
-        """Scan lora_path, and correct the inventory from the engine's own list. Raises EngineError."""
+        """Scan lora_path and correct the inventory from the engine's list. Raises EngineError.
+
+        Reads the disk's free bytes first.
+        """
         await self.cache.update_free_bytes()
         if await self.local_adapters.scan():
             self.inventory.mark_changed()
@@ -331,7 +352,10 @@ class WorkerAgent:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
 
     async def sweep(self) -> None:
-        """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters."""
+        """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters.
+
+        Fetches the lost files of loaded adapters again.
+        """
         installed_digests = frozenset(adapter.digest for adapter in self.installed.all())
         self.installed.retry_writes()
         self.usage.save()
@@ -342,7 +366,7 @@ class WorkerAgent:
         await self._loader.refetch_lost_files(lost_files)
 
     def update_gauges(self) -> None:
-        """Update all metrics that are not counted as they happen."""
+        """Set all gauges that are not set as their values change."""
         self.engine.update_gauges()
         self.inventory.update_gauges()
         self.metrics.cache_used_bytes.set(self.cache.used_bytes)
@@ -354,7 +378,7 @@ class WorkerAgent:
     # --- reports -------------------------------------------------------------------------------------------------
 
     def metadata(self) -> Metadata:
-        """`GET /metadata`, which heartbeats carry too."""
+        """The worker's state as `GET /metadata` and heartbeats have it."""
         settings = self.settings
         return Metadata(
             instance_id=settings.instance_id,

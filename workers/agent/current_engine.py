@@ -73,7 +73,7 @@ class CurrentEngine:
                 self.lock.release()
 
     async def attach(self, client: EngineClient, *, boot_id: str, transport: Transport) -> None:
-        """Use this healthy engine: read its shape and start its KV ledgers. Raises EngineError."""
+        """Use this healthy engine: read its shape, reset the measured rates, start KV ledgers. Raises EngineError."""
         self._shape = await client.read_shape()
         self._boot_mark = self._shape.boot_mark or await client.boot_mark()
         self._load.rates = EngineRates()
@@ -81,11 +81,11 @@ class CurrentEngine:
         self.transport = await self._start_ledgers(transport)
 
     async def is_same_start(self) -> bool:
-        """Whether the engine has not restarted since `attach`. Raises EngineError."""
+        """Ask the engine whether it has not restarted since `attach`; False without an engine. Raises EngineError."""
         return self.client is not None and await self.client.boot_mark() == self._boot_mark
 
     async def detach(self, reason: str) -> None:
-        """Forget the engine, its load and its KV ledgers."""
+        """Forget the engine, its suspicion and load, set the rates' gauges to 0 and close the KV ledgers."""
         self.client, self.boot_id, self._down_reason = None, "", reason
         self.clear_suspicion()
         await self.close_ledgers()
@@ -99,17 +99,17 @@ class CurrentEngine:
         return self.client
 
     def mark_suspect(self, reason: str, *, patience_s: float) -> None:
-        """Record that the engine seems to hang, even if its health route answers."""
+        """Record that the engine seems to hang, and how long it gets before a restart. The first mark's time stays."""
         if not self.suspicion:
             self._suspect_since = self._clock()
         self.suspicion, self.patience_s = reason, patience_s
 
     def clear_suspicion(self) -> None:
-        """Trust the engine again."""
+        """Record that the engine is trusted again, so that loads may begin."""
         self.suspicion = ""
 
     def set_requests_in_flight(self, in_flight: int) -> None:
-        """Record how many requests routers have at this engine now."""
+        """Record how many requests routers have at this engine now; counts for 10 s."""
         self._in_flight = in_flight, self._clock()
 
     @property
@@ -133,34 +133,42 @@ class CurrentEngine:
         return self.stalled_s() > self._settings.suspect_after_s + 2 * self.full_step_s()
 
     def _update_busy_since(self) -> None:
-        """A request that began while nothing else ran shows in no counter of vLLM 0.32 before its first step is over:
-        of those routers tell.
+        """Update since when the engine has had requests; never while it is idle or an adapter is being loaded.
+
+        The routers' reports count, too: vLLM 0.32 shows a request that began alone in no counter before its first step
+        is over.
         """
         now = self._clock()
         in_flight, reported_at = self._in_flight
         has_work = self._load.has_work or (in_flight > 0 and now - reported_at < _IN_FLIGHT_VALID_S)
-        # A load stalls all else there (vLLM 0.32), and has a deadline of its own.
+        # A load stalls all requests (vLLM 0.32), and has its deadline.
         if not has_work or self.lock.locked():
             self._busy_since = None
         elif self._busy_since is None:
             self._busy_since = now
 
     async def is_healthy(self) -> bool:
-        """Whether there is an engine and its health route answers in time."""
+        """Ask the engine for its health; False without an engine or an answer in time."""
         client = self.client
         return client is not None and await client.is_healthy(timeout_s=self._settings.health_timeout_s)
 
     async def digests_in_use(self) -> frozenset[str]:
-        """Digests in the engine's own list of adapters: it may read those files at any moment. Raises EngineError."""
+        """Digests in the engine's own list of adapters; empty without an engine. Raises EngineError.
+
+        The engine may read those files at any moment.
+        """
         client = self.client
         if client is None:
             return frozenset()
         return frozenset(Path(path).name for path in (await client.list_adapters()).values() if path)
 
-    # --- its blocks ----------------------------------------------------------------------------------------------
+    # --- KV blocks -----------------------------------------------------------------------------------------------
 
     async def _start_ledgers(self, transport: Transport) -> Transport:
-        """Start the KV ledgers if the engine publishes KV events; returns the transport that routers are to see."""
+        """Replace the KV ledgers by new ones if the engine publishes KV events; returns the transport for routers.
+
+        An error of the sockets is logged: the engine works without a ledger.
+        """
         await self.close_ledgers()
         model_card = self.model_card()
         block_size = model_card.runtime_config.block_size
@@ -189,17 +197,17 @@ class CurrentEngine:
         return self._kv
 
     def forget_adapter_blocks(self, engine_name: str) -> None:
-        """Drop the ledger's blocks of an adapter that was just loaded again."""
+        """Drop the ledger's blocks of an adapter that was just loaded again; no-op without a ledger."""
         if self._kv is not None:
             self._kv.forget_adapter(engine_name)
 
     def end_kv_streams(self) -> None:
-        """End the KV streams to routers, so that the server can stop."""
+        """End the streams of the current KV ledgers to routers, for good, so that the server can stop."""
         if self._kv is not None:
             self._kv.end_streams()
 
     async def close_ledgers(self) -> None:
-        """Close the KV ledgers and set their gauges to 0."""
+        """Close the KV ledgers with their streams and sockets, and set their gauges to 0; no-op without ledgers."""
         ledgers, self._kv = self._kv, None
         self.transport = self.transport.model_copy(update={"kv_ledger": 0})
         if ledgers is not None:
@@ -207,10 +215,10 @@ class CurrentEngine:
             self._metrics.clear_ledger()
             await ledgers.close()
 
-    # --- its counters --------------------------------------------------------------------------------------------
+    # --- measured load -------------------------------------------------------------------------------------------
 
     async def scrape(self) -> None:
-        """Read the engine's metrics and update the measured rates. Raises EngineError."""
+        """Read the engine's metrics and update its load, its measured rates and their gauges. Raises EngineError."""
         if self.client is None:
             return
         self._update_busy_since()
@@ -218,7 +226,7 @@ class CurrentEngine:
         self._metrics.set_rates(self._load.rates)
 
     async def wait_until_idle(self, *, deadline_s: float, quiet_s: float) -> DrainAnswer:
-        """Wait until the engine has had no requests for `quiet_s`, or until the deadline.
+        """Wait until the engine has had no requests for `quiet_s`, or until the deadline. Refuses no requests.
 
         One reading is not enough: vLLM counts a request only after its first step (see AgentTimers).
         raises  EngineError `engine_timeout` if the engine's metrics cannot be read until the deadline
@@ -255,7 +263,7 @@ class CurrentEngine:
         return self._settings.max_num_batched_tokens / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
 
     def update_gauges(self) -> None:
-        """Update the KV ledgers' metrics."""
+        """Set the KV ledgers' gauges and add to their counters."""
         if self._kv is not None:
             self._kv.update_gauges()
 
@@ -276,5 +284,5 @@ class CurrentEngine:
         )
 
     def load_figures(self, *, load_seconds: float) -> Load:
-        """The engine's load at the last reading and its measured rates, as /metadata has them."""
+        """The engine's load at the last reading, its measured rates, and the given load time, as /metadata has them."""
         return self._load.current(self._clock(), load_seconds=load_seconds)

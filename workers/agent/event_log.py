@@ -41,7 +41,7 @@ class AgentEventLog:
         done_bytes: int | None = None,
         total_bytes: int | None = None,
     ) -> None:
-        """Number an event, keep it and pass it to every reader."""
+        """Number an event, keep it (a full buffer drops its oldest), wake the streams and call `on_event`."""
         self._last += 1
         event = AgentEvent(
             id=self._last,
@@ -59,13 +59,13 @@ class AgentEventLog:
         self._changes.notify()
         self._on_event(event)
 
-    def end_streams(self) -> None:
-        """End every stream."""
+    def close(self) -> None:
+        """End every stream, for good: later readers get none."""
         self._is_closed = True
         self._changes.notify()
 
     def position_after(self, last_event_id: str | None) -> int:
-        """The event number in a Last-Event-ID header; without the header the newest number.
+        """The event number in a Last-Event-ID header, to go on after; without the header the newest number.
 
         raises  AgentRequestError `events_gone` if the id is of another boot, or no longer in the buffer
         """
@@ -85,7 +85,10 @@ class AgentEventLog:
         return int(number)
 
     async def stream(self, after: int, *, keep_alive_s: float) -> AsyncIterator[str]:
-        """Server-sent events after a number, without end; a comment every `keep_alive_s`. Ids are `boot_id:number`."""
+        """Server-sent events after a number, until `close` or until the reader falls behind the buffer.
+
+        Sends a comment every `keep_alive_s`. Ids are `boot_id:number`.
+        """
         yield ": connected\n\n"
         while not self._is_closed:
             if after < self._last - len(self._kept):
@@ -93,8 +96,9 @@ class AgentEventLog:
             for event in [event for event in self._kept if event.id > after]:
                 after = event.id
                 yield f"id: {self._boot_id}:{event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
-            if not await self._changes.until(partial(self._has_events_after, after), timeout_s=keep_alive_s):
+            if not await self._changes.until(partial(self._has_ended_or_newer, after), timeout_s=keep_alive_s):
                 yield ": keep-alive\n\n"
 
-    def _has_events_after(self, after: int) -> bool:
+    def _has_ended_or_newer(self, after: int) -> bool:
+        """Whether a stream at this event number must wake: there is a newer event, or the log is closed."""
         return self._is_closed or self._last > after

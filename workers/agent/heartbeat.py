@@ -41,12 +41,15 @@ class HeartbeatSender:
         return self._urls[self._url_index % len(self._urls)]
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled; after a failure try the next orchestrator, then back off."""
+        """Send heartbeats until cancelled; after a failure try the next orchestrator, then back off.
+
+        If no orchestrator accepts one, a warming worker becomes ready.
+        """
         failures = 0
         while True:
             version = self._agent.inventory.version
             try:
-                await self._send(timeout_s=self._timeout_s)
+                await self._post_heartbeat(timeout_s=self._timeout_s)
                 if failures:
                     log.info("heartbeats accepted again", url=self._url)
                 failures = 0
@@ -54,22 +57,22 @@ class HeartbeatSender:
                 failures += 1
                 self._agent.metrics.heartbeat_failures.inc()
                 if failures > len(self._urls):
-                    self._agent.end_warming()  # no orchestrator is there to place adapters
+                    self._agent.end_warming()  # no orchestrator can place adapters
                 if failures in {1, 10} or failures % 100 == 0:
                     log.warning("heartbeat failed", url=self._url, failures=failures, error=repr(exc))
                 self._url_index += 1
                 if failures < len(self._urls):
                     continue  # try the next orchestrator at once
-            await self._wait(version, failures)
+            await self._wait_until_due(version, failures)
 
     async def send_last(self) -> None:
-        """Send a final heartbeat if the last change has not been sent; gives up after 2 s."""
+        """Send a final heartbeat if the last change has not been sent; gives up after 2 s and raises nothing."""
         if self._acknowledged_version != self._agent.inventory.version:
             with contextlib.suppress(Exception):  # nothing more can be done about it
-                await self._send(timeout_s=_LAST_TIMEOUT_S)
+                await self._post_heartbeat(timeout_s=_LAST_TIMEOUT_S)
 
-    async def _send(self, *, timeout_s: float) -> None:
-        """Post one heartbeat and apply the answer: epoch, requests in flight, end of warming."""
+    async def _post_heartbeat(self, *, timeout_s: float) -> None:
+        """Post one heartbeat and apply the answer: epoch, requests in flight, end of warming. Raises at any failure."""
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()
@@ -88,8 +91,11 @@ class HeartbeatSender:
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
 
-    async def _wait(self, sent_version: int, failures: int) -> None:
-        """Wait until the next heartbeat is due, or until the inventory is newer than `sent_version`."""
+    async def _wait_until_due(self, sent_version: int, failures: int) -> None:
+        """Wait until the next heartbeat is due, or the inventory is newer than `sent_version`.
+
+        After failures back off.
+        """
         if failures:
             await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S, self._rng))
             return

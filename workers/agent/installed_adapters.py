@@ -55,6 +55,7 @@ class InstalledAdapters:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Read the adapters and the epoch in the state folder, which is created. Raises OSError for a damaged epoch."""
         self._fsync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
         self._folder = folder / "adapters"
         self._epoch_file = folder / "epoch.json"
@@ -70,7 +71,7 @@ class InstalledAdapters:
         return self._adapters.get(engine_name)
 
     def all(self) -> tuple[InstalledAdapter, ...]:
-        """All installed adapters in load order."""
+        """All installed adapters in load order, oldest load first."""
         if self._sorted is None:
             self._sorted = tuple(sorted(self._adapters.values(), key=lambda adapter: adapter.order))
         return self._sorted
@@ -80,14 +81,14 @@ class InstalledAdapters:
         return tuple(adapter for adapter in self.all() if adapter.lora_id == lora_id)
 
     def store(self, adapter: InstalledAdapter) -> InstalledAdapter:
-        """Add or replace an adapter in memory and on disk; returns it."""
+        """Add or replace an adapter in memory and write its file; returns it. A failed write is logged, not raised."""
         self.revision += adapter.engine_name not in self._adapters
         self.update_in_memory(adapter)
         self.write_json(self._folder / _file_name(adapter.engine_name), asdict(adapter))
         return adapter
 
     def remove(self, adapter: InstalledAdapter) -> None:
-        """Remove an adapter from memory and delete its JSON file."""
+        """Remove an adapter from memory and delete its JSON file; an error of the disk is ignored."""
         self._adapters.pop(adapter.engine_name, None)
         self._sorted = None
         self.revision += 1
@@ -102,17 +103,17 @@ class InstalledAdapters:
         self._sorted = None
 
     def next_load_order(self) -> int:
-        """The `order` of an adapter that is loaded now."""
+        """The `order` of an adapter that is loaded now: one more than the highest."""
         return max((adapter.order for adapter in self._adapters.values()), default=0) + 1
 
     def raise_epoch(self, epoch: int) -> None:
-        """Store the epoch if it is the highest seen; a lower one changes nothing."""
+        """Set the epoch and write it to disk if it is higher than the stored one; a lower one changes nothing."""
         if epoch > self.epoch:
             self.epoch = epoch
             self.write_json(self._epoch_file, {"epoch": epoch}, is_flushed=True)
 
     def retry_writes(self) -> None:
-        """Write the files whose last write failed."""
+        """Write the adapters' files and the epoch again whose last write failed."""
         if self._epoch_file in self._unwritten:
             self.write_json(self._epoch_file, {"epoch": self.epoch}, is_flushed=True)
         if self._unwritten:
@@ -122,7 +123,11 @@ class InstalledAdapters:
                     self.write_json(path, asdict(adapter))
 
     def write_json(self, path: Path, value: object, *, is_flushed: bool = False) -> bool:
-        """Write a JSON file of the state folder; False, and one log line, if the disk does not take it."""
+        """Replace a JSON file of the state folder; False if the disk does not take it, which the first failure logs.
+
+        A file that was not written is kept for `retry_writes`. `is_flushed`: wait for the disk; else a thread flushes
+        the file.
+        """
         try:
             write_json_atomically(path, value, is_flushed=is_flushed)
         except OSError as exc:
@@ -138,6 +143,7 @@ class InstalledAdapters:
 
 
 def _file_name(engine_name: str) -> str:
+    """Name of an adapter's JSON file: a hash of its engine name."""
     return hashlib.sha256(engine_name.encode()).hexdigest()[:32] + ".json"
 
 
@@ -179,6 +185,7 @@ def write_json_atomically(path: Path, value: object, *, is_flushed: bool) -> Non
 
 
 def _fsync_file(path: Path) -> None:
+    """Flush a file to the disk; blocking, errors are ignored."""
     with contextlib.suppress(OSError):  # the file was removed or replaced meanwhile
         handle = os.open(path, os.O_RDONLY)
         try:

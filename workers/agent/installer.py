@@ -49,11 +49,17 @@ class Installer:
         self._base_model_name = base_model_name
 
     async def digests_in_use(self) -> frozenset[str]:
-        """Digests whose files must stay: wanted by this worker, or in the engine's list. Raises EngineError."""
+        """Digests whose files must stay: wanted by this worker, or in the engine's list, which it asks.
+
+        Raises EngineError.
+        """
         return self._inventory.wanted_digests() | await self._engine_digests()
 
     async def install(self, request: LoadRequest) -> InstalledAdapter:
-        """The requested adapter with verified files on this disk, fetched if needed. Raises WorkerError."""
+        """Return the requested adapter with verified files on this disk, fetched if needed. Raises WorkerError.
+
+        Counts whether the files were on this disk. Raises `no_free_slot` before a fetch that would be useless.
+        """
         self._check_base_model(request.base_model)
         slots = self._inventory.slots
         installed = self._known_adapter(request)
@@ -72,7 +78,9 @@ class Installer:
         source = self._resolve_source(request)
         self._inventory.show_progress(request.lora_id, request.digest or "", "downloading")
         secret = request.secret or ""
-        return await self._fetch(request.lora_id, source, request.digest, secret=secret, base_model=request.base_model)
+        return await self._fetch_and_install(
+            request.lora_id, source, request.digest, secret=secret, base_model=request.base_model
+        )
 
     async def inspect(self, request: InspectRequest) -> InstalledAdapter:
         """Fetch, verify and install an adapter from its source, even if it is installed already.
@@ -80,7 +88,7 @@ class Installer:
         Any rank is accepted: the caller gets it in the answer and chooses a worker for it. Raises WorkerError.
         """
         self._check_base_model(request.base_model)
-        return await self._fetch(
+        return await self._fetch_and_install(
             request.lora_id,
             request.source,
             None,
@@ -90,11 +98,11 @@ class Installer:
         )
 
     async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
-        """The folder of an adapter's files; fetches them again if they are missing or damaged. Raises SourceError."""
+        """Fetch an adapter's files again if they are missing or damaged; returns their folder. Raises WorkerError."""
         if not await self._cache.has_intact(adapter.digest):
             pinned = adapter.pinned_source or adapter.source
             base_model = adapter.base_model if self._is_our_base(adapter.base_model) else None
-            await self._fetch(
+            await self._fetch_and_install(
                 adapter.lora_id,
                 adapter.source,
                 adapter.digest,
@@ -104,7 +112,7 @@ class Installer:
             )
         return self._cache.path(adapter.digest)
 
-    async def _fetch(
+    async def _fetch_and_install(
         self,
         lora_id: str,
         source: str,
@@ -115,12 +123,12 @@ class Installer:
         base_model: str | None,
         allow_any_rank: bool = False,
     ) -> InstalledAdapter:
-        """Fetch and install; if the disk is full, free half of the idle adapters and try once more.
+        """Fetch, verify and install; if the disk is full, delete half of the idle adapters and try once more.
 
         base_model  the adapter's base model by the caller; None: by its own config
         """
         fetch = partial(
-            self._fetch_once,
+            self._fetch_and_install_once,
             lora_id,
             source,
             digest,
@@ -140,7 +148,7 @@ class Installer:
             self._inventory.forget_deleted(deleted)
         return await fetch()
 
-    async def _fetch_once(
+    async def _fetch_and_install_once(
         self,
         lora_id: str,
         source: str,
@@ -151,10 +159,11 @@ class Installer:
         *,
         allow_any_rank: bool,
     ) -> InstalledAdapter:
-        """Fetch, verify and install an adapter once, and record it. Raises WorkerError."""
+        """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
         loop = asyncio.get_running_loop()
 
         def report_progress(progress: FetchProgress) -> None:
+            """Publish progress in the event loop; called in the thread of the fetch."""
             loop.call_soon_threadsafe(self._inventory.report_download, lora_id, progress)
 
         transfer = Transfer(on_progress=report_progress)
@@ -194,7 +203,10 @@ class Installer:
         return None
 
     def _resolve_source(self, request: LoadRequest) -> str:
-        """The reference to fetch: the request's, an installed version's, the folder in lora_path, or the plugin's."""
+        """The reference to fetch: the request's, an installed version's, the folder in lora_path, or the plugin's.
+
+        raises  AgentRequestError `adapter_unknown` if there is none
+        """
         if requested_source := request.source or request.lora_path:
             return requested_source
         for adapter in reversed(self._installed.versions(request.lora_id)):
@@ -223,13 +235,13 @@ class Installer:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        """Measure the block as a stage of a load."""
+        """Add the duration of the block to the metrics of a stage of a load."""
         with self._metrics.stage_seconds.labels(stage).time():
             yield
 
 
 def check_lora_id(lora_id: str) -> None:
-    """Raises AgentRequestError `invalid_lora_id`."""
+    """Raises AgentRequestError `invalid_lora_id` for a lora_id that is not allowed."""
     try:
         checked_lora_id(lora_id)
     except ValueError as exc:
@@ -237,6 +249,7 @@ def check_lora_id(lora_id: str) -> None:
 
 
 def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifest, path: Path) -> InstalledAdapter:
+    """The entry of an adapter that was just installed, not loaded yet."""
     return InstalledAdapter(
         lora_id=lora_id,
         digest=manifest.digest,
@@ -251,6 +264,7 @@ def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifes
 
 
 def _check_digest(lora_id: str, digest: str, expected: str | None) -> None:
+    """Raises SourceError `digest_mismatch` if a digest was requested and the files have another one."""
     if expected is not None and digest != expected:
         raise SourceError(
             "digest_mismatch",

@@ -26,7 +26,7 @@ _FAILURES_KEPT = 64
 
 
 def timestamp() -> str:
-    """Now, as the wire has times."""
+    """The time now as the wire has it: ISO 8601 in UTC, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -75,7 +75,10 @@ class Inventory:
     # --- changes -------------------------------------------------------------------------------------------------
 
     def reset_slots(self, *, keeps_ghosts: bool = True) -> None:
-        """Start with an engine that has no adapters. `keeps_ghosts`: see EngineTraits."""
+        """Empty the slots, for an engine without adapters; its list is not confirmed.
+
+        keeps_ghosts  see EngineTraits
+        """
         self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
         self.listed_at = None
 
@@ -84,14 +87,17 @@ class Inventory:
         self.listed_at = at_s
 
     def adopt(self, name: str) -> None:
-        """Record an adapter that the engine has already; an agent may have died after loading it."""
-        self.slots = self.slots.loaded(name)
+        """Record an adapter that the engine has already as loaded and wanted.
+
+        An agent may have died after loading it.
+        """
+        self.slots = self.slots.after_load(name)
         adapter = self.installed.get(name)
         if adapter is not None and not adapter.is_loaded:
             self.installed.store(replace(adapter, is_loaded=True))
 
     def store_installed(self, adapter: InstalledAdapter) -> InstalledAdapter:
-        """Record an adapter whose files have just been installed; an older entry keeps its counts and times."""
+        """Publish and store an adapter whose files were just installed; an older entry keeps its counts and times."""
         self.events.add(
             "DOWNLOADED_TO_DISK",
             lora_id=adapter.lora_id,
@@ -117,13 +123,16 @@ class Inventory:
         )
 
     def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
-        """Record that the engine has loaded the adapter, with the time that it took."""
+        """Record and publish that the engine has loaded the adapter: it is wanted, and last in load order."""
         order = self.installed.next_load_order()
         adapter = replace(adapter, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
         return self._add_loaded(self.installed.store(adapter))
 
     def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
-        """Record that a restarted engine has loaded the adapter again. Writes nothing unless its path changed."""
+        """Record and publish that a restarted engine has loaded the adapter again.
+
+        Writes no file unless its path changed.
+        """
         stored = self.installed.get(adapter.engine_name)
         adapter = replace(adapter, loaded_at=timestamp(), load_seconds=load_seconds)
         if stored is None or stored.path != adapter.path:
@@ -133,8 +142,8 @@ class Inventory:
         self._add_loaded(adapter)
 
     def _add_loaded(self, adapter: InstalledAdapter) -> InstalledAdapter:
-        """Add the adapter to the slots, drop its failure and progress, and publish the event."""
-        self.slots = self.slots.loaded(adapter.engine_name)
+        """Add the adapter to the slots, drop its failure and progress, publish the event and wake the heartbeats."""
+        self.slots = self.slots.after_load(adapter.engine_name)
         self._failures.pop(adapter.lora_id, None)
         self._progress.pop(adapter.lora_id, None)
         self.events.add(
@@ -144,19 +153,19 @@ class Inventory:
         return adapter
 
     def mark_unloaded(self, adapter: InstalledAdapter) -> None:
-        """Record that the engine has unloaded the adapter; a restart may still load it again."""
-        self.slots = self.slots.unloaded(adapter.engine_name)
+        """Record and publish that the engine has unloaded the adapter; a restarted engine may still load it again."""
+        self.slots = self.slots.after_unload(adapter.engine_name)
         self.events.add(
             "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
         self.mark_changed()
 
     def mark_unwanted(self, adapter: InstalledAdapter) -> None:
-        """Record that a restarted engine must not load the adapter again."""
+        """Store that a restarted engine must not load the adapter again; does not unload it."""
         self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_loaded=False))
 
     def forget_deleted(self, digests: Collection[str]) -> None:
-        """Forget adapters whose files were deleted from the cache, unless they are wanted."""
+        """Count adapters deleted from the cache, and forget them in the inventory, with events, unless wanted."""
         if not digests:
             return
         self._metrics.cache_deleted.inc(len(digests))
@@ -179,11 +188,11 @@ class Inventory:
         return frozenset((*loaded, *(item.digest for item in self._progress.values() if item.digest)))
 
     def correct_from_list(self, listed: set[str]) -> None:
-        """Adjust slots and installed adapters to the engine's own list of names."""
+        """Adjust slots and installed adapters to the engine's own list; logs and publishes differences."""
         for name in self.slots.registered - listed:
-            self.slots = self.slots.unloaded(name)
+            self.slots = self.slots.after_unload(name)
         for name in listed - self.slots.registered:
-            self.slots = self.slots.loaded(name)
+            self.slots = self.slots.after_load(name)
         for adapter in self.installed.all():
             if adapter.is_loaded == (adapter.engine_name in listed):
                 continue
@@ -194,7 +203,7 @@ class Inventory:
         self.mark_changed()
 
     def show_progress(self, lora_id: str, digest: str, state: str) -> None:
-        """Show the stage of a load ("downloading", "loading") unless the engine has the adapter already."""
+        """Show a load ("downloading" or "loading") in /metadata, unless the engine has the adapter already."""
         name = engine_name(lora_id, digest) if digest else ""
         if self.slots.has(name):
             return
@@ -221,7 +230,10 @@ class Inventory:
             self._progress.pop(request.lora_id, None)
 
     def record_failure(self, lora_id: str, digest: str, exc: WorkerError) -> None:
-        """Log, count and publish a failed load, and keep it for `failed_loads`."""
+        """Log, count and publish a failed load, and keep it for `failed_loads`.
+
+        Not kept if no slot was free, the load was cancelled, or the adapter is loaded.
+        """
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
@@ -238,22 +250,22 @@ class Inventory:
     def mark_used(self, names: Collection[str]) -> None:
         """Move adapters that requests used to the front of the engine's (estimated) LRU."""
         for name in names:
-            self.slots = self.slots.used(name)
+            self.slots = self.slots.after_use(name)
 
     # --- slots ---------------------------------------------------------------------------------------------------
 
     def has_room(self, evict: str | None) -> bool:
-        """Whether a load finds a free slot, or the named victim is loaded."""
+        """Whether a load finds a free slot, or the victim named by `evict` is loaded."""
         return self.slots.free > 0 or self.named_victim(evict) is not None
 
     def named_victim(self, evict: str | None) -> InstalledAdapter | None:
-        """The loaded adapter with this lora_id or engine name; None if it is not loaded."""
+        """The loaded adapter with this lora_id or engine name; None if `evict` is None or names none."""
         return next(
             (adapter for adapter in self.loaded_adapters() if evict in {adapter.engine_name, adapter.lora_id}), None
         )
 
     def no_free_slot_error(self) -> EngineError:
-        """The error of a load without a free slot."""
+        """The error of a load for which no slot is free."""
         # Routers pass it on to tenants, so it names no adapter: they may belong to other tenants.
         return EngineError(
             "no_free_slot",
@@ -266,7 +278,7 @@ class Inventory:
         return [adapter for adapter in self.installed.all() if self.slots.has(adapter.engine_name)]
 
     def update_gauges(self) -> None:
-        """Update the adapters' metrics."""
+        """Set the gauges of loaded adapters and ghosts, and the adapters' memory and request series."""
         loaded = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)

@@ -38,7 +38,7 @@ class InventoryReport:
         self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
 
     def info(self) -> LoraInfo:
-        """The adapters' part of /metadata."""
+        """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
         settings, slots, refusal = self._settings, self._inventory.slots, self._inventory.kv_connector.refusal
         count, digest = self._available_summary()
         listed_at = self._inventory.listed_at
@@ -99,7 +99,7 @@ class InventoryReport:
                 )
 
     def _available_summary(self) -> tuple[int, str]:
-        """How many adapters are on this disk, and a digest of their names.
+        """Number of adapters on this disk, and a digest of their names.
 
         Cached until one is added or removed: 5,000 adapters take 15 ms, and every heartbeat has it.
         """
@@ -114,7 +114,7 @@ class InventoryReport:
         return self._summary_cache[1]
 
     def catalog(self) -> tuple[AvailableLora | LoadedLora, ...]:
-        """One item per lora_id, sorted: a loaded adapter before one on disk before a failed one."""
+        """One item per lora_id, sorted: a loaded (or loading) adapter before one on disk before a failed one."""
         items: dict[str, AvailableLora | LoadedLora] = {
             local_adapter.lora_id: LoadedLora(
                 lora_id=local_adapter.lora_id,

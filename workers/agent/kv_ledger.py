@@ -80,25 +80,32 @@ class KvLedgers:
         return sum(map(len, self._ring))
 
     async def close(self) -> None:
-        """End every stream and free the sockets."""
+        """End every stream, drop pending changes and close the sockets to the engine."""
         self.end_streams()
         if self._flush_at is not None:
             self._flush_at.cancel()
         await self.hub.close()
 
     def end_streams(self) -> None:
-        """End the streams to routers."""
+        """End the streams to routers, for good: later readers get none, and snapshots are refused."""
         self._is_closed = True
         self._changes.notify()
 
     def forget_adapter(self, engine_name: str) -> None:
-        """Drop the blocks of an adapter that was just loaded; for engines whose loads start with an empty cache."""
+        """Drop the blocks of an adapter that was just loaded, and schedule a frame.
+
+        For engines whose loads start with an empty cache.
+        """
         for rank in self.ranks:
             rank.ledger.forget_adapter(engine_name)
             rank.on_drained()
 
     async def snapshot(self) -> bytes:
-        """All blocks as an encoded KvSnapshot; raises EngineError `not_ready` until past KV events have been read."""
+        """All blocks as an encoded KvSnapshot; waits up to 5 s until past KV events have been read.
+
+        Adds a frame with the pending changes first, so that the snapshot is as of the newest frame.
+        raises  EngineError `not_ready` if the events are still being read
+        """
         if not await self._changes.until(lambda: self.is_open or self._is_closed, timeout_s=5.0) or self._is_closed:
             raise EngineError("not_ready", "the engine's KV events are still being read; try again", retry_after_s=1)
         self.flush()
@@ -110,7 +117,7 @@ class KvLedgers:
         self._metrics.kv_snapshots.inc()
         return self._encode(snapshot)
 
-    def check(self, epoch: str, since: int) -> int:
+    def checked_position(self, epoch: str, since: int) -> int:
         """`since`, if the stream can continue after that frame; else raises AgentRequestError `events_gone`."""
         if epoch != self.epoch or not self.seq - len(self._ring) <= since <= self.seq:
             raise AgentRequestError(
@@ -122,7 +129,10 @@ class KvLedgers:
         return since
 
     async def stream(self, since: int) -> AsyncIterator[bytes]:
-        """Encoded frames after frame `since`, without end; the stream of a reader that falls behind the ring ends."""
+        """Encoded frames after frame `since`, until `end_streams` or until the reader falls behind the ring.
+
+        Sends a heartbeat frame after a second without changes.
+        """
         self._metrics.kv_readers.inc()
         try:
             while not self._is_closed:
@@ -141,12 +151,15 @@ class KvLedgers:
                 since += len(piece)
                 # A new stream begins with a heartbeat, so the reader knows at once that the stream works.
                 yield b"".join(piece) or self._frame_bytes(KvFrame(self.seq, self._clock(), is_whole=self.is_whole))
-                await self._changes.until(partial(self._has_frames_after, since), timeout_s=_HEARTBEAT_S)
+                await self._changes.until(partial(self._has_ended_or_newer, since), timeout_s=_HEARTBEAT_S)
         finally:
             self._metrics.kv_readers.dec()
 
     def flush(self) -> None:
-        """Append a frame with the changes since the last one to the ring."""
+        """Append a frame with the pending changes to the ring and wake the streams; no-op without changes.
+
+        Drops the oldest frames of a full ring.
+        """
         if self._flush_at is not None:
             self._flush_at.cancel()
             self._flush_at = None
@@ -165,16 +178,16 @@ class KvLedgers:
         self._changes.notify()
 
     def schedule_frame(self) -> None:
-        """Flush within `_COALESCE_S`."""
+        """Call `flush` in `_COALESCE_S`, unless a call is scheduled already."""
         if self._flush_at is None:
             self._flush_at = asyncio.get_running_loop().call_later(_COALESCE_S, self.flush)
 
     def note_event_time(self, at: float) -> None:
-        """Record the engine's timestamp of the newest event."""
+        """Record the engine's time of the newest event, for the next frame."""
         self._newest_at = at
 
     def update_open(self) -> None:
-        """Allow snapshots once the past events of every rank have been read."""
+        """Allow snapshots once the past events of every rank have been read; wakes waiting readers."""
         self.is_open = all(rank.is_open for rank in self.ranks)
         self._changes.notify()
 
@@ -186,7 +199,7 @@ class KvLedgers:
         self.schedule_frame()
 
     def update_gauges(self) -> None:
-        """Update the KV ledgers' metrics."""
+        """Set the KV ledgers' gauges and add to their counters."""
         self._metrics.kv_blocks.set(sum(len(rank.ledger) for rank in self.ranks))
         self._metrics.kv_bytes.set(sum(rank.ledger.size_bytes() for rank in self.ranks))
         self._metrics.kv_whole.set(self.is_whole)
@@ -198,7 +211,8 @@ class KvLedgers:
         data = self._encode(frame)
         return len(data).to_bytes(4, "big") + data
 
-    def _has_frames_after(self, since: int) -> bool:
+    def _has_ended_or_newer(self, since: int) -> bool:
+        """Whether a stream at this frame must wake: there is a newer frame, or the streams have ended."""
         return self._is_closed or self.seq > since
 
 
@@ -220,7 +234,7 @@ class _RankLedger:
     # --- Listener: called with the engine's events ----------------------------------------------------------------
 
     def on_batch(self, payload: bytes) -> None:
-        """Apply one batch of KV events to the ledger."""
+        """Apply one batch of KV events to the ledger; unreadable events mark the ledgers as incomplete."""
         at, missed = self.ledger.read(payload)
         if missed:
             self._on_unreadable(missed)
@@ -228,33 +242,33 @@ class _RankLedger:
             self._ledgers.note_event_time(at)
 
     def on_drained(self) -> None:
-        """Schedule a frame once all received batches are applied."""
+        """Schedule a frame if there are changes; called once all received batches are applied."""
         if self._is_cleared or any(self._pending.values()):
             self._ledgers.schedule_frame()
 
     def on_opened(self) -> None:
-        """Record that all past events of this rank have been read."""
+        """Record that all past events of this rank have been read; after the last rank snapshots are allowed."""
         self.is_open = True
         self._ledgers.update_open()
 
     def on_bridged(self) -> None:
-        """Record that missed batches have been read by a replay."""
+        """Set the time of the newest event to now: a replay has repeated the missed batches."""
         self._ledgers.note_event_time(time.time())
 
     def on_lost(self, first: int, last: int) -> None:
-        """Record that the batches with these sequence numbers are lost."""
+        """Log that the batches with these sequence numbers are lost, and mark the ledgers as incomplete."""
         log.warning("KV ledger incomplete: events lost", rank=self.number, first=first, last=last)
         self._ledgers.mark_incomplete()
 
     def _on_unreadable(self, description: str) -> None:
-        """Log unreadable events and mark the ledger incomplete."""
+        """Log unreadable events and mark the ledgers as incomplete."""
         # Logged once: an engine with unreadable events sends one per step.
         if self._ledgers.is_whole:
             log.warning("KV ledger incomplete: unreadable events", rank=self.number, what=description)
         self._ledgers.mark_incomplete()
 
     def on_malformed(self) -> None:
-        """Count a message that is no batch."""
+        """Count a received message that is no batch as rejected; the ledgers stay complete."""
         self.ledger.rejected["frames"] += 1
 
     # --- Sink: called with the ledger's changes -------------------------------------------------------------------
@@ -273,7 +287,7 @@ class _RankLedger:
         self._is_cleared = True
 
     def take_changes(self) -> list[KvChange]:
-        """The changes since the last call."""
+        """Return and forget the changes since the last call."""
         changes = []
         for tier, pending in self._pending.items():
             if pending:
@@ -284,7 +298,7 @@ class _RankLedger:
         return changes
 
     def take_cleared(self) -> bool:
-        """Whether the cache was cleared since the last call."""
+        """Return and forget whether the cache was cleared since the last call."""
         was_cleared, self._is_cleared = self._is_cleared, False
         return was_cleared
 
@@ -295,7 +309,7 @@ class _RankLedger:
                 labels.labels(name).inc(count)
 
     def _add_pending(self, tier: Tier, hashes: Sequence[BlockHash], *, is_added: bool) -> None:
-        """Add changes of blocks to those of the next frame."""
+        """Add changes of blocks to the next frame; an added and dropped block leaves it."""
         pending = self._pending[tier]
         if pending.keys().isdisjoint(hashes):
             pending.update(dict.fromkeys(hashes, is_added))

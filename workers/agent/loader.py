@@ -50,7 +50,10 @@ class Loader:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def load(self, request: LoadRequest) -> LoadedLora:
-        """Install and load an adapter; returns at once if it is loaded already. Raises WorkerError."""
+        """Install and load an adapter; nothing is fetched or loaded if the engine has it already. Raises WorkerError.
+
+        A failure is recorded and published. An unload of the same adapter cancels the load until the engine is called.
+        """
         check_lora_id(request.lora_id)
         try:
             return await self._operations.run(request.lora_id, request.digest, self._install_and_load(request))
@@ -60,7 +63,7 @@ class Loader:
             raise
 
     async def _install_and_load(self, request: LoadRequest) -> LoadedLora:
-        """Install and load under the adapter's lock, showing progress and recording a failure."""
+        """Install and load under the adapter's lock, publishing progress and recording a failure."""
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request):
                 adapter = await self._installer.install(request)
@@ -68,13 +71,14 @@ class Loader:
                 return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict))
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
-        """Fetch, verify and install an adapter without loading it. Raises WorkerError."""
+        """Fetch, verify and install an adapter without loading it, also if it is installed. Raises WorkerError."""
         check_lora_id(request.lora_id)
         adapter = await self._operations.run(request.lora_id, None, self._inspect(request))
         self._inventory.mark_changed()
         return self._report.available_lora(adapter)
 
     async def _inspect(self, request: InspectRequest) -> InstalledAdapter:
+        """Fetch, verify and install an adapter under its lock. Raises WorkerError."""
         async with self._lock(request.lora_id):
             return await self._installer.inspect(request)
 
@@ -101,17 +105,20 @@ class Loader:
             return tuple(adapter.engine_name for adapter in adapters)
 
     def cancel_all(self) -> None:
-        """Cancel all loads that the engine has not been called for, because the process stops."""
+        """Cancel all loads that the engine has not been called for, because the process stops.
+
+        Does not wait for their end.
+        """
         self._operations.cancel_all()
 
     def _lock(self, lora_id: str) -> asyncio.Lock:
-        """The lock of a lora_id."""
+        """The lock of a lora_id, created if nobody holds it."""
         return self._locks.setdefault(lora_id, asyncio.Lock())
 
     # --- after a start -------------------------------------------------------------------------------------------
 
     async def adopt_engine_list(self) -> None:
-        """Record the adapters that a newly attached engine has already. Raises EngineError."""
+        """Empty the slots and record the adapters that a newly attached engine lists as loaded. Raises EngineError."""
         async with self._engine.lock:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
@@ -121,7 +128,10 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def restore(self) -> None:
-        """Load the adapters that were loaded before the engine's restart. Raises EngineError if the engine fails."""
+        """Load the adapters that were loaded before the engine's restart. Raises EngineError if the engine fails.
+
+        Adapters without a free slot, or at fault for a failed load, are not loaded again after the next restart either.
+        """
         slots = self._inventory.slots
         wanted = [
             each for each in self._inventory.installed.all() if each.is_loaded and not slots.has(each.engine_name)
@@ -134,6 +144,7 @@ class Loader:
         load_slots = asyncio.Semaphore(loads_at_once)
 
         async def restore_next() -> None:
+            """Restore adapters one after the other until none is left."""
             for adapter in adapters_in_order:
                 await self._restore_one(adapter, load_slots)
 
@@ -149,24 +160,30 @@ class Loader:
             await self._forget_unlisted(restored)
 
     async def _restore_one(self, adapter: InstalledAdapter, load_slots: asyncio.Semaphore) -> None:
-        """Load one adapter again. A fault of the adapter is recorded; a fault of the engine raises EngineError."""
+        """Fetch lost files and load one adapter again; raises EngineError for a fault of the engine.
+
+        A fault of the adapter is recorded, and the adapter is no longer wanted.
+        """
         try:
-            adapter = replace(adapter, path=str(await self._installed_files(adapter)))
+            adapter = replace(adapter, path=str(await self._ensure_files(adapter)))
             async with load_slots:
-                await self._reload(adapter)
+                await self._load_again(adapter)
         except (SourceError, EngineError) as exc:
             if isinstance(exc, EngineError) and not await self._is_adapters_fault(exc):
                 raise
             self._inventory.mark_unwanted(adapter)
             self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
-    async def _installed_files(self, adapter: InstalledAdapter) -> Path:
+    async def _ensure_files(self, adapter: InstalledAdapter) -> Path:
         """The folder of the adapter's files, fetched again if needed. Raises SourceError."""
         async with self._lock(adapter.lora_id):  # missing files are fetched once
             return await self._installer.reinstall_if_missing(adapter)
 
-    async def _reload(self, adapter: InstalledAdapter) -> None:
-        """Load an adapter without reading the engine's list afterwards: `restore` does that once, at its end."""
+    async def _load_again(self, adapter: InstalledAdapter) -> None:
+        """Load an adapter into the restarted engine and record it. Raises EngineError.
+
+        The engine's list is not read afterwards: `restore` does that once, at its end.
+        """
         async with self._engine.shared_lock():
             began_at = self._clock()
             await self._call_load(self._engine.require_client(), adapter)
@@ -174,7 +191,10 @@ class Loader:
             self._inventory.mark_reloaded(adapter, load_seconds=round(self._clock() - began_at, 4))
 
     async def _forget_unlisted(self, adapters: Collection[InstalledAdapter]) -> None:
-        """Record reloaded adapters that the engine does not list as failed."""
+        """Record reloaded adapters that the engine does not list as unloaded, unwanted and failed.
+
+        Raises EngineError.
+        """
         async with self._engine.lock:
             listed_at = self._clock()
             listed = await self._engine.require_client().list_adapters()
@@ -186,17 +206,20 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def refetch_lost_files(self, digests: Collection[str]) -> None:
-        """Fetch deleted files of loaded adapters again: the engine dies when it next reads them."""
+        """Fetch deleted files of loaded adapters again; a failure is recorded.
+
+        The engine dies when it next reads them.
+        """
         for adapter in self._inventory.installed.all():
             if adapter.digest in digests and adapter.is_loaded:
                 log.error("an adapter in use has lost its files", lora_id=adapter.lora_id, digest=adapter.digest)
                 try:
-                    await self._installed_files(adapter)
+                    await self._ensure_files(adapter)
                 except SourceError as exc:
                     self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
 
     async def preload(self) -> None:
-        """Load the adapters of the setting `preload_loras`. Raises EngineError if the engine fails."""
+        """Load the adapters of `preload_loras`; an adapter's fault is logged, the engine's raises EngineError."""
         for lora_id in self._settings.preload_loras:
             try:
                 await self.load(LoadRequest(lora_id=lora_id))
@@ -242,7 +265,9 @@ class Loader:
                 self._inventory.correct_from_list(listed)
 
     async def _load_into_engine(self, adapter: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
-        """The load stage: evict the named victim if the slots are full, load, check the engine's list.
+        """The load stage: evict the named victim if no slot is free, load, check the engine's list. Raises EngineError.
+
+        A victim is loaded again if the load fails. From here on the load cannot be cancelled.
 
         One load at a time, because each one stalls the whole engine.
         """
@@ -271,7 +296,7 @@ class Loader:
             return announced
 
     def mark_suspect(self, reason: str, *, patience_s: float) -> None:
-        """Record and publish that the engine seems to hang; nothing is loaded until it is trusted again."""
+        """Log, record and publish that the engine seems to hang; nothing is loaded until it is trusted again."""
         log.warning("the engine is suspect", reason=reason)
         self._engine.mark_suspect(reason, patience_s=patience_s)
         self._metrics.engine_suspect.set(1)
@@ -279,14 +304,17 @@ class Loader:
         self._inventory.mark_changed()
 
     def clear_suspicion(self) -> None:
-        """Record and publish that the engine works again."""
+        """Record and publish that the engine works again, so that loads may begin."""
         self._engine.clear_suspicion()
         self._metrics.engine_suspect.set(0)
         self._inventory.events.add("TRUSTED")
         self._inventory.mark_changed()
 
     async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> None:
-        """Load the adapter and check that the engine lists it. Raises EngineError."""
+        """Load the adapter, check that the engine lists it, and confirm the inventory if all are listed.
+
+        Raises EngineError.
+        """
         await self._call_load(client, adapter)
         listed_at = self._clock()
         if adapter.engine_name not in (listed := await client.list_adapters()):
@@ -295,7 +323,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def _call_load(self, client: EngineClient, adapter: InstalledAdapter) -> None:
-        """Call the engine's load and measure it; a timeout makes the engine suspect. Raises EngineError."""
+        """Call the engine's load and measure it; a timeout marks the engine as suspect. Raises EngineError."""
         try:
             with self._metrics.load_seconds(adapter.lora_id).time():
                 await client.load(adapter.engine_name, Path(adapter.path), timeout_s=self._settings.load_deadline_s)
@@ -306,7 +334,10 @@ class Loader:
             raise
 
     async def _evict_if_full(self, client: EngineClient, evict: str | None) -> InstalledAdapter | None:
-        """Unload the named victim if no slot is free; returns it. Raises EngineError `no_free_slot`."""
+        """Unload the named victim if no slot is free; returns it, None if there was room.
+
+        Raises EngineError `no_free_slot`.
+        """
         if self._inventory.slots.free > 0:
             return None
         victim = self._inventory.named_victim(evict)
@@ -316,7 +347,7 @@ class Loader:
         return victim
 
     async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter) -> None:
-        """Load an evicted adapter again, because the load that evicted it failed."""
+        """Load an evicted adapter again, because the load that evicted it failed; another failure is only logged."""
         try:
             await client.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:
@@ -328,7 +359,7 @@ class Loader:
             self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds)
 
     async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter) -> None:
-        """Call the engine's unload, measure it and record the result. Raises EngineError."""
+        """Call the engine's unload, measure it, and record and publish the result. Raises EngineError."""
         try:
             with self._metrics.unload_seconds(adapter.lora_id).time():
                 await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)
@@ -345,5 +376,6 @@ class Loader:
 
 
 def _not_listed_error(adapter: InstalledAdapter) -> EngineError:
+    """The error of a load that the engine confirmed, although its list lacks the adapter."""
     message = f"load {adapter.engine_name}: the engine confirmed the load, but does not list it"
     return EngineError("adapter_refused", message)

@@ -38,7 +38,7 @@ class AgentOperations:
         self._is_stopping = False
 
     async def run(self, lora_id: str, digest: str | None, work: Coroutine[Any, Any, T]) -> T:
-        """Run an operation and return its result.
+        """Run an operation as a task that `cancel` can end, and return its result.
 
         raises  AgentRequestError `cancelled` after `cancel`, EngineError `draining` after `cancel_all`
         """
@@ -60,12 +60,12 @@ class AgentOperations:
                 del self._operations[lora_id]
 
     def commit(self, lora_id: str) -> None:
-        """Mark the operation that calls this as no longer cancellable."""
+        """Mark the operation that calls this as no longer cancellable; operations of other tasks stay as they are."""
         for operation in self._operations.get(lora_id, ()):
             operation.is_committed |= operation.task is asyncio.current_task()
 
     async def cancel(self, lora_id: str, digest: str | None) -> bool:
-        """Cancel the operations of an adapter (or one version) and wait for their end; False if there was none."""
+        """Cancel an adapter's (or one version's) operations and wait for their end; False if none was cancelled."""
         cancelled = [
             operation
             for operation in self._operations.get(lora_id, ())
@@ -76,7 +76,7 @@ class AgentOperations:
         return bool(cancelled)
 
     def cancel_all(self) -> None:
-        """Cancel all operations, because the process stops and must not wait for a source."""
+        """Cancel all operations that are not committed, because the process stops. Does not wait for their end."""
         self._is_stopping = True
         for operation in [operation for operations in self._operations.values() for operation in operations]:
             operation.cancel_task()

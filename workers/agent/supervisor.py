@@ -49,7 +49,7 @@ class Supervisor:
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`echo` receives the engine's output."""
+        """Starts nothing; see `run`. `echo` receives each line of the engine's output."""
         self._settings = settings
         self._agent = agent
         self._own_command = tuple(own_command)
@@ -62,12 +62,12 @@ class Supervisor:
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
     async def run(self) -> None:
-        """Supervise the engine until cancelled. The engine keeps running then: call `stop`."""
+        """Start, watch and restart the engine until cancelled. It keeps running then: call `stop`."""
         while True:
             ready_at: float | None = None
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    client = await self._start(stack)
+                    client = await self._start_engine(stack)
                     ready_at = self._clock()
                     reason = await self._watch(client)
             except (WorkerError, OSError) as exc:
@@ -82,7 +82,10 @@ class Supervisor:
                 await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
-        """Drain and end the engine's processes and remove its sockets. A starting engine is not drained."""
+        """Drain and end the engine's processes, release its port and remove its sockets.
+
+        A starting engine is not drained.
+        """
         if self._process is not None:
             grace_s = (
                 _STARTING_STOP_S
@@ -101,7 +104,10 @@ class Supervisor:
             self._reserved, self._port = None, 0
 
     async def _handle_failure(self, reason: str, *, up_s: float) -> None:
-        """Log and count the failure, end the engine and wait before the restart. `up_s`: seconds it was ready."""
+        """Log and count the failure, detach and end the engine, and wait before the restart.
+
+        up_s  seconds for which the engine was ready
+        """
         self._restarts = self._restarts.after_failure(up_s)
         delay_s = self._restarts.delay_s(self._rng)
         if self._restarts.is_loop:
@@ -114,10 +120,14 @@ class Supervisor:
             self._process = None
         await asyncio.sleep(delay_s)
 
-    async def _start(self, stack: contextlib.AsyncExitStack) -> EngineClient:
-        """Start the engine, wait until it is healthy and load its adapters. Raises EngineError with its last output."""
+    async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
+        """Start the engine, wait until it is healthy and attach it to the agent.
+
+        Raises EngineError with its last output. With `engine_url` the running engine is attached. `stack` closes the
+        client at its end.
+        """
         if self._settings.engine_url:
-            return await self._attach(stack)
+            return await self._attach_running_engine(stack)
         boot_id = uuid.uuid4().hex
         topic = f"kv@{boot_id}"
         host = self._settings.engine_host
@@ -132,7 +142,7 @@ class Supervisor:
         _make_private_folder(self._settings.ipc_dir)
         start = launch_command(self._settings, port=self._port, topic=topic, own_command=self._own_command)
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
-        client = engine_client(self._settings.engine, self._url())
+        client = engine_client(self._settings.engine, self._engine_url())
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
         kv = kv_events_config(self._settings, topic)
@@ -147,14 +157,14 @@ class Supervisor:
         await self._run_unless_exited(self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport))
         return client
 
-    async def _attach(self, stack: contextlib.AsyncExitStack) -> EngineClient:
-        """Use the engine at `engine_url`, which somebody else starts. Raises EngineError."""
+    async def _attach_running_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
+        """Wait until the engine at `engine_url` is healthy and attach it to the agent. Raises EngineError."""
         client = engine_client(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
-        # We gave this engine no boot id, so its own start mark serves as one.
+        # We gave this engine no boot id, so the mark of its start serves as one.
         boot_id = await client.boot_mark()
-        kv = await client.kv_event_sources()
+        kv = await client.kv_event_endpoints()
         transport = Transport(
             engine_url=self._settings.engine_advertise_url or client.url,
             dialect=client.traits.dialect,
@@ -166,11 +176,11 @@ class Supervisor:
         return client
 
     async def _wait_until_healthy(self, client: EngineClient) -> None:
-        """Return once the engine is healthy. Raises EngineError if it exits or the start deadline passes."""
+        """Poll the engine until it is healthy. Raises EngineError if it exits or the start deadline passes."""
         deadline = self._clock() + self._settings.start_deadline_s
         while True:
             # Probe the port first: a refused connection costs much less than an HTTP request.
-            is_not_listening = self._process is not None and not is_listening(self._host(), self._port)
+            is_not_listening = self._process is not None and not is_listening(self._connect_host(), self._port)
             if not is_not_listening and await client.is_healthy(timeout_s=self._settings.health_timeout_s):
                 return
             if self._process is not None and self._process.has_exited:
@@ -182,7 +192,7 @@ class Supervisor:
             await asyncio.sleep(_PROBE_S if is_not_listening else _POLL_S)
 
     async def _watch(self, client: EngineClient) -> str:
-        """Watch the engine; returns the reason for a restart: it exited, hangs, or (attached) was restarted."""
+        """Watch the engine; returns why it must be restarted: it exited, hangs, or (attached) has restarted."""
         healthy_at = self._clock()
         while True:
             if await self._exited_within(self._agent.timers.watch_s):
@@ -198,7 +208,7 @@ class Supervisor:
                 return f"{reason} ({self._clock() - healthy_at:.0f} s ago it was well)"
 
     async def _was_restarted(self, client: EngineClient) -> bool:
-        """Whether an attached engine has restarted; False if it does not answer."""
+        """Ask an attached engine whether it has restarted; False if it does not answer."""
         with contextlib.suppress(EngineError):  # no answer is no restart
             return await client.boot_mark() != self._agent.engine.boot_id
         return False
@@ -210,7 +220,7 @@ class Supervisor:
         return self._agent.engine.patience_s if self._agent.engine.suspicion else self._settings.hang_after_s
 
     async def _exited_within(self, seconds: float) -> bool:
-        """Wait so long or until the engine's process exits; whether it exited. Attached: always False."""
+        """Wait so long or until the engine's process exits; returns whether it exited. Attached: always False."""
         if self._process is None:
             await asyncio.sleep(seconds)
             return False
@@ -221,7 +231,7 @@ class Supervisor:
         return self._process.has_exited
 
     async def _run_unless_exited(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await the coroutine; raise EngineError as soon as the engine's process exits."""
+        """Await the coroutine; as soon as the engine's process exits, cancel it and raise EngineError."""
         assert self._process is not None
         process = self._process
         task = asyncio.create_task(work)
@@ -237,19 +247,20 @@ class Supervisor:
             await asyncio.gather(task, exited, return_exceptions=True)
 
     async def _exit_reason(self, event: str) -> str:
-        """Wait for the exit and describe it: what happened, exit status, last output."""
+        """Wait for the exit, kill what is left of the process group; returns the event, exit status and last output."""
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()
         # `/ready` is open to everybody and shows the first line only.
         return f"{event} (status {code})\nits output ends:\n{self._process.tail}"
 
-    def _host(self) -> str:
+    def _connect_host(self) -> str:
         """The address under which the agent reaches the engine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._settings.engine_host, self._settings.engine_host)  # noqa: S104
 
-    def _url(self) -> str:
-        host = self._host()
+    def _engine_url(self) -> str:
+        """The URL under which the agent reaches the engine that it started."""
+        host = self._connect_host()
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
 

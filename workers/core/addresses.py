@@ -34,6 +34,7 @@ def is_allowed(address: str, allowed: Iterable[Network]) -> bool:
 
 
 def _unwrapped(address: Address) -> Address:
+    """The IPv4 address that an IPv6 address embeds (NAT64, mapped, 6to4); else the address."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:

@@ -46,7 +46,7 @@ class BaseModel:
     has_experts: bool = False
 
     def module_shapes(self) -> "ModuleShapes":
-        """The shapes of its modules, to look up many of them by name."""
+        """An index of the modules' shapes, to look up many of them by name."""
         if not self.has_other_names:
             return ModuleShapes(self.shapes, {})
         return ModuleShapes(self.shapes, {_without_wrappers(module): shape for module, shape in self.shapes.items()})

@@ -173,6 +173,7 @@ def is_same_base(declared: str, names: Iterable[str], check: BaseModelCheck) -> 
 
 
 def _last_path_part(name: str) -> str:
+    """The last path part of a name, in lower case."""
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 
@@ -263,7 +264,7 @@ def _check_pair(module: str, pair: _LoraPair, lora_config: LoraConfig) -> None:
 
 
 def _check_against_base_model(modules: Mapping[str, _LoraPair], base: BaseModel) -> None:
-    """Raises SourceError if a module is not in the base model, or has another shape there."""
+    """Raises SourceError if a module is not in the base model, or has another shape."""
     names = base.module_shapes()
     unknown = [
         module for module in modules if names.find(module) is None and not (base.has_experts and ".experts" in module)

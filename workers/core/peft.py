@@ -95,15 +95,17 @@ def parse_config(raw: bytes) -> LoraConfig:
 
 
 def invalid_config(message: str) -> SourceError:
-    """A SourceError `adapter_config_invalid`."""
+    """A SourceError `adapter_config_invalid` with this message."""
     return SourceError("adapter_config_invalid", f"{CONFIG_NAME}: {message}")
 
 
 def _is_rank(value: Any) -> bool:
+    """Whether a JSON value is a rank: an int from 1 to 65536."""
     return type(value) is int and 1 <= value <= 1 << 16
 
 
 def _is_scale(value: Any) -> bool:
+    """Whether a JSON value is a number other than 0, below a billion."""
     return type(value) in (int, float) and 0 < abs(value) < 1e9 and math.isfinite(value)
 
 
@@ -139,7 +141,7 @@ def _base_model_name(config: Mapping[str, Any]) -> str:
 def _parse_patterns(
     config: Mapping[str, Any], field: str, is_value: Callable[[Any], bool], accepted: str
 ) -> Iterator[ModulePattern]:
-    """The patterns of `rank_pattern` or `alpha_pattern`. Raises SourceError."""
+    """Parse the entries of the config field `rank_pattern` or `alpha_pattern`, one at a time. Raises SourceError."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
         raise invalid_config(f"{field} is {_shortened(patterns)}; accepted are module names and their {accepted}")
@@ -172,7 +174,10 @@ def is_safe_regex(expression: str) -> bool:
 
 
 def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
-    """The test of `target_modules`: whether a module is targeted; None if the config does not decide it."""
+    """The test of `target_modules`: whether a module is targeted; None if the config does not decide it.
+
+    raises  SourceError if `target_modules` is invalid
+    """
     targets = config["target_modules"]
     if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and _are_names(targets))):
         accepted = "accepted are a list of module names, a regular expression, or 'all-linear'"
@@ -184,6 +189,7 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
     names = frozenset(targets)
 
     def is_targeted(module: str) -> bool:
+        """Whether the module's name, or its end after a dot, is in `target_modules`."""
         parts = module.split(".")
         return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
@@ -191,7 +197,7 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
 
 
 def _regex_test(expression: str) -> Callable[[str], bool | None]:
-    """The test of a regular expression in `target_modules`."""
+    """The test of a regular expression in `target_modules`; of an unsafe one the result is always None."""
     if not is_safe_regex(expression):
         return lambda _module: None  # not matched, as it may take hours; the base model's modules decide alone
     try:
@@ -202,9 +208,11 @@ def _regex_test(expression: str) -> Callable[[str], bool | None]:
 
 
 def _are_names(values: list[Any]) -> bool:
+    """Whether all JSON values are non-empty strings."""
     return all(isinstance(value, str) and value for value in values)
 
 
 def _shortened(value: Any) -> str:
+    """A config value for error messages, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."

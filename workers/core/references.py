@@ -120,4 +120,5 @@ def _may_leave_folder(ref: str) -> bool:
 
 
 def _invalid_source(ref: str, reason: str) -> SourceError:
+    """A SourceError `source_invalid` that names the reference without secrets."""
     return SourceError("source_invalid", f"source {redacted(ref)}: {reason}")

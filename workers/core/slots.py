@@ -51,17 +51,17 @@ class AdapterSlots:
         return name in self.registered
 
     def location(self, name: str) -> Location:
-        """Where a loaded adapter's weights are, by the LRU's rules."""
+        """Where a loaded adapter's weights are by the LRU's rules; "disk" if the LRU has dropped them."""
         live = HostEntry(name)
         if live not in self.host_lru:
             return "disk"
         return "device" if live in self.host_lru[-self.max_loras :] else "host"
 
-    def loaded(self, name: str) -> "AdapterSlots":
+    def after_load(self, name: str) -> "AdapterSlots":
         """The slots after a successful load, which also puts the adapter on the device."""
         return replace(self, registered=self.registered | {name}, host_lru=self._with_newest(name))
 
-    def unloaded(self, name: str) -> "AdapterSlots":
+    def after_unload(self, name: str) -> "AdapterSlots":
         """The slots after a successful unload: the adapter becomes a ghost in its place, or is freed."""
         if self.keeps_ghosts:
             host_lru = tuple(
@@ -71,8 +71,8 @@ class AdapterSlots:
             host_lru = tuple(entry for entry in self.host_lru if entry != HostEntry(name))
         return replace(self, registered=self.registered - {name}, host_lru=host_lru)
 
-    def used(self, name: str) -> "AdapterSlots":
-        """The slots after a request used the adapter, which may have been read from disk for it."""
+    def after_use(self, name: str) -> "AdapterSlots":
+        """The slots after a request used the adapter, which puts it on the device; unchanged if it is not loaded."""
         if not self.has(name):
             return self
         return replace(self, host_lru=self._with_newest(name))
@@ -83,5 +83,6 @@ class AdapterSlots:
         return tuple(sorted(self.registered - in_memory))
 
     def _with_newest(self, name: str) -> tuple[HostEntry, ...]:
+        """The host LRU with the adapter as its newest entry; the oldest entry of a full LRU is dropped."""
         others = tuple(entry for entry in self.host_lru if entry != HostEntry(name))
         return (*others, HostEntry(name))[-self.max_cpu_loras :]

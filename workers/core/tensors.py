@@ -105,6 +105,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The JSON object of these pairs. Raises ValueError for a duplicate key."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("duplicate key")
@@ -112,4 +113,5 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _corrupt_error(name: str, message: str) -> SourceError:
+    """A SourceError `weights_corrupt` for the file of this name."""
     return SourceError("weights_corrupt", f"{name}: {message}")

@@ -61,13 +61,13 @@ class EngineClient(Protocol):
         """Load an adapter; returns when the engine confirms that it is loaded."""
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
-        """Unload an adapter; no error if it is not loaded. Requests that use it finish."""
+        """Unload an adapter; no error if it is not loaded. Requests that use it finish; an engine may wait for them."""
 
     async def list_adapters(self) -> Mapping[str, str]:
-        """engine name -> path of all loaded adapters."""
+        """Ask the engine for its loaded adapters: engine name -> path."""
 
     async def read_shape(self) -> EngineShape:
-        """Block size, block count, context length and name of the base model."""
+        """Ask the engine for block size, block count, context length and name of the base model."""
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
         """Whether the health route answers with success in time. Never raises."""
@@ -76,16 +76,16 @@ class EngineClient(Protocol):
         """Whether the base model returns one token in time. Never raises."""
 
     async def scrape(self) -> EngineMetrics:
-        """The engine's metrics."""
+        """Read the engine's metrics."""
 
-    async def kv_event_sources(self) -> KvEventEndpoints:
-        """The KV event endpoints of an engine that we did not start; empty if it does not report them."""
+    async def kv_event_endpoints(self) -> KvEventEndpoints:
+        """Ask an engine that we did not start for its KV event endpoints; empty if it does not report them."""
 
     async def kv_connector(self) -> ConnectorVerdict:
-        """The engine's KV connector, for engines whose command does not name one."""
+        """Ask the engine for its KV connector, if its command does not name one; returns the verdict on it."""
 
     async def boot_mark(self) -> str:
-        """A text that changes with every start of the engine, for engines without a boot id."""
+        """Ask the engine for a text that changes with every start, which serves as the boot id of a running engine."""
 
     async def aclose(self) -> None:
         """Close the client's connections."""

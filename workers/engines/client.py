@@ -23,19 +23,22 @@ class HttpEngineClient:
         self._client = httpx.AsyncClient(base_url=url, timeout=10.0, transport=transport, trust_env=False)
 
     async def aclose(self) -> None:
+        """Close the connections; later calls raise EngineError `engine_down`."""
         await self._client.aclose()
 
     async def list_adapters(self) -> Mapping[str, str]:
-        """engine name -> path of all loaded adapters: the models with a parent."""
+        """engine name -> path of all loaded adapters: the models in /v1/models with a parent. Raises EngineError."""
         return {item["id"]: str(item.get("root") or "") for item in await self._list_models() if item.get("parent")}
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
+        """Whether GET /health answers with success in time. Never raises EngineError."""
         try:
             return (await self._request("GET", "/health", timeout_s=timeout_s)).is_success
         except EngineError:
             return False
 
     async def can_generate(self, model: str, *, timeout_s: float) -> bool:
+        """Whether a completion of one token succeeds in time. Never raises EngineError."""
         body = {"model": model, "prompt": "a", "max_tokens": 1}
         try:
             return (await self._request("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
@@ -43,18 +46,18 @@ class HttpEngineClient:
             return False
 
     async def _has_loaded(self, name: str, path: Path) -> bool:
-        """Whether the engine lists the adapter with this path; False if it does not answer."""
+        """Ask whether the engine lists the adapter with this path; False if it does not answer."""
         try:
             return (await self.list_adapters()).get(name) == str(path)
         except EngineError:
             return False
 
     async def _base_model_entry(self) -> Mapping[str, Any]:
-        """The base model's entry in /v1/models; empty without one."""
+        """The base model's entry in the engine's /v1/models; empty without one. Raises EngineError."""
         return next((item for item in await self._list_models() if not item.get("parent")), {})
 
     async def _list_models(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models. Raises EngineError."""
+        """Ask the engine for the entries of /v1/models. Raises EngineError."""
         answer = await self._request("GET", "/v1/models", timeout_s=MODELS_TIMEOUT_S)
         try:
             return list(answer.json()["data"])
@@ -63,7 +66,7 @@ class HttpEngineClient:
             raise EngineError("engine_unreachable", message, retry_after_s=1) from exc
 
     async def _metrics_page(self) -> str:
-        """The text of /metrics. Raises EngineError."""
+        """Ask the engine for the text of /metrics. Raises EngineError."""
         answer = await self._request("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
         if not answer.is_success:  # parsed as metrics, an error page would mean an idle engine
             message = f"engine {self.url}/metrics: HTTP {answer.status_code}"

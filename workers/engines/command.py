@@ -22,7 +22,10 @@ class CommandError(Exception):
 def settings_from_command(
     settings: WorkerSettings, own_command: Sequence[str], environment: Mapping[str, str]
 ) -> WorkerSettings:
-    """The settings with the values of the engine's command; raises CommandError if both give different values."""
+    """The settings with the values of the engine's command, which are logged.
+
+    raises  CommandError if both give different values, or the engine does not accept the command
+    """
     if settings.engine_url:
         if own_command:
             raise CommandError(f"engine_url {settings.engine_url} and an engine command: give only one of them")

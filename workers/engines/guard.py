@@ -20,6 +20,7 @@ def main() -> int:
     libc = ctypes.CDLL(None)
 
     def die_with_guard() -> None:
+        """Have the kernel kill the command when the guard ends."""
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)  # noqa: PLW1509, S603

@@ -91,6 +91,7 @@ def _dotted_fields(words: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
 
 
 def _json_or_text(text: str) -> Any:
+    """The JSON value of a text, or the text if it is no JSON."""
     try:
         return json.loads(text)
     except ValueError:

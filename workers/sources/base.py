@@ -58,27 +58,30 @@ class Transfer:
         self._done_bytes = 0
         self._total_bytes: int | None = None
         self._every_s = every_s
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
     @property
     def progress(self) -> FetchProgress:
-        """The current progress."""
+        """The bytes received so far, and the total if it is known."""
         return FetchProgress(self._done_bytes, self._total_bytes)
 
     def expect(self, total_bytes: int) -> None:
-        """Set the total that the source reports."""
+        """Set the total number of bytes that the source reports."""
         self._total_bytes = total_bytes
 
     def advance(self, size_bytes: int) -> None:
-        """Add received bytes; negative if some must be fetched again. Raises TransferCancelled."""
+        """Add received bytes; negative if some must be fetched again. Raises TransferCancelled after `cancel`.
+
+        Calls `on_progress` if it is due.
+        """
         if self._is_cancelled:
             raise TransferCancelled
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
-            is_due = now - self._told_at >= self._every_s
+            is_due = now - self._reported_at >= self._every_s
             if is_due:
-                self._told_at = now
+                self._reported_at = now
         if is_due:
             self._on_progress(self.progress)
 
@@ -141,7 +144,7 @@ class Limits:
 
 
 def source_for(ref: str, sources: Sources, prefixes: tuple[str, ...] = ()) -> Source:
-    """The source for a reference.
+    """The source for a reference, after a check of the reference.
 
     raises  SourceError: unknown scheme, secrets in the reference, or outside the allowed `prefixes`
     """
@@ -169,12 +172,15 @@ class TransientSourceError(Exception):
         self.has_moved = has_moved
 
 
-async def with_retries(step: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
-    """Run `step`, repeated with backoff while it raises TransientSourceError; then SourceError `source_failed`."""
+async def with_retries(operation: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
+    """Return the result of `operation`, which is repeated with backoff while it raises TransientSourceError.
+
+    raises  SourceError `source_failed` after the last attempt
+    """
     delays = limits.retry.delays_s(limits.rng)
     while True:
         try:
-            return await step()
+            return await operation()
         except TransientSourceError as exc:
             if exc.has_moved:
                 delays = limits.retry.delays_s(limits.rng)
@@ -186,11 +192,15 @@ async def with_retries(step: Callable[[], Awaitable[T]], ref: str, limits: Limit
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """As `asyncio.to_thread`, but in a daemon thread, because a hanging library must not block the process's end."""
+    """Call a function in a daemon thread and return its result; a cancellation does not end the thread.
+
+    Unlike a thread of `asyncio.to_thread`, a hanging library does not block the process's end.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
+        """Set the future's result or exception, in the event loop."""
         if future.done():
             return  # cancelled meanwhile
         if error is not None:
@@ -199,6 +209,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs:
             future.set_result(cast("T", result))
 
     def run() -> None:
+        """Call the function and pass its outcome to the event loop."""
         result, error = None, None
         try:
             result = function(*args, **kwargs)
@@ -222,12 +233,14 @@ def clear_folder(folder: Path, kept: Collection[str]) -> None:
             path.unlink()
 
 
-async def finish_even_if_cancelled(step: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
-    """Await `step` to its end even if the caller is cancelled, because it runs in a thread.
+async def finish_even_if_cancelled(operation: Awaitable[T], *, on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Await `operation` to its end even if the caller is cancelled, because it runs in a thread; then raise that.
 
-    on_cancel  called at a cancellation, to end the step soon
+    A cancelled caller does not get the operation's result or error.
+
+    on_cancel  called at a cancellation, to end the operation soon
     """
-    task = asyncio.ensure_future(step)
+    task = asyncio.ensure_future(operation)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

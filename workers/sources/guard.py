@@ -28,12 +28,16 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         self._resolve = resolve or _resolve_host
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the first allowed address of its host that accepts the connection."""
+        """Send the request to the first allowed address of its host that accepts the connection.
+
+        raises  SourceError `source_address_forbidden` for another scheme than https or no allowed address,
+                httpx.ConnectError
+        """
         url = request.url
         if url.scheme != "https":
             message = f"redirected to {url.scheme}:// on {url.host!r}; only https:// is followed"
             raise SourceError("source_address_forbidden", message)
-        for address in await self._addresses(url.host, url.port or 443):
+        for address in await self._allowed_addresses(url.host, url.port or 443):
             try:
                 return await self._inner.handle_async_request(_request_to_address(address, request))
             except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
@@ -41,10 +45,11 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         raise failed
 
     async def aclose(self) -> None:
+        """Close the inner transport with its connections."""
         await self._inner.aclose()
 
-    async def _addresses(self, host: str, port: int) -> list[str]:
-        """The allowed addresses of a host. Raises SourceError if there are none."""
+    async def _allowed_addresses(self, host: str, port: int) -> list[str]:
+        """Resolve a host to its allowed addresses. Raises SourceError if it has none, httpx.ConnectError."""
         try:
             resolved = await self._resolve(host, port)
         except (OSError, UnicodeError) as exc:
@@ -71,6 +76,6 @@ def _request_to_address(address: str, request: httpx.Request) -> httpx.Request:
 
 
 async def _resolve_host(host: str, port: int) -> list[str]:
-    """All addresses of a host. Raises OSError."""
+    """Look up all addresses of a host. Raises OSError."""
     entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(row[4][0]) for row in entries))

@@ -36,11 +36,12 @@ class HubSource:
         self._endpoint = endpoint
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """See `Source.fetch`."""
+        """Resolve the revision to a commit, which is pinned, and download its files. See `Source.fetch`."""
         reference = parse_hub_reference(ref)
-        api = await asyncio.to_thread(self._api, ref, transfer.credential)
+        api = await asyncio.to_thread(self._hub_client, ref, transfer.credential)
 
         async def call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            """Call the library with retries."""
             return await with_retries(lambda: _call_hub(ref, transfer, function, *args, **kwargs), ref, self._limits)
 
         info = await call(
@@ -61,8 +62,11 @@ class HubSource:
             )  # fmt: skip
         await asyncio.to_thread(_move_files, scratch, names, into)
 
-    def _api(self, ref: str, credential: str) -> Any:
-        """The library's client with the credential, the worker's token or none. Raises SourceError."""
+    def _hub_client(self, ref: str, credential: str) -> Any:
+        """Create the library's client with the credential, else the worker's token. Raises SourceError.
+
+        Silences the library's log. Without `hf_token_file` the library finds a token or uses none.
+        """
         try:
             from huggingface_hub import HfApi, constants  # noqa: PLC0415  (heavy, and used by few)
             from huggingface_hub.utils import logging  # noqa: PLC0415
@@ -74,10 +78,10 @@ class HubSource:
         if constants.is_offline_mode():
             message = f"source {redacted(ref)}: HF_HUB_OFFLINE is set for this agent, so hf:// is not called"
             raise SourceError("source_unsupported", message)
-        return HfApi(endpoint=self._endpoint, token=credential or self._token(ref), library_name="lorafleet")
+        return HfApi(endpoint=self._endpoint, token=credential or self._worker_token(ref), library_name="lorafleet")
 
-    def _token(self, ref: str) -> str | None:
-        """The worker's token from `hf_token_file`; None without one. Raises SourceError."""
+    def _worker_token(self, ref: str) -> str | None:
+        """Read the worker's token from `hf_token_file`; None without that setting. Raises SourceError."""
         if self._token_file is None:
             return None
         try:
@@ -87,7 +91,10 @@ class HubSource:
             raise SourceError("source_unauthorized", message) from exc
 
     def _adapter_files(self, ref: str, reference: HubReference, info: Any, transfer: Transfer) -> list[str]:
-        """Paths of the adapter's files in the repository; raises SourceError if there are none, or too many bytes."""
+        """Paths of the adapter's files in the repository; sets the expected total in `transfer`.
+
+        raises  SourceError if there are none, or too many bytes
+        """
         prefix = f"{reference.folder}/" if reference.folder else ""
         folder_files = {
             file.rfilename[len(prefix) :]: file.size or 0
@@ -109,7 +116,11 @@ class HubSource:
 
 
 async def _call_hub(ref: str, transfer: Transfer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call the library in a thread; errors are translated to class and status, as their messages contain addresses."""
+    """Call the library in a thread; raises SourceError or TransientSourceError with class and status of its error.
+
+    The library's messages contain addresses. A cancellation also cancels `transfer`; errors of the disk are raised as
+    they are.
+    """
     done_before = transfer.progress.done_bytes
     try:
         return await run_in_daemon_thread(function, *args, **kwargs)
@@ -146,17 +157,20 @@ def _progress_bar_class(transfer: Transfer) -> type:
     """A tqdm-like class for huggingface_hub that counts bytes in `transfer` and draws nothing."""
 
     class Bar:
+        """One file's progress bar, which only counts bytes."""
+
         def __init__(self, *_: object, **__: object) -> None:
             self.n = 0
 
         def update(self, size_bytes: float | None = 1) -> None:
+            """Add received bytes to `transfer`. Raises TransferCancelled."""
             transfer.advance(int(size_bytes or 0))
 
         def close(self) -> None:
-            """Nothing was drawn."""
+            """No-op: nothing was drawn."""
 
         def refresh(self) -> None:
-            """Nothing is drawn."""
+            """No-op: nothing is drawn."""
 
         def __enter__(self) -> "Bar":
             return self

@@ -22,9 +22,11 @@ class LocalSource:
         self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """See `Source.fetch`."""
+        """Copy the adapter's files from a folder below the roots, in a thread. See `Source.fetch`."""
         folder = self._existing_folder(ref)
-        await finish_even_if_cancelled(asyncio.to_thread(self._copy, folder, into, transfer), on_cancel=transfer.cancel)
+        await finish_even_if_cancelled(
+            asyncio.to_thread(self._copy_files, folder, into, transfer), on_cancel=transfer.cancel
+        )
 
     def check(self, ref: str) -> None:
         """Raises SourceError if the folder is not below the roots."""
@@ -38,7 +40,7 @@ class LocalSource:
         return self._resolve_below_roots(path, ref)
 
     def _existing_folder(self, ref: str) -> Path:
-        """The resolved folder of a reference. Raises SourceError."""
+        """The resolved folder of a reference. Raises SourceError if it is not below the roots, or no folder."""
         folder = self._resolved_path(ref)
         if not stat.S_ISDIR(mode_of(folder)):
             raise SourceError("source_not_found", f"source {ref!r}: no such folder")
@@ -58,8 +60,11 @@ class LocalSource:
             )
         return resolved
 
-    def _copy(self, folder: Path, into: Path, transfer: Transfer) -> None:
-        """Copy the adapter's files. Raises SourceError."""
+    def _copy_files(self, folder: Path, into: Path, transfer: Transfer) -> None:
+        """Copy the adapter's files and count their bytes in `transfer`. Blocking.
+
+        Raises SourceError, TransferCancelled.
+        """
         names = sorted(adapter_file_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
         if CONFIG_NAME not in names:
             raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
@@ -69,7 +74,10 @@ class LocalSource:
             left -= self._copy_file(folder / name, into / name, limit, transfer)
 
     def _copy_file(self, path: Path, target_path: Path, limit: int, transfer: Transfer) -> int:
-        """Copy a regular file of at most `limit` bytes; returns its size. Raises SourceError."""
+        """Copy a regular file of at most `limit` bytes, counting them in `transfer`; returns its size.
+
+        Raises SourceError.
+        """
         resolved = self._resolve_below_roots(path, str(path))
         try:
             # NONBLOCK: opening a FIFO must not block. NOFOLLOW: the path is resolved, so a link is an attack.

@@ -48,13 +48,16 @@ class ObjectSource:
         self._store: Any = None
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """See `Source.fetch`."""
+        """Fetch the missing parts of the adapter's files and check that the files did not change.
+
+        See `Source.fetch`.
+        """
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"
         await asyncio.to_thread(self._open_store, ref)
         files = self._adapter_files(ref, await self._list_folder(ref, folder_path))
         transfer.expect(sum(size for size, _ in files.values()))
-        parts = await asyncio.to_thread(_FetchedParts.of, into, files, self._part_bytes)
+        parts = await asyncio.to_thread(_FetchedParts.read, into, files, self._part_bytes)
         for name, (size, _) in sorted(files.items()):
             await self._fetch_file(ref, f"{folder_path}/{name}", size, into / name, transfer, parts)
         if self._adapter_files(ref, await self._list_folder(ref, folder_path)) != files:
@@ -63,7 +66,7 @@ class ObjectSource:
         parts.note.unlink()
 
     def _open_store(self, ref: str) -> None:
-        """Create the store's client at the first use. Raises SourceError."""
+        """Import the store's library and create its client at the first use. Raises SourceError."""
         if self._store is not None:
             return
         module, name = _LIBRARIES[self._scheme]
@@ -76,12 +79,12 @@ class ObjectSource:
             )
             raise SourceError("source_extra_missing", message) from exc
         try:
-            self._store = getattr(library, name)(**self._defaults() | self._options)
+            self._store = getattr(library, name)(**self._default_options() | self._options)
         except Exception as exc:  # noqa: BLE001  (each store's library has its own errors for credentials)
             message = f"source {redacted(ref)}: {module} cannot be set up ({type(exc).__name__}): are credentials set?"
             raise SourceError("source_unauthorized", message) from None
 
-    def _defaults(self) -> dict[str, Any]:
+    def _default_options(self) -> dict[str, Any]:
         """Options of the fsspec class: no caches, and our timeouts."""
         common: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if self._scheme == "s3":
@@ -99,7 +102,7 @@ class ObjectSource:
         return common
 
     async def _list_folder(self, ref: str, folder_path: str) -> list[dict[str, Any]]:
-        """The store's entries of a folder. Raises SourceError."""
+        """Ask the store for its entries of a folder, with retries. Raises SourceError."""
         entries: list[dict[str, Any]] = await with_retries(
             lambda: self._call_store(ref, self._store._ls(folder_path, detail=True)), ref, self._limits
         )
@@ -127,10 +130,11 @@ class ObjectSource:
     async def _fetch_file(
         self, ref: str, path: str, size: int, target_path: Path, transfer: Transfer, parts: "_FetchedParts"
     ) -> None:
-        """Fetch the missing parts of a file, several at a time. Raises SourceError."""
+        """Fetch the missing parts of a file, several at a time, and note each finished one. Raises SourceError."""
         part_slots = asyncio.Semaphore(self._limits.parts)
 
         async def fetch_part(fd: int, start: int) -> None:
+            """Fetch the part at `start`, write and note it; a finished part is only counted in `transfer`."""
             end = min(start + self._part_bytes, size)
             if parts.has(target_path.name, start):
                 transfer.advance(end - start)
@@ -153,19 +157,19 @@ class ObjectSource:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch_part(self, ref: str, path: str, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end` of a file. Raises TransientSourceError, SourceError."""
+        """Fetch the bytes from `start` to `end` of a file. Raises TransientSourceError, SourceError."""
         data: bytes = await self._call_store(ref, self._store._cat_file(path, start=start, end=end))
         if len(data) != end - start:
             raise TransientSourceError(f"{len(data)} bytes received, {end - start} requested")
         return data
 
-    async def _call_store(self, ref: str, step: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the library in fsspec's own event loop; a cancellation reaches it there.
+    async def _call_store(self, ref: str, operation: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine of the library in fsspec's event loop; cancelling this call cancels the coroutine.
 
         Errors are translated to class and status only, as their messages contain addresses.
         """
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step, self._store.loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(operation, self._store.loop))
         except Exception as exc:  # noqa: BLE001  (three libraries, and what each of them is built on)
             raise _translated_error(ref, exc) from None
 
@@ -178,8 +182,11 @@ class _FetchedParts:
         self._done = done
 
     @classmethod
-    def of(cls, folder: Path, files: Mapping[str, tuple[int, str]], part_bytes: int) -> "_FetchedParts":
-        """The finished parts of these files in a folder; if it is of other versions, the folder is emptied."""
+    def read(cls, folder: Path, files: Mapping[str, tuple[int, str]], part_bytes: int) -> "_FetchedParts":
+        """Read which parts of these files in a folder are finished; rewrites the note and deletes all other files.
+
+        If the note is of other versions of the files, the folder is emptied.
+        """
         note = folder / ".parts"
         head = json.dumps([part_bytes, sorted(files.items())])
         done: set[tuple[str, int]] = set()
@@ -195,18 +202,18 @@ class _FetchedParts:
         return cls(note, done)
 
     def has(self, name: str, start: int) -> bool:
-        """Whether a part is finished."""
+        """Whether a part was finished when the note was read."""
         return (name, start) in self._done
 
     def add(self, name: str, start: int) -> None:
-        """Note a finished part."""
+        """Append a finished part to the note."""
         with self.note.open("a") as file:
             file.write(json.dumps((name, start)) + "\n")
 
 
 def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSourceError:
     """A library's exception as SourceError, or TransientSourceError if another attempt may succeed."""
-    name, status = type(exc).__name__, _status(exc)
+    name, status = type(exc).__name__, _http_status(exc)
     subject = f"source {redacted(ref)}: {name}" + (f" (HTTP {status})" if status else "")
     if isinstance(exc, FileNotFoundError) or status in {404, 410}:
         return SourceError("source_not_found", f"{subject}: no such bucket or folder")
@@ -219,7 +226,7 @@ def _translated_error(ref: str, exc: Exception) -> SourceError | TransientSource
     return TransientSourceError(subject.partition(": ")[2])
 
 
-def _status(exc: Exception) -> int:
+def _http_status(exc: Exception) -> int:
     """The HTTP status in a library's exception; 0 without one."""
     response = getattr(exc, "response", None)
     candidates = [getattr(exc, "status_code", None), getattr(exc, "status", None), getattr(exc, "code", None)]
@@ -229,11 +236,12 @@ def _status(exc: Exception) -> int:
 
 
 def _open_for_writing(path: str, flags: int) -> int:
+    """Open a file for writing, created if it does not exist, without truncating it."""
     return os.open(path, flags | os.O_CREAT, 0o644)
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:
-    """Write all data at an offset."""
+    """Write all data to an open file at an offset. Blocking."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -30,7 +30,10 @@ class PluginSource:
         self._limits = limits
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """See `Source.fetch`."""
+        """Have the plugin download the adapter, copy its files into `into`, then let the plugin delete its folder.
+
+        See `Source.fetch`.
+        """
         name = ref.partition("://")[2]
         try:
             model = await self._call_plugin(ref, self._manager.download_lora_to_disk, name)
@@ -75,7 +78,7 @@ def create_manager(path: str) -> LoraManager:
 
 
 def entry_point_sources(limits: Limits, taken_schemes: frozenset[str]) -> dict[str, Source]:
-    """Sources by scheme from installed entry points, which are called with the limits. Raises SettingsError."""
+    """Create the sources of installed entry points, by scheme; each is called with the limits. Raises SettingsError."""
     sources: dict[str, Source] = {}
     for point in entry_points(group=GROUP):
         if point.name in taken_schemes or point.name in sources:
@@ -92,6 +95,7 @@ def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:
     kinds = {kind.value for kind in LoraEventType}
 
     def listen(event: AgentEvent) -> None:
+        """Pass an adapter's event to the manager; other events are ignored, the manager's errors logged."""
         if event.type not in kinds or event.lora_id is None:
             return
         lora_event = LoraEvent(

@@ -44,7 +44,7 @@ class WebSource:
         self._netrc = netrc
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """See `Source.fetch`."""
+        """Download and unpack an archive, or download the adapter's two files. See `Source.fetch`."""
         parts = parse_reference(ref)
         if not parts.hostname:
             raise SourceError("source_invalid", f"source {redacted(ref)}: expected https://host/path")
@@ -64,7 +64,7 @@ class WebSource:
         async with client:
             if is_archive(parts.path):
                 await self._download_file(client, ref, ref, packed, self._limits.max_bytes, transfer)
-                await self._unpack(ref, packed, into, transfer)
+                await self._unpack_in_thread(ref, packed, into, transfer)
             else:
                 base = ref.rstrip("/")
                 await self._download_file(
@@ -80,7 +80,7 @@ class WebSource:
                     await self._download_file(client, ref, f"{base}/{PICKLES[0]}", into / PICKLES[0], left, transfer)
 
     def _netrc_auth(self, ref: str) -> httpx.Auth | None:
-        """The credentials in `source_netrc`; None without it. Raises SourceError."""
+        """Read the credentials in `source_netrc`; None without that setting. Raises SourceError."""
         if self._netrc is None:
             return None
         try:
@@ -89,8 +89,8 @@ class WebSource:
             message = f"source {redacted(ref)}: source_netrc {str(self._netrc)!r} cannot be read as a netrc file"
             raise SourceError("source_unauthorized", message) from None
 
-    async def _unpack(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
-        """Unpack the archive in a thread. Raises SourceError."""
+    async def _unpack_in_thread(self, ref: str, packed: Path, into: Path, transfer: Transfer) -> None:
+        """Unpack the archive into `into` and delete it, in a thread. Raises SourceError."""
         limits = self._limits
         unpacking = asyncio.to_thread(
             unpack, packed, into, ref, limits.max_bytes, transfer, allow_pickle=limits.allow_pickle
@@ -100,7 +100,7 @@ class WebSource:
     async def _download_file(
         self, client: httpx.AsyncClient, ref: str, url: str, target_path: Path, limit: int, transfer: Transfer
     ) -> None:
-        """Download a file of at most `limit` bytes, resuming a partial one. Raises SourceError."""
+        """Download a file of at most `limit` bytes, resuming a partial one, with retries. Raises SourceError."""
         tag_file = _tag_file(target_path)
         tag = await asyncio.to_thread(_read_tag, target_path)
         with target_path.open("ab" if tag else "wb") as target:
@@ -135,7 +135,7 @@ class _Download:
     tag: str = ""
 
     async def attempt(self, client: httpx.AsyncClient) -> None:
-        """Download the rest of the file.
+        """Download the rest of the file and append it to `target`.
 
         raises  TransientSourceError if another attempt may resume it, SourceError if none can succeed
         """
@@ -161,7 +161,7 @@ class _Download:
             raise TransientSourceError(f"{type(exc).__name__}{reason}", has_moved=self.target.tell() > start) from None
 
     def _check_status(self, answer: httpx.Response) -> None:
-        """Raises TransientSourceError or SourceError for an answer without content."""
+        """Raises TransientSourceError or SourceError for an answer without content; a 416 truncates the file."""
         status = answer.status_code
         subject = f"source {redacted(self.ref)}: {Path(self.url).name}: HTTP {status}"
         if status in {200, 206}:
@@ -178,7 +178,10 @@ class _Download:
         raise SourceError("source_invalid", f"{subject}; expected 200")
 
     def _prepare_target(self, answer: httpx.Response, start: int) -> None:
-        """Prepare to append this answer, or to start over if the server sends the whole file (or a new version)."""
+        """Prepare to append this answer, or to start over if the server sends the whole file or a new version.
+
+        Stores a new ETag and the expected total. Raises TransientSourceError, SourceError.
+        """
         if answer.status_code == 206:
             range_start = answer.headers.get("content-range", "").removeprefix("bytes ").partition("-")[0]
             if range_start != str(start):
@@ -205,7 +208,7 @@ class _Download:
         raise too_big_error(self.ref, size_bytes, self.limits)
 
     def _start_over(self) -> None:
-        """Drop what has been received of the file."""
+        """Truncate the file and take its bytes off the progress."""
         if received_bytes := self.target.tell():
             self.transfer.advance(-received_bytes)
             self.target.seek(0)
@@ -213,11 +216,12 @@ class _Download:
 
 
 def _tag_file(path: Path) -> Path:
+    """The file beside a download in which its ETag is stored."""
     return path.with_name(f".{path.name}.tag")
 
 
 def _read_tag(path: Path) -> str:
-    """The ETag of a partial file; "" without one."""
+    """Read the stored ETag of a partial file; "" without one."""
     tag_file = _tag_file(path)
     return tag_file.read_text() if path.exists() and tag_file.exists() else ""
 

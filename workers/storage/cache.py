@@ -104,11 +104,11 @@ class AdapterCache:
             await asyncio.to_thread(source.check, ref)
 
     def has_source(self, scheme: str) -> bool:
-        """Whether there is a source for a scheme."""
+        """Whether this worker has a source for a scheme, such as `plugin`."""
         return scheme in self._sources
 
     async def verify(self, folder: Path, *, trust_base_model: bool = False, allow_any_rank: bool = False) -> Manifest:
-        """The manifest of the adapter in a folder; raises SourceError with the rule that it breaks.
+        """Read an adapter's folder, and return its manifest; raises SourceError with the rule that it breaks.
 
         trust_base_model  do not compare the base model in its config: the caller has named it
         allow_any_rank    accept ranks above the engine's limit
@@ -118,7 +118,10 @@ class AdapterCache:
         return await asyncio.to_thread(read_manifest, folder, rules)
 
     async def install(self, partial: Path, digest: str) -> Path:
-        """Rename a verified folder to its digest, or verify and use another agent's copy; returns the path."""
+        """Rename a verified folder to its digest, or use another agent's intact copy; returns the path.
+
+        Raises OSError.
+        """
         # Not cancellable: the cleanup of a cancelled fetch would delete files of the renamed folder.
         return await finish_even_if_cancelled(asyncio.to_thread(self._install, partial, digest))
 
@@ -128,7 +131,7 @@ class AdapterCache:
             self.free_bytes = await asyncio.to_thread(self.folder.free_bytes)
 
     def path(self, digest: str) -> Path:
-        """The folder of an installed adapter."""
+        """The folder of the adapter with this digest, installed or not."""
         return self.folder.path(digest)
 
     async def has_intact(self, digest: str) -> bool:
@@ -139,7 +142,7 @@ class AdapterCache:
         return await asyncio.to_thread(self._check_intact, digest)
 
     def _check_intact(self, digest: str) -> bool:
-        """As `has_intact`, blocking."""
+        """Take a lease on an adapter and check its files, as `has_intact`. Blocking."""
         if not self.folder.claim(digest):  # first, so that it is not deleted meanwhile
             return False
         if digest not in self._verified and is_intact(self.path(digest), digest):
@@ -167,7 +170,10 @@ class AdapterCache:
     async def sweep(
         self, wanted: frozenset[str], known_digests: frozenset[str], in_use: ListDigestsInUse
     ) -> tuple[list[str], list[str]]:
-        """Renew leases and enforce the limit; returns the wanted and the other known digests that are not installed."""
+        """Remove leftovers, renew the wanted leases, delete adapters beyond the limit and update the figures.
+
+        Returns the wanted and the other known digests that are not installed.
+        """
         missing_wanted = await asyncio.to_thread(self._clean_and_renew, wanted)
         if not await asyncio.to_thread(self.folder.has_room, 0):
             try:
@@ -180,6 +186,7 @@ class AdapterCache:
         return missing_wanted, await asyncio.to_thread(self._missing_digests, known_digests - wanted)
 
     def _missing_digests(self, digests: Collection[str]) -> list[str]:
+        """Those of the digests that are not installed. Blocking."""
         return [digest for digest in digests if not self.path(digest).exists()]
 
     def _clean_and_renew(self, wanted: frozenset[str]) -> list[str]:
@@ -199,7 +206,10 @@ class AdapterCache:
         return SourceError("disk_full", message, retry_after_s=30)
 
     def _install(self, partial: Path, digest: str) -> Path:
-        """Make the files read-only, flush them and rename the folder; returns its path."""
+        """Make the files read-only, flush them and rename the folder; replaces a damaged copy. Returns the path.
+
+        Blocking.
+        """
         target = self.path(digest)
         for file in partial.iterdir():
             file.chmod(0o444)
@@ -235,6 +245,7 @@ def _boot_id() -> str:
 
 
 def _fsync(path: Path) -> None:
+    """Flush a file or folder to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

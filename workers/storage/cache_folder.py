@@ -74,7 +74,7 @@ class CacheFolder:
     # --- installed adapters --------------------------------------------------------------------------------------
 
     def path(self, digest: str) -> Path:
-        """The folder of an installed adapter."""
+        """The folder of the adapter with this digest, installed or not."""
         return self.folder / digest
 
     def adapters(self, wanted: frozenset[str]) -> list[CachedAdapter]:
@@ -88,7 +88,7 @@ class CacheFolder:
         return adapters
 
     def usage(self) -> tuple[int, int]:
-        """Total bytes and number of the installed adapters."""
+        """Total bytes and number of the installed adapters; forgets the sizes of deleted ones."""
         sizes = {}
         for name in os.listdir(self.folder):  # noqa: PTH208  (names alone, of thousands)
             if not name.startswith("."):
@@ -98,13 +98,16 @@ class CacheFolder:
         return sum(sizes.values()), len(sizes)
 
     def free_bytes(self) -> int:
-        """Free bytes of the file system."""
+        """Free bytes of the cache folder's file system."""
         return shutil.disk_usage(self.folder).free
 
     # --- leases --------------------------------------------------------------------------------------------------
 
     def claim(self, digest: str) -> bool:
-        """Take a lease on an adapter, so that no agent deletes it; False if it is not installed."""
+        """Take or renew this agent's lease on an adapter, so that no agent deletes it; False if it is not installed.
+
+        A lease that cannot be written is only logged.
+        """
         with self._locked():
             try:
                 leases.renew(
@@ -121,7 +124,7 @@ class CacheFolder:
             return True
 
     def renew_leases(self, wanted: Iterable[str]) -> list[str]:
-        """Renew the leases on wanted adapters and drop all others; returns wanted digests that are not installed."""
+        """Renew the leases on wanted adapters and drop others after the grace; returns wanted digests not installed."""
         names = frozenset(wanted)
         missing = [digest for digest in sorted(names) if not self.claim(digest)]
         now = self._now()
@@ -193,7 +196,7 @@ class CacheFolder:
         return deleted, missing
 
     def _delete(self, digest: str, wanted: frozenset[str]) -> bool:
-        """Rename the adapter away and delete it; False if an agent or an engine uses it."""
+        """Rename an adapter aside and delete it; False if it is in use, or after an error, which is logged."""
         if engine_url := leases.engine_using(self.path(digest), self._agent_id, self._served_digests):
             log.info("adapter kept in the cache: another agent's engine uses it", digest=digest, engine_url=engine_url)
             return False
@@ -215,14 +218,14 @@ class CacheFolder:
             log.info("adapter deleted from the cache", digest=digest)
             return True
         finally:
-            _remove(aside)
+            _remove_tree(aside)
 
     # --- downloads -----------------------------------------------------------------------------------------------
 
     def remove_leftovers(self, *, is_full: bool = False) -> None:
-        """Remove what a crash left behind, and downloads without growth for an hour.
+        """Delete this agent's leftovers of a crash, and any agent's downloads without growth for an hour.
 
-        Our own resumable downloads are kept so long, too, unless `is_full`.
+        Our resumable downloads are kept so long, too, unless `is_full`.
         """
         now = self._now()
         for path in [*self.folder.glob(f"{PARTIAL}*"), *self.folder.glob(f"{_GONE}*")]:
@@ -230,7 +233,7 @@ class CacheFolder:
             is_ours = path.name.startswith(f"{kind}{self._agent_id}-")
             is_useless = is_ours and (is_full or not is_resumable_download(path))
             if path not in self._open_downloads and (is_useless or now - _newest_mtime(path) > _ABANDONED_S):
-                _remove(path)
+                _remove_tree(path)
 
     @contextlib.contextmanager
     def download_folder(self, resume_key: str = "") -> Iterator[Path]:
@@ -267,6 +270,7 @@ class CacheFolder:
         return size_bytes
 
     def _has_other_user(self, path: Path, now: float) -> bool:
+        """Whether another agent has an unexpired lease on the adapter in this folder."""
         return leases.has_other_user(path, self._agent_id, now=now, lease_s=self._lease_s)
 
     def _is_idle(self, digest: str, wanted: frozenset[str]) -> bool:
@@ -276,11 +280,11 @@ class CacheFolder:
         return not folder.is_in_use and now - folder.used_at >= self._grace_s
 
     def _create_folder(self) -> None:
-        """Create the folder, which a user may have deleted as a cache."""
+        """Create the folder if it does not exist: a user may have deleted it as a cache. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _now(self) -> float:
-        """The file system's time."""
+        """The file system's time: touches a file and reads its mtime; on a full disk this machine's time."""
         clock = self.folder / f".clock-{self._agent_id}"
         try:
             clock.touch()
@@ -290,7 +294,10 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, so that no other agent claims or deletes; skipped where there are no file locks."""
+        """Hold the folder's lock during the block, so that no other agent claims or deletes.
+
+        After 5 s, or where there are no file locks, the block runs without it.
+        """
         self._create_folder()
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -314,7 +321,7 @@ def is_resumable_download(path: Path) -> bool:
 
 
 def _newest_mtime(path: Path) -> float:
-    """The newest modification time in a folder."""
+    """The newest modification time of a folder and everything below it; 0 if it is gone."""
     newest = 0.0
     for folder, _, names in os.walk(path):
         for entry in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118  (thousands of them)
@@ -323,5 +330,6 @@ def _newest_mtime(path: Path) -> float:
     return newest
 
 
-def _remove(path: Path) -> None:
+def _remove_tree(path: Path) -> None:
+    """Delete a folder with everything below it; errors are ignored."""
     shutil.rmtree(path, ignore_errors=True)

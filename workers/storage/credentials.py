@@ -22,7 +22,7 @@ class Credentials:
         self._folder = folder
 
     async def read(self, secret: str, ref: str) -> str:
-        """The credential for a source; raises SourceError if it is missing or not allowed for this source."""
+        """Read the credential `name/key` for a source; raises SourceError if it is missing or not allowed."""
         return await asyncio.to_thread(self._read, secret, ref)
 
     def _read(self, secret: str, ref: str) -> str:

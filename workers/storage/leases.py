@@ -44,7 +44,7 @@ def has_other_user(adapter: Path, agent_id: str, *, now: float, lease_s: float) 
 
 
 def engine_using(adapter: Path, agent_id: str, served_digests: ServedDigests) -> str:
-    """URL of another agent's engine that still lists the adapter, or ""; renews that agent's lease."""
+    """URL of another agent's engine that still lists the adapter, or ""; asks the engines, renews that lease."""
     for lease in (adapter / USERS).glob("*"):
         engine_url = "" if lease.name == agent_id else _reachable_engine_url(lease)
         if engine_url and adapter.name in served_digests(engine_url):

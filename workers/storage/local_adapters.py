@@ -43,7 +43,7 @@ class LocalAdapters:
             self.has_scanned.set()
 
     def stop(self) -> None:
-        """End a running scan, because the process stops."""
+        """End a running scan without a result, because the process stops."""
         self._is_stopping = True
 
     @property
@@ -52,7 +52,7 @@ class LocalAdapters:
         return tuple(adapter for _, adapter in self._scanned.values())
 
     def find(self, lora_id: str) -> LocalAdapter | None:
-        """The adapter in the last scan; None if it was not there."""
+        """The adapter in the last scan; None if that scan did not find it."""
         adapters = self._scanned.get(lora_id)
         return None if adapters is None else adapters[1]
 
@@ -64,11 +64,11 @@ class LocalAdapters:
         return path if (path / CONFIG_NAME).is_file() else None
 
     async def scan(self) -> bool:
-        """Scan the folder and verify new and changed adapters; returns whether anything changed."""
+        """Scan the folder, verify new and changed adapters and keep the result; returns whether anything changed."""
         if self.folder is None:
             return False
         try:
-            adapters = await asyncio.to_thread(self._scan, self.folder)
+            adapters = await asyncio.to_thread(self._read_all, self.folder)
         finally:
             self.has_scanned.set()
         if self._is_stopping:
@@ -78,8 +78,8 @@ class LocalAdapters:
         self.revision += changed
         return changed
 
-    def _scan(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
-        """All adapters below the folder; unchanged ones keep their result. Blocking."""
+    def _read_all(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
+        """Find and verify all adapters below the folder; unchanged ones keep their result. Blocking."""
         adapters: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:

@@ -35,7 +35,7 @@ _BASE_CONFIG = "config.json"
 
 
 def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
-    """The manifest of the adapter in a folder; raises SourceError with the rule that it breaks."""
+    """Check the adapter in a folder and return its manifest; raises SourceError with the rule that it breaks."""
     described = read_description(folder, rules)
     files = tuple(read_file_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
     size_bytes = sum(entry.size_bytes for entry in files)

@@ -60,7 +60,7 @@ async def serve(settings: SimSettings) -> None:
 
 
 async def _drain_and_stop(server: uvicorn.Server, engine: SimEngine, stop: asyncio.Event) -> None:
-    """Wait for the stop, drain the engine and end the server."""
+    """Wait for `stop`, drain the engine for at most `shutdown_timeout`, and end the server."""
     await stop.wait()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(engine.settings.shutdown_timeout):

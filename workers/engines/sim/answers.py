@@ -132,6 +132,7 @@ def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> 
 
 
 def _chunk(head: AnswerHead, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """A chunk of a streamed answer with these choices."""
     kind = "chat.completion.chunk" if head.is_chat else "text_completion"
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
 

@@ -34,14 +34,14 @@ class SimHandlers:
     generation: GenerationHandlers
 
     async def models(self, _request: Request) -> Response:
-        """GET /v1/models"""
+        """GET /v1/models: the base model and the loaded adapters."""
         settings = self.settings
         adapters = list(self.engine.adapters.values())
         listed = answers.model_list(settings.served_model_name, str(settings.model), settings.max_model_len, adapters)
         return JSONResponse(listed)
 
     async def load_adapter(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter"""
+        """POST /v1/load_lora_adapter: load an adapter into the engine. Raises `ErrorAnswer` with vLLM's messages."""
         body = bodies.parse_body(bodies.LoadAdapterBody, await read_json(request))
         name = body.lora_name
         if not name or not body.lora_path:
@@ -72,7 +72,7 @@ class SimHandlers:
         return Response(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter"""
+        """POST /v1/unload_lora_adapter: remove an adapter's name from the engine. Raises `ErrorAnswer`."""
         name = bodies.parse_body(bodies.UnloadAdapterBody, await read_json(request)).lora_name
         if not name:
             raise ErrorAnswer("'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
@@ -82,11 +82,11 @@ class SimHandlers:
         return Response(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize"""
+        """POST /tokenize: token ids of a prompt or chat. Raises `ErrorAnswer`."""
         body = bodies.parse_tokenize(await read_json(request))
         self.prompts.adapter_named(body.model)
         if isinstance(body, bodies.TokenizeChatBody):
-            text, special = self.prompts.rendered_chat(body)
+            text, special = self.prompts.render_chat(body)
         else:
             text, special = body.prompt, body.add_special_tokens
         tokens = await self.prompts.token_ids(text, special=special, bounded=False)
@@ -96,7 +96,7 @@ class SimHandlers:
         return JSONResponse(answer | {"token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize"""
+        """POST /detokenize: the text of token ids. Raises `ErrorAnswer`."""
         body = bodies.parse_body(bodies.DetokenizeBody, await read_json(request))
         self.prompts.adapter_named(body.model)
         return JSONResponse({"prompt": self.prompts.tokenizer.decode(body.tokens)})
@@ -106,34 +106,38 @@ class SimHandlers:
         return Response(status_code=503 if self.engine.is_dead else 200)
 
     async def version(self, _request: Request) -> Response:
-        """GET /version"""
+        """GET /version: the vLLM version that is simulated."""
         return JSONResponse({"version": VERSION})
 
     async def load(self, _request: Request) -> Response:
-        """GET /load: 0 without --enable-server-load-tracking, which is vLLM's default."""
+        """GET /load: always 0, as in a vLLM without --enable-server-load-tracking (the default)."""
         return JSONResponse({"server_load": 0})
 
     async def kv_event_sources(self, _request: Request) -> Response:
-        """GET /kv_event_sources"""
+        """GET /kv_event_sources: the KV event settings of rank 0; empty if no events are published."""
         events = self.settings.kv_events
         return JSONResponse({"0": asdict(events) | {"publisher": "zmq"}} if events.is_on else {})
 
     async def metrics(self, _request: Request) -> Response:
-        """GET /metrics"""
+        """GET /metrics: the engine's metrics for Prometheus."""
         page = self.engine.metrics.page()
         return Response(page, headers={"content-type": "text/plain; version=1.0.0; charset=utf-8"})
 
     async def reset_prefix_cache(self, _request: Request) -> Response:
-        """POST /reset_prefix_cache, only with VLLM_SERVER_DEV_MODE=1. The next step publishes the event."""
+        """POST /reset_prefix_cache: clear the KV cache unless requests use it; the next step publishes the event.
+
+        The route exists only with VLLM_SERVER_DEV_MODE=1.
+        """
         self.engine.batch.pool.clear()
         return Response(status_code=200)
 
 
 def make_app(handlers: SimHandlers, background: Callable[[], Awaitable[None]]) -> Starlette:
-    """The app with all routes. `background` runs as long as the app."""
+    """The app with all routes; `background` runs as a task from its start to its end."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        """Run `background` while the app runs."""
         task = asyncio.ensure_future(background())
         try:
             yield
@@ -184,14 +188,17 @@ def _routes(handlers: SimHandlers) -> list[Route]:
 
 
 async def _answer_error(_request: Request, exc: Exception) -> Response:
+    """The answer to an `ErrorAnswer`, with its status."""
     assert isinstance(exc, ErrorAnswer)
     return JSONResponse(exc.body(), status_code=exc.status)
 
 
 async def _answer_engine_error(_request: Request, exc: Exception) -> Response:
+    """The 500 answer to an engine that has died or drains, with vLLM's envelope."""
     return JSONResponse(ErrorAnswer(str(exc), "InternalServerError", 500).body(), status_code=500)
 
 
 async def _answer_http_exception(_request: Request, exc: Exception) -> Response:
+    """The answer to Starlette's own errors, such as 404, as FastAPI gives it."""
     assert isinstance(exc, HTTPException)
     return JSONResponse({"detail": exc.detail}, status_code=exc.status_code, headers=exc.headers)

@@ -82,7 +82,7 @@ class BlockPool:
         return 1.0 - len(self.free) / (len(self.blocks) - 1)
 
     def take_events(self) -> list[KVEvent]:
-        """The events since the last call, oldest first."""
+        """Return and forget the events since the last call, oldest first."""
         events, self.events = self.events, []
         return events
 
@@ -101,7 +101,7 @@ class BlockPool:
         return blocks + sum(not self.blocks[hit].references for hit in hits) <= len(self.free)
 
     def add_references(self, hits: Iterable[int]) -> None:
-        """Add a reference to each of `hits`."""
+        """Add a request's reference to each of `hits`, so that none is evicted."""
         for hit in hits:
             if not self.blocks[hit].references:
                 del self.free[hit]
@@ -118,7 +118,7 @@ class BlockPool:
         return allocated
 
     def store(self, chain: BlockChain, table: Sequence[int], first: int, last: int) -> None:
-        """Cache blocks `first` to `last` of `chain`; `table[i]` is the index of its i-th block."""
+        """Cache blocks `first` to `last` of `chain`, with an event; `table[i]` is the index of its i-th block."""
         if first >= last:
             return
         hashes = chain.update_hashes()
@@ -162,7 +162,7 @@ class BlockPool:
             self.free.move_to_end(index, last=False)
 
     def clear(self) -> bool:
-        """Clear the cache; returns False without effect while a request uses blocks."""
+        """Clear the cache, with an event; returns False without effect while a request uses blocks."""
         if len(self.free) != len(self.blocks) - 1:
             return False
         self.copies.clear()
@@ -183,4 +183,5 @@ class BlockPool:
         self.events.append(BlockRemoved(block_hashes=[self._event_hash(digest)], medium=MEDIUM, group_idx=0))
 
     def _event_hash(self, digest: bytes) -> BlockHash:
+        """A block's hash as events have it: the low 64 bits, or all bytes."""
         return int.from_bytes(digest[-8:], "big") if self.int_hashes else digest

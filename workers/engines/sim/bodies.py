@@ -196,7 +196,7 @@ def parse_tokenize(data: Any) -> TokenizePromptBody | TokenizeChatBody:
 
 
 def check_generate(body: GenerationBody) -> None:
-    """The checks that vLLM makes before it looks up the model."""
+    """Raises `ErrorAnswer` for a wrong stream option or salt: vLLM's checks before it looks up the model."""
     if body.stream_options is not None and not body.stream:
         raise invalid_parameter("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.cache_salt is not None and not body.cache_salt:
@@ -204,7 +204,10 @@ def check_generate(body: GenerationBody) -> None:
 
 
 def check_sampling(body: GenerationBody, max_tokens: int | None, max_model_len: int) -> None:
-    """The checks that vLLM makes after tokenization; `max_tokens` is the requested limit."""
+    """Raises `ErrorAnswer` for wrong sampling parameters: vLLM's checks after tokenization.
+
+    max_tokens  the requested limit
+    """
     if max_tokens is not None and max_tokens > max_model_len:
         raise invalid_parameter(
             f"max_tokens={max_tokens} cannot be greater than max_model_len={max_model_len}. "
@@ -232,7 +235,7 @@ def output_limit(max_tokens: int | None, prompt_tokens: int, max_model_len: int)
 
 
 def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> None:
-    """Refuse an empty prompt, and one that exceeds the context length.
+    """Raises `ErrorAnswer` for an empty prompt, and for one that exceeds the context length.
 
     vLLM truncates text just above the limit during tokenization, so its message says "at least".
     """
@@ -252,7 +255,7 @@ def check_length(prompt_tokens: int, max_model_len: int, *, from_text: bool) -> 
 
 
 def check_characters(text: str, max_model_len: int, max_chars_per_token: int) -> None:
-    """Refuse a text with more characters than `max_model_len` tokens can have, before tokenization.
+    """Raises `ErrorAnswer` for a text that cannot fit in `max_model_len` tokens; called before tokenization.
 
     source  vLLM 0.32 renderers/params.py _text_len_check
     """
@@ -280,7 +283,7 @@ def prompts_of(body: CompletionBody) -> Sequence[str | list[int]]:
 
 
 def sanitized(message: str) -> str:
-    """`message` without file paths. source  vLLM 0.32 serve/exception_handling/utils.py sanitize_message"""
+    """The message with file paths replaced. source  vLLM 0.32 serve/exception_handling/utils.py sanitize_message"""
     message = re.sub(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", "<path>", message)
     return re.sub(r"(?:/[\w\-]+)+/[\w\-]+\.\w+", "<path>", message).strip()
 
@@ -316,6 +319,7 @@ def _location(loc: Sequence[int | str]) -> str:
 
 
 def _shown_input(value: object) -> str:
+    """A wrong value as vLLM's error message shows it: shortened, a list or dict by its size."""
     if isinstance(value, list | dict):
         return f"<{type(value).__name__} of {len(value)} items>"
     text = str(value)

@@ -81,7 +81,7 @@ class SimEngine:
         report_reused: bool,
         on_update: Callable[[StreamedJob], None],
     ) -> StreamedJob:
-        """Queue one prompt. Raises `EngineDeadError` and `EngineDraining`."""
+        """Queue one prompt and wake the engine; returns its job. Raises `EngineDeadError` and `EngineDraining`."""
         self.check_alive()
         root = ChainRoot(cache_salt=cache_salt)
         if adapter is not None:
@@ -109,26 +109,29 @@ class SimEngine:
             raise EngineDraining("cannot schedule new futures after shutdown")
 
     def abort(self, job: StreamedJob) -> None:
-        """Abort a job whose reader has disconnected; no-op if it has ended."""
+        """Abort and count a job whose reader has disconnected; no-op if it has ended."""
         if job.finish_reason is None:
             self.batch.abort(job)
             self.metrics.count_finished(job)
 
     async def load(self, name: str, path: str) -> None:
-        """Read and load an adapter, stalling all requests meanwhile. Raises `NoAdapterFound`, `AdapterRefused`."""
+        """Read and load an adapter, stalling all requests meanwhile.
+
+        raises  `NoAdapterFound`, `AdapterRefused`, `EngineDraining`
+        """
         if self.is_draining:
             raise EngineDraining("Server shutting down")
         int_id = self.next_int_id()  # used up even if the load fails, as in vLLM
         settings = self.settings
         async with self._stall:
-            with self.metrics.stalled():
+            with self.metrics.frozen_gauges():
                 adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=settings.max_lora_rank)
                 await asyncio.sleep(settings.sim_load_s)
             self.batch.host.use(adapter)
         self.adapters[name] = adapter
 
     def next_int_id(self) -> int:
-        """A new adapter number. vLLM also uses one up for each request for an unknown model."""
+        """Use up and return an adapter number. vLLM also uses one up for each request for an unknown model."""
         self._int_ids += 1
         return self._int_ids
 
@@ -155,7 +158,7 @@ class SimEngine:
             async with self._stall:
                 due = max(due, time.monotonic() - 0.05)  # make up for late timers, but not for long stalls
                 step = self.batch.begin_step(time.monotonic())
-                if not _files_are_there(step):
+                if not _has_reload_files(step):
                     self._die()
                     return
                 due += step.duration_s
@@ -163,7 +166,7 @@ class SimEngine:
                 self._finish_step(step)
 
     def _finish_step(self, step: EngineStep) -> None:
-        """Publish the step's KV events and pass its tokens on to the readers."""
+        """Publish the step's KV events, count it and pass its tokens on to the readers."""
         now = time.monotonic()
         if step.events and self.publisher is not None:
             self.publisher.publish(EventBatch(time.time(), list(step.events), 0))
@@ -176,7 +179,7 @@ class SimEngine:
                 job.on_update(job)
 
     def _die(self) -> None:
-        """Die as vLLM's EngineCore does when it reads deleted adapter files: all requests fail."""
+        """Die as vLLM's EngineCore does when it reads deleted adapter files: all requests fail; calls `on_death`."""
         self.is_dead = True
         for job in [*self.batch.running, *self.batch.waiting]:
             self.batch.abort(job, FinishReason.ERROR)
@@ -185,8 +188,8 @@ class SimEngine:
         self.on_death()
 
 
-def _files_are_there(step: EngineStep) -> bool:
-    """Whether the files of all adapters that the step reads again exist."""
+def _has_reload_files(step: EngineStep) -> bool:
+    """Whether the files of all adapters that the step reads from disk again exist."""
     return all(
         (Path(adapter.path) / "adapter_config.json").is_file()
         for adapter in step.reloads

@@ -48,7 +48,7 @@ class GenerationHandlers:
     fingerprint: str
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions"""
+        """Answer POST /v1/chat/completions, whole or as a stream. Raises `ErrorAnswer`."""
         body = bodies.parse_body(bodies.ChatBody, await read_json(request))
         bodies.check_generate(body)
         adapter = self.prompts.adapter_named(body.model)
@@ -58,7 +58,7 @@ class GenerationHandlers:
             raise ErrorAnswer("Cannot apply chat template to an empty conversation. Provide at least one message.")
         prompt = body.given_prompt_ids
         if prompt is None:
-            text, special = self.prompts.rendered_chat(body)
+            text, special = self.prompts.render_chat(body)
             prompt = await self.prompts.token_ids(text, special=special)
         self.prompts.check_vocabulary(body.given_prompt_ids or ())
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -66,7 +66,7 @@ class GenerationHandlers:
         return await self._generate(request, body, adapter, [prompt], max_tokens, [""])
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions"""
+        """Answer POST /v1/completions, whole or as a stream. Raises `ErrorAnswer`."""
         body = bodies.parse_body(bodies.CompletionBody, await read_json(request))
         bodies.check_generate(body)
         given_prompts = bodies.prompts_of(body)
@@ -96,7 +96,7 @@ class GenerationHandlers:
         max_tokens: int | None,
         echoes: list[str],
     ) -> Response:
-        """Check limits, run the request in the engine and answer, whole or as a stream."""
+        """Check limits, run the prompts in the engine and answer, whole or as a stream. Raises `ErrorAnswer`."""
         limit = self.settings.max_model_len
         bodies.check_sampling(body, max_tokens, limit)
         limits = [bodies.output_limit(max_tokens, len(prompt), limit) for prompt in prompts]
@@ -124,14 +124,17 @@ class GenerationHandlers:
             head, body, adapter, prompts, limits, [echo for echo in echoes for _ in range(body.n)]
         )
         if body.stream:
-            return StreamingResponse(self._stream(generation), media_type="text/event-stream")
-        return await self._answer(request, generation)
+            return StreamingResponse(self._stream_events(generation), media_type="text/event-stream")
+        return await self._whole_answer(request, generation)
 
     @asynccontextmanager
-    async def _running(
+    async def _submitted_jobs(
         self, generation: GenerationRequest
     ) -> "AsyncIterator[tuple[list[StreamedJob], asyncio.Queue[StreamedJob]]]":
-        """Submit the jobs of a request; yields them and the queue of updates. Aborts unfinished jobs at the end."""
+        """Submit a job for each choice; yields the jobs and the queue of their updates.
+
+        At the end aborts unfinished jobs.
+        """
         updates: asyncio.Queue[StreamedJob] = asyncio.Queue()
         jobs: list[StreamedJob] = []
         body = generation.body
@@ -157,9 +160,9 @@ class GenerationHandlers:
             for job in jobs:
                 self.engine.abort(job)
 
-    async def _answer(self, request: Request, generation: GenerationRequest) -> Response:
-        """The whole answer; aborts the jobs if the client disconnects."""
-        async with self._running(generation) as (jobs, updates):
+    async def _whole_answer(self, request: Request, generation: GenerationRequest) -> Response:
+        """Run the request and return the whole answer; aborts the jobs if the client disconnects."""
+        async with self._submitted_jobs(generation) as (jobs, updates):
             finished = asyncio.ensure_future(_wait_until_finished(jobs, updates))
             disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
             await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,17 +173,17 @@ class GenerationHandlers:
             finished.result()
             return JSONResponse(answers.full_answer(generation.head, jobs, generation.echoes))
 
-    async def _stream(self, generation: GenerationRequest) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+    async def _stream_events(self, generation: GenerationRequest) -> AsyncIterator[str]:
+        """Run the request and yield the answer as server-sent events; an engine's error is an event, too."""
         head, options = generation.head, generation.body.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats and with_usage)
         try:
-            async with self._running(generation) as (jobs, updates):
+            async with self._submitted_jobs(generation) as (jobs, updates):
                 places = {job: index for index, job in enumerate(jobs)}
                 seen = dict.fromkeys(jobs, 0)
                 while any(seen[job] < len(job.reply) for job in jobs):
-                    job = _check_job(await updates.get())
+                    job = _checked_job(await updates.get())
                     if head.is_chat and not any(seen.values()):
                         for index, each_job in enumerate(jobs):
                             yield _sse_event(answers.role_chunk(head, index, each_job, continuous=continuous))
@@ -218,10 +221,10 @@ async def _wait_until_finished(jobs: Sequence[StreamedJob], updates: "asyncio.Qu
     while any(job.finish_reason is None for job in jobs):
         await updates.get()
     for job in jobs:
-        _check_job(job)
+        _checked_job(job)
 
 
-def _check_job(job: StreamedJob) -> StreamedJob:
+def _checked_job(job: StreamedJob) -> StreamedJob:
     """The job; raises `EngineDeadError` if its engine died."""
     if job.finish_reason is FinishReason.ERROR:
         raise EngineDeadError
@@ -229,9 +232,11 @@ def _check_job(job: StreamedJob) -> StreamedJob:
 
 
 async def _wait_for_disconnect(request: Request) -> None:
+    """Wait until the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _sse_event(part: dict[str, Any]) -> str:
+    """A JSON object as one server-sent event."""
     return f"data: {json.dumps(part, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -117,21 +117,22 @@ class SimMetrics:
         Gauge("vllm:cache_config_info", text, list(info), registry=self.registry).labels(**info).set(1)
 
     def watch_batch(self, batch: EngineBatch) -> None:
-        """Connect the gauges to `batch`; during `stalled` they keep their values."""
+        """Connect the gauges to `batch`; during `frozen_gauges` they keep their values."""
         self._batch = batch
         for i, gauge in enumerate((*self._gauges.values(), *self._waiting.values())):
-            gauge.set_function(partial(self._read, i))
+            gauge.set_function(partial(self._gauge_value, i))
 
     @contextmanager
-    def stalled(self) -> Iterator[None]:
-        """Freeze the gauges during the block, as vLLM does during a load."""
+    def frozen_gauges(self) -> Iterator[None]:
+        """Keep the gauges' values during the block, as vLLM does during a load."""
         self._frozen_values = self._gauge_values()
         try:
             yield
         finally:
             self._frozen_values = None
 
-    def _read(self, i: int) -> float:
+    def _gauge_value(self, i: int) -> float:
+        """The value of gauge number `i` now, or the frozen one."""
         return (self._frozen_values or self._gauge_values())[i]
 
     def _gauge_values(self) -> tuple[float, ...]:
@@ -141,16 +142,16 @@ class SimMetrics:
         return len(batch.running), waiting, batch.pool.usage, waiting - deferred, deferred
 
     def page(self) -> bytes:
-        """The text of `GET /metrics`."""
+        """All metrics now, as the text of `GET /metrics`."""
         return generate_latest(self.registry)
 
     def count_step(self, step: EngineStep, jobs: Sequence[EngineJob]) -> None:
-        """Count a finished step, and one token of each of the `jobs`."""
+        """Count a finished step, and a token of each of `jobs`, the jobs that got one; shows the step's adapters."""
         self._histograms["vllm:iteration_tokens_total"].observe(step.prefill_tokens + step.decoding)
         self._counters["vllm:generation_tokens"].inc(len(jobs))
         for job in jobs:
             if job.produced == 1:
-                self._first_token(job)
+                self._count_first_token(job)
             else:
                 self._histograms["vllm:inter_token_latency_seconds"].observe(job.gap_s)
         if self._max_loras:
@@ -180,8 +181,8 @@ class SimMetrics:
         }.items():
             self._histograms[name].observe(value)
 
-    def _first_token(self, job: EngineJob) -> None:
-        """Count the prompt of a job that has its first token."""
+    def _count_first_token(self, job: EngineJob) -> None:
+        """Count the prompt of a job that has just got its first token, and observe the time to it."""
         assert job.first_token_at is not None
         self._histograms["vllm:time_to_first_token_seconds"].observe(job.first_token_at - job.arrived_at)
         self._counters["vllm:prompt_tokens"].inc(job.prompt_tokens)

@@ -20,7 +20,7 @@ _LONG_TEXT = 2**14  # characters: 7 ms of work
 
 
 async def read_json(request: Request) -> Any:
-    """The request's body as JSON. Raises `ErrorAnswer`."""
+    """Receive the request's body and parse it as JSON. Raises `ErrorAnswer`."""
     return bodies.read_json(await request.body(), request.headers.get("content-type", ""))
 
 
@@ -33,8 +33,8 @@ class PromptReader:
     tokenizer: ChatTokenizer
     vocabulary: int
 
-    def rendered_chat(self, body: bodies.MessagesBody | bodies.TokenizeChatBody) -> tuple[str, bool]:
-        """A chat's prompt text by the chat template, and whether to add special tokens. Raises `ErrorAnswer`."""
+    def render_chat(self, body: bodies.MessagesBody | bodies.TokenizeChatBody) -> tuple[str, bool]:
+        """Apply the chat template: the prompt's text, and whether to add special tokens. Raises `ErrorAnswer`."""
         try:
             return self.tokenizer.prompt_text(body.model_dump(exclude_unset=True))
         except Untokenizable as exc:
@@ -59,7 +59,10 @@ class PromptReader:
             raise ErrorAnswer(f"Token id {max(unknown)} is out of vocabulary")
 
     def adapter_named(self, model: str | None) -> SimAdapter | None:
-        """The adapter that `model` names; None for the base model. Raises `ErrorAnswer` with vLLM's 404."""
+        """The adapter that `model` names; None for the base model. Raises `ErrorAnswer` with vLLM's 404.
+
+        An unknown name uses up an adapter number, as in vLLM.
+        """
         if not model or model in self.settings.served_model_name:
             return None
         if model in self.engine.adapters:

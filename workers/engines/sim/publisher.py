@@ -23,6 +23,7 @@ class KVEventPublisher:
     """Publishes batches in order from sequence number 0. Binds wildcard, ipc and inproc endpoints, else connects."""
 
     def __init__(self, config: EventsConfig) -> None:
+        """Open the sockets and start the publisher's thread."""
         self.config = config
         self._queue: queue.Queue[EventBatch | None] = queue.Queue(config.max_queue_size)
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -37,15 +38,15 @@ class KVEventPublisher:
         if config.replay_endpoint is not None:
             self._replay = self._context.socket(zmq.ROUTER)
             self._replay.bind(config.replay_endpoint)
-        self._thread = threading.Thread(target=self._run, name="zmq-publisher", daemon=True)
+        self._thread = threading.Thread(target=self._publish_queued, name="zmq-publisher", daemon=True)
         self._thread.start()
 
     def publish(self, batch: EventBatch) -> None:
-        """Queue `batch` for the publisher's thread."""
+        """Queue `batch` for the publisher's thread; blocks while the queue is full."""
         self._queue.put(batch)
 
     def close(self) -> None:
-        """Send the queued batches, then close the sockets."""
+        """Send the queued batches, end the thread and close the sockets. Blocking."""
         self._queue.put(None)
         self._thread.join()
         self._pub.close(linger=0)
@@ -53,7 +54,7 @@ class KVEventPublisher:
             self._replay.close(linger=0)
         self._context.term()
 
-    def _run(self) -> None:
+    def _publish_queued(self) -> None:
         """Answer replays and publish queued batches until `close`."""
         encoder = msgspec.msgpack.Encoder()
         topic = self.config.topic.encode()
@@ -73,7 +74,7 @@ class KVEventPublisher:
             seq += 1
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
-        """Send all buffered batches from the requested sequence number on."""
+        """Receive a replay request and send all buffered batches from its sequence number on."""
         frames = replay.recv_multipart()
         if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
             return
@@ -86,4 +87,5 @@ class KVEventPublisher:
 
 
 def _is_bound(endpoint: str) -> bool:
+    """Whether the publisher binds the endpoint; else it connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

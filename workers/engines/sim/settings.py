@@ -27,7 +27,7 @@ IGNORED_SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig:
-    """vLLM's --kv-events-config; names and defaults are its own (vllm/config/kv_events.py)."""
+    """The value of --kv-events-config; names and defaults are vLLM's (vllm/config/kv_events.py)."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -41,7 +41,7 @@ class EventsConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether events go anywhere."""
+        """Whether KV events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
@@ -77,7 +77,7 @@ class SimSettings:
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> SimSettings:
-    """Settings from the command line; prints errors and raises SystemExit(2) as argparse does."""
+    """Settings from the command line and model config; prints errors and raises SystemExit(2) as argparse does."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     if not (flags.model / "tokenizer.json").is_file():
@@ -162,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
+    """The argument as an int of at least 1. Raises argparse.ArgumentTypeError."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
@@ -169,6 +170,7 @@ def _positive(text: str) -> int:
 
 
 def _is_set(environment: Mapping[str, str], name: str, default: str) -> bool:
+    """Whether an environment variable, or its default, is `1` or `true`."""
     return environment.get(name, default).strip().lower() in {"1", "true"}
 
 

@@ -48,7 +48,11 @@ class TextGenerator:
         ignore_eos: bool,
         stops: Sequence[str],
     ) -> SimReply:
-        """An answer of up to `max_tokens` tokens; `digest` is the adapter's (b"" for the base model)."""
+        """Generate an answer of up to `max_tokens` tokens, cut at the first of `stops`; equal arguments, equal answers.
+
+        digest  the adapter's; b"" for the base model
+        choice  number of the answer among those to one prompt
+        """
         ends_itself = 0 < self.natural_tokens <= max_tokens and not ignore_eos
         length = self.natural_tokens if ends_itself else max_tokens
         seed = hashlib.sha256(b"%d %d " % (self.seed, choice) + digest + array("q", prompt).tobytes()).digest()

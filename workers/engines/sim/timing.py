@@ -116,15 +116,15 @@ class EngineBatch:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests."""
+        """Whether any job is running or waiting."""
         return bool(self.running or self.waiting)
 
     def add(self, job: EngineJob) -> None:
-        """Append `job` to the queue."""
+        """Append `job` to the queue; a later step starts it."""
         self.waiting.append(job)
 
     def abort(self, job: EngineJob, finish_reason: FinishReason = FinishReason.ABORT) -> None:
-        """Remove `job` from the batch; its full blocks stay cached. No-op if it has ended."""
+        """End `job` and release its blocks; its full blocks stay cached. No-op if it has ended."""
         if job.finish_reason is not None:
             return
         job.finish_reason = finish_reason
@@ -135,7 +135,10 @@ class EngineBatch:
         self._release_blocks(job)
 
     def begin_step(self, now: float) -> EngineStep:
-        """Schedule one step: running requests first, then waiting ones in order, within all limits."""
+        """Schedule one step: running requests first, then waiting ones in order, within all limits.
+
+        Allocates their blocks; if there are too few, the newest running requests return to the queue.
+        """
         step = EngineStep()
         budget = self.pace.max_num_batched_tokens
         preempted = False
@@ -149,7 +152,7 @@ class EngineBatch:
                     break
             if index >= len(self.running):
                 break
-            budget -= self._schedule(step, job, tokens)
+            budget -= self._add_to_step(step, job, tokens)
             index += 1
         self.deferred = 0
         if not preempted:
@@ -159,7 +162,7 @@ class EngineBatch:
         return step
 
     def end_step(self, step: EngineStep, now: float) -> list[EngineJob]:
-        """Finish the step; returns the requests that got a token, some of which have ended."""
+        """Give each fully computed job its token and end finished jobs; returns the jobs that got a token."""
         jobs_with_token = []
         for job, tokens in step.work:
             if job.finish_reason is not None:  # aborted during the step
@@ -180,7 +183,7 @@ class EngineBatch:
         return jobs_with_token
 
     def _admit(self, step: EngineStep, budget: int, now: float) -> None:
-        """Start waiting jobs within the limits; jobs without a free adapter slot are skipped."""
+        """Start waiting jobs within the limits and add them to the step; those without a free adapter slot wait."""
         slots = {job.adapter for job, _ in step.work} - {None}
         passed_over: list[EngineJob] = []
         while self.waiting and budget > 0 and len(self.running) < self.pace.max_num_seqs:
@@ -195,12 +198,15 @@ class EngineBatch:
             job.scheduled_at = now if job.scheduled_at is None else job.scheduled_at
             if job.adapter is not None:
                 slots.add(job.adapter)
-            budget -= self._schedule(step, job, tokens)
+            budget -= self._add_to_step(step, job, tokens)
         self.waiting.extendleft(reversed(passed_over))
         self.deferred = len(passed_over)
 
     def _start_job(self, job: EngineJob, budget: int) -> int:
-        """Start a waiting job; returns its tokens to compute in this step, 0 if its prompt does not fit in the pool."""
+        """Allocate a waiting job's blocks, reusing cached ones; returns its tokens to compute in this step.
+
+        0 if its prompt does not fit in the pool.
+        """
         hits = self.pool.cached_prefix(job.chain)
         if job.report_reused and hits:
             self.pool.announce(job.chain, 0, len(hits))
@@ -230,7 +236,7 @@ class EngineBatch:
         return True
 
     def _preempt_last(self) -> EngineJob:
-        """Move the running job that started last back to the queue, without its blocks."""
+        """Move the running job that started last to the head of the queue and release its blocks; returns it."""
         job = self.running.pop()
         self._release_blocks(job)
         job.computed = 0
@@ -239,13 +245,13 @@ class EngineBatch:
         return job
 
     def _release_blocks(self, job: EngineJob) -> None:
-        """Release the job's blocks, which stay cached."""
+        """Release the job's blocks to the pool; their content stays cached until they are allocated again."""
         self.pool.release(job.table)
         job.table = []
         job.stored = 0
 
-    def _schedule(self, step: EngineStep, job: EngineJob, tokens: int) -> int:
-        """Add a job's tokens to the step; returns their number."""
+    def _add_to_step(self, step: EngineStep, job: EngineJob, tokens: int) -> int:
+        """Add a job's tokens to the step, and mark its adapter as used; returns the number of tokens."""
         step.work.append((job, tokens))
         if job.is_decoding:
             step.decoding += 1
@@ -256,7 +262,7 @@ class EngineBatch:
         return tokens
 
     def _set_duration(self, step: EngineStep) -> None:
-        """Set the step's duration from its work."""
+        """Set the step's duration from its prefill tokens, decoding jobs and reloads."""
         pace = self.pace
         if step.prefill_tokens and pace.prefill_tokens_per_s:
             step.duration_s += step.prefill_tokens / pace.prefill_tokens_per_s
