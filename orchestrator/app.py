@@ -110,11 +110,11 @@ def build(
     reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
     leadership = _leadership(settings, kube, url, clock, wall)
 
-    def epoch() -> int:
+    def epoch_if_leading() -> int:
         leadership.require_leading()
         return store.epoch
 
-    agents = AgentClient(client, own_key=OwnKey(settings.token, settings.token_file), epoch=epoch)
+    agents = AgentClient(client, own_key=OwnKey(settings.token, settings.token_file), epoch=epoch_if_leading)
     reconciler = Reconciler(
         settings=settings,
         store=store,
@@ -143,7 +143,7 @@ def build(
     if configmaps is not None:
         configmap_loops = _configmap_loops(configmaps, kube, settings, registry, reconciler)
 
-    finder = _finder(settings, kube, reports, agents, reconciler, metrics)
+    finder = _worker_finder(settings, kube, reports, agents, reconciler, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -245,7 +245,7 @@ def _configmap_loops(
     registry: AdapterRegistry,
     reconciler: Reconciler,
 ) -> list[Callable[[], Coroutine[Any, Any, object]]]:
-    """The loops that keep ConfigMaps and intent in agreement."""
+    """The loops that keep ConfigMaps and intent in agreement. Also sets the backend's and reconciler's callbacks."""
     assert kube is not None, "backend configmaps needs an API server"
     events = KubeEvents(kube, namespace=settings.kube_namespace or kube.namespace, reporter=socket.gethostname())
     edits = ObjectEdits(
@@ -257,7 +257,8 @@ def _configmap_loops(
         on_changed=reconciler.on_intent_changed,
     )
 
-    def undone() -> None:
+    def take_back_refused() -> None:
+        """Read the store again after a refused write, and act on the intent without it."""
         reconciler.store.refresh()
         reconciler.on_intent_changed()
 
@@ -268,11 +269,11 @@ def _configmap_loops(
         failed=reconciler.queries.unusable_adapters,
         is_ready=lambda lora_id: bool(reconciler.queries.ready_workers(lora_id)),
     )
-    configmaps.on_undone, reconciler.on_pass = undone, statuses.update
+    configmaps.on_undone, reconciler.on_pass = take_back_refused, statuses.update
     return [configmaps.follow, events.run, edits.run]
 
 
-def _finder(
+def _worker_finder(
     settings: OrchestratorSettings,
     kube: KubeClient | None,
     reports: WorkerReports,
@@ -336,7 +337,10 @@ def _lease(settings: OrchestratorSettings, kube: KubeClient | None, holder: str,
 
 
 async def main(settings: OrchestratorSettings) -> None:
-    """Serve until SIGTERM. Raises StoreError, KeyFileError, KubeConfigError, OSError when it cannot start."""
+    """Connect to the API server if the settings need it, and serve until SIGTERM.
+
+    Raises StoreError, KeyFileError, KubeConfigError, OSError when it cannot start.
+    """
     needs_kube = settings.lease == "kubernetes" or settings.kube_selector
     kube = await connect(settings.kubeconfig) if needs_kube else None
     sock = bind(settings.host, settings.port)

@@ -99,6 +99,7 @@ class OrchestratorSettings(WorkerDiscoverySettings):
 
     @model_validator(mode="after")
     def _engine_settings_fit(self) -> Self:
+        """Raises ValueError for engine settings that contradict each other."""
         engines_by_id(self.engines)
         if bool(self.engine_slots) != bool(self.engine_roots):
             raise ValueError("engine_slots and engine_roots: give both, or neither")
@@ -108,12 +109,14 @@ class OrchestratorSettings(WorkerDiscoverySettings):
 
     @model_validator(mode="after")
     def _lease_times_fit(self) -> Self:
+        """Raises ValueError unless a leader stops before another orchestrator may take over."""
         if self.lease_renew_s + self.lease_margin_s >= self.lease_duration_s:
             raise ValueError("lease_renew_s and lease_margin_s together must be less than lease_duration_s")
         return self
 
     @model_validator(mode="after")
     def _configmaps_need_kube_lease(self) -> Self:
+        """Raises ValueError for backend configmaps without a Kubernetes Lease."""
         if self.backend == "configmaps" and self.lease != "kubernetes":
             raise ValueError("backend configmaps needs lease kubernetes: a file says nothing about other pods")
         return self

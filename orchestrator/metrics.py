@@ -75,7 +75,7 @@ class OrchestratorMetrics:
         )
 
     def observe_slices(self, age_s: Callable[[], float | None]) -> None:
-        """Read at each scrape: seconds since the API server last confirmed the EndpointSlices; None: never."""
+        """Set what a scrape reads: seconds since the API server last confirmed the EndpointSlices; None: never."""
         gauge = Gauge(
             "lorafleet_orchestrator_slices_age_seconds",
             "Seconds since the API server last confirmed the EndpointSlices",
@@ -94,14 +94,14 @@ class OrchestratorMetrics:
         workers: Callable[[], Mapping[str, int]],
         pools: Callable[[], Iterable[PoolFigures]] = list,
     ) -> None:
-        """Read at each scrape: adapters' replicas, workers by state, and pools."""
+        """Set what a scrape reads: adapters' replicas, workers by state, and pools. Call it once."""
         self.registry.register(_FleetCollector(self.adapter_labels, replicas, workers))
         self.registry.register(_PoolCollector(pools))
 
     def observe_term(
         self, *, failed: Callable[[], float], leading: Callable[[], float], epoch: Callable[[], float]
     ) -> None:
-        """Read at each scrape: failed adapters, whether we lead, and our epoch."""
+        """Set what a scrape reads: failed adapters, whether we lead, and our epoch."""
         self.failed.set_function(failed)
         self.leading.set_function(leading)
         self.epoch.set_function(epoch)
@@ -115,35 +115,36 @@ class OrchestratorMetrics:
             self.unload_seconds.observe(seconds)
 
     def end_adapter_series(self, lora_id: str) -> None:
-        """Remove the series of a deleted adapter, and free its place."""
+        """Remove the series of a deleted adapter, and free its place among the labels."""
         if lora_id in self.adapter_labels.names:
             self.adapter_labels.names.discard(lora_id)
-            self._end_series(lora_id)
+            self._remove_series(lora_id)
 
-    def _end_series(self, lora_id: str) -> None:
+    def _remove_series(self, lora_id: str) -> None:
+        """Remove the adapter's series; its place among the labels stays."""
         self.usage.remove(lora_id)
         for reason in EVICTED:
             self.evictions.remove(lora_id, reason)
 
     def record_eviction(self, lora_id: str, reason: str) -> None:
-        """Count an eviction."""
+        """Count an eviction under the adapter's label, which may take a free place. `reason`: one of `EVICTED`."""
         self.evictions.labels(self.adapter_labels.label(lora_id), reason).inc()
 
     def observe_usage(self, usage: Callable[[], Mapping[str, tuple[float, float]]]) -> None:
-        """Read at each scrape: lora_id -> (requests since our start, requests a second)."""
+        """Set what a scrape reads: lora_id -> (requests since our start, requests a second)."""
         self._usage = usage
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Count the usage since the last call, and return all metrics in Prometheus' text format."""
         self._count_usage()
         return generate_latest(self.registry)
 
     def _count_usage(self) -> None:
-        """Count the requests since the last scrape under each adapter's present label."""
+        """Count the requests since the last scrape under each adapter's present label; remove unlabelled series."""
         now = self._usage()
         for lora_id in self.adapter_labels.update({lora_id: rate for lora_id, (_, rate) in now.items()}):
             # From now on its requests count as `other`.
-            self._end_series(lora_id)
+            self._remove_series(lora_id)
         for lora_id, (total, _) in now.items():
             grown = total - self._counted.get(lora_id, 0.0)
             if grown:
@@ -163,7 +164,7 @@ class BoundedLabels:
         self.names: set[str] = set()
 
     def label(self, lora_id: str) -> str:
-        """The adapter's label: its lora_id, or `other`. Takes a free place."""
+        """The adapter's label: its lora_id, for which it takes a free place if there is one, else `other`."""
         if lora_id in self.names:
             return lora_id
         if len(self.names) < self._most:
@@ -193,9 +194,11 @@ class _PoolCollector(Collector):
         self._pools = pools
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing, so that registering does not collect."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The pools' queue waits, slots and wanted slots, as of now."""
         labels = ["base_model", "pool"]
         wait = GaugeMetricFamily(
             "lorafleet_pool_queue_wait_seconds", "Queue wait of a request that comes now, in seconds", labels=labels
@@ -211,6 +214,8 @@ class _PoolCollector(Collector):
 
 
 class _FleetCollector(Collector):
+    """Replicas by adapter and workers by state."""
+
     def __init__(
         self, labels: BoundedLabels, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]
     ) -> None:
@@ -219,9 +224,11 @@ class _FleetCollector(Collector):
         self._workers = workers
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing, so that registering does not collect."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
+        """The replicas and workers as of now. An adapter may take a free place among the labels."""
         current = GaugeMetricFamily("lora_replicas_current", "Ready replicas of an adapter", labels=["lora_id"])
         target = GaugeMetricFamily("lora_replicas_target", "Replicas an adapter should have", labels=["lora_id"])
         sums: dict[str, tuple[int, int]] = {}

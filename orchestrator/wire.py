@@ -83,6 +83,7 @@ class SecretRef(_PersonWrittenModel):
     key: str = Field(pattern=r"^[-_a-zA-Z0-9][-._a-zA-Z0-9]{0,252}$")
 
     def __str__(self) -> str:
+        """The stored form `name/key`."""
         return f"{self.name}/{self.key}"
 
     @classmethod
@@ -122,6 +123,7 @@ class AdapterSpec(_PersonWrittenModel):
 
     @model_validator(mode="after")
     def _secret_ref_fits_source(self) -> Self:
+        """Raises ValueError for a secret_ref unless the source is hf:// or https://."""
         if self.secret_ref is not None and not self.source.startswith(_WITH_SECRETS):
             raise ValueError(f"secret_ref counts for hf:// and https:// sources, found source {self.source[:80]!r}")
         return self
@@ -209,6 +211,7 @@ class AliasSpec(_PersonWrittenModel):
     @field_validator("targets")
     @classmethod
     def _weights_are_valid(cls, targets: tuple[AliasTarget, ...]) -> tuple[AliasTarget, ...]:
+        """Raises ValueError for a target that is named twice, or weights whose sum is not finite."""
         names = [target.lora_id for target in targets]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{twice[0]!r} is named twice; name it once, with the weight of both")
@@ -285,6 +288,7 @@ class RolloutSpec(_PersonWrittenModel):
     @field_validator("steps")
     @classmethod
     def _weights_rise(cls, steps: tuple[RolloutStep, ...]) -> tuple[RolloutStep, ...]:
+        """Raises ValueError unless each step's weight is above the one before."""
         weights = [step.weight for step in steps]
         if any(later <= earlier for earlier, later in pairwise(weights)):
             raise ValueError(f"weights must rise from step to step, found {weights}")
@@ -390,6 +394,7 @@ class DemandChange(_PersonWrittenModel):
 
     @model_validator(mode="after")
     def _has_one_field(self) -> Self:
+        """Raises ValueError unless exactly one of the fields is set."""
         if (self.factor is None) == (self.requests_per_s is None):
             raise ValueError("name one of factor and requests_per_s")
         return self
@@ -429,6 +434,7 @@ class PlanRequest(_PersonWrittenModel):
     @field_validator("workers_more")
     @classmethod
     def _is_small_enough(cls, more: tuple[MoreWorkers, ...]) -> tuple[MoreWorkers, ...]:
+        """Raises ValueError for more new workers than a plan may have."""
         total = sum(workers.count for workers in more)
         if total > MOST_SUPPOSED:
             raise ValueError(f"{total} more workers are assumed, at most {MOST_SUPPOSED} may be")
@@ -731,6 +737,7 @@ class UsageReport(_OrchestratorModel):
     @field_validator("waits_s", mode="before")
     @classmethod
     def _has_few_workers(cls, waits_s: object) -> object:
+        """Raises ValueError for waits of more workers than a fleet may have."""
         if isinstance(waits_s, dict) and len(waits_s) > _MOST_WORKERS:
             raise ValueError(f"names {len(waits_s)} workers, and at most {_MOST_WORKERS} are taken")
         return waits_s

@@ -103,9 +103,11 @@ class AgentlessEngineDriver:
         self._logged_refusal = ""
 
     async def metadata(self) -> Metadata:
-        """The engine's report. Raises OSError, ValueError."""
+        """The engine's report, with digests, slots and drain state. Raises OSError, ValueError, httpx.HTTPError."""
         report = await self._engine.report()
-        loaded = tuple(lora.model_copy(update={"digest": self._digest(lora)}) for lora in report.lora.loaded_loras)
+        loaded = tuple(
+            lora.model_copy(update={"digest": self._known_digest(lora)}) for lora in report.lora.loaded_loras
+        )
         is_allowed = bool(self._allowed.slots and self._allowed.roots)
         self._log_refusal(report.lora.refusal)
         takes_loads = is_allowed and not report.lora.refusal and await self._takes_loads(report.engine_boot_id)
@@ -127,13 +129,13 @@ class AgentlessEngineDriver:
         return report.model_copy(update={"lora": lora} | state | address)
 
     async def claim(self, _ask: ClaimRequest, epoch: int) -> Metadata:
-        """Take the leader's epoch; the engine itself knows no epochs."""
+        """Raise our epoch to the leader's and return the report. The engine itself knows no epochs."""
         self._epoch = max(self._epoch, epoch)
         return await self.metadata()
 
     async def inspect_lora(self, ask: InspectRequest, _epoch: int) -> AvailableLora:
         """The adapter as registered: its bytes cannot be read. Raises AgentlessRefusal without a registered digest."""
-        path = self._path(ask.source)
+        path = self._allowed_path(ask.source)
         if ask.digest is None:
             message = (
                 f"worker {self.worker.id} has no agent, so {ask.source} cannot be read there: register {ask.lora_id}"
@@ -144,8 +146,11 @@ class AgentlessEngineDriver:
         return AvailableLora(lora_id=ask.lora_id, path=path, base_model=base_model, rank=0, digest=ask.digest)
 
     async def load_lora(self, ask: LoadRequest, _epoch: int) -> LoadedLora:
-        """Load the adapter from the engine's disk, and evict `ask.evict` first if the engine is full."""
-        path = self._path(ask.source or "")
+        """Load the adapter from the engine's disk, and evict `ask.evict` first if the engine is full.
+
+        Loads and unloads of an engine run one at a time; the engine's list decides on success. Raises AgentlessRefusal.
+        """
+        path = self._allowed_path(ask.source or "")
         if ask.digest is None:
             raise AgentlessRefusal(422, "source_unsupported", f"{ask.lora_id}: its digest is not known yet")
         name = engine_name(ask.lora_id, ask.digest)
@@ -159,7 +164,7 @@ class AgentlessEngineDriver:
             if name not in held:
                 if ask.evict is not None and len(held) >= self._allowed.slots:
                     await self._unload(ask.evict)
-                refusal = await self._refusal(
+                refusal = await self._post_to_engine(
                     "load_lora_adapter", {"lora_name": name, "lora_path": path}, operation=f"load {name}"
                 )
                 held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
@@ -189,22 +194,23 @@ class AgentlessEngineDriver:
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
 
     async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
-        """Report the engine as ready again."""
+        """Report the engine as ready again; returns its report."""
         self._is_draining = False
         return await self.metadata()
 
     def _log_refusal(self, refusal: str) -> None:
+        """Log a refusal of adapters once, until the engine reports another."""
         if refusal and refusal != self._logged_refusal:
             log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
         self._logged_refusal = refusal
 
-    def _digest(self, lora: LoadedLora) -> str:
+    def _known_digest(self, lora: LoadedLora) -> str:
         """The registered digest if the engine name matches it; else the digest prefix in the engine name."""
         known, prefix = self._digest_of(lora.lora_id), lora.engine_name.removeprefix(lora.lora_id).removeprefix("@")
         return known if known is not None and prefix and known.startswith(prefix) else prefix
 
-    def _path(self, source: str) -> str:
-        """The folder on the engine's own disk that a source names; raises Refused for any other source."""
+    def _allowed_path(self, source: str) -> str:
+        """The folder on the engine's own disk that a source names; raises AgentlessRefusal for any other source."""
         parts = urlsplit(source)
         path = PurePosixPath(unquote(parts.path))
         is_local = parts.scheme == "file" and not parts.netloc and path.is_absolute() and ".." not in path.parts
@@ -215,7 +221,7 @@ class AgentlessEngineDriver:
         return str(path)
 
     async def _takes_loads(self, boot_id: str) -> bool:
-        """Whether the engine runs with VLLM_ALLOW_RUNTIME_LORA_UPDATING; without it the route does not exist."""
+        """Whether the engine has the load route (VLLM_ALLOW_RUNTIME_LORA_UPDATING); asked once per engine start."""
         if self._takes[0] != boot_id:
             answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
             self._takes = boot_id, answer.status_code == httpx.codes.METHOD_NOT_ALLOWED
@@ -225,12 +231,12 @@ class AgentlessEngineDriver:
         return self._takes[1]
 
     async def _unload(self, name: str) -> None:
-        """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal."""
-        refusal = await self._refusal("unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
+        """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal, httpx.HTTPError."""
+        refusal = await self._post_to_engine("unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))
 
-    async def _refusal(self, route: str, body: Mapping[str, str], *, operation: str) -> AgentlessRefusal | None:
+    async def _post_to_engine(self, route: str, body: Mapping[str, str], *, operation: str) -> AgentlessRefusal | None:
         """POST to the engine; returns its error as the agent would report it, None on success."""
         answer = await self._client.post(f"{self.worker.engine_url}/v1/{route}", json=body, timeout=_ENGINE_S)
         if answer.is_success:

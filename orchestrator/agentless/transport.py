@@ -70,7 +70,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         await forever(partial(self.report_once, on_report), name="plain", every_s=self._every_s)
 
     async def report_once(self, on_report: Callable[[Metadata], object]) -> None:
-        """One report of each engine that answers."""
+        """Report each listed engine that answers; drop an unlisted one once it no longer answers."""
         listed = {worker.id: worker for worker in self._workers()}
         # An engine that is not listed any more is kept while it answers.
         for worker in listed.values():
@@ -92,6 +92,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
                 del self._drivers[id_]
 
     async def _report(self, driver: AgentlessEngineDriver) -> Metadata | None:
+        """The engine's report; None when the engine does not answer."""
         try:
             return await driver.metadata()
         except (OSError, httpx.HTTPError, ValueError) as exc:
@@ -99,26 +100,32 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
             return None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The response that an agent would give. Raises httpx.ConnectError when the engine does not answer."""
+        """Do what the agent's route would do with the engine, and return the response that an agent would give.
+
+        Raises httpx.ConnectError when the engine does not answer.
+        """
         driver = self._drivers.get(request.url.path.split("/")[1])
         verb = request.url.path.rpartition("/")[2]
         call = _CALLS.get(verb)
         if driver is None or (call is None and verb != "metadata"):
-            return _json(404, envelope(404, "not_found", f"{request.url}: no engine without an agent has that"))
+            return _json_response(
+                404, envelope(404, "not_found", f"{request.url}: no engine without an agent has that")
+            )
         try:
             if call is None:
-                return _ok(await driver.metadata())
+                return _ok_response(await driver.metadata())
             kind, act = call
             epoch = int(request.headers.get("x-lorafleet-epoch", "0"))
-            return _ok(await act(driver, kind.model_validate_json(await request.aread()), epoch))
+            return _ok_response(await act(driver, kind.model_validate_json(await request.aread()), epoch))
         except AgentlessRefusal as exc:
-            return _json(exc.status, envelope(exc.status, exc.code, str(exc)))
+            return _json_response(exc.status, envelope(exc.status, exc.code, str(exc)))
         except httpx.TimeoutException as exc:
-            return _json(504, envelope(504, "engine_timeout", repr(exc)))
+            return _json_response(504, envelope(504, "engine_timeout", repr(exc)))
         except (OSError, httpx.HTTPError, ValueError) as exc:
             raise httpx.ConnectError(str(exc), request=request) from exc
 
     async def aclose(self) -> None:
+        """Close the HTTP client that all engines share."""
         await self._client.aclose()
 
 
@@ -142,9 +149,11 @@ def agent_url_of(report: Metadata) -> str:
     return "" if report.agent_url.startswith(SCHEME) else report.agent_url
 
 
-def _ok(answer: BaseModel) -> httpx.Response:
+def _ok_response(answer: BaseModel) -> httpx.Response:
+    """A 200 response with the model as JSON."""
     return httpx.Response(200, content=answer.model_dump_json(), headers={"content-type": "application/json"})
 
 
-def _json(status: int, body: Mapping[str, Any]) -> httpx.Response:
+def _json_response(status: int, body: Mapping[str, Any]) -> httpx.Response:
+    """A response with this status and a JSON body."""
     return httpx.Response(status, json=body)

@@ -36,7 +36,7 @@ def build_router(
     clock: Callable[[], float] = time.monotonic,
     metrics_need_key: bool = False,
 ) -> APIRouter:
-    """All routes."""
+    """All routes of the API. Also connects the gauges of the fleet in `metrics` to the reconciler's state."""
     views = WireViews(reconciler, clock)
     metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures)
     api = APIRouter()

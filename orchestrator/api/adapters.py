@@ -70,6 +70,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
     store = reconciler.store
 
     def item_with_etag(adapter: RegisteredAdapter, response: Response) -> AdapterItem:
+        """The adapter as wire model; sets the response's ETag."""
         response.headers["etag"] = registry.adapter_etag(adapter)
         return views.adapter(adapter)
 
@@ -194,6 +195,7 @@ async def _require_readable_source(spec: AdapterSpec, registry: AdapterRegistry,
 async def _dry_run(
     spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews
 ) -> AdapterItem:
+    """Inspect the adapter on a ready worker without registering it. Raises if no worker is ready or it fits none."""
     known = registry.equal_registration(spec)
     if known is not None:
         return views.adapter(known)

@@ -22,10 +22,12 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
     store = reconciler.store
 
     def item(name: str) -> AliasItem:
+        """The alias with its pending targets, as wire model."""
         pending = pending_of(store.rollouts.get(name), reconciler.rollouts)
         return alias_item(name, store.aliases[name]).model_copy(update={"pending": pending})
 
     def item_with_etag(name: str, response: Response) -> AliasItem:
+        """The alias as wire model; sets the response's ETag."""
         response.headers["etag"] = registry.alias_etag(name) or ""
         return item(name)
 

@@ -33,7 +33,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
 
 def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
-    """The route for heartbeats."""
+    """The route that records agents' heartbeats."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
 
     @api.post("/v1/workers/register")
@@ -85,7 +85,7 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         return await _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
 
     async def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
-        """Store the operator's order and act on it; returns the worker."""
+        """Store the operator's order, start or take back a drain, publish the change; returns the worker."""
         registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
         if state == "draining":
             reconciler.runner.forget_drain(worker_id)

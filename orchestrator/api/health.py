@@ -19,6 +19,7 @@ def health_routes(
     api = APIRouter(tags=["health"])
 
     def status(word: str) -> Status:
+        """The orchestrator's epoch, revision and leader, under this status word."""
         return Status(
             status=word,
             epoch=reconciler.store.epoch,

@@ -23,7 +23,7 @@ HistoryCursor = Annotated[int | None, Query(ge=1, description="`next` of the ans
 
 
 def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
-    """The routes for history and backup."""
+    """The routes that read the history and back up the store."""
     api = APIRouter(tags=["history"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/history")
@@ -76,11 +76,12 @@ def history_page(
     found = store.history(kinds=kinds, subject=subject, before=cursor, limit=limit + 1)
     page = found[:limit]
     return HistoryList(
-        data=tuple(_item(entry) for entry in page), next=str(page[-1].id) if len(found) > limit else None
+        data=tuple(_history_item(entry) for entry in page), next=str(page[-1].id) if len(found) > limit else None
     )
 
 
-def _item(entry: HistoryEntry) -> HistoryItem:
+def _history_item(entry: HistoryEntry) -> HistoryItem:
+    """A history entry as wire model."""
     at = datetime.fromtimestamp(entry.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return HistoryItem(
         id=entry.id, at=at, kind=entry.kind, subject=entry.subject, actor=entry.actor, body=dict(entry.body)

@@ -132,7 +132,7 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
         if worker_id not in workers:
             known_ids = ", ".join(sorted(workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known_ids}", code="worker_not_found")
-    added = {spec.lora_id: _supposed(spec) for spec in ask.adapters}
+    added = {spec.lora_id: _supposed_adapter(spec) for spec in ask.adapters}
     for lora_id in (*ask.demand, *ask.adapter_policies):
         if lora_id not in known and lora_id not in added:
             raise NotFound(f"adapter {lora_id!r} is not registered, and not among `adapters`", param=lora_id)
@@ -149,18 +149,18 @@ def _hypothesis(ask: PlanRequest, inputs: PlacementInputs) -> Hypothesis:
         rates={name: change.requests_per_s for name, change in ask.demand.items() if change.requests_per_s is not None},
         workers_gone=ask.workers_gone,
         workers_more=[(more.like or min(ready), more.count) for more in ask.workers_more],
-        policy=_rules(inputs.policy, ask) if ask.policy else None,
+        policy=_changed_rules(inputs.policy, ask) if ask.policy else None,
         adapters=added,
     )
 
 
-def _supposed(spec: SupposedAdapter) -> RegisteredAdapter:
-    """The adapter of a plan request."""
+def _supposed_adapter(spec: SupposedAdapter) -> RegisteredAdapter:
+    """The adapter that a plan request adds, with the rank and size it gives."""
     return replace(new_adapter(spec), rank=spec.rank, size_bytes=spec.size_bytes)
 
 
-def _rules(rules: PlacementPolicy, ask: PlanRequest) -> PlacementPolicy:
-    """The changed global policy of a plan request. Raises OrchestratorRequestError."""
+def _changed_rules(rules: PlacementPolicy, ask: PlanRequest) -> PlacementPolicy:
+    """The global policy as a plan request changes it. Raises OrchestratorRequestError."""
     try:
         policy = changed_policy(rules, ask.policy)
     except OrchestratorRequestError as exc:

@@ -46,6 +46,7 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         return await _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
 
     async def _policy_written(policy: Policy, before: str, response: Response) -> Policy:
+        """Set the response's ETag and, if the policy has changed, publish the change; returns the policy."""
         response.headers["etag"] = registry.policy_etag()
         if response.headers["etag"] != before:
             reconciler.catalog.emit_event("policy_changed")

@@ -84,8 +84,8 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
     return RolloutItem.model_validate(
         {
             "alias": rollout.alias,
-            "before": _targets(rollout.before),
-            "to": _targets(rollout.after),
+            "before": _wire_targets(rollout.before),
+            "to": _wire_targets(rollout.after),
             "steps": [RolloutStep(weight=step.weight, for_s=step.for_s) for step in rollout.steps],
             "state": rollout.phase,
             "paused": rollout.paused_at is not None,
@@ -94,8 +94,8 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "began_at": _timestamp(rollout.began_at),
             "since": _timestamp(rollout.since),
             "lacks": rollouts.missing_for(rollout),
-            "old": _tally(rollout.old),
-            "new": _tally(rollout.new),
+            "old": _wire_tally(rollout.old),
+            "new": _wire_tally(rollout.new),
             "needed": rollout.guard.min_requests if rollout.guard is not None else 0,
             "reason": rollout.reason,
         }
@@ -108,7 +108,7 @@ def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPen
         return None
     return AliasPending.model_validate(
         {
-            "targets": _targets(rollout.after),
+            "targets": _wire_targets(rollout.after),
             "state": rollout.phase,
             "since": _timestamp(rollout.began_at),
             "deadline": _timestamp(rollout.began_at + rollout.place_s),
@@ -118,11 +118,13 @@ def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPen
     )
 
 
-def _targets(targets: Targets) -> tuple[AliasTarget, ...]:
+def _wire_targets(targets: Targets) -> tuple[AliasTarget, ...]:
+    """An alias's targets as wire models."""
     return tuple(AliasTarget(lora_id=lora_id, weight=weight) for lora_id, weight in targets)
 
 
-def _tally(tally: RequestTally) -> RolloutTally:
+def _wire_tally(tally: RequestTally) -> RolloutTally:
+    """A rollout's request counts as wire model."""
     return RolloutTally(
         requests=round(tally.requests),
         errors=round(tally.errors),
@@ -133,4 +135,5 @@ def _tally(tally: RequestTally) -> RolloutTally:
 
 
 def _timestamp(at: float) -> str:
+    """Unix seconds as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -20,6 +20,8 @@ from orchestrator.wire import AdapterHold, AdapterUse, Catalog, EnsureAnswer, En
 
 
 class EventStream(StreamingResponse):
+    """The response class that the API documentation shows for server-sent events."""
+
     media_type = "text/event-stream"
 
 
@@ -56,7 +58,7 @@ def router_routes(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> APIRouter:
-    """The routes for routers."""
+    """The routes for routers: read the catalog and events, report usage, request replicas."""
     api = APIRouter(tags=["routers"], dependencies=[Depends(requires(keys, "load"))])
     catalog, settings = reconciler.catalog, reconciler.settings
 
@@ -96,7 +98,7 @@ def router_routes(
             report.boot_id,
             report.seq,
             report.revision_seen,
-            [_use(use) for use in report.uses if "@" in use.engine_name],
+            [_adapter_usage(use) for use in report.uses if "@" in use.engine_name],
             clock(),
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
@@ -118,7 +120,7 @@ def router_routes(
     ) -> EnsureAnswer:
         """Ask for replicas of the adapter. Answers when they are ready, or after `wait_s` with the state of then."""
         asking = asyncio.create_task(
-            _ensure(
+            _wait_for_replicas(
                 lora_id,
                 ask,
                 actor,
@@ -143,7 +145,8 @@ def router_routes(
     return api
 
 
-def _use(use: AdapterUse) -> AdapterUsage:
+def _adapter_usage(use: AdapterUse) -> AdapterUsage:
+    """An adapter's usage in a router's report, as demand counts it: under its lora_id, without the digest."""
     counts = {name: getattr(use, name) for name in _COUNTS}
     return AdapterUsage(lora_id=use.engine_name.rpartition("@")[0], **counts)
 
@@ -157,7 +160,7 @@ _HOLDS = AdapterHold.model_fields.keys() & AdapterQueueing.__dataclass_fields__.
 _COUNTS = AdapterUse.model_fields.keys() & AdapterUsage.__dataclass_fields__.keys()
 
 
-async def _ensure(
+async def _wait_for_replicas(
     lora_id: str,
     ask: EnsureRequest,
     actor: str,
@@ -168,7 +171,10 @@ async def _ensure(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
-    """Ask for replicas until they are ready, the wait is over, or the adapter fits nowhere."""
+    """Request replicas, repeatedly, until they are ready, the wait is over, or the adapter fits nowhere.
+
+    Raises NotFound for an adapter that is being deleted, StateConflict for one that has failed.
+    """
     replicas, deadline = reconciler.allowed_replicas(lora_id, ask.replicas or 1), clock() + ask.wait_s
     while True:
         adapter = registry.adapter(lora_id)

@@ -32,14 +32,14 @@ def ui_routes() -> APIRouter:
 def content_security_policy(page: str) -> str:
     """Content-Security-Policy: this page's own script and style and no others, and calls to this server only."""
     sources = {
-        kind: f"'sha256-{base64.b64encode(hashlib.sha256(_inside(page, tag).encode()).digest()).decode()}'"
+        kind: f"'sha256-{base64.b64encode(hashlib.sha256(_element_content(page, tag).encode()).digest()).decode()}'"
         for kind, tag in (("script-src", "script"), ("style-src", "style"))
     }
     parts = [f"{kind} {source}" for kind, source in sources.items()]
     return "; ".join(["default-src 'none'", *parts, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"])
 
 
-def _inside(page: str, tag: str) -> str:
+def _element_content(page: str, tag: str) -> str:
     """The content of the page's only element with this tag."""
     found = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
     assert len(found) == 1, f"the page has {len(found)} <{tag}>"

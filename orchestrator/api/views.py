@@ -118,7 +118,7 @@ class WireViews:
         return [rows[pair] for pair in sorted(rows)]
 
     def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
-        """The actions of the next pass, with their cost."""
+        """The actions as a wire plan with their cost; `desired` gives the adapters that find no place."""
         load_s = self.load_s()
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._reconciler.store.adapters.items()}
         steps = [
@@ -128,10 +128,10 @@ class WireViews:
             for action in actions
         ]
         seconds = max((step.seconds for step in steps), default=0.0)
-        return _plan(steps, desired.unplaced, seconds)
+        return _wire_plan(steps, desired.unplaced, seconds)
 
     def what_if_plan(self, outcome: WhatIfOutcome) -> Plan:
-        """The result of a what-if plan."""
+        """The outcome of a what-if plan as wire model, with the targets that change."""
         names = sorted(outcome.before.keys() | outcome.after.keys())
         counts = {name: (outcome.before.get(name, 0), outcome.after.get(name, 0)) for name in names}
         targets = {
@@ -139,11 +139,11 @@ class WireViews:
             for name, (before, after) in counts.items()
             if before != after
         }
-        plan = _plan(outcome.steps, outcome.unplaced, outcome.seconds)
+        plan = _wire_plan(outcome.steps, outcome.unplaced, outcome.seconds)
         return plan.model_copy(update={"targets": targets, "is_settled": outcome.is_settled})
 
     def load_s(self) -> float:
-        """Seconds that a load takes: as measured here, else as agents report, else 1 s, a guess."""
+        """Expected seconds of a load: as measured here, else the median that agents report, else 1 s, a guess."""
         measured = self._reconciler.queries.expected_s("")
         if measured is not None:
             return measured
@@ -151,7 +151,7 @@ class WireViews:
         return median([seconds for seconds in reported if seconds > 0] or [1.0])
 
     def ensure_answer(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
-        """The answer to an `ensure` of so many replicas."""
+        """The answer to an `ensure` of so many replicas: the adapter's state, its workers, and the expected seconds."""
         ready = tuple(self._reconciler.queries.ready_workers(adapter.lora_id))
         expected_s = 0.0 if len(ready) >= replicas else self._reconciler.queries.expected_s(adapter.lora_id)
         return EnsureAnswer.model_validate(
@@ -197,9 +197,9 @@ class WireViews:
                     wait_s=at_engine_s + reconciler.router_queues.wait_s(worker_id, now),
                 )
             )
-        return pool_figures(members, self._needs(now))
+        return pool_figures(members, self._adapter_needs(now))
 
-    def _needs(self, now: float) -> Iterator[AdapterNeed]:
+    def _adapter_needs(self, now: float) -> Iterator[AdapterNeed]:
         """Needed copies: the placement's targets, and one copy of every adapter with recent requests."""
         store, targets = self._reconciler.store, self._reconciler.queries.last_pass.desired.targets
         demand = self._reconciler.demand.snapshot(now)
@@ -219,7 +219,7 @@ class WireViews:
         return counts
 
 
-def _plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: float) -> Plan:
+def _wire_plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seconds: float) -> Plan:
     """A wire plan of these steps, with their cost."""
     items = tuple(
         ActionItem(

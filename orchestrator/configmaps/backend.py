@@ -87,6 +87,7 @@ class ConfigMapBackend:
     # -- Backend --------------------------------------------------------------------------------------------------
 
     def read(self) -> StoredIntent:
+        """The stored intent. Unless we write, the tables are rebuilt first if the mirror has changed."""
         if not self._is_writing and self._tables_edition != self.mirror.edition:
             self.rendering.tables, self._tables_edition = (
                 tables_from_objects(self.mirror, self.fleet),
@@ -95,6 +96,10 @@ class ConfigMapBackend:
         return self.tables.stored_intent()
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
+        """Apply the changes to the tables at once and queue their objects' writes; history is written seconds later.
+
+        Raises OrchestratorUnavailable unless we lead, and for a row that was taken back and not yet reported.
+        """
         if not self._is_writing:
             raise OrchestratorUnavailable("this orchestrator does not lead, so it writes nothing", code="not_leading")
         for change in changes:
@@ -114,15 +119,19 @@ class ConfigMapBackend:
             self._parts |= self._journal.add(entries)
             if self._journal_due is None:
                 loop = asyncio.get_running_loop()
-                self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._write_the_journal)
+                self._journal_due = loop.call_later(_HISTORY_AFTER_S, self._queue_history_writes)
 
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
+        """Wait until the API server has the writes of these subjects (None: all). Raises a refused write's error."""
         await self.writer.wait_durable(
             None if about is None else {key for remembered in about for key in _write_keys(StoreChange(*remembered, 0))}
         )
 
     async def catch_up(self) -> None:
-        """Read the counters by name, so that they are raised from their present value."""
+        """Begin a term as the writer: rebuild the tables and the history from the mirror.
+
+        Reads the counters by name, so that they are raised from their present value. Raises OrchestratorUnavailable.
+        """
         if not self.mirror.is_synced:
             raise OrchestratorUnavailable("the ConfigMaps have not been listed yet", code="starting")
         try:
@@ -142,13 +151,16 @@ class ConfigMapBackend:
 
     @property
     def is_caught_up(self) -> bool:
+        """Whether the watch has shown our first write of this term, and so all earlier writes."""
         return self._is_caught_up
 
     @property
     def is_read(self) -> bool:
+        """Whether the ConfigMaps have been listed."""
         return self.mirror.is_synced
 
     def end_term(self) -> None:
+        """Stop being the writer: drop all pending writes, and read from the mirror again."""
         self.writer.drop_all()
         self._is_writing = False
         self._barrier, self._is_caught_up = 0, False
@@ -162,13 +174,17 @@ class ConfigMapBackend:
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:
+        """Matching history entries, newest first; from the mirror unless we write."""
         if not self._is_writing and self._journal_edition != self.mirror.edition:
             self._journal.load(self.mirror.objects)
             self._journal_edition = self.mirror.edition
         return self._journal.find_entries(kinds=kinds, subject=subject, before=before, limit=limit)
 
     def backup(self, path: Path) -> None:
-        """Write a List for `kubectl apply -f`: adapters with inspection results, aliases, policy and cordons."""
+        """Write a List for `kubectl apply -f`: adapters with inspection results, aliases, policy and cordons.
+
+        Raises StoreError if the file exists or cannot be created.
+        """
         try:
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as exc:
@@ -179,12 +195,13 @@ class ConfigMapBackend:
             )
 
     def close(self) -> None:
+        """End the term: pending writes are dropped."""
         self.end_term()
 
     # -- for the loops beside it ----------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Follow the ConfigMaps and update the mirror, until cancelled."""
+        """List and watch the ConfigMaps and update the mirror, until cancelled."""
         await list_and_watch(
             self._kube,
             self._folder,
@@ -202,31 +219,31 @@ class ConfigMapBackend:
         return self.mirror.is_synced
 
     async def wait_for_changes(self) -> None:
-        """Wait until an object has changed, or `request_look` was called."""
+        """Wait until the mirror has news or `request_check` was called since the last call."""
         await self._has_changes.wait()
         self._has_changes.clear()
 
-    def request_look(self) -> None:
+    def request_check(self) -> None:
         """Make `wait_for_changes` return at once."""
         self._has_changes.set()
 
     async def write_remaining(self) -> None:
-        """Write everything pending, history included, within `_FINISH_S` seconds; for an orderly end of a term."""
+        """Write everything pending, history included, within `_FINISH_S` seconds. For an orderly end of a term."""
         if self._is_writing:
-            self._write_the_journal()
+            self._queue_history_writes()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FINISH_S):
                     await self.writer.wait_idle()
 
     def begin_acceptance(self, table: str, key: str, name: str) -> None:
-        """Begin to accept an object's text for this row: the row's next change comes from it."""
+        """Begin to accept the object's text for this row: its next change comes from that text. Drops its status."""
         found = self.mirror.objects[name]
         self.tables.object_names[table, key] = name
         self.rendering.accepting[table, key] = AcceptedText(text_mark(text_of(found, kind_of(found))))
         self.rendering.statuses.pop(name, None)
 
     def finish_acceptance(self, table: str, key: str, name: str) -> None:
-        """The text was accepted: write record and status of the object, also if nothing has changed."""
+        """Finish accepting the object's text: queue a write of its record and default status, also without a change."""
         self.rendering.fix_accepted_values((table, key))
         self.rendering.lost.discard(name)
         self.set_status(name, "")
@@ -241,7 +258,7 @@ class ConfigMapBackend:
             self.tables.object_names[table, key] = former_name
 
     def set_status(self, name: str, status: str) -> None:
-        """Set an object's status; "" restores the default one."""
+        """Set an object's status and queue its write; "" restores the default one."""
         if status != self.rendering.statuses.get(name, ""):
             if status:
                 self.rendering.statuses[name] = status
@@ -250,12 +267,12 @@ class ConfigMapBackend:
             self.writer.mark_dirty([WriteKey(1, "status", name)], is_promised=False)
 
     def clear_status(self, table: str, key: str, name: str) -> None:
-        """Restore the default status of a row's object."""
+        """Restore the default status of a row's object, and queue its write."""
         self.set_status(name, "")
         self.writer.mark_dirty([WriteKey(1, table, key)], is_promised=False)
 
     def absorb(self, table: str, key: str, value: Any, name: str) -> None:
-        """Take over a row that an earlier leader has written."""
+        """Take over a row that an earlier leader has written: into the tables, without a write."""
         if table in KINDS:
             self.tables.object_names.setdefault((table, key), name)
         self.tables.apply_changes([StoreChange(table, key, value)])  # type: ignore[arg-type]
@@ -283,7 +300,7 @@ class ConfigMapBackend:
         self.rendering.lost.add(name)
 
     def forget_adapter(self, lora_id: str) -> None:
-        """Stop remembering the adapter for the detection of its deletion."""
+        """Stop remembering the adapter for the detection of its deletion, and queue that write."""
         if self.tables.remembered.pop(lora_id, None) is not None:
             self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
@@ -296,7 +313,7 @@ class ConfigMapBackend:
         return self.rendering.is_deleting(name)
 
     def remember_adapter(self, lora_id: str) -> None:
-        """Remember the adapter's object, so that its deletion is noticed even if no orchestrator runs then."""
+        """Remember the adapter's object and queue that write, so that a deletion without an orchestrator is noticed."""
         adapter, name = self.tables.adapters[lora_id], self.tables.object_name("adapters", lora_id)
         known = RememberedAdapter(name, uid_of(self.mirror.objects[name]), adapter.digest)
         if self.tables.remembered.get(lora_id) != known:
@@ -304,7 +321,7 @@ class ConfigMapBackend:
             self.writer.mark_dirty([WriteKey(2, "known", shard_of(lora_id))], is_promised=False)
 
     def _on_mirror_news(self) -> None:
-        """React to a list or a watch event."""
+        """After a list or watch event: update `is_caught_up`, and wake `wait_for_changes`."""
         name = self.tables.state_name("counters")
         # Our first write of the counters comes back by the watch after all earlier writes. After a restore of the
         # cluster it does not come back at that version.
@@ -313,7 +330,7 @@ class ConfigMapBackend:
         self._has_changes.set()
 
     def _on_object_written(self, key: WriteKey) -> None:
-        """React to a write that succeeded."""
+        """After a successful write: update the bookkeeping, remember the adapter, set the barrier of the counters."""
         row = key.table, key.name
         if key.table in KINDS:
             self.rendering.on_written(row)
@@ -325,7 +342,7 @@ class ConfigMapBackend:
             self._on_mirror_news()
 
     def _on_proven_object(self, name: str) -> None:
-        """Write a state object again whose memory proves deletions from now on."""
+        """Queue another write of a state object, whose memory proves deletions from now on."""
         prefix = self.tables.state_name("adapters-")
         if self._is_writing and name.startswith(prefix):
             self.writer.mark_dirty([WriteKey(2, "known", name.removeprefix(prefix))], is_promised=False)
@@ -351,13 +368,14 @@ class ConfigMapBackend:
         elif key.table in ("workers", "counters"):
             setattr(self.tables, key.table, getattr(tables_from_objects(self.mirror, self.fleet), key.table))
         else:  # no caller waits for the others
-            asyncio.get_running_loop().call_later(_AGAIN_S, self._mark_again, key)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._retry_write, key)
             return
         if not self._is_undone:
             self._is_undone = True
             asyncio.get_running_loop().call_soon(self.report_undone)
 
-    def _mark_again(self, key: WriteKey) -> None:
+    def _retry_write(self, key: WriteKey) -> None:
+        """Queue the write again, if we still write."""
         if self._is_writing:
             self.writer.mark_dirty([key], is_promised=False)
 
@@ -376,21 +394,23 @@ class ConfigMapBackend:
             self.tables.object_names[table, key] = name
         else:
             self.tables.object_names.pop((table, key), None)
-        asyncio.get_running_loop().call_later(again_s, self._check_again, name)
+        asyncio.get_running_loop().call_later(again_s, self._recheck_object, name)
 
-    def _check_again(self, name: str) -> None:
+    def _recheck_object(self, name: str) -> None:
+        """Have the object checked again, if we still write."""
         if self._is_writing:
             self.mirror.changed.add(name)
             self._has_changes.set()
 
     def report_undone(self) -> None:
-        """Tell the store that rows were taken back."""
+        """Call `on_undone` if rows were taken back since the last call."""
         if self._is_undone:
             self._is_undone = False
             self._undone_rows.clear()
             self.on_undone()
 
-    def _write_the_journal(self) -> None:
+    def _queue_history_writes(self) -> None:
+        """Queue the writes of all changed history parts now, and cancel the timer for it."""
         if self._journal_due is not None:
             self._journal_due.cancel()
         self._journal_due = None

@@ -95,7 +95,7 @@ class ObjectEdits:
                 log.exception("object edits not applied")
 
     async def apply_edits(self) -> None:
-        """Apply all changed objects once. Does nothing before the store is caught up in our term."""
+        """Apply all changed objects once, and end the rows of deleted ones. Only while we lead and are caught up."""
         if not self._is_leading() or not self._backend.is_caught_up:
             return
         if self._epoch != self._store.epoch:
@@ -111,7 +111,7 @@ class ObjectEdits:
         if self._writes != before or self._deleted:
             names |= self._refused  # e.g. an object that was renamed: the old one held its name
         self._writes = before
-        for name in sorted(names & self._mirror.objects.keys(), key=self._order):
+        for name in sorted(names & self._mirror.objects.keys(), key=self._apply_order):
             self._apply_object(name)
         for lora_id in sorted(self._deleted):
             if self._backend.tables.object_names.get(("adapters", lora_id)) in self._mirror.objects:
@@ -120,10 +120,10 @@ class ObjectEdits:
                 self._delete_adapter(lora_id)
         if self._store.writes != before:
             self._on_changed()
-            self._backend.request_look()
+            self._backend.request_check()
 
     def _begin_term(self) -> None:
-        """Begin a term: check every object, and look for remembered objects that are missing."""
+        """Begin a term: forget refusals, and doubt every remembered object that is missing."""
         self._epoch = self._store.epoch
         self._refused.clear()
         self._deleted.clear()
@@ -132,15 +132,15 @@ class ObjectEdits:
             if found is None or (uid_of(found) != known.uid and lora_id not in self._store.adapters):
                 self._mirror.doubtful.setdefault(known.object_name, DoubtReason.MISSING)
 
-    def _order(self, name: str) -> tuple[int, tuple[str, str]]:
-        """Sort key: adapters before aliases, then the oldest first."""
+    def _apply_order(self, name: str) -> tuple[int, tuple[str, str]]:
+        """Sort key of an object to apply: adapters before aliases, then the oldest first."""
         found = self._mirror.objects[name]
         return kind_of(found) == "alias", age_order(found)
 
     # -- present objects --------------------------------------------------------------------------------------------
 
     def _apply_object(self, name: str) -> None:
-        """Check one object and accept or refuse its text, unless it is accepted already."""
+        """Check one object: take over its accepted row, and accept or refuse its text unless it is the accepted one."""
         found = self._mirror.objects[name]
         kind = kind_of(found)
         table = _TABLES.get(kind)
@@ -158,18 +158,19 @@ class ObjectEdits:
         if row is not None and record is not None:
             is_as_accepted = record.of == text_mark(text_of(found, kind))
             self._adopt_accepted(name, *row)
-            if is_as_accepted and self._stands_in(name, *row[:2]):
+            if is_as_accepted and self._is_object_of_row(name, *row[:2]):
                 self._refused.discard(name)
                 if annotation(found, STATUS).startswith(_REFUSED):  # an edit that was taken back
                     self._backend.finish_acceptance(*row[:2], name)
                 return
         self._accept_edit(name, found, kind, table)
 
-    def _stands_in(self, name: str, table: str, key: str) -> bool:
+    def _is_object_of_row(self, name: str, table: str, key: str) -> bool:
+        """Whether the tables name this object as the row's."""
         return self._backend.tables.object_names.get((table, key)) == name
 
     def _adopt_accepted(self, name: str, table: Any, key: str, value: Any) -> None:
-        """Take over a row that another leader accepted, or that a restored cluster holds."""
+        """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter."""
         backend = self._backend
         known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
         if home not in (None, name) or backend.is_pending(table, key):
@@ -220,7 +221,7 @@ class ObjectEdits:
         return "", lambda: self._registry.put_policy(parsed, "*", ACTOR)
 
     def _parsed_object(self, name: str, found: Json, kind: str) -> Any:
-        """The parsed text, or the error; parsed once per version of the object."""
+        """The object's parsed text, or the error of parsing it; parsed once per version of the object."""
         known = self._read.get(name)
         if known is None or known[0] is not found:
             try:
@@ -231,16 +232,22 @@ class ObjectEdits:
         return known[1]
 
     def _refuse_edit(self, name: str, found: Json, exc: OrchestratorError) -> None:
+        """Set the object's status to the refusal and queue an Event; the object is checked again later."""
         self._refused.add(name)
         row = row_in_record(self._mirror.accepted_record(name))
-        stays = "" if row is None or not self._stands_in(name, *row[:2]) else "; it stays as it was accepted before"
+        stays = (
+            "" if row is None or not self._is_object_of_row(name, *row[:2]) else "; it stays as it was accepted before"
+        )
         self._backend.set_status(name, f"{_REFUSED}{exc}{stays}")
         self._events.warn(found, reason_of(exc.code), f"{exc}{stays}")
 
     # -- missing objects -------------------------------------------------------------------------------
 
     async def _confirmed_missing(self) -> list[str]:
-        """Read every doubtful object by name; returns the names that do not exist."""
+        """Read every doubtful object by name, which updates the mirror; returns the names that do not exist.
+
+        An object without its label gets an Event.
+        """
         gate, missing = asyncio.Semaphore(_AT_ONCE), []
 
         async def ask(name: str) -> None:
@@ -317,7 +324,7 @@ class ObjectEdits:
         self._backend.forget_adapter(lora_id)
 
     def _delete_adapter(self, lora_id: str) -> None:
-        """Delete the adapter as the REST route does; an alias's target waits until the alias has changed."""
+        """Delete the adapter as the REST route does, unless an alias targets it: then the alias gets an Event."""
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.is_deleting:
             self._deleted.discard(lora_id)

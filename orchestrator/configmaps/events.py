@@ -41,7 +41,7 @@ class KubeEvents:
         self._waiting: asyncio.Queue[Json] = asyncio.Queue(_MOST_WAITING)
 
     def warn(self, about: Json, reason: str, message: str) -> None:
-        """Queue a Warning Event about the object, unless the same was sent before."""
+        """Queue and log a Warning Event about the object, unless the same was queued before. A full queue drops it."""
         event_hash = hashlib.sha256(f"{uid_of(about)} {reason} {message}".encode()).hexdigest()[:16]
         if event_hash in self._sent:
             return
@@ -50,26 +50,26 @@ class KubeEvents:
         self._sent.add(event_hash)
         log.warning("object refused", object=name_of(about), reason=reason, message=message)
         if not self._waiting.full():
-            self._waiting.put_nowait(self._event(about, event_hash, reason, message))
+            self._waiting.put_nowait(self._event_object(about, event_hash, reason, message))
 
     async def run(self) -> None:
         """Send queued Events until cancelled."""
         while True:
             event = await self._waiting.get()
             try:
-                await self._send(event)
+                await self._send_event(event)
             except KubeError as exc:
                 log.info("event not sent", object=event["involvedObject"]["name"], error=str(exc))
 
-    async def _send(self, event: Json) -> None:
-        """Create the Event, or count up one that an earlier process has sent."""
+    async def _send_event(self, event: Json) -> None:
+        """Create the Event; if an earlier process has created it, set its count to 2 and its time to now."""
         try:
             await self._kube.post(self._folder, event, timeout_s=self._call_s)
         except KubeConflict:
             again = {"lastTimestamp": event["lastTimestamp"], "count": 2}
             await self._kube.patch(f"{self._folder}/{name_of(event)}", again, timeout_s=self._call_s)
 
-    def _event(self, about: Json, event_hash: str, reason: str, message: str) -> Json:
+    def _event_object(self, about: Json, event_hash: str, reason: str, message: str) -> Json:
         """The Event object to send. `event_hash`: hash in its name, by which repeats are found."""
         now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         cut = message if len(message) <= _MOST_CHARACTERS else message[: _MOST_CHARACTERS - 1] + "…"

@@ -64,7 +64,7 @@ class FailureStatuses:
                 self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), status)
 
     def _show_failure(self, adapter: RegisteredAdapter, why: str) -> None:
-        """Show the failure in the object's status and as an Event."""
+        """Show the failure in the object's status and as an Event, unless the status shows a refused edit."""
         name = self._backend.tables.object_name("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
         if found is None or self._backend.is_deleting(name):
@@ -80,6 +80,7 @@ class FailureStatuses:
         )
 
     def _clear_failure(self, lora_id: str) -> None:
+        """Forget the shown failure, and restore the object's default status if it shows one."""
         del self._shown_reasons[lora_id]
         name = self._backend.tables.object_name("adapters", lora_id)
         if self._backend.rendering.statuses.get(name, "").startswith(_FAILED):

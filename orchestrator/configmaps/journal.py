@@ -39,22 +39,22 @@ class HistoryJournal:
         return [self.name(ring, part) for ring in RINGS for part in range(PARTS)]
 
     def load(self, objects: dict[str, Json]) -> None:
-        """Read all entries from the objects. An unreadable part counts as empty, so that the start goes on."""
+        """Replace all entries by those in the objects. An unreadable part counts as empty, so that a start goes on."""
         for ring in RINGS:
             for part in range(PARTS):
                 text = ((objects.get(self.name(ring, part)) or {}).get("data") or {}).get(_KEY, "")
-                self._parts[ring][part], self._sizes[ring][part] = _parsed(text), len(text)
+                self._parts[ring][part], self._sizes[ring][part] = _parsed_entries(text), len(text)
             self._newest[ring] = max(range(PARTS), key=lambda part: _last_id(self._parts[ring][part]))
         self._last = max(_last_id(entries) for parts in self._parts.values() for entries in parts)
 
     def add(self, entries: Iterable[HistoryEntry]) -> set[str]:
-        """Add entries; returns the parts to be written, as `ring-part`."""
+        """Add entries under new ids, over the oldest part when full; returns the parts to write, as `ring-part`."""
         touched = set()
         for entry in entries:
             ring = "loads" if entry.kind in _LOADS else "changes"
             self._last += 1
             kept = replace(entry, id=self._last)
-            size, part = len(_line(kept)), self._newest[ring]
+            size, part = len(_json_line(kept)), self._newest[ring]
             if self._sizes[ring][part] + size > PART_BYTES:
                 part = self._newest[ring] = (part + 1) % PARTS
                 self._parts[ring][part], self._sizes[ring][part] = [], 0
@@ -64,17 +64,17 @@ class HistoryJournal:
         return touched
 
     def part_object(self, which: str, known: Json | None) -> Json:
-        """The object of a part, as it is to be written over `known`."""
+        """The object of a part, to be written over the present object `known`; `which` is `ring-part`."""
         ring, _, part = which.rpartition("-")
         name = self.name(ring, int(part))
         found = known if known is not None else new_object(self._fleet, "state", name)
         assert name_of(found) == name
-        return {**found, "data": {_KEY: "".join(_line(entry) for entry in self._parts[ring][int(part)])}}
+        return {**found, "data": {_KEY: "".join(_json_line(entry) for entry in self._parts[ring][int(part)])}}
 
     def find_entries(
         self, *, kinds: Sequence[str], subject: str | None, before: int | None, limit: int
     ) -> list[HistoryEntry]:
-        """Matching entries, newest first."""
+        """Entries with ids below `before`, of these kinds (empty: all) and this subject (None: all), newest first."""
         wanted = frozenset(kinds)
         found = [
             entry
@@ -88,11 +88,13 @@ class HistoryJournal:
         return sorted(found, key=lambda entry: entry.id, reverse=True)[:limit]
 
 
-def _line(entry: HistoryEntry) -> str:
+def _json_line(entry: HistoryEntry) -> str:
+    """The entry as a line of JSON."""
     return msgspec.json.encode(asdict(entry)).decode() + "\n"
 
 
-def _parsed(text: str) -> list[HistoryEntry]:
+def _parsed_entries(text: str) -> list[HistoryEntry]:
+    """The entries of a part's text; empty if any line is unreadable."""
     try:
         return [msgspec.json.decode(line, type=HistoryEntry) for line in text.splitlines()]
     except msgspec.MsgspecError:
@@ -100,4 +102,5 @@ def _parsed(text: str) -> list[HistoryEntry]:
 
 
 def _last_id(entries: Sequence[HistoryEntry]) -> int:
+    """The id of the last entry; 0 without one."""
     return entries[-1].id if entries else 0

@@ -67,7 +67,7 @@ class ConfigMapMirror:
         self.on_proven = on_proven
 
     def on_list(self, items: list[Json]) -> None:
-        """Take a full list."""
+        """Take a full list. Objects that it lacks or has in an older version become doubtful; none is dropped."""
         names = set()
         self._deleted.clear()  # a restored cluster has deleted objects again, with their uids
         for found in items:
@@ -83,7 +83,7 @@ class ConfigMapMirror:
         self.on_news()
 
     def on_event(self, kind: str, found: Json) -> None:
-        """Take one watch event."""
+        """Take one watch event. A deleted object becomes doubtful; it is dropped by `forget`."""
         name = name_of(found)
         if kind != "DELETED":
             self._record_seen(found)
@@ -97,22 +97,23 @@ class ConfigMapMirror:
         self.on_news()
 
     def add_doubt(self, name: str) -> None:
-        """Note that a read by name found no such object."""
+        """Mark the object as doubtful, because a read by name found none; calls `on_news`."""
         self.doubtful.setdefault(name, DoubtReason.ASKED)
         self.on_news()
 
     def note_owners(self, found: Json) -> None:
-        """Note whether the text is applied on the server side; call it before `without_managed_fields`."""
+        """Record whether the object's text is applied on the server side. Call it before `without_managed_fields`."""
         if "managedFields" in found["metadata"]:
             (self.applied.add if is_applied(found) else self.applied.discard)(name_of(found))
 
     def _note_state_object(self, found: Json) -> None:
+        """Mark a new state object as unproven."""
         known = self.objects.get(name_of(found))
         if kind_of(found) == "state" and (known is None or uid_of(known) != uid_of(found)):
             self.unproven[name_of(found)] = version_of(found)
 
     def _check_proven(self) -> None:
-        """Mark state objects as proven once every loss before their creation is known."""
+        """Mark state objects as proven once every loss before their creation is known; calls `on_proven` for each."""
         if self.doubtful or not self.unproven:
             return
         for name in [name for name, version in self.unproven.items() if version <= self._brought]:
@@ -120,12 +121,13 @@ class ConfigMapMirror:
             self.on_proven(name)
 
     def _mark_missing(self, name: str) -> None:
+        """Mark the object as missing, unless the watch has shown its deletion."""
         if self.doubtful.get(name) is not DoubtReason.DELETED:
             self.doubtful[name] = DoubtReason.MISSING
 
     @contextmanager
     def writing(self, name: str, body: Json) -> Iterator[None]:
-        """Note that we write this object: the watch may show it before the response comes."""
+        """For the block, remember that we write this object: the watch may show it before the response comes."""
         self._ours[name] = body
         try:
             yield
@@ -134,7 +136,7 @@ class ConfigMapMirror:
                 del self._ours[name]
 
     def record_object(self, found: Json) -> None:
-        """Take the API server's response to a write of ours or to a read by name."""
+        """Store the response to a write of ours or a read by name, unless the watch has shown a later state."""
         if version_of(found) < self.watched.get(name_of(found), 0):
             return  # the watch has already brought a later state
         name = name_of(found)
@@ -146,7 +148,7 @@ class ConfigMapMirror:
         self._check_proven()
 
     def forget(self, name: str, uid: str | None = None) -> None:
-        """Drop the object; with `uid` only if it still is that object."""
+        """Drop the object and mark it as changed; with `uid` only if it still is that object."""
         was = self.objects.get(name)
         if uid is not None and (was is None or uid_of(was) != uid):
             return
@@ -178,7 +180,10 @@ class ConfigMapMirror:
         return [name for name, found in self.objects.items() if kind_of(found) in KINDS]
 
     def _record_seen(self, found: Json) -> None:
-        """Take an object from a list or watch event, unless it is older than the known one."""
+        """Store an object from a list or watch event, unless it is older than the known one; ends its doubt.
+
+        Marked as changed unless it is our own write.
+        """
         name, known = name_of(found), self.objects.get(name_of(found))
         if self._deleted.get(name) == uid_of(found):
             return  # a state before its deletion

@@ -79,6 +79,7 @@ def adapter_object_name(lora_id: str) -> str:
 
 
 def alias_object_name(name: str) -> str:
+    """Name of the ConfigMap that we create for an alias: a hash, as not every alias is a valid name."""
     return f"alias-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
@@ -97,10 +98,12 @@ def applicable_copy(found: Json) -> Json:
 
 
 def name_of(found: Json) -> str:
+    """The object's name."""
     return str(found["metadata"]["name"])
 
 
 def uid_of(found: Json) -> str:
+    """The object's uid; "" before it is created."""
     return str(found["metadata"].get("uid") or "")
 
 
@@ -141,10 +144,12 @@ def release_of(found: Json) -> str:
 
 
 def kind_of(found: Json) -> str:
+    """The object's kind by our label: adapter, alias, policy or state; "" without the label."""
     return str((found["metadata"].get("labels") or {}).get(KIND, ""))
 
 
 def annotation(found: Json, name: str) -> str:
+    """The value of an annotation; "" without it."""
     return str((found["metadata"].get("annotations") or {}).get(name, ""))
 
 
@@ -171,6 +176,7 @@ def record_of(found: Json, kind: str) -> Record | None:
 
 
 def rollout_of(found: Json) -> Rollout | None:
+    """The rollout in an alias's annotation; None without one. Raises StoreError for one that cannot be read."""
     text = annotation(found, ROLLOUT)
     try:
         return rollout_in(text, f"annotation {ROLLOUT}") if text else None
@@ -234,7 +240,7 @@ def _is_shallow(text: str) -> bool:
 
 
 def adapter_text(adapter: RegisteredAdapter) -> str:
-    """The adapter as YAML text, without fields at their default."""
+    """The adapter as the YAML text of its object, without fields at their default."""
     policy = AdapterPolicy.model_validate({name: getattr(adapter, name) for name in AdapterPolicy.model_fields})
     secret = SecretRef.of(adapter.secret)
     body: dict[str, Any] = {
@@ -250,7 +256,7 @@ def adapter_text(adapter: RegisteredAdapter) -> str:
 
 
 def alias_text(name: str, targets: Targets) -> str:
-    """The alias as YAML text."""
+    """The alias as the YAML text of its object."""
     rows = [{"lora_id": lora_id} | ({"weight": weight} if weight != 1 else {}) for lora_id, weight in targets]
     return as_yaml({"name": name, "targets": rows})
 
@@ -262,6 +268,7 @@ def policy_text(rules: PlacementPolicy) -> str:
 
 
 def as_yaml(body: Mapping[str, Any]) -> str:
+    """The fields as YAML text, in their order."""
     return str(yaml.dump(dict(body), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 

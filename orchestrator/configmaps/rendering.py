@@ -84,7 +84,7 @@ class ObjectRendering:
     statuses: dict[str, str] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget everything about pending writes."""
+        """Forget all acceptances, deletions and statuses; the tables stay."""
         self.accepting.clear()
         self.deleting.clear()
         self.unwritten.clear()
@@ -92,7 +92,7 @@ class ObjectRendering:
         self.statuses.clear()
 
     def mark_deleted(self, table: str, key: str) -> None:
-        """Mark a row's object for deletion, and stop remembering it."""
+        """Mark a row's object for deletion, and drop the row's object name and memory."""
         name, row = self.tables.object_name(table, key), (table, key)
         found = self.mirror.objects.get(name)
         if found is not None and name not in self.lost and self._is_object_of(found, row):
@@ -112,7 +112,7 @@ class ObjectRendering:
         return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
 
     def fix_accepted_values(self, row: Row) -> None:
-        """Note the row's values as those of the text being accepted; later differences come from REST."""
+        """Store the row's present values as those that its text asks for; later differences come from REST."""
         taken = self.accepting.get(row)
         if taken is not None and taken.asked is None:
             self.accepting[row] = taken._replace(asked=self._asked_values(row))
@@ -131,7 +131,7 @@ class ObjectRendering:
                 return self.tables.policy.get("", PlacementPolicy())
 
     def on_written(self, row: Row) -> None:
-        """Update the bookkeeping after a write of the row."""
+        """After a write of the row: end its acceptance and its deletion, if the object shows that they are done."""
         name = self.tables.object_name(*row)
         record = self.mirror.accepted_record(name)
         row_in_object = row_in_record(record)
@@ -159,7 +159,10 @@ class ObjectRendering:
         return DesiredObject(name, None, uid) if found is not None and uid_of(found) == uid else None
 
     def render(self, key: WriteKey) -> DesiredObject | None:
-        """The object to write for this key; None: unchanged. Raises StateConflict after a change by others."""
+        """The object to write for this key; None: unchanged. Raises StateConflict after a change by others.
+
+        For tombstones and remembered adapters it calls `on_state` first.
+        """
         match key.table:
             case "adapters":
                 return self._render_adapter(key.name)
@@ -190,6 +193,7 @@ class ObjectRendering:
         )
 
     def _render_state(self, state_name: str, data: Callable[[Json | None], dict[str, str]]) -> DesiredObject:
+        """The object of a part of our own state. `data` gets the present object, None without one."""
         name = self.tables.state_name(state_name)
         known = self.mirror.objects.get(name)
         found = known if known is not None else new_object(self.fleet, "state", name)
@@ -320,6 +324,7 @@ class ObjectRendering:
         return f"; set over REST, beside the text of {owner}: {', '.join(others)}" if others else ""
 
     def _render_status(self, name: str) -> DesiredObject | None:
+        """The object with its new status; None without the object or a change."""
         found, status = self.mirror.objects.get(name), self.statuses.get(name)
         if found is None or status is None or annotation(found, STATUS) == status:
             return None
@@ -356,6 +361,7 @@ class ObjectRendering:
 
 
 def _status_of(adapter: RegisteredAdapter) -> str:
+    """The default status of an adapter's object."""
     if adapter.is_deleting:
         return "deleting"
     if adapter.quarantine is not None:

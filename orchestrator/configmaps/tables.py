@@ -72,7 +72,7 @@ class StoreTables:
         return f"{self.fleet}-{name}"
 
     def apply_changes(self, changes: Iterable[StoreChange]) -> None:
-        """Apply changes to the rows."""
+        """Apply changes to the rows; a new row gets an object name."""
         for change in changes:
             rows: dict[str, Any] = getattr(self, change.table)
             if change.value is None:
@@ -131,7 +131,10 @@ def row_in_record(record: object) -> tuple[str, str, Any] | None:
 
 
 def counters_in_object(found: Json | None) -> dict[str, int]:
-    """The counters epoch and revision. Raises StoreError, also for a newer schema."""
+    """The counters `epoch` and `revision` in the ConfigMap; empty without one.
+
+    Raises StoreError for a value that is not a number, and for a schema newer than ours.
+    """
     data: Mapping[str, str] = (found or {}).get("data") or {}
     try:
         counters = {name: int(value) for name, value in data.items() if name != "writer"}
@@ -147,7 +150,7 @@ def remembered_in_object(found: Json | None) -> dict[str, RememberedAdapter]:
     data: Mapping[str, str] = (found or {}).get("data") or {}
     if found is None or data.get("uid") != uid_of(found):
         return {}
-    known: dict[str, RememberedAdapter] = _json(data.get("known.json"), dict[str, RememberedAdapter])
+    known: dict[str, RememberedAdapter] = _decoded(data.get("known.json"), dict[str, RememberedAdapter])
     return known
 
 
@@ -162,7 +165,10 @@ def workers_data(tables: StoreTables) -> dict[str, str]:
 
 
 def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str, str]:
-    """The data of a shard's object. `known`: the present object, whose uid it carries."""
+    """The data of a shard's object.
+
+    known  the present object, whose uid the data carries; None: the data proves no deletion
+    """
     adapters = {lora_id: entry for lora_id, entry in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
     tombstones = {
         lora_id: tuple(entry) for lora_id, entry in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard
@@ -175,18 +181,22 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
 
 
 def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
-    """Fill in counters, operators' orders, remembered adapters and tombstones. Raises StoreError."""
+    """Set the tables' counters, operators' orders, remembered adapters and tombstones from state objects.
+
+    Raises StoreError.
+    """
     tables.counters = counters_in_object(mirror.objects.get(tables.state_name("counters")))
     workers = (mirror.objects.get(tables.state_name("workers")) or {}).get("data") or {}
-    tables.workers = _json(workers.get("workers.json"), dict[str, WorkerIntent])
+    tables.workers = _decoded(workers.get("workers.json"), dict[str, WorkerIntent])
     for shard in SHARDS:
         found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
         tables.remembered |= remembered_in_object(found)
-        tombstones = _json(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
+        tombstones = _decoded(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
         tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in tombstones.items()}
 
 
-def _json(text: str | None, kind: Any) -> Any:
+def _decoded(text: str | None, kind: Any) -> Any:
+    """The JSON text decoded as this type; empty without text. Raises StoreError."""
     try:
         return msgspec.json.decode(text or "{}", type=kind)
     except msgspec.MsgspecError as exc:

@@ -83,7 +83,7 @@ class _PendingWrite:
         return [error for key, error in self.errors.items() if key in keys or key.table == "tombstones"]
 
     def settle(self, key: WriteKey, error: OrchestratorError | None = None) -> None:
-        """Note the result of one key; wakes waiting callers after the last."""
+        """Record the result of one key; after the last key, wake the waiting callers."""
         if error is not None:
             self.errors[key] = error
         self.left.discard(key)
@@ -127,17 +127,17 @@ class ObjectWriter:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     def mark_dirty(self, keys: Iterable[WriteKey], *, is_promised: bool = True) -> None:
-        """Mark keys to be written. `is_promised`: `wait_durable` waits for them."""
+        """Queue writes of these keys, and start the background task. `is_promised`: `wait_durable` waits for them."""
         write = _PendingWrite(keys)
         for key in write.left:
             self._dirty.setdefault(key, []).append(write)
         if is_promised and write.left:
             self._open.add(write)
         if self._dirty and self._work is None:
-            self._work = asyncio.create_task(self._run())
+            self._work = asyncio.create_task(self._write_all_dirty())
 
     def is_pending(self, key: WriteKey) -> bool:
-        """Whether a write of the key is pending or in progress."""
+        """Whether a promised write of the key is pending or in progress."""
         return any(key in write.left for write in self._open)
 
     async def wait_durable(self, keys: Collection[WriteKey] | None = None) -> None:
@@ -153,12 +153,12 @@ class ObjectWriter:
                 raise error
 
     async def wait_idle(self) -> None:
-        """Wait until no key is dirty."""
+        """Wait until the background task has no key left to write."""
         while self._work is not None:
             await asyncio.wait([self._work])
 
     def drop_all(self) -> None:
-        """Give up all writes; waiting callers get an error."""
+        """Cancel the background task and give up all writes; waiting callers get OrchestratorUnavailable."""
         if self._work is not None:
             self._work.cancel()
             self._work = None
@@ -172,7 +172,7 @@ class ObjectWriter:
             write.over.set()
         self._open.clear()
 
-    async def _run(self) -> None:
+    async def _write_all_dirty(self) -> None:
         """Write dirty keys in their order until none is left."""
         try:
             while self._dirty:
@@ -186,11 +186,11 @@ class ObjectWriter:
                 self._work = None
 
     async def _write_and_settle(self, key: WriteKey, pending: list[_PendingWrite]) -> None:
-        """Write one key, report the result, and wake callers that wait for it."""
+        """Write one key within `give_up_s`, call `on_written` or `on_refused`, and wake callers that wait for it."""
         error: OrchestratorError | None = None
         try:
             async with self._gate, asyncio.timeout(self._give_up_s):
-                await self._write(key)
+                await self._write_key(key)
         except OrchestratorError as exc:
             error = exc
         except TimeoutError:
@@ -209,8 +209,11 @@ class ObjectWriter:
             if write.over.is_set():
                 self._open.discard(write)
 
-    async def _write(self, key: WriteKey) -> None:
-        """Write the object of a key, with retries. Raises OrchestratorError."""
+    async def _write_key(self, key: WriteKey) -> None:
+        """Write the object of a key, with retries after conflicts and passing errors. Raises OrchestratorError.
+
+        An object that people have deleted is not written, but marked as doubtful.
+        """
         collisions = failures = 0
         doubtful: str | None = None
         now = asyncio.get_running_loop().time
@@ -227,7 +230,7 @@ class ObjectWriter:
                     doubtful = None
                 desired = self._render(key)
                 if desired is not None:
-                    await self._send(desired)
+                    await self._send_object(desired)
             except (Collision, KubeNotFound) as exc:
                 assert desired is not None, "a read by name raises no conflict"
                 collisions += 1
@@ -241,14 +244,14 @@ class ObjectWriter:
                 else:
                     may_pass = isinstance(exc, KubeUnreachable) or exc.status in _BUSY
                 if not may_pass:
-                    raise _refused(exc) from exc
+                    raise _store_error(exc) from exc
                 failures += 1
                 await asyncio.sleep(max(backoff_s(failures, *_PAUSE_S, self._rng), exc.retry_after_s or 0.0))
             else:
                 return
 
-    async def _send(self, desired: DesiredObject) -> None:
-        """Delete, create or replace the object."""
+    async def _send_object(self, desired: DesiredObject) -> None:
+        """Delete, create or replace the object in the API server, and update the mirror. Raises KubeError."""
         known = self._mirror.objects.get(desired.name)
         path = f"{self._folder}/{desired.name}"
         if desired.body is None:
@@ -265,7 +268,10 @@ class ObjectWriter:
             self._mirror.record_object(found)
 
     async def read_object(self, name: str) -> Json | None:
-        """Read the object into the mirror and return it; None when there is none. Raises KubeError."""
+        """Read the object into the mirror and return it; None when there is none. Raises KubeError.
+
+        An object that differs from the mirror's is marked as changed.
+        """
         try:
             found = await self._kube.get(f"{self._folder}/{name}", timeout_s=self._call_s)
         except KubeNotFound:
@@ -277,7 +283,8 @@ class ObjectWriter:
         return found
 
 
-def _refused(exc: KubeError) -> StoreError:
+def _store_error(exc: KubeError) -> StoreError:
+    """The store's error for a refusal of the API server; after a 403 it names the permissions needed."""
     if isinstance(exc, KubeForbidden):
         return StoreError(f"{exc}; the Role needs get, list, watch, create, update and delete on configmaps")
     return StoreError(str(exc))

@@ -87,6 +87,7 @@ class RouterCounts:
     old_boots: list[str] = field(default_factory=list)
 
     def in_flight(self, engine_name: str, worker_id: str) -> int:
+        """The router's requests for the engine name that run on the worker."""
         use = self.uses.get((engine_name, worker_id))
         return 0 if use is None else use.in_flight
 
@@ -104,13 +105,15 @@ class _AdapterSums:
 
 @dataclass(slots=True)
 class _OpenWant:
+    """One adapter's open request for replicas. `until`: when it expires; `last`: when it was repeated last."""
+
     want: WantedReplicas
     until: float
     last: float
 
 
 class DemandBook:
-    """Usage reports and open wants; answers with snapshots. One writer: the event loop."""
+    """Routers' usage reports and open requests for replicas. One writer: the event loop."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
@@ -131,7 +134,10 @@ class DemandBook:
         *,
         holds: Iterable[AdapterQueueing] = (),
     ) -> bool:
-        """Record a router's cumulative counts. False for a report that was recorded before or is out of date."""
+        """Record a router's cumulative counts, and add their growth to the adapters' sums.
+
+        False for a report that was recorded before or is out of date; it changes nothing.
+        """
         last = self._routers.get(router_id)
         if last is not None and (boot_id in last.old_boots or (boot_id == last.boot_id and seq <= last.seq)):
             return False
@@ -146,7 +152,7 @@ class DemandBook:
         # The first report after our own start counts since the router's boot: a total, not a rate.
         if last is not None:
             for source, count in fresh.items():
-                self._add(count, counted.get(source), now, now - last.reported_at)
+                self._add_growth(count, counted.get(source), now, now - last.reported_at)
         elif self._counts_since is None:
             self._counts_since = now
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
@@ -162,14 +168,14 @@ class DemandBook:
         )
         return True
 
-    def _add(
+    def _add_growth(
         self,
         count: AdapterUsage | AdapterQueueing,
         before: AdapterUsage | AdapterQueueing | None,
         now: float,
         over_s: float,
     ) -> None:
-        """Add the growth of one count since the last report to the adapter's sums."""
+        """Add the growth of one count since the last report, spread over `over_s` seconds, to the adapter's sums."""
         names = _USAGE_FIELDS if isinstance(count, AdapterUsage) else _QUEUEING_FIELDS
         grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
         if not any(amount for _, amount in grown):
@@ -192,7 +198,7 @@ class DemandBook:
                 entry.surge += amount * _unit_weight(over_s, SURGE_WINDOWS * self.window_s)
 
     def add_want(self, lora_id: str, want: WantedReplicas, until: float) -> bool:
-        """Add a want, merged with the adapter's open one. True when it asks for more than was known.
+        """Add a request for replicas, merged with the adapter's open one. True when it asks for more than was known.
 
         until  when it expires unless it is repeated
         """
@@ -213,39 +219,42 @@ class DemandBook:
         return is_more
 
     def open_wants(self, now: float) -> Mapping[str, WantedReplicas]:
-        """lora_id -> open want, marked as abandoned where its callers have gone."""
+        """lora_id -> open request for replicas, marked as abandoned where no caller has repeated it of late."""
         return {
             lora_id: replace(asked.want, is_abandoned=True) if now - asked.last > ABANDONED_AFTER_S else asked.want
             for lora_id, asked in self._open_wants.items()
         }
 
     def mark_abandoned(self, lora_id: str) -> None:
-        """Mark the want as abandoned: a waiting client has gone. Other waiting clients renew it when they ask again."""
+        """Mark the adapter's open request for replicas as abandoned, because a waiting client has gone.
+
+        Other waiting clients renew it when they repeat their `ensure`.
+        """
         asked = self._open_wants.get(lora_id)
         if asked is not None:
             asked.last = -math.inf
 
     def record_load_started(self, lora_id: str, now: float) -> None:
-        """Note that a load of the adapter has begun: each tenant that waits for it has had a turn."""
+        """Record that a load of the adapter has begun: a turn of each tenant that waits for it."""
         asked = self._open_wants.get(lora_id)
         if asked is not None:
             self._last_load_at |= dict.fromkeys(asked.want.tenants, now)
 
     def drop_want(self, lora_id: str) -> None:
-        """Drop the want: the adapter is ready, and may be evicted like any other."""
+        """Drop the adapter's open request for replicas: the adapter is ready, and may be evicted like any other."""
         self._open_wants.pop(lora_id, None)
 
     def forget_adapter(self, lora_id: str) -> None:
-        """Drop everything about a deleted adapter."""
+        """Drop a deleted adapter's counts and its open request for replicas."""
         self._open_wants.pop(lora_id, None)
         self._sums.pop(lora_id, None)
 
     def request_rate(self, lora_id: str, now: float) -> float:
-        """The adapter's requests a second."""
+        """The adapter's requests per second, recent ones weighted most."""
         return self.traffic_rates(lora_id, now).requests
 
     def traffic_rates(self, lora_id: str, now: float) -> TrafficFigures:
-        """The adapter's figures per second, weighted over the window."""
+        """The adapter's traffic figures per second, recent ones weighted most."""
         entry = self._sums.get(lora_id)
         if entry is None:
             return TrafficFigures()
@@ -258,11 +267,11 @@ class DemandBook:
         return TrafficFigures() if entry is None else TrafficFigures(*entry.total)
 
     def live_routers(self, now: float) -> list[RouterCounts]:
-        """Routers that have reported of late."""
+        """Routers whose last report is younger than `ROUTER_LIVE_S`."""
         return [router for router in self._routers.values() if now - router.reported_at < ROUTER_LIVE_S]
 
     def snapshot(self, now: float) -> DemandSnapshot:
-        """The demand now."""
+        """The demand now. Drops expired requests for replicas, old sums and old routers first."""
         self._drop_old(now)
         in_use: set[Pair] = {
             (use.lora_id, use.worker_id)
@@ -320,7 +329,7 @@ class DemandBook:
         return 1 / -math.expm1(-max(0.25, (now - self._counts_since) / self.window_s))
 
     def _drop_old(self, now: float) -> None:
-        """Drop expired wants, faded sums and routers gone for an hour."""
+        """Drop expired requests for replicas, faded sums, and tenants and routers not seen for an hour."""
         self._open_wants = {lora_id: asked for lora_id, asked in self._open_wants.items() if asked.until > now}
         self._last_load_at = {tenant: at for tenant, at in self._last_load_at.items() if now - at < _FORGET_ROUTER_S}
         # After ten windows less than 1/20,000 of a rate is left. Totals are kept for an hour.
@@ -338,6 +347,7 @@ def _unit_weight(over_s: float, window_s: float) -> float:
 
 
 def _ratio(amount: float, of: float) -> float:
+    """`amount` divided by `of`; 0.0 if `of` is not positive."""
     return amount / of if of > 0 else 0.0
 
 

@@ -23,6 +23,7 @@ class OrchestratorError(Exception):
     code = "internal_error"
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        """`code`: instead of the class's code. `param`: the request field that is wrong."""
         super().__init__(message)
         self.code = code or type(self).code
         self.param = param

@@ -61,7 +61,10 @@ class FailureBook:
         rng: Random,
         least_s: float = 0.0,
     ) -> AdapterFailure:
-        """Record a failure. Each in a row blocks twice as long, from `first_s` up to `most_s`, at least `least_s`."""
+        """Record a failure. Each in a row blocks twice as long, from `first_s` up to `most_s`, at least `least_s`.
+
+        Returns the failure. Up to a quarter of its time is taken off at random.
+        """
         count, _ = self._streaks.get(pair, (0, 0.0))
         lasts_s = min(first_s * 2.0 ** min(count, 30), max(first_s, most_s))
         until = now + max(lasts_s * (1.0 - _JITTER * rng.random()), least_s)
@@ -72,13 +75,13 @@ class FailureBook:
         return failure
 
     def set_failure(self, pair: Pair, failure: AdapterFailure) -> None:
-        """Set the failure of a worker on which the adapter was not tried."""
+        """Set the failure of a worker on which the adapter was not tried; its streak stays."""
         self.by_pair[pair] = self._of.setdefault(pair[0], {})[pair] = failure
 
     def record_success(self, pair: Pair) -> None:
         """Drop the pair's failure and its streak."""
         self._streaks.pop(pair, None)
-        self._drop(pair)
+        self._drop_failure(pair)
 
     def forget_adapter(self, lora_id: str) -> None:
         """Drop all failures of the adapter, so that it may be loaded anywhere again."""
@@ -87,14 +90,15 @@ class FailureBook:
         self._streaks = {pair: row for pair, row in self._streaks.items() if pair[0] != lora_id}
 
     def clear(self) -> None:
-        """Drop all failures of all adapters."""
+        """Drop all failures and streaks of all adapters."""
         self.by_pair.clear()
         self._of.clear()
         self._streaks.clear()
 
     def drop_expired(self, now: float) -> None:
+        """Drop failures that no longer block, and streaks that are over."""
         for pair in [pair for pair, failure in self.by_pair.items() if failure.until <= now]:
-            self._drop(pair)
+            self._drop_failure(pair)
         for pair in [pair for pair, (_, until) in self._streaks.items() if until <= now]:
             del self._streaks[pair]
 
@@ -117,7 +121,8 @@ class FailureBook:
         """Adapters with any failure, expired ones included."""
         return self._of.keys()
 
-    def _drop(self, pair: Pair) -> None:
+    def _drop_failure(self, pair: Pair) -> None:
+        """Drop the pair's failure, if there is one; its streak stays."""
         if self.by_pair.pop(pair, None) is not None:
             pairs = self._of[pair[0]]
             del pairs[pair]

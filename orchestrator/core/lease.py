@@ -45,7 +45,7 @@ class LeaseCandidate:
         self._until: float | None = None
 
     def observe_record(self, found: LeaseRecord | None, now: float) -> None:
-        """Take in the record, which was read before `now`."""
+        """Record what was read before `now`. If another holder is in it, this process may no longer act."""
         if found != self.last_seen or not self._has_seen:
             # No record at a first start: the lease is free. No record after one was seen: it was deleted, and its
             # holder still acts.
@@ -57,7 +57,7 @@ class LeaseCandidate:
             self._until = None
 
     def next_record(self, now: float, *, is_holder_gone: bool) -> LeaseRecord | None:
-        """The record to write in place of `last_seen`; None while another process holds the lease.
+        """The record to write in place of `last_seen`, with the next beat; None while another process holds the lease.
 
         is_holder_gone   whether the holder's process has certainly ended
         """
@@ -80,7 +80,10 @@ class LeaseCandidate:
         return is_over or (seen is not None and (seen.is_released or is_holder_gone))
 
     def record_written(self, hold: LeaseRecord, asked_at: float) -> None:
-        """Note that `hold` is written. `asked_at`: the time before the write, because its duration is not ours."""
+        """Record that `hold` is written, and how long this process may act by it.
+
+        asked_at  time before the write, because the write's duration is not ours
+        """
         self.last_seen, self._has_seen, self._seen_at = hold, True, asked_at
         self._until = None if hold.is_released else asked_at + hold.duration_s - self._margin_s
 

@@ -116,7 +116,7 @@ def _unload_actions(
     busy: dict[str, int],
     now: float,
 ) -> list[WorkerAction]:
-    """Unloads of drained adapters, within the budget of each worker. Counts them in `busy`."""
+    """Unloads of drained adapters, within the budget of each worker. Adds them to the counts in `busy`."""
     actions: list[WorkerAction] = []
     for step in desired.removals:
         is_failing = observed.current_failure(step.lora_id, step.worker_id, now) is not None
@@ -137,7 +137,7 @@ def _load_actions(
     policy: PlacementPolicy,
     busy: dict[str, int],
 ) -> list[WorkerAction]:
-    """Loads that have a slot or a drained victim, within the budgets. Counts them in `busy`."""
+    """Loads that have a slot or a drained victim, within the budgets. Adds them to the counts in `busy`."""
     actions: list[WorkerAction] = []
     left = policy.loads_fleet_wide - observed.loads_in_flight
     free = {worker_id: worker.slots - worker.occupied_slots for worker_id, worker in observed.workers.items()}

@@ -61,6 +61,7 @@ class RequestTally:
     first_token_s: float = 0.0
 
     def __add__(self, other: "RequestTally") -> "RequestTally":
+        """The sum of each count."""
         return RequestTally(
             self.requests + other.requests,
             self.errors + other.errors,
@@ -70,11 +71,13 @@ class RequestTally:
 
     @property
     def error_rate(self) -> float:
+        """The part of requests that failed, at most 1; 0.0 without requests."""
         # An error may be reported a moment before the end of its request.
         return min(1.0, self.errors / self.requests) if self.requests else 0.0
 
     @property
     def mean_first_token_s(self) -> float | None:
+        """Mean seconds until the first token; None without a first token."""
         return self.first_token_s / self.first_tokens if self.first_tokens else None
 
 
@@ -112,6 +115,7 @@ class Rollout:
 
     @property
     def is_active(self) -> bool:
+        """Whether the rollout is still placing or watching a step."""
         return self.phase in ACTIVE
 
     @property
@@ -121,6 +125,7 @@ class Rollout:
 
     @property
     def new_ids(self) -> frozenset[str]:
+        """lora_ids of the new targets, without those of weight 0."""
         return frozenset(_traffic_shares(self.after))
 
 
@@ -168,7 +173,7 @@ def targets_at(rollout: Rollout, step: int) -> Targets:
 
 
 def current_targets(rollout: Rollout) -> Targets:
-    """The alias's targets now, unless a caller has set others."""
+    """The targets that the rollout gives its alias now; after its end the new ones if it is done, else the old ones."""
     if rollout.phase == "done":
         return rollout.after
     if not rollout.is_active:
@@ -228,7 +233,8 @@ def regression_reason(guard: RolloutGuard, old: RequestTally, new: RequestTally)
 def advance(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
     """The rollout after one observation, and the alias's new targets (None: unchanged).
 
-    It advances by one phase at most; call it again while the phase changes.
+    Adds the observed counts, so use each observation once. It advances by one phase at most; call it again, without
+    counts, while the phase changes.
     """
     if not rollout.is_active:
         return rollout, None
@@ -262,12 +268,12 @@ def aborted_rollout(rollout: Rollout, now: float) -> tuple[Rollout, Targets | No
 
 
 def rollout_json(rollout: Rollout) -> dict[str, Any]:
-    """The rollout as JSON values."""
+    """The rollout as JSON values, for `rollout_in`."""
     return asdict(rollout)
 
 
 def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
-    """Shift the alias once its replicas are ready; fail the rollout when they take too long."""
+    """The rollout and the targets to shift to once its replicas are ready; failed when they take too long."""
     lacks = missing_by_adapter(rollout, seen)
     if rollout.paused_at is not None:
         return rollout, None
@@ -288,7 +294,7 @@ def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> 
 
 
 def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) -> Rollout:
-    """Go on to the next step, or finish, once this one has lasted long enough with enough requests."""
+    """The rollout at its next step, or done, once this step has lasted long enough with enough requests."""
     step = rollout.steps[rollout.step]
     if rollout.paused_at is not None or now - rollout.since < step.for_s:
         return rollout
@@ -310,6 +316,7 @@ def _unusable_reason(rollout: Rollout, seen: RolloutObservation) -> str | None:
 
 
 def _regression_so_far(rollout: Rollout) -> str | None:
+    """Why the new version is worse since the last shift; None when it is not, or the rollout has no guard."""
     if rollout.guard is None or (rollout.phase == "placing" and rollout.step == 0):
         return None
     has_enough = rollout.old.requests >= max(rollout.guard.min_requests, _LEAST_REQUESTS)
@@ -341,6 +348,7 @@ def _traffic_shares(targets: Targets) -> dict[str, float]:
 
 
 def _is_more_than_chance(old: RequestTally, new: RequestTally) -> bool:
+    """Whether the new targets' error rate is above the old targets' by more than chance explains."""
     low, _ = _error_rate_bounds(new)
     _, high = _error_rate_bounds(old)
     spread = sqrt((new.error_rate - low) ** 2 + (high - old.error_rate) ** 2)

@@ -25,4 +25,5 @@ def without_secrets(source: str) -> str:
 
 
 def _without_query(rest: str) -> str:
+    """The part of a URL before its query and fragment."""
     return rest.partition("#")[0].partition("?")[0]

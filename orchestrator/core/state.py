@@ -49,6 +49,7 @@ class RegisteredAdapter:
 
     @property
     def is_inspected(self) -> bool:
+        """Whether digest, rank and base model are known."""
         return self.digest is not None and self.rank is not None and self.base_model is not None
 
 
@@ -137,6 +138,7 @@ class ObservedWorker:
 
     @property
     def occupied_slots(self) -> int:
+        """Number of slots that adapters on the worker take."""
         return sum(held.state in OCCUPYING for held in self.adapters.values())
 
     def has_in_slot(self, lora_id: str) -> bool:

@@ -33,18 +33,18 @@ def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
     digests: dict[str, int] = {}
     for lora_id, _ in found:
         digests[lora_id] = digests.get(lora_id, 0) + 1
-    return [_item(copies, digests[lora_id], store) for (lora_id, _), copies in sorted(found.items())]
+    return [_orphan_item(copies, digests[lora_id], store) for (lora_id, _), copies in sorted(found.items())]
 
 
 def adopt(
     ask: AdoptRequest, reports: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
 ) -> list[BatchResult]:
-    """Register orphans under their own names, without loading or unloading anything; one result each."""
+    """Register orphans under their own lora_ids, without loading or unloading anything; one result each."""
     present = orphans(reports, store)
     wanted = present if ask.lora_ids is None else [item for item in present if item.lora_id in set(ask.lora_ids)]
     with store.together():
         results = [_adopt_one(item, ask.tenants, registry, actor) for item in wanted]
-    return [*results, *_missing(ask.lora_ids or (), {item.lora_id for item in present})]
+    return [*results, *_missing_results(ask.lora_ids or (), {item.lora_id for item in present})]
 
 
 def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
@@ -69,7 +69,7 @@ def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adap
     return BatchResult(lora_id=item.lora_id, status=201)
 
 
-def _missing(asked: Iterable[str], present: set[str]) -> Iterator[BatchResult]:
+def _missing_results(asked: Iterable[str], present: set[str]) -> Iterator[BatchResult]:
     """Error results for requested ids that are no orphans."""
     for lora_id in asked:
         if lora_id not in present:
@@ -77,7 +77,7 @@ def _missing(asked: Iterable[str], present: set[str]) -> Iterator[BatchResult]:
             yield BatchResult(lora_id=lora_id, status=error.status, code=error.code, error=str(error))
 
 
-def _item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStore) -> OrphanItem:
+def _orphan_item(copies: list[tuple[str, LoadedLora]], versions: int, store: IntentStore) -> OrphanItem:
     """One orphan as wire model. `versions`: number of digests under its lora_id."""
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(

@@ -70,7 +70,7 @@ class AdapterRegistry:
             _require_no_secret(spec.source)
             return None
         _require_same(known, spec)
-        wanted = replace(known, tenants=_sorted(spec.tenants), secret=_secret(spec.secret_ref))
+        wanted = replace(known, tenants=_sorted_tenants(spec.tenants), secret=_secret_text(spec.secret_ref))
         if _with_policy(wanted, spec.policy) != known:
             message = (
                 f"{spec.lora_id!r} is registered with another policy, tenants or secret;"
@@ -80,7 +80,11 @@ class AdapterRegistry:
         return known
 
     def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
-        """Register the adapter; returns it, and whether it is new. Raises StateConflict, OrchestratorRequestError."""
+        """Store the adapter unless it is registered already; returns it, and whether it is new.
+
+        A registered adapter without digest or base model gets those of the spec.
+        Raises StateConflict, OrchestratorRequestError.
+        """
         known = self.equal_registration(spec)
         if known is not None:
             return self._fill_in(known, spec), False
@@ -92,7 +96,7 @@ class AdapterRegistry:
         return adapter, True
 
     def apply_spec(self, spec: AdapterSpec, actor: str = NOBODY) -> None:
-        """Register the adapter, or change a registered one to this spec.
+        """Register the adapter, or change a registered one to this spec; fields that it leaves out get their default.
 
         Raises StateConflict, OrchestratorRequestError.
         """
@@ -109,7 +113,7 @@ class AdapterRegistry:
             self.patch_adapter(spec.lora_id, whole, actor)
 
     def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY) -> None:
-        """Register an orphan, with all that its agent has reported. Raises StateConflict."""
+        """Register an orphan with all that its agent has reported. Nothing is loaded. Raises StateConflict."""
         self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             self._store.put_adapter(adapter)
@@ -118,7 +122,7 @@ class AdapterRegistry:
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)
 
     def _fill_in(self, known: RegisteredAdapter, spec: AdapterSpec) -> RegisteredAdapter:
-        """Add digest and base model from the spec where the registration left them open."""
+        """Store digest and base model from the spec where the registration has none, and drop the failures then."""
         filled = replace(known, digest=known.digest or spec.digest, base_model=known.base_model or spec.base_model)
         if filled != known:
             self._store.put_adapter(filled)
@@ -128,30 +132,33 @@ class AdapterRegistry:
     def patch_adapter(
         self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None
     ) -> RegisteredAdapter:
-        """Change the fields that the patch names. Raises NotFound, PreconditionFailed, OrchestratorRequestError."""
+        """Store the fields that the patch names; a new secret also drops the adapter's failures.
+
+        Raises NotFound, PreconditionFailed, OrchestratorRequestError.
+        """
         before = adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
         if patch.policy is not None:
             for name in patch.policy.model_fields_set:
                 adapter = replace(adapter, **{name: getattr(patch.policy, name)})
         if "tenants" in patch.model_fields_set:
-            adapter = replace(adapter, tenants=_sorted(patch.tenants))
+            adapter = replace(adapter, tenants=_sorted_tenants(patch.tenants))
         if "secret_ref" in patch.model_fields_set:
-            adapter = replace(adapter, secret=_secret(patch.secret_ref))
+            adapter = replace(adapter, secret=_secret_text(patch.secret_ref))
         if (adapter.min_replicas, adapter.max_replicas) != (before.min_replicas, before.max_replicas):
             _check_bounds(adapter, self._store.rules)
         if adapter != before:
             with self._store.together():
                 self._store.put_adapter(adapter)
-                self._store.record("adapter_changed", lora_id, _changes(asdict(before), asdict(adapter)), actor)
+                self._store.record("adapter_changed", lora_id, _changed_fields(asdict(before), asdict(adapter)), actor)
         if adapter.secret != before.secret:
             self._forget_failures(lora_id)
         return adapter
 
     def delete_adapter(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Mark the adapter as deleting; it is dropped when no worker holds it any more.
+        """Mark the adapter as deleting, unless it is; it is dropped when no worker holds it any more.
 
-        Raises NotFound, StateConflict while an alias points at it, PreconditionFailed.
+        Raises NotFound, StateConflict while an alias or rollout points at it, PreconditionFailed.
         """
         adapter = self.adapter(lora_id)
         _require_match(if_match, self.adapter_etag(adapter), f"adapter {lora_id!r}")
@@ -167,7 +174,10 @@ class AdapterRegistry:
                 self._store.record("adapter_deleted", lora_id, {"digest": adapter.digest}, actor)
 
     def unquarantine(self, lora_id: str, actor: str = NOBODY) -> RegisteredAdapter:
-        """Lift the adapter's quarantine. Its inspected digest stays, as its bytes may not change. Raises NotFound."""
+        """Lift the adapter's quarantine; returns the adapter. Its inspected digest stays, as its bytes may not change.
+
+        Raises NotFound.
+        """
         before = self.adapter(lora_id)
         adapter = replace(before, quarantine=None)
         if before.quarantine is not None:
@@ -184,8 +194,9 @@ class AdapterRegistry:
     def put_alias(self, name: str, spec: AliasSpec, actor: str = NOBODY, *, if_match: str | None = None) -> bool:
         """Create or change an alias; returns whether it is new. A known alias shifts when the targets are placed.
 
-        Raises StateConflict for a taken name and while a rollout is under way, NotFound for a target that is not
-        registered, PreconditionFailed.
+        Raises StateConflict for a taken name, a target that is being deleted, and while a rollout is in progress;
+        NotFound for a target that is not registered; OrchestratorRequestError for an invalid name or weights;
+        PreconditionFailed.
         """
         self.require_name(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
@@ -196,7 +207,7 @@ class AdapterRegistry:
             self._require_target(target.lora_id, "targets")
         if not sum(target.weight for target in spec.targets) > 0:
             raise OrchestratorRequestError("at least one target needs a weight above 0", param="targets")
-        self._rollouts.point_alias(name, _targets(spec), actor, place_s=spec.place_s)
+        self._rollouts.point_alias(name, _spec_targets(spec), actor, place_s=spec.place_s)
         return is_new
 
     def require_rollout_target(self, name: str, to: str) -> None:
@@ -205,7 +216,7 @@ class AdapterRegistry:
         self._require_target(to, "to")
 
     def _require_target(self, lora_id: str, param: str) -> None:
-        """Raise NotFound or StateConflict when the adapter cannot be an alias's target."""
+        """Raise NotFound or StateConflict when the adapter cannot be an alias's target. `param`: named in the error."""
         if self.adapter(lora_id).is_deleting:
             message = f"{lora_id!r} is being deleted and cannot be a target"
             raise StateConflict(message, code="adapter_deleting", param=param)
@@ -217,7 +228,7 @@ class AdapterRegistry:
         return None if targets is None else _etag([name, targets, going])
 
     def alias(self, name: str) -> tuple[tuple[str, float], ...]:
-        """The alias's targets. Raises NotFound."""
+        """The alias's targets, (lora_id, weight) each. Raises NotFound."""
         found = self._store.aliases.get(name)
         if found is None:
             raise NotFound(f"alias {name!r} does not exist", code="alias_not_found", param="name")
@@ -240,7 +251,7 @@ class AdapterRegistry:
             raise OrchestratorRequestError(str(exc).replace("lora_id", "alias", 1), param="name") from exc
 
     def _require_free(self, name: str, param: str) -> None:
-        """Raise StateConflict when the name is an alias, an adapter or a base model."""
+        """Raise StateConflict when the name is an alias, an adapter or a base model. `param`: named in the error."""
         taken = None
         if name in self._store.aliases:
             taken = "an alias"
@@ -260,9 +271,10 @@ class AdapterRegistry:
         return Policy.model_validate(asdict(self._store.rules))
 
     def put_policy(self, policy: Policy, if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Replace the whole policy.
+        """Replace the whole policy; returns it.
 
-        Raises PreconditionFailed when `if_match` names another version, PreconditionRequired when it is None.
+        Raises PreconditionFailed when `if_match` names another version, PreconditionRequired when it is None,
+        OrchestratorRequestError when the minimum of replicas is above the maximum.
         """
         if if_match is None:
             raise PreconditionRequired(
@@ -272,11 +284,11 @@ class AdapterRegistry:
         return self._replace_policy(policy, if_match, actor)
 
     def patch_policy(self, changes: dict[str, Any], if_match: str | None, actor: str = NOBODY) -> Policy:
-        """Change fields of the policy. Raises OrchestratorRequestError, PreconditionFailed."""
+        """Store the policy with these changes; returns it. Raises OrchestratorRequestError, PreconditionFailed."""
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
-        """Store the policy. Raises PreconditionFailed, OrchestratorRequestError."""
+        """Store the policy if it differs; returns it. Raises PreconditionFailed, OrchestratorRequestError."""
         _require_match(if_match, self.policy_etag(), "the policy")
         if policy.min_replicas > policy.max_replicas:
             raise OrchestratorRequestError(
@@ -286,13 +298,16 @@ class AdapterRegistry:
         if rules != before:
             with self._store.together():
                 self._store.put_rules(rules)
-                self._store.record("policy_changed", "", _changes(asdict(before), asdict(rules)), actor)
+                self._store.record("policy_changed", "", _changed_fields(asdict(before), asdict(rules)), actor)
         return policy
 
     def set_worker(
         self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
     ) -> None:
-        """Cordon or drain a worker; state None takes either back. Raises NotFound."""
+        """Store an operator's order for a worker: cordoned or draining; None takes it back. Raises NotFound.
+
+        drain_s  seconds after which a drain stops waiting for moves
+        """
         if worker_id not in self._reports.workers and worker_id not in self._store.workers:
             known = ", ".join(sorted(self._reports.workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
@@ -337,14 +352,14 @@ _BOUNDS = "min_replicas {} is above max_replicas {}"
 
 
 def new_adapter(spec: AdapterSpec) -> RegisteredAdapter:
-    """The adapter that a spec describes, not inspected yet."""
+    """The adapter that a spec describes, not inspected yet. Raises OrchestratorRequestError for its replica bounds."""
     adapter = RegisteredAdapter(
         lora_id=spec.lora_id,
         source=spec.source,
         base_model=spec.base_model,
         digest=spec.digest,
-        tenants=_sorted(spec.tenants),
-        secret=_secret(spec.secret_ref),
+        tenants=_sorted_tenants(spec.tenants),
+        secret=_secret_text(spec.secret_ref),
     )
     return _with_policy(adapter, spec.policy)
 
@@ -372,11 +387,13 @@ def asdict_policy(adapter: RegisteredAdapter) -> dict[str, Any]:
     return {name: getattr(adapter, name) for name in AdapterPolicy.model_fields}
 
 
-def _targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
+def _spec_targets(spec: AliasSpec) -> tuple[tuple[str, float], ...]:
+    """(lora_id, weight) of each target of the spec."""
     return tuple((target.lora_id, target.weight) for target in spec.targets)
 
 
 def _etag(value: object) -> str:
+    """An ETag: a hash of the value as JSON."""
     return f'"{hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]}"'
 
 
@@ -392,12 +409,13 @@ def _require_match(if_match: str | None, etag: str | None, subject: str) -> None
         )
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+def _changed_fields(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
     """field -> [before, after], of the fields that differ."""
     return {name: [before[name], after[name]] for name in after if before[name] != after[name]}
 
 
 def _with_policy(adapter: RegisteredAdapter, policy: AdapterPolicy) -> RegisteredAdapter:
+    """The adapter with this policy. Raises OrchestratorRequestError when its minimum is above its maximum."""
     adapter = replace(adapter, **{name: getattr(policy, name) for name in AdapterPolicy.model_fields})
     _check_bounds(adapter, None)
     return adapter
@@ -412,15 +430,18 @@ def _check_bounds(adapter: RegisteredAdapter, rules: PlacementPolicy | None) -> 
         raise OrchestratorRequestError(_BOUNDS.format(least, most), param="policy.min_replicas")
 
 
-def _secret(ref: SecretRef | None) -> str | None:
+def _secret_text(ref: SecretRef | None) -> str | None:
+    """The stored form of a secret reference, `name/key`."""
     return None if ref is None else str(ref)
 
 
-def _sorted(tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:
+def _sorted_tenants(tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The tenants sorted, each once; None for all tenants."""
     return None if tenants is None else tuple(sorted(set(tenants)))
 
 
 def _next_version(lora_id: str) -> str:
+    """An example of a lora_id for a new version: `x/v1` gives `x/v2`."""
     name, slash, version = lora_id.rpartition("/")
     if slash and version.startswith("v") and version[1:].isdigit():
         return f"{name}/v{int(version[1:]) + 1}"

@@ -30,14 +30,16 @@ class Lease(Protocol):
     """
 
     @property
-    def is_absence_new(self) -> bool: ...
+    def is_absence_new(self) -> bool:
+        """Whether a missing record means that no process has ever led, see `LeaseCandidate`."""
+        ...
 
     async def read(self) -> LeaseRecord | None:
         """The record; None when there is none."""
         ...
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Replace exactly `seen` by `new`; False when the record has changed since it was read."""
+        """Store `new` if the record is still `seen`; False when it has changed since it was read."""
         ...
 
     async def is_gone(self, hold: LeaseRecord) -> bool:
@@ -51,7 +53,9 @@ class Lease(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what this process holds for the lease; it does not release the lease."""
+        ...
 
 
 class FileLease:
@@ -64,26 +68,29 @@ class FileLease:
     is_absence_new = True  # an orchestrator of one host leads from its first response on
 
     def __init__(self, path: Path, *, holder: str) -> None:
-        """Raises OSError when the folder cannot be written."""
+        """Create and lock our lock file. Raises OSError when the folder cannot be written."""
         self._path = path
         self._lock_file = self._lock_file_of(holder)
         self._lock: int | None = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # blocking: another process that checks it holds the lock for a moment
 
     def close(self) -> None:
-        """Remove our lock file. May be called twice."""
+        """Remove our lock file and its lock. May be called twice."""
         self._lock_file.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     async def read(self) -> LeaseRecord | None:
+        """The record; None when there is none. Raises LeaseUnreachable."""
         return await asyncio.to_thread(self._read)
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
+        """Store `new` if the record is still `seen`; False when it has changed. Raises LeaseUnreachable."""
         return await asyncio.to_thread(self._write, new, seen)
 
     async def is_gone(self, hold: LeaseRecord) -> bool:
+        """Whether the holder's process has ended, which its unlocked lock file shows."""
         return await asyncio.to_thread(self._is_gone, hold)
 
     async def is_late_check_safe(self) -> bool:
@@ -91,19 +98,22 @@ class FileLease:
         return await asyncio.to_thread(self._is_alone)
 
     def _is_alone(self) -> bool:
+        """Whether no other process of this lease is alive."""
         others = [path for path in self._path.parent.glob(f"{self._path.name}.*") if path != self._lock_file]
         return all(_is_unlocked(path) or not path.exists() for path in others)
 
     def _lock_file_of(self, holder: str) -> Path:
+        """Path of a holder's lock file."""
         return self._path.with_name(f"{self._path.name}.{holder}")
 
     def _read(self) -> LeaseRecord | None:
-        with self._open() as db:
+        """The record in the file; None when there is none."""
+        with self._open_file() as db:
             return _read_record(db)
 
     def _write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Compare and set the record."""
-        with self._open() as db:
+        """Store `new` if the record is still `seen`; after a takeover, remove the lock files of dead processes."""
+        with self._open_file() as db:
             db.execute("BEGIN IMMEDIATE")
             if _read_record(db) != seen:
                 return False
@@ -111,21 +121,22 @@ class FileLease:
             db.execute(f"REPLACE INTO lease (id, {_FIELDS}) VALUES (1, ?, ?, ?, ?, ?)", tuple(row.values()))  # noqa: S608
             db.execute("COMMIT")
         if seen is None or seen.holder != new.holder:
-            self._sweep()
+            self._remove_dead_lock_files()
         return True
 
-    def _sweep(self) -> None:
+    def _remove_dead_lock_files(self) -> None:
         """Remove lock files of dead processes; only after a takeover, as they prove that a holder has died."""
         for path in self._path.parent.glob(f"{self._path.name}.*"):
             if path != self._lock_file and _is_unlocked(path):
                 path.unlink(missing_ok=True)
 
     def _is_gone(self, hold: LeaseRecord) -> bool:
+        """Whether the holder's process has certainly ended."""
         return _is_unlocked(self._lock_file_of(hold.holder))
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """Open the file with its table. Raises LeaseUnreachable."""
+    def _open_file(self) -> Iterator[sqlite3.Connection]:
+        """Open the file for one block, creating it and its table. Raises LeaseUnreachable."""
         try:
             db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
@@ -141,6 +152,7 @@ class FileLease:
 
 
 def _read_record(db: sqlite3.Connection) -> LeaseRecord | None:
+    """The record in the table; None when there is none."""
     row = db.execute(f"SELECT {_FIELDS} FROM lease").fetchone()  # noqa: S608
     if row is None:
         return None

@@ -70,6 +70,10 @@ class LeaderForwarding:
         self._refreshed_at: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request in this process if it leads or the route is local; else forward it to the leader.
+
+        Without a leader, a read is answered from the store, which is read again first.
+        """
         if scope["type"] == "http" and scope["path"] not in LOCAL and self._leadership.is_late:
             await self._leadership.wait_for_check(self._retry_after_s)
         if scope["type"] != "http" or scope["path"] in LOCAL or self._leadership.is_leading:
@@ -84,7 +88,10 @@ class LeaderForwarding:
         await (self._app if answer is None else answer)(scope, receive, send)
 
     async def _leader_response(self, request: Request) -> Response | None:
-        """The leader's response or an error; None for a read that this process may answer without a leader."""
+        """The response of the leader, to which the request is forwarded, or an error; counts the outcome.
+
+        None for a read that may be answered without a leader.
+        """
         leader = self._leadership.other_holder
         trouble = self._leadership.trouble
         why = "this orchestrator does not lead, and knows of none that does" + (f": {trouble}" if trouble else "")
@@ -125,7 +132,7 @@ class LeaderForwarding:
         return StreamingResponse(self._body(leader, answer), status_code=answer.status_code, headers=kept)
 
     async def _while_leading(self, leader: LeaseRecord, sending: Awaitable[httpx.Response]) -> httpx.Response:
-        """The leader's response. Some calls take minutes, so there is no deadline.
+        """Wait for the leader's response without a deadline, as some calls take minutes.
 
         Raises TimeoutError when the leader changes, _ServiceStopping when this process stops.
         """
@@ -142,11 +149,15 @@ class LeaderForwarding:
         return await run_watched(sending, check, every_s=_CHECK_EVERY_S)
 
     def _is_still_leading(self, leader: LeaseRecord) -> bool:
+        """Whether this process knows the same leader as before."""
         now = self._leadership.other_holder
         return now is not None and now.holder == leader.holder
 
     async def _body(self, leader: LeaseRecord, answer: httpx.Response) -> AsyncIterator[bytes]:
-        """The body's chunks as they come. The connection to the leader is closed at the end."""
+        """The body's chunks as they come; closes the connection to the leader at the end.
+
+        An event stream also ends with the leader's term or this process.
+        """
         is_events = answer.headers.get("content-type", "").startswith("text/event-stream")
         pieces = answer.aiter_raw()
         try:
@@ -174,6 +185,7 @@ class LeaderForwarding:
             await asyncio.wait([coming])
 
     def _refresh_store(self) -> None:
+        """Read the store again, at most once a second."""
         now = self._clock()
         if self._refreshed_at is None or now - self._refreshed_at >= 1.0:
             self._refreshed_at = now

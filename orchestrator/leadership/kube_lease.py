@@ -42,16 +42,23 @@ class KubeLease:
         self._known: Json | None = None
 
     async def read(self) -> LeaseRecord | None:
+        """The record; None when there is no Lease. Raises LeaseUnreachable.
+
+        Keeps the Lease, whose version the next `write` replaces.
+        """
         try:
             self._known = await self._kube.get(f"{self._folder}/{self._name}", timeout_s=self._timeout_s)
         except KubeNotFound:
             self._known = None
         except KubeError as exc:
-            raise self._unreachable(exc) from exc
+            raise self._unreachable_error(exc) from exc
         return None if self._known is None else record_in_lease(self._known)
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Create the Lease, or replace exactly the version that was read; False after a conflict."""
+        """Create the Lease, or replace exactly the version last read; False after a conflict.
+
+        Raises LeaseUnreachable.
+        """
         known = self._known
         if (None if known is None else record_in_lease(known)) != seen:
             return False
@@ -64,7 +71,7 @@ class KubeLease:
         except (KubeConflict, KubeNotFound):  # changed or deleted since it was read
             return False
         except KubeError as exc:
-            raise self._unreachable(exc) from exc
+            raise self._unreachable_error(exc) from exc
         return True
 
     async def is_gone(self, hold: LeaseRecord) -> bool:  # noqa: ARG002  (the interface's)
@@ -78,7 +85,8 @@ class KubeLease:
     def close(self) -> None:
         """Do nothing: the client is closed elsewhere."""
 
-    def _unreachable(self, exc: KubeError) -> LeaseUnreachable:
+    def _unreachable_error(self, exc: KubeError) -> LeaseUnreachable:
+        """The lease's error for an error of the API server."""
         return LeaseUnreachable(f"{self._what}: {exc}")
 
 
@@ -92,9 +100,9 @@ def record_in_lease(lease: Json) -> LeaseRecord:
     holder = str(spec.get("holderIdentity") or "")
     return LeaseRecord(
         holder=holder,
-        url=_text(noted.get("url")),
-        beat=int(_number(noted.get("beat"), 0)),
-        duration_s=_number(noted.get("duration_s"), _number(spec.get("leaseDurationSeconds"), 1.0)),
+        url=_text_or_empty(noted.get("url")),
+        beat=int(_number_or(noted.get("beat"), 0)),
+        duration_s=_number_or(noted.get("duration_s"), _number_or(spec.get("leaseDurationSeconds"), 1.0)),
         is_released=not holder,
     )
 
@@ -116,10 +124,12 @@ def lease_with_record(known: Json | None, hold: LeaseRecord, *, name: str, at: f
     return lease | {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
 
 
-def _text(value: object) -> str:
+def _text_or_empty(value: object) -> str:
+    """The value if it is text, else ""."""
     return value if isinstance(value, str) else ""
 
 
-def _number(value: object, otherwise: float) -> float:
+def _number_or(value: object, otherwise: float) -> float:
+    """The value if it is a finite number of at least 0, else `otherwise`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     return float(value) if is_number else otherwise  # type: ignore[arg-type]

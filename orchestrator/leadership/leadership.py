@@ -18,12 +18,12 @@ log = structlog.get_logger()
 _SOON_S = 0.02  # between reads of an expired lease that another process may be taking
 
 
-def _nothing() -> None:
-    pass
+def _do_nothing() -> None:
+    """Do nothing, as a callback that is not set."""
 
 
 async def _no_preparation() -> None:
-    pass
+    """Do nothing, as a `prepare` that is not set."""
 
 
 class Leadership:
@@ -48,8 +48,8 @@ class Leadership:
     ) -> None:
         self.holder = holder
         self.prepare: Callable[[], Awaitable[None]] = _no_preparation
-        self.on_begin: Callable[[], None] = _nothing
-        self.on_end: Callable[[], None] = _nothing
+        self.on_begin: Callable[[], None] = _do_nothing
+        self.on_end: Callable[[], None] = _do_nothing
         self._lease = lease
         self._candidate = LeaseCandidate(
             holder=holder, url=url, duration_s=duration_s, margin_s=margin_s, is_absence_new=lease.is_absence_new
@@ -74,7 +74,7 @@ class Leadership:
         return self._is_term and not self.is_leading
 
     async def wait_for_check(self, within_s: float) -> None:
-        """Wait until the lease was read again, at most `within_s` seconds, while `is_late`."""
+        """Request a read of the lease and wait until it no longer `is_late`, at most `within_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while self.is_late:
@@ -104,19 +104,22 @@ class Leadership:
             raise LeaseLost("this orchestrator does not hold the lease")
 
     def on_newer_leader(self, reason: str) -> None:
-        """End the term at once and read the lease: an agent has obeyed a newer epoch."""
+        """End our term at once and request a read of the lease: an agent has obeyed a newer epoch."""
         if self._is_term:
-            self._end(reason)
+            self._end_term(reason)
         self._due.set()
 
     def lead_until(self, until: float) -> None:
         """Begin a term up to this time without the lease; only where no other orchestrator can exist."""
         self._candidate.hold_until(until)
-        self._end_if_expired()
-        self._begin()
+        self._end_term_if_expired()
+        self._begin_term()
 
     async def start(self) -> None:
-        """Read the lease once before serving, so that a single orchestrator leads from its first response on."""
+        """Read the lease once before serving, and take it if it is free, so that a single orchestrator leads at once.
+
+        A lease that cannot be reached is logged.
+        """
         try:
             await self.check_lease()
         except LeaseUnreachable as exc:
@@ -134,7 +137,7 @@ class Leadership:
             left_s = self._candidate.remaining_s(self._clock())
             try:
                 if self.is_late and not await self._can_check_late():
-                    self._end_if_expired()
+                    self._end_term_if_expired()
                 # A lease call that hangs must not delay the end of the term.
                 async with asyncio.timeout(left_s + self._margin_s / 2 if left_s else self._renew_s * 5):
                     await self.check_lease()
@@ -148,7 +151,7 @@ class Leadership:
                 log.warning("lease not reached", error=repr(exc), left_s=round(left_s, 2))
             except Exception:
                 log.exception("lease step failed")
-            self._end_if_expired()
+            self._end_term_if_expired()
             self._checked.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._wait_s()):
@@ -164,24 +167,30 @@ class Leadership:
             return False
 
     def _wait_s(self) -> float:
-        """Seconds until the next read of the lease: sooner where our own lease or another's expires before."""
+        """Seconds until the next read of the lease.
+
+        About `renew_s` with jitter, less if our lease or another holder's expires earlier.
+        """
         now = self._clock()
         ends = [end for end in (self._candidate.remaining_s(now), self._candidate.free_in_s(now)) if end]
         return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
     async def check_lease(self) -> None:
-        """Read the lease, and write it if it is ours to renew or free to take. Raises LeaseUnreachable."""
+        """Read the lease, and write it if it is ours to renew or free to take; begins or ends our term accordingly.
+
+        Awaits `prepare` before a term. Raises LeaseUnreachable.
+        """
         candidate, clock = self._candidate, self._clock
         candidate.observe_record(await self._lease.read(), clock())
         if not candidate.holds_lease():
-            self._end_if_expired()  # another process may have held and released it since our last read
+            self._end_term_if_expired()  # another process may have held and released it since our last read
         other = candidate.last_seen if candidate.last_seen and candidate.last_seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
         wanted = candidate.next_record(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.last_seen):
             candidate.record_written(wanted, asked_at)
-        self._end_if_expired()
+        self._end_term_if_expired()
         self._trouble = ""
         if candidate.remaining_s(clock()) > 0 and not self._is_term:
             try:
@@ -192,13 +201,13 @@ class Leadership:
             except Exception:
                 log.exception("cannot lead yet, though the lease is ours")
             else:
-                self._begin()
+                self._begin_term()
 
     async def release(self) -> None:
-        """End the term and release the lease, so that the next leader need not wait."""
+        """End the term, calling `on_end`, release the lease so that the next leader need not wait, and close it."""
         held = self._candidate.last_seen if self._candidate.remaining_s(self._clock()) else None
         if self._is_term:
-            self._end("stopping")
+            self._end_term("stopping")
         if held is not None and held.holder == self.holder:
             gone = LeaseRecord(
                 holder=held.holder, url="", beat=held.beat + 1, duration_s=held.duration_s, is_released=True
@@ -207,8 +216,8 @@ class Leadership:
                 await self._lease.write(gone, held)
         self._lease.close()
 
-    def _begin(self) -> None:
-        """Begin a term unless the lease has expired meanwhile."""
+    def _begin_term(self) -> None:
+        """Begin a term unless one is in progress or the lease has expired; calls `on_begin` and logs its errors."""
         if self._is_term or not self._candidate.remaining_s(self._clock()):
             return
         try:
@@ -221,12 +230,13 @@ class Leadership:
             self._is_term = True
             log.info("leading", holder=self.holder)
 
-    def _end_if_expired(self) -> None:
+    def _end_term_if_expired(self) -> None:
+        """End the term if our lease has expired."""
         if self._is_term and not self._candidate.remaining_s(self._clock()):
-            self._end("the lease was not renewed in time, or another process has it")
+            self._end_term("the lease was not renewed in time, or another process has it")
 
-    def _end(self, reason: str) -> None:
-        """End the term."""
+    def _end_term(self, reason: str) -> None:
+        """End the term and call `on_end`."""
         self._is_term = False
         log.warning("not leading any more", holder=self.holder, reason=reason)
         self.on_end()

@@ -47,6 +47,8 @@ _CHECK_S = 1.0  # without an answer by then the inspection decides
 
 @dataclass(frozen=True, slots=True)
 class _ActionResult:
+    """How an action ended. `outcome`: as in `AuditLog.record_action`."""
+
     outcome: str
     code: str
     error: str
@@ -91,7 +93,10 @@ class ActionRunner:
         self._clock = clock
 
     def start_action(self, action: WorkerAction) -> None:
-        """Start an action. A drain of an adapter only changes the catalog; the others call an agent in a task."""
+        """Start an action and record it as in progress.
+
+        A drain of an adapter only changes the catalog; all others call an agent in a task.
+        """
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         evict = action.evict or action.evict_after
         log.info("action", operation=action.operation, **where, reason=action.reason, evict=evict)
@@ -119,7 +124,10 @@ class ActionRunner:
             self._tasks.spawn(self._run_action(action, self._unload(action), settings.unload_timeout_s))
 
     async def _run_action(self, action: WorkerAction, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
-        """Run one action to its end or deadline, record the result, and request a pass."""
+        """Run one action to its end or deadline, record its result, refresh the catalog and request a pass.
+
+        Waits first until the intent behind it is durable and the agent has our epoch. A stale epoch ends our term.
+        """
         began, requester = self._clock(), self._audit.requester(action.lora_id)
         asked = self._inspect_request(action)
         end = _ActionResult("dropped", "", "")
@@ -188,14 +196,17 @@ class ActionRunner:
                 )
 
     def _record_success(self, action: WorkerAction) -> None:
-        """Drop the failures that the success disproves."""
+        """Drop the pair's failure; after a load or inspection also the failure that blocks all workers."""
         failures = self._operations.failures
         failures.record_success((action.lora_id, action.worker_id))
         if action.operation != "unload":
             failures.record_success((action.lora_id, ANYWHERE))  # a worker found good bytes, or an engine took them
 
     def _record_failure(self, action: WorkerAction, code: str, message: str, retry_after_s: float | None) -> None:
-        """Block the adapter on the worker, for longer with each failure in a row, and emit an event."""
+        """Block the adapter on the worker, for longer with each failure in a row, and emit an event.
+
+        retry_after_s  least time of the block, as the agent asked
+        """
         expiry_s = self._store.rules.failure_expiry_s
         # A restart takes moments, and a request may wait for it.
         is_passing = code in PASSING_CODES
@@ -236,7 +247,10 @@ class ActionRunner:
             log.warning("adapter failed", lora_id=action.lora_id, code=exc.code, error=str(exc))
 
     def _can_ask_others(self, action: WorkerAction, adapter: RegisteredAdapter, code: str) -> bool:
-        """Whether another worker may still find good bytes where this one found none."""
+        """Whether another worker may still find good bytes where this one found none.
+
+        A wrong base model also blocks all ready workers with the same base model.
+        """
         now, observed = self._clock(), self._queries.observe()
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
         if code == "base_model_mismatch" and adapter.base_model is None:
@@ -254,7 +268,7 @@ class ActionRunner:
         return any(observed.current_failure(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: WorkerAction) -> None:
-        """Let the worker inspect the adapter, and store the results if the adapter has not changed."""
+        """Let the worker inspect the adapter; store the results and emit an event if the adapter has not changed."""
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
@@ -276,12 +290,12 @@ class ActionRunner:
             self._catalog.emit_event("adapter_inspected", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def forbidden_source_reason(self, source: str, worker_ids: Sequence[str]) -> InvalidAdapter | None:
-        """Why none of these workers may fetch the source; None if one may, or does not answer."""
+        """Ask these workers why they may not fetch the source; None if one may, or does not answer."""
         answers = await asyncio.gather(*(self._forbidden_by(source, worker_id) for worker_id in worker_ids))
         return answers[0] if answers and all(answers) else None
 
     async def _forbidden_by(self, source: str, worker_id: str) -> InvalidAdapter | None:
-        """Why this worker may not fetch the source; None if it may, or does not answer."""
+        """Ask this worker why it may not fetch the source; None if it may, or does not answer."""
         try:
             await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
         except InvalidAdapter as exc:
@@ -291,7 +305,10 @@ class ActionRunner:
         return None
 
     async def inspect_unregistered(self, adapter: RegisteredAdapter, worker_id: str) -> RegisteredAdapter:
-        """The adapter as an agent inspects it, without registering it. Raises InvalidAdapter, WorkerFailed."""
+        """The adapter with the results of an inspection by this worker's agent; nothing is stored.
+
+        Raises InvalidAdapter, WorkerFailed.
+        """
         ask = _inspect_request_for(adapter)
         found = await self._agents.inspect(
             self._agent_url(worker_id), ask, key=secrets.token_hex(8), timeout_s=self._settings.inspect_timeout_s
@@ -299,7 +316,10 @@ class ActionRunner:
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
-        """Load the adapter on the worker and record its victim as evicted."""
+        """Load the adapter on the worker; record the load and the eviction of its victim, and emit events.
+
+        Raises InvalidAdapter, WorkerFailed.
+        """
         began = self._clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name
         ask = LoadRequest(
@@ -330,7 +350,10 @@ class ActionRunner:
         self._catalog.emit_event("loaded", lora_id=action.lora_id, worker_id=action.worker_id)
 
     async def _unload(self, action: WorkerAction) -> None:
-        """Unload the adapter from the worker."""
+        """Unload the adapter from the worker; end its drain, record the eviction, and emit an event.
+
+        Raises WorkerFailed, InvalidAdapter.
+        """
         held, timeout_s = self._reported_adapter(action.lora_id, action.worker_id), self._settings.unload_timeout_s
         ask = UnloadRequest(lora_id=action.lora_id, digest=held.digest or None)
         await self._agents.unload(
@@ -343,7 +366,10 @@ class ActionRunner:
         self._catalog.emit_event("unloaded", lora_id=action.lora_id, worker_id=action.worker_id, message=action.reason)
 
     def _eviction_reason(self, action: WorkerAction) -> str | None:
-        """lru: it made room for another; capacity: its worker drains; ttl: a surplus copy; None: it was deleted."""
+        """Why the unload is an eviction; None: the adapter was deleted.
+
+        lru: it made room for another adapter; capacity: its worker drains; ttl: a surplus copy
+        """
         if (action.lora_id, action.worker_id) in self._operations.reserve_victims:
             return "lru"
         adapter = self._store.adapters.get(action.lora_id)
@@ -353,11 +379,11 @@ class ActionRunner:
         return "capacity" if intent is not None and intent.state == "draining" else "ttl"
 
     def forget_drain(self, worker_id: str) -> None:
-        """Allow the worker to be told to drain again."""
+        """Forget that the worker was told to drain, so that it may be told again."""
         self._operations.draining_workers.discard(worker_id)
 
     def resume_worker(self, worker_id: str) -> None:
-        """Take back a drain: tell the agent to take requests again if it drains or was told to."""
+        """Take back a drain: in a task, tell the agent to take requests again if it drains or was told to."""
         worker = self._reports.workers.get(worker_id)
         is_told = worker_id in self._operations.draining_workers
         if is_told or (worker is not None and worker.report.state == "draining"):
@@ -365,7 +391,7 @@ class ActionRunner:
         self.forget_drain(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
-        """Tell the agent to take requests again."""
+        """Tell the agent to take requests again; a failure is only logged. A stale epoch ends our term."""
         try:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)
@@ -381,7 +407,7 @@ class ActionRunner:
             self._request_pass()
 
     async def _drain_worker(self, action: WorkerAction) -> None:
-        """Tell the agent to drain; returns when it has drained."""
+        """Tell the agent to drain, and wait until it has. A failure is logged, and the next pass tries again."""
         try:
             ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)
             # The agent answers when its engine is empty, or at that deadline.
@@ -398,7 +424,7 @@ class ActionRunner:
             self._catalog.emit_event("worker_draining", worker_id=action.worker_id)
 
     def _mark_draining(self, action: WorkerAction) -> None:
-        """Begin a drain: the catalog forbids new requests for the adapter on the worker."""
+        """Begin a drain: refreshes the catalog, which forbids new requests for the adapter on the worker."""
         now, pair = self._clock(), (action.lora_id, action.worker_id)
         mark = AdapterDrain(
             lora_id=action.lora_id,
@@ -416,7 +442,7 @@ class ActionRunner:
         self._metrics.operations.labels("drain", "ok").inc()
 
     def _inspect_request(self, action: WorkerAction) -> InspectRequest | None:
-        """The adapter's inspect request as of now; it tells whether the adapter has changed."""
+        """The adapter's inspect request as of now, to compare with a later one; None for an adapter that is gone."""
         adapter = self._store.adapters.get(action.lora_id)
         return None if adapter is None else _inspect_request_for(adapter)
 
@@ -483,7 +509,7 @@ def _is_pin(found: str, source: str) -> bool:
 
 
 def _check_loaded(lora: LoadedLora, adapter: RegisteredAdapter) -> None:
-    """Raise InvalidAdapter or WorkerFailed when the loaded adapter is not the registered one, or not ready."""
+    """Raise InvalidAdapter if the loaded adapter has another digest, WorkerFailed if it is not ready."""
     if lora.digest != adapter.digest:
         message = f"the worker loaded digest {lora.digest}, expected {adapter.digest}"
         raise InvalidAdapter(message, code="digest_mismatch")

@@ -77,53 +77,68 @@ class AgentClient:
     """Calls agents. Every action carries our epoch and an idempotency key."""
 
     def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], int]) -> None:
-        """`epoch`: returns our epoch, called before each action; raises LeaseLost when we may not act."""
+        """`epoch` returns our epoch; it is called before each action and raises LeaseLost when we may not act."""
         self._client = client
         self._epoch = epoch
         self.own_key = own_key
 
     async def metadata(self, agent_url: str, *, timeout_s: float) -> Metadata:
-        """The agent's report. Raises WorkerFailed."""
-        return _parsed(Metadata, await self._call("GET", agent_url, "/metadata", timeout_s=timeout_s))
+        """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        return _parsed(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
     async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
-        return _parsed(Metadata, await self._act(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s))
+        return _parsed(
+            Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s)
+        )
 
     async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(AvailableLora, await self._act(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s))
+        return _parsed(
+            AvailableLora, await self._post_action(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s)
+        )
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
-        """Check whether the worker's settings allow the source. Raises InvalidAdapter, WorkerFailed, LeaseLost."""
-        await self._call("GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s)
+        """Ask whether the worker's settings allow the source.
+
+        Raises InvalidAdapter if they do not, else WorkerFailed or LeaseLost.
+        """
+        await self._send_request(
+            "GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s
+        )
 
     async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(LoadedLora, await self._act(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
+        return _parsed(LoadedLora, await self._post_action(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
 
     async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        await self._act(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, accepted=frozenset({404}))
+        await self._post_action(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, accepted=frozenset({404}))
 
     async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
-        """Drain the whole worker. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        await self._act(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
+        """Make the agent drain its worker, and wait until it has drained.
+
+        Raises WorkerFailed, InvalidAdapter, LeaseLost.
+        """
+        await self._post_action(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
 
     async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
-        """Let a drained worker take requests again. Raises WorkerFailed, also from an older agent without this call."""
-        await self._act(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
+        """Make the agent of a drained worker take requests again.
+
+        Raises WorkerFailed, also from an older agent without this call, InvalidAdapter, LeaseLost.
+        """
+        await self._post_action(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
-        """Model names that the engine lists; None if it is up without a list. Raises WorkerFailed if it is not up."""
-        await self._call("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
+        """Ask the engine for its model names; None if it is up without a list. Raises WorkerFailed if it is not up."""
+        await self._send_request("GET", engine_url, "/health", timeout_s=timeout_s, headers={})
         try:
-            answer = await self._call("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
+            answer = await self._send_request("GET", engine_url, "/v1/models", timeout_s=timeout_s, headers={})
             return frozenset(str(item["id"]) for item in answer.json()["data"])
         except (WorkerFailed, InvalidAdapter, ValueError, KeyError, TypeError):
             return None
 
-    async def _act(
+    async def _post_action(
         self,
         agent_url: str,
         verb: str,
@@ -133,15 +148,18 @@ class AgentClient:
         timeout_s: float,
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """POST an action with our epoch and the idempotency key."""
+        """POST an action with our epoch and the idempotency key. Raises WorkerFailed, InvalidAdapter, LeaseLost.
+
+        accepted  error statuses that count as success
+        """
         headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own_key.headers
         body = ask.model_dump(mode="json", exclude_none=True)
         path = f"/v1/admin/{verb}"
-        return await self._call(
+        return await self._send_request(
             "POST", agent_url, path, timeout_s=timeout_s, body=body, headers=headers, accepted=accepted
         )
 
-    async def _call(
+    async def _send_request(
         self,
         method: str,
         base_url: str,
@@ -152,7 +170,7 @@ class AgentClient:
         headers: Mapping[str, str] | None = None,
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """Send one request. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
+        """Send one request, by default with our key. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         url = base_url.rstrip("/") + path
         headers = self.own_key.headers if headers is None else headers
         try:
@@ -161,10 +179,10 @@ class AgentClient:
             raise WorkerFailed(f"{method} {url}: {exc!r}", code="worker_unreachable") from exc
         if answer.is_success or answer.status_code in accepted:
             return answer
-        raise _refusal(method, url, answer)
+        raise _error_of_response(method, url, answer)
 
 
-def _refusal(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:
+def _error_of_response(method: str, url: str, answer: httpx.Response) -> WorkerFailed | InvalidAdapter | LeaseLost:
     """The error for an agent's response, by its error code."""
     code, message = "worker_failed", f"{method} {url}: HTTP {answer.status_code}"
     try:

@@ -32,10 +32,11 @@ class CatalogBook:
 
     @property
     def revision(self) -> int:
+        """The revision of the last event."""
         return self._store.revision
 
     def begin_term(self) -> None:
-        """Drop the events: those of a leader before us are not known here."""
+        """Drop the events, as those of a leader before us are not known here: followers must read the catalog again."""
         self._events.clear()
         self._oldest = self.revision
 
@@ -59,7 +60,7 @@ class CatalogBook:
         workers: Mapping[str, CatalogWorker],
         draining: tuple[Draining, ...],
     ) -> None:
-        """Update the catalog, with one event for each difference.
+        """Update the catalog from the store and these arguments, with one event for each difference.
 
         states   lora_id -> (adapter state, error)
         """
@@ -78,7 +79,7 @@ class CatalogBook:
                 self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
-        """Update the adapters, with one event for each difference."""
+        """Update the catalog's adapters from the store, with one event for each difference."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
             del self._adapters[lora_id], self._sources[lora_id]
             self.emit_event("adapter_deleted", lora_id=lora_id)
@@ -108,7 +109,7 @@ class CatalogBook:
                 self.emit_event(kind, lora_id=lora_id, message=error or state)
 
     def _refresh_aliases(self) -> None:
-        """Update the aliases, with one event for each difference."""
+        """Update the catalog's aliases from the store, with one event for each difference."""
         for name in [name for name in self._aliases if name not in self._store.aliases]:
             del self._aliases[name]
             self.emit_event("alias_deleted", message=name)
@@ -142,7 +143,10 @@ class CatalogBook:
     async def event_stream(
         self, revision: int, *, keep_alive_s: float, is_stopping: Callable[[], bool]
     ) -> AsyncIterator[str]:
-        """SSE text: every event after the revision as it happens, and a comment after `keep_alive_s` without one."""
+        """SSE text: the events after `revision` as they happen, and a comment after `keep_alive_s` without an event.
+
+        Ends when the service stops, or when the buffer no longer has the reader's next event.
+        """
         yield f": following from {revision}\n\n"
         while not is_stopping():
             try:

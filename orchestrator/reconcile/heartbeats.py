@@ -60,9 +60,11 @@ class HeartbeatMonitor:
         self._clock = clock
 
     def record_heartbeat(self, report: Metadata) -> None:
-        """Record an agent's report, from a heartbeat or a probe. Reports with an impossible epoch are dropped.
+        """Record an agent's report, from a heartbeat or a probe.
 
-        Our epoch must rise above every reported one: an agent that reports the highest number would end all terms.
+        Requests a pass if the report can change a decision, and the replicas that the worker has lost. A report with an
+        impossible epoch is dropped: our epoch must rise above every reported one, so an agent that reports the highest
+        number would end all terms. A possible epoch above ours ends our term.
         """
         if report.epoch > self._store.epoch + MOST_AHEAD:
             fields = {"worker_id": report.instance_id, "epoch": report.epoch, "ours": self._store.epoch}
@@ -80,7 +82,10 @@ class HeartbeatMonitor:
             self._on_lease_lost(message)
 
     async def claim_worker(self, worker_id: str) -> None:
-        """Make the agent refuse every older epoch, unless it does already. Raises WorkerFailed, LeaseLost."""
+        """Send the agent our epoch, unless it has it, so that it refuses every older one; record the report it answers.
+
+        Raises WorkerFailed, LeaseLost.
+        """
         entry, epoch = self._reports.workers.get(worker_id), self._store.epoch
         if entry is None or entry.report.epoch >= epoch or self._claimed.get(worker_id) == epoch:
             return
@@ -102,9 +107,10 @@ class HeartbeatMonitor:
         self._claimed[worker_id] = epoch
 
     def _judge_refusal(self, worker_id: str, epoch: int, exc: LeaseLost) -> None:
-        """Raise WorkerFailed if the agent refuses a second, higher epoch of ours, though it reports no higher one.
+        """Record that the agent refused our epoch.
 
-        Then the agent is at fault and not our lease: the worker gets no actions, and our term goes on.
+        Raises WorkerFailed if it refuses a second, higher epoch of ours, though it reports no higher one. Then the
+        agent is at fault, not our lease: the worker gets no actions, and our term goes on.
         """
         if self._is_leading() and self._refused.get(worker_id, epoch) < epoch:
             message = f"worker {worker_id} refuses epoch {epoch}, though it reports none above it; restart its agent"
@@ -112,7 +118,10 @@ class HeartbeatMonitor:
         self._refused[worker_id] = epoch
 
     def claim_all_workers(self) -> None:
-        """Claim all workers, each in its own task. An unreachable one is claimed before its next action."""
+        """Forget former claims and claim all workers, each in its own task.
+
+        An unreachable worker is claimed before its next action.
+        """
         self._claimed.clear()
         self._refused = {name: at for name, at in self._refused.items() if name in self._reports.workers}
         for worker_id in self._reports.workers:
@@ -134,7 +143,7 @@ class HeartbeatMonitor:
     def probe_silent_workers(self) -> None:
         """Probe silent workers, each in its own task."""
         for worker_id in self._reports.workers_to_probe(self._settings.probe_after_s):
-            self._tasks.spawn(self._probe(worker_id))
+            self._tasks.spawn(self._probe_worker(worker_id))
 
     def drop_lost_workers(self) -> None:
         """Drop workers that were lost long ago."""
@@ -142,7 +151,7 @@ class HeartbeatMonitor:
             log.info("worker forgotten", worker_id=worker_id)
 
     def _apply_change(self, worker_id: str, change: ReportChange) -> None:
-        """Request a pass where the change calls for one, and ask for lost adapters again."""
+        """Request a pass where the change calls for one, and add requests for the replicas that were lost."""
         now = self._clock()
         for lora_id in change.vanished:
             adapter = self._store.adapters.get(lora_id)
@@ -156,8 +165,8 @@ class HeartbeatMonitor:
         if change.is_news:
             self._request_pass()
 
-    async def _probe(self, worker_id: str) -> None:
-        """Ask the agent and, if it is slow or silent, the engine; record the result."""
+    async def _probe_worker(self, worker_id: str) -> None:
+        """Ask the agent and, if it is slow or silent, the engine; record the report, or judge the worker without it."""
         entry = self._reports.workers.get(worker_id)
         if entry is None:
             return  # dropped in the pass that started this probe
@@ -171,7 +180,7 @@ class HeartbeatMonitor:
                 engine = asyncio.create_task(
                     self._agents.engine_models(report.transport.engine_url, timeout_s=timeout_s)
                 )
-            fresh = await _or_none(agent)
+            fresh = await _report_or_none(agent)
             if fresh is not None and fresh.instance_id == worker_id:
                 self.record_heartbeat(fresh)
             elif fresh is not None and fresh.transport.engine_url == report.transport.engine_url:
@@ -187,7 +196,10 @@ class HeartbeatMonitor:
                     task.cancel()
 
     def _on_other_worker(self, worker_id: str, entry: KnownWorker, fresh: Metadata) -> None:
-        """Handle a worker whose agent URL and engine URL now belong to another: a reused address, or a new name."""
+        """Mark a worker as lost whose URLs now belong to another worker: a reused address, or a new name.
+
+        Not before it has been silent for `lost_after_s`. Adapters are requested again unless the engine is the same.
+        """
         if self._has_reported_since(worker_id) or self._clock() - entry.heard_at < self._settings.lost_after_s:
             return
         change = self._reports.mark_lost(worker_id)
@@ -200,7 +212,7 @@ class HeartbeatMonitor:
     async def _judge_by_engine(
         self, worker_id: str, entry: KnownWorker, engine: "asyncio.Task[frozenset[str] | None]"
     ) -> None:
-        """Mark the worker as unmanaged if its engine answers, as lost if it does not."""
+        """Mark the worker as unmanaged if its engine answers; as lost if it does not and the silence is long enough."""
         try:
             models = await engine
         except WorkerFailed:
@@ -220,8 +232,8 @@ class HeartbeatMonitor:
         return entry is None or self._clock() - entry.heard_at < self._settings.probe_after_s
 
 
-async def _or_none(agent: "asyncio.Task[Metadata]") -> Metadata | None:
-    """The agent's report; None when it does not answer."""
+async def _report_or_none(agent: "asyncio.Task[Metadata]") -> Metadata | None:
+    """Wait for the agent's report; None when the agent does not answer."""
     try:
         return await agent
     except WorkerFailed:

@@ -51,7 +51,7 @@ class KubeWorkerFinder:
         self._free = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self) -> None:
-        """Follow EndpointSlices until cancelled."""
+        """Follow EndpointSlices and ask the agents of new workers, until cancelled."""
         follow = partial(self._slices.run, self._on_slices)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(forever(follow, name="slices", every_s=self._again_s))
@@ -62,36 +62,36 @@ class KubeWorkerFinder:
         return [worker for worker in self._slices.workers.values() if worker.agent_url is None]
 
     def _on_slices(self) -> None:
-        """Take changed EndpointSlices."""
+        """Pass changed EndpointSlices to the reports, and request a pass and a round of asking agents."""
         listed = {(worker.id, worker.agent_url or "") for worker in self._slices.workers.values()}
         self._own_names = {key: name for key, name in self._own_names.items() if key in listed}
-        if self._reports.set_kube_workers(self._by_name()):
+        if self._reports.set_kube_workers(self._workers_by_name()):
             self._request_pass()
         self._due.set()
 
-    def _by_name(self) -> dict[str, DiscoveredWorker]:
+    def _workers_by_name(self) -> dict[str, DiscoveredWorker]:
         """The listed workers by the names their agents report."""
         entries = self._reports.workers
         owners = {entry.report.agent_url.rstrip("/"): name for name, entry in entries.items()}
         return workers_by_agent_name(self._slices.workers, self._own_names, ids=entries, owners=owners)
 
     async def _ask_new_workers(self) -> None:
-        """Ask the agents of all workers that have not reported from their present address."""
+        """Ask the agents of all workers that have not reported from their present address, and record their reports."""
         known = len(self._own_names)
-        unknown = [worker for name, worker in self._by_name().items() if self._is_new(name, worker)]
+        unknown = [worker for name, worker in self._workers_by_name().items() if self._is_new(name, worker)]
         await asyncio.gather(*(self._ask_agent(worker) for worker in unknown))
         if len(self._own_names) > known:
-            self._reports.set_kube_workers(self._by_name())
+            self._reports.set_kube_workers(self._workers_by_name())
 
     def _is_new(self, name: str, worker: DiscoveredWorker) -> bool:
-        """Whether the worker's agent has not reported from this address."""
+        """Whether the worker has an agent and it has not reported from this address."""
         entry = self._reports.workers.get(name)
         if worker.agent_url is None:
             return False
         return entry is None or (entry.reach != "heard" and entry.report.agent_url.rstrip("/") != worker.agent_url)
 
     async def _ask_agent(self, worker: DiscoveredWorker) -> None:
-        """Ask the agent for its report and record it."""
+        """Ask the agent for its report and pass it to `on_report`; a silent agent is asked again later."""
         assert worker.agent_url is not None
         async with self._free:
             try:

@@ -40,7 +40,7 @@ class FleetOperations:
     load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
     def clear(self) -> None:
-        """Forget drains at the end of a term. Cancelled actions remove their own entries."""
+        """Forget drains and reserve victims at the end of a term. Cancelled actions remove their own entries."""
         self.draining_workers.clear()
         self.drains.clear()
         self.reserve_victims.clear()

@@ -94,7 +94,10 @@ class FleetQueries:
         return sorted(worker_id for name, worker_id in self._operations.loading if name == lora_id)
 
     def expected_s(self, lora_id: str) -> float | None:
-        """Seconds until a load of the adapter should end, by the median of the last hundred loads; None without any."""
+        """Seconds until a load of the adapter should end, by the median of the last hundred loads; None without any.
+
+        lora_id  "" for a load that starts now
+        """
         operations = self._operations
         if not operations.load_seconds:
             return None
@@ -103,7 +106,7 @@ class FleetQueries:
         return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
 
     def quarantine_reason(self, lora_id: str) -> str | None:
-        """Why the adapter cannot be loaded anywhere; None while it may be tried."""
+        """Why the adapter cannot be loaded anywhere now; None while it may be tried, or is ready on a worker."""
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.quarantine is not None:
             return None if adapter is None else adapter.quarantine
@@ -179,7 +182,7 @@ class FleetQueries:
         )
 
     def refresh_catalog(self) -> None:
-        """Bring the catalog that routers follow up to date."""
+        """Bring the catalog that routers follow up to date, with one event for each difference."""
         workers = {
             name: CatalogWorker.model_validate(
                 {
@@ -216,6 +219,7 @@ class FleetQueries:
 def _adapter_state(
     adapter: RegisteredAdapter, is_ready: bool, is_loading: bool, is_inspecting: bool, is_failed: bool
 ) -> str:
+    """The adapter's state from these facts, the first that applies."""
     if adapter.is_deleting:
         return "deleting"
     if is_failed:

@@ -75,6 +75,7 @@ class Reconciler:
         wall: Callable[[], float] = time.time,
         rng: Random | None = None,
     ) -> None:
+        """Build the parts, set the callbacks of `leadership`, and connect the gauges of usage and term in `metrics`."""
         self.settings = settings
         self.store = store
         self.reports = reports
@@ -133,7 +134,7 @@ class Reconciler:
             rng=self._rng,
             clock=clock,
         )
-        metrics.observe_usage(self._usage)
+        metrics.observe_usage(self._usage_by_adapter)
         metrics.observe_term(
             failed=queries.failed_count, leading=lambda: leadership.is_leading, epoch=lambda: store.epoch
         )
@@ -143,7 +144,7 @@ class Reconciler:
     # -- terms ------------------------------------------------------------------------------------------------
 
     async def prepare_term(self) -> None:
-        """Read the stored intent and store an epoch of our own, before a term begins.
+        """Before a term begins: read the stored intent, raise our epoch and wait until it is durable.
 
         Raises OrchestratorError.
         """
@@ -152,13 +153,13 @@ class Reconciler:
         await self.store.wait_durable()
 
     def reload_intent(self) -> None:
-        """Read the stored intent, and raise our epoch above every epoch seen. Raises StoreError."""
+        """Read the stored intent, drop old tombstones, and raise our epoch above all epochs seen. Raises StoreError."""
         self.store.reload()
         self.store.expire_tombstones(self.settings.tombstones_kept_s)
         self.store.raise_epoch(max(self.store.epoch, self.monitor.highest_epoch()))
 
     def begin_term(self) -> None:
-        """Begin to lead, under a new epoch."""
+        """Begin to lead: drop failures and events, claim all workers and request a pass."""
         self._term_began_at = self._clock()
         # A leader in between may have dropped failures or registered an adapter anew.
         self.operations.failures.clear()
@@ -167,7 +168,10 @@ class Reconciler:
         self.request_pass()
 
     def end_term(self) -> None:
-        """Stop leading and drop all operations in progress. Agents finish the calls they have, or refuse them."""
+        """Stop leading: cancel all actions, forget drains, wake followers.
+
+        Agents finish the calls they have, or refuse them.
+        """
         self._tasks.cancel_all()
         self.operations.clear()
         self.store.end_term()
@@ -198,7 +202,7 @@ class Reconciler:
                     await self._due.wait()
 
     def request_pass(self) -> None:
-        """Run a pass now rather than at the next interval."""
+        """Make the loop run a pass now rather than at the next interval. Returns at once."""
         self._due.set()
 
     @property
@@ -207,21 +211,22 @@ class Reconciler:
         return self._due.is_set()
 
     async def publish_change(self, *about: Subject) -> None:
-        """Show changed intent to routers, request a pass, and wait until the change is durable.
+        """Show changed intent to routers, request a pass, and wait until the changes of `about` are durable.
 
-        Raises OrchestratorError when it cannot be made durable.
+        Raises OrchestratorError when they cannot be made durable.
         """
         self.on_intent_changed()
         await self.store.wait_durable(about)
 
     def on_intent_changed(self) -> None:
-        """Show changed intent to routers and request a pass."""
+        """Refresh the catalog, which shows changed intent to routers, and request a pass."""
         self.queries.refresh_catalog()
         self.request_pass()
 
     def ensure_replicas(self, lora_id: str, replicas: int, by: str = NOBODY, tenants: Iterable[str] = ()) -> None:
-        """Ask for replicas of the adapter; requests a pass if that is more than was known.
+        """Request replicas of the adapter for `wanted_for_s`; requests a pass if that is more than was known.
 
+        by       who asks, for the audit log
         tenants  as in `WantedReplicas`
         """
         self.audit.note_requester(lora_id, by)
@@ -241,7 +246,10 @@ class Reconciler:
         return self.router_queues.in_flight(worker_id, self._clock())
 
     async def stop(self) -> None:
-        """Cancel all actions. Agents finish the calls they have, and the next start reads the result from them."""
+        """Cancel all actions and wait for their end.
+
+        Agents finish the calls they have, and the next start reads the results from them.
+        """
         await self._tasks.cancel_and_wait()
 
     async def wait_for_actions(self) -> None:
@@ -271,7 +279,10 @@ class Reconciler:
     # -- one pass ---------------------------------------------------------------------------------------------
 
     def run_pass(self) -> list[WorkerAction]:
-        """Observe, place, diff, act. Returns the actions started. Safe to repeat, to miss and to interrupt."""
+        """Observe, place, diff, act; returns the actions started. Only probes silent workers unless we lead.
+
+        Safe to repeat, to miss and to interrupt.
+        """
         began = time.perf_counter()
         self.monitor.probe_silent_workers()
         if not self.leadership.is_leading:
@@ -301,7 +312,10 @@ class Reconciler:
     def _decide(
         self,
     ) -> tuple[DesiredPlacement, ObservedFleet, list[WorkerAction], Mapping[str, tuple[PlannedLoad, ...]]]:
-        """The placement, observed fleet, actions and warm-up loads of a pass now."""
+        """The placement, observed fleet, actions and warm-up loads of a pass now. Starts nothing.
+
+        Placement, actions and loads are empty before `_can_decide`.
+        """
         now = self._clock()
         observed = self.queries.observe()
         if not self._can_decide:
@@ -319,10 +333,10 @@ class Reconciler:
         inspects = self.settings.inspects_in_flight - len(self.operations.inspecting)
         # Warm-up loads come after every load that a request may wait for.
         steps = replace(desired, loads=(*desired.loads, *chain.from_iterable(warming.values())))
-        actions = diff(steps, observed, self._drained(observed), self.store.rules, inspects, now)
+        actions = diff(steps, observed, self._drain_results(observed), self.store.rules, inspects, now)
         return desired, observed, actions, warming
 
-    def _drained(self, observed: ObservedFleet) -> dict[Pair, bool]:
+    def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:
         """(lora_id, worker_id) of each drain -> whether it has finished."""
         now, routers = self._clock(), self.demand.live_routers(self._clock())
         return {
@@ -332,7 +346,7 @@ class Reconciler:
         }
 
     def _drop_finished(self) -> None:
-        """Drop expired failures, lost workers, wants that are met, and adapters whose deletion is done."""
+        """Drop expired failures, lost workers, met requests for replicas, and adapters whose deletion is done."""
         now = self._clock()
         self.operations.failures.drop_expired(now)
         self.monitor.drop_lost_workers()
@@ -346,13 +360,16 @@ class Reconciler:
             self._finish_deletions()
 
     def finish_deletions(self) -> None:
-        """Drop deleted adapters that no worker holds, without a whole pass: thousands may be deleted in a row."""
+        """While we lead, drop deleted adapters that no worker holds and request a pass.
+
+        Without a whole pass, because thousands may be deleted in a row.
+        """
         if self.leadership.is_leading and self._can_decide:
             self._finish_deletions()
             self.request_pass()
 
     def _finish_deletions(self) -> None:
-        """Drop deleted adapters that no worker holds."""
+        """Drop deleted adapters that no worker holds, with their demand, failures and metrics."""
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:
             return
@@ -390,7 +407,7 @@ class Reconciler:
             if pair in wanted or self.operations.busy[pair[1]]
         }
 
-    def _usage(self) -> Mapping[str, tuple[float, float]]:
+    def _usage_by_adapter(self) -> Mapping[str, tuple[float, float]]:
         """lora_id -> (requests since our start, requests a second now)."""
         rates = self.demand.snapshot(self._clock()).rates
         return {lora_id: (self.demand.traffic_totals(lora_id).requests, rate) for lora_id, rate in rates.items()}

@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class RolloutController:
-    """Moves aliases between targets: decides from `core.rollout` and writes to the store."""
+    """Starts, advances, pauses and aborts rollouts: decides by `core.rollout` and writes to the store."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class RolloutController:
         self._marks: dict[tuple[str, float], dict[str, RequestTally]] = {}
 
     def advance_all(self) -> None:
-        """Advance every active rollout as far as its observations allow."""
+        """Advance every active rollout as far as its observation allows, and store the progress."""
         going = [rollout for rollout in self._store.rollouts.values() if rollout.is_active]
         self._marks = {key: marks for key, marks in self._marks.items() if key in {_rollout_key(r) for r in going}}
         if going and self._is_settled():
             ready, running, workers = (
                 self._queries.ready_workers_by_adapter(),
                 self._requests_in_flight(),
-                self._workers(),
+                self._observed_workers(),
             )
             for rollout in going:
-                self._advance(rollout, self._observation(rollout, ready, running, workers))
+                self._advance_by(rollout, self._observation(rollout, ready, running, workers))
 
     def with_replica_floors(self, intent: Intent) -> Intent:
         """The intent with `min_replicas` raised to what active rollouts need."""
@@ -80,11 +80,13 @@ class RolloutController:
         if not wanted:
             return intent
         found = {name: intent.adapters[name] for name in wanted if name in intent.adapters}
-        raised = {name: self._with_minimum(adapter, wanted[name]) for name, adapter in found.items()}
+        raised = {name: self._with_min_replicas(adapter, wanted[name]) for name, adapter in found.items()}
         return replace(intent, adapters={**intent.adapters, **raised})
 
     def point_alias(self, alias: str, targets: Targets, actor: str, *, place_s: float) -> None:
         """Set an alias's targets: at once if it is new or `place_s` is 0, else when the targets are placed.
+
+        place_s  how long the switch may wait for the replicas of its targets
 
         A switch in progress is replaced. Raises StateConflict while a rollout is in progress.
         """
@@ -107,15 +109,18 @@ class RolloutController:
                 return
             now = self._wall()
             switch = Rollout(alias=alias, before=was, after=targets, place_s=place_s, began_at=now, since=now)
-            self._store_new(switch, actor)
-        self._observe_now(switch)
+            self._store_new_rollout(switch, actor)
+        self._advance_now(switch)
 
     def start_rollout(
         self, alias: str, to: str, steps: Sequence[WeightStep], guard: RolloutGuard, actor: str, *, place_s: float
     ) -> tuple[Rollout, bool]:
-        """Start a rollout; returns it, and whether it is new: the same one again changes nothing.
+        """Store a new rollout and advance it; returns it, and whether it is new: the same one again changes nothing.
 
-        Raises StateConflict, OrchestratorRequestError.
+        place_s  how long each step may wait for its replicas
+
+        Raises StateConflict while another rollout or change of the alias is in progress, OrchestratorRequestError when
+        the alias has only this target already.
         """
         before, known = self._store.aliases[alias], self._store.rollouts.get(alias)
         after, way = ((to, 1.0),), with_last_step(tuple(steps))
@@ -144,8 +149,8 @@ class RolloutController:
         counted = {lora_id: self._finished_requests(lora_id, self._requests_in_flight()) for lora_id in rollout.old_ids}
         rollout = replace(rollout, baseline=sum(counted.values(), RequestTally()))
         with self._store.together():
-            self._store_new(rollout, actor)
-        self._observe_now(rollout)
+            self._store_new_rollout(rollout, actor)
+        self._advance_now(rollout)
         return self._store.rollouts[alias], True
 
     def rollout_of(self, alias: str) -> Rollout:
@@ -156,16 +161,22 @@ class RolloutController:
         return found
 
     def set_paused(self, alias: str, is_paused: bool, actor: str) -> Rollout:
-        """Pause or resume the rollout; repeats change nothing. Raises NotFound, StateConflict when it is over."""
+        """Pause or resume the rollout; repeats change nothing. A resumed one advances at once.
+
+        Raises NotFound, StateConflict when it is over.
+        """
         rollout = self._active_rollout(alias)
         after = paused_rollout(rollout, self._wall()) if is_paused else resumed_rollout(rollout, self._wall())
         if after != rollout:
             self._store_progress(rollout, after, None, "paused" if is_paused else "resumed", actor)
-            self._observe_now(after)
+            self._advance_now(after)
         return self._store.rollouts[alias]
 
     def abort_rollout(self, alias: str, actor: str) -> Rollout:
-        """End the rollout and restore the alias's old targets. Raises NotFound, StateConflict when it is over."""
+        """End the rollout and restore the alias's old targets at once; returns the ended rollout.
+
+        Raises NotFound, StateConflict when it is over.
+        """
         rollout = self._active_rollout(alias)
         after, targets = aborted_rollout(rollout, self._wall())
         self._store_progress(rollout, after, targets, "aborted", actor)
@@ -180,7 +191,7 @@ class RolloutController:
         return missing_by_adapter(
             rollout,
             self._observation(
-                rollout, self._queries.ready_workers_by_adapter(), {}, self._workers(), takes_counts=False
+                rollout, self._queries.ready_workers_by_adapter(), {}, self._observed_workers(), takes_counts=False
             ),
         )
 
@@ -195,7 +206,7 @@ class RolloutController:
             )
         return found
 
-    def _store_new(self, rollout: Rollout, actor: str) -> None:
+    def _store_new_rollout(self, rollout: Rollout, actor: str) -> None:
         """Store a new rollout and its history entry."""
         self._store.put_rollout(rollout.alias, rollout)
         self._store.record(
@@ -205,16 +216,16 @@ class RolloutController:
             actor,
         )
 
-    def _observe_now(self, rollout: Rollout) -> None:
+    def _advance_now(self, rollout: Rollout) -> None:
         """Advance one rollout now, so that a switch to placed targets needs no pass."""
         if self._is_settled() and rollout.is_active:
             seen = self._observation(
-                rollout, self._queries.ready_workers_by_adapter(), self._requests_in_flight(), self._workers()
+                rollout, self._queries.ready_workers_by_adapter(), self._requests_in_flight(), self._observed_workers()
             )
-            self._advance(rollout, seen)
+            self._advance_by(rollout, seen)
 
-    def _advance(self, rollout: Rollout, seen: RolloutObservation) -> None:
-        """Advance the rollout as far as this observation allows, and store each step."""
+    def _advance_by(self, rollout: Rollout, seen: RolloutObservation) -> None:
+        """Advance the rollout as far as this observation allows, and store its progress."""
         observation = seen
         while True:
             after, targets = advance(rollout, observation, self._wall())
@@ -231,7 +242,10 @@ class RolloutController:
     def _store_progress(
         self, before: Rollout, after: Rollout, targets: Targets | None, progress: str, actor: str
     ) -> None:
-        """Store the rollout's new state and the alias's new targets, with history, log and event."""
+        """Store the rollout's new state and the alias's new targets, with history, log and event.
+
+        A switch that is done is dropped.
+        """
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
         with self._store.together():
             was = self._store.aliases[alias]
@@ -257,7 +271,10 @@ class RolloutController:
         *,
         takes_counts: bool = True,
     ) -> RolloutObservation:
-        """The observation of the rollout. `takes_counts`: with the requests counted since the last such call."""
+        """The observation of the rollout.
+
+        takes_counts  whether it takes the requests counted since the last such call; the next call does not get them
+        """
         ids = rollout.old_ids | rollout.new_ids
         adapters = {lora_id: self._store.adapters[lora_id] for lora_id in ids if lora_id in self._store.adapters}
         why = {lora_id: self._queries.last_error(lora_id) for lora_id in ids}
@@ -278,7 +295,7 @@ class RolloutController:
         )
 
     def _new_counts(self, rollout: Rollout, ids: frozenset[str], running: Mapping[str, int]) -> dict[str, RequestTally]:
-        """lora_id -> requests counted since the last call; empty at the first."""
+        """lora_id -> requests counted since the last call, and marked as counted now; empty at the first call."""
         now = {lora_id: self._finished_requests(lora_id, running) for lora_id in ids}
         marks = self._marks.get(_rollout_key(rollout))
         self._marks[_rollout_key(rollout)] = now
@@ -289,13 +306,13 @@ class RolloutController:
         )
 
     def _finished_requests(self, lora_id: str, running: Mapping[str, int]) -> RequestTally:
-        """The adapter's finished requests since our own start."""
+        """The adapter's finished requests since our start: the reported ones without those in flight."""
         flow = self._demand.traffic_totals(lora_id)
         over = max(0.0, flow.requests - running.get(lora_id, 0))
         return RequestTally(over, flow.errors, flow.first_tokens, flow.first_token_s)
 
     def _requests_in_flight(self) -> Counter[str]:
-        """lora_id -> requests in flight."""
+        """lora_id -> requests in flight, as live routers report."""
         found: Counter[str] = Counter()
         for router in self._demand.live_routers(self._clock()):
             for use in router.uses.values():
@@ -303,10 +320,12 @@ class RolloutController:
                     found[use.lora_id] += use.in_flight
         return found
 
-    def _workers(self) -> Collection[ObservedWorker]:
+    def _observed_workers(self) -> Collection[ObservedWorker]:
+        """All workers, as observed now."""
         return self._queries.observe().workers.values()
 
     def _max_replicas(self, adapter: RegisteredAdapter) -> int:
+        """The adapter's own maximum of replicas, else the policy's."""
         return self._store.rules.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
     def _unusable_reason(self, lora_id: str) -> str | None:
@@ -316,7 +335,11 @@ class RolloutController:
             return "it is deleted"
         return self._queries.quarantine_reason(lora_id) if adapter.is_inspected else None
 
-    def _with_minimum(self, adapter: RegisteredAdapter, least: int) -> RegisteredAdapter:
+    def _with_min_replicas(self, adapter: RegisteredAdapter, least: int) -> RegisteredAdapter:
+        """The adapter with at least `least` replicas, up to its maximum.
+
+        Unchanged if its own or the policy's minimum is as high.
+        """
         loading = adapter.loading or self._store.rules.loading
         own = self._store.rules.min_replicas if loading != "lazy" else 0
         own = own if adapter.min_replicas is None else adapter.min_replicas
@@ -325,6 +348,7 @@ class RolloutController:
 
 
 def _rollout_key(rollout: Rollout) -> tuple[str, float]:
+    """The key of a rollout's counts: alias and start."""
     return rollout.alias, rollout.began_at
 
 

@@ -37,7 +37,10 @@ class StandbyFollower:
         self._etag = ""
 
     async def sync_workers(self) -> None:
-        """Read the leader's catalog and ask the agents of unknown workers. Raises httpx.HTTPError, ValidationError."""
+        """Read the leader's catalog, ask the agents of unknown workers and record their reports.
+
+        Does nothing while we lead or no leader is known. Raises httpx.HTTPError, ValidationError.
+        """
         leader = self._leadership.other_holder
         if leader is None or not leader.url:
             return

@@ -12,6 +12,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start the coroutine as a task, and keep the task until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

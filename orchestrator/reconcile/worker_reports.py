@@ -36,6 +36,7 @@ class KnownWorker:
 
     @property
     def is_terminating(self) -> bool:
+        """Whether EndpointSlices have shown its pod as terminating."""
         return self.kube_worker is not None and self.kube_worker.is_terminating
 
 
@@ -64,7 +65,10 @@ class WorkerReports:
         self._kube_workers: Mapping[str, DiscoveredWorker] = {}
 
     def set_kube_workers(self, found: Mapping[str, DiscoveredWorker]) -> bool:
-        """Take the workers of EndpointSlices, by worker id; whether that can change a decision."""
+        """Store the workers of EndpointSlices, by worker id; returns whether that can change a decision.
+
+        Reports without zone, node or pool get those of the slices.
+        """
         self._kube_workers = found
         is_news = False
         for worker_id, worker in found.items():
@@ -85,7 +89,7 @@ class WorkerReports:
         return entry.report.agent_url if is_other else None
 
     def record_report(self, report: Metadata) -> ReportChange:
-        """Record an agent's report."""
+        """Record an agent's report, which marks the worker as reached; returns what it changed."""
         now = self._clock()
         entry = self.workers.get(report.instance_id)
         if entry is None:
@@ -93,18 +97,21 @@ class WorkerReports:
             entry = self.workers[report.instance_id] = KnownWorker(
                 _with_kube_place(report, found), now, kube_worker=found
             )
-            self._note_ready(entry, now)
+            self._update_ready_since(entry, now)
             return ReportChange(is_news=True)
         report = _with_kube_place(report, entry.kube_worker)
         before, entry.report, entry.heard_at = entry.report, report, now
         former_ids = _ready_ids(before) if entry.reach != "lost" else frozenset()
         is_news = entry.reach != "heard" or _decision_fields(before) != _decision_fields(report)
         entry.reach = "heard"
-        self._note_ready(entry, now)
+        self._update_ready_since(entry, now)
         return ReportChange(is_news, tuple(sorted(former_ids - _occupying_ids(report))))
 
     def record_engine_models(self, worker_id: str, models: frozenset[str] | None) -> ReportChange:
-        """Record that only the engine answers. Adapters that it does not list are gone; `models` None: not known."""
+        """Mark the worker as unmanaged: only its engine answers. Returns what that changed.
+
+        models  names that the engine lists: adapters not among them are dropped; None: not known
+        """
         entry = self.workers[worker_id]
         loaded = entry.report.lora.loaded_loras
         still_loaded = tuple(lora for lora in loaded if models is None or lora.engine_name in models)
@@ -117,7 +124,7 @@ class WorkerReports:
         return ReportChange(is_news, gone)
 
     def mark_lost(self, worker_id: str) -> ReportChange:
-        """Mark the worker as lost, with all that its engine held."""
+        """Mark the worker as lost, with all that its engine held; returns what that changed."""
         entry = self.workers[worker_id]
         if entry.reach == "lost":
             return ReportChange(is_news=False)
@@ -125,7 +132,10 @@ class WorkerReports:
         return ReportChange(is_news=True, vanished=tuple(sorted(_ready_ids(entry.report))))
 
     def record_load(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
-        """Record a successful load, without waiting for the next report. `evicted`: engine name of the victim."""
+        """Add a loaded adapter to the worker's report, without waiting for the next report.
+
+        evicted  engine name of the victim, which is removed
+        """
         entry = self.workers.get(worker_id)
         if entry is not None:
             others = tuple(
@@ -135,17 +145,17 @@ class WorkerReports:
                 and (held.lora_id != lora.lora_id or held.state in ("ready", "draining"))
             )
             entry.report = _with_loaded(entry.report, (*others, lora))
-            self._note_ready(entry, self._clock())
+            self._update_ready_since(entry, self._clock())
 
     def record_unload(self, worker_id: str, engine_name: str) -> None:
-        """Record a successful unload."""
+        """Remove an unloaded adapter from the worker's report without waiting for the next."""
         entry = self.workers.get(worker_id)
         if entry is not None:
             others = tuple(held for held in entry.report.lora.loaded_loras if held.engine_name != engine_name)
             entry.report = _with_loaded(entry.report, others)
 
     def workers_to_probe(self, probe_after_s: float) -> list[str]:
-        """Workers silent for this long, marked as probed: each is returned at most once in that time."""
+        """Workers silent for this long. Marks them as probed: each is returned at most once in that time."""
         now = self._clock()
         found = []
         for worker_id, entry in self.workers.items():
@@ -161,7 +171,7 @@ class WorkerReports:
         return None if first is None else max(0.0, first + probe_after_s - self._clock())
 
     def drop_lost(self, after_s: float) -> list[str]:
-        """Drop workers that were lost long ago, or whose terminated pods are gone; returns their ids."""
+        """Drop lost workers that are silent for `after_s`, or whose terminated pods are gone; returns their ids."""
         now = self._clock()
         lost = {name: entry for name, entry in self.workers.items() if entry.reach == "lost"}
         ended = {name for name, entry in lost.items() if entry.is_terminating and name not in self._kube_workers}
@@ -193,7 +203,9 @@ class WorkerReports:
         draining   (lora_id, worker_id) with a drain of ours
         digests    lora_id -> registered digest
         """
-        workers = {name: self._worker(entry, intents.get(name), digests) for name, entry in self.workers.items()}
+        workers = {
+            name: self._observed_worker(entry, intents.get(name), digests) for name, entry in self.workers.items()
+        }
         for (lora_id, worker_id), digest in loading.items():
             if worker_id in workers and not workers[worker_id].has_in_slot(lora_id):
                 held = ReportedAdapter(
@@ -217,10 +229,10 @@ class WorkerReports:
             loading_victims=frozenset(loading_victims),
         )
 
-    def _worker(
+    def _observed_worker(
         self, entry: KnownWorker, intent: WorkerIntent | None, digests: Callable[[str], str | None]
     ) -> ObservedWorker:
-        """The worker as placement sees it."""
+        """The worker as placement uses it: report, reachability and operator's order in one."""
         report = entry.report
         held = {} if entry.reach == "lost" else self._adapters_on(entry, digests)
         capacity = report.lora.capacity
@@ -271,16 +283,16 @@ class WorkerReports:
             since=since,
         )
 
-    def _note_ready(self, entry: KnownWorker, now: float) -> None:
-        """Note since when each ready adapter is ready."""
+    def _update_ready_since(self, entry: KnownWorker, now: float) -> None:
+        """Update since when each ready adapter is ready; forget the others."""
         boot = entry.report.engine_boot_id
         entry.ready_since = {
-            (lora.lora_id, boot): entry.ready_since.get((lora.lora_id, boot), now - self._age(lora))
+            (lora.lora_id, boot): entry.ready_since.get((lora.lora_id, boot), now - self._age_s(lora))
             for lora in entry.report.lora.loaded_loras
             if lora.state == "ready"
         }
 
-    def _age(self, lora: LoadedLora) -> float:
+    def _age_s(self, lora: LoadedLora) -> float:
         """Seconds since the adapter was loaded, by the agent's clock: an error only shifts its eviction."""
         try:
             loaded_at = datetime.fromisoformat(lora.loaded_at or "")
@@ -354,11 +366,12 @@ def _with_loaded(report: Metadata, loaded: tuple[LoadedLora, ...]) -> Metadata:
     """The report with these adapters, its slots counted anew."""
     capacity = report.lora.capacity
     total = capacity.loaded_count + capacity.available_slots
-    count = capacity.loaded_count + _occupied(loaded) - _occupied(report.lora.loaded_loras)
+    count = capacity.loaded_count + _occupied_count(loaded) - _occupied_count(report.lora.loaded_loras)
     capacity = capacity.model_copy(update={"loaded_count": count, "available_slots": max(0, total - count)})
     lora: LoraInfo = report.lora.model_copy(update={"loaded_loras": loaded, "capacity": capacity})
     return report.model_copy(update={"lora": lora})
 
 
-def _occupied(loaded: Iterable[LoadedLora]) -> int:
+def _occupied_count(loaded: Iterable[LoadedLora]) -> int:
+    """Number of these adapters that take a slot."""
     return sum(lora.state in OCCUPYING for lora in loaded)

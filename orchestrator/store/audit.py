@@ -19,7 +19,7 @@ class AuditLog:
         self._asked_by: dict[str, str] = {}
 
     def note_requester(self, lora_id: str, by: str) -> None:
-        """Note who asked to have the adapter loaded or deleted; actions on it count as theirs from now on."""
+        """Record who requested a load or deletion of the adapter; actions on it count as theirs from now on."""
         self._asked_by[lora_id] = by
 
     def forget_requester(self, lora_id: str) -> None:
@@ -27,13 +27,16 @@ class AuditLog:
         self._asked_by.pop(lora_id, None)
 
     def requester(self, lora_id: str) -> str:
-        """Who asked for the adapter last and is not served yet; else the orchestrator itself."""
+        """Who requested the adapter last, until the request is met; else the orchestrator itself."""
         return self._asked_by.get(lora_id, NOBODY)
 
     def record_action(
         self, action: WorkerAction, *, requester: str, outcome: str, duration_s: float, code: str = "", error: str = ""
     ) -> None:
-        """Record an action's end. outcome: ok, refused, failed, timeout, error or dropped."""
+        """Log an action's end; store it in the history unless it is an inspection.
+
+        outcome  ok, refused, failed, timeout, error or dropped
+        """
         body = {
             "worker_id": action.worker_id,
             "outcome": outcome,
@@ -49,7 +52,7 @@ class AuditLog:
             self._store.record(action.operation, action.lora_id, body, requester)
 
     def record_eviction(self, lora_id: str, worker_id: str, *, made_room_for: str, requester: str) -> None:
-        """Record that a load's victim was unloaded by the agent as part of the load."""
+        """Log and store that a load's victim was unloaded by the agent as part of the load."""
         body = {"worker_id": worker_id, "outcome": "ok", "reason": f"made room for {made_room_for}"}
         log.info("unload", lora_id=lora_id, asked_by=requester, **body)
         self._store.record("unload", lora_id, body | {"epoch": self._store.epoch}, requester)

@@ -77,15 +77,17 @@ class SqliteBackend:
     """
 
     def __init__(self, path: Path | str, *, history_kept: int = 10_000) -> None:
+        """Open the file, creating or migrating it. Raises StoreError."""
         self._path = str(path)
         self._history_kept = history_kept
         self._recorded: dict[str, int] = {}
-        self._db = _open(self._path)
+        self._db = _open_store(self._path)
 
     is_caught_up = is_read = True
     backup_name = "lorafleet.db"
 
     def close(self) -> None:
+        """Close the file."""
         self._db.close()
 
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
@@ -98,18 +100,20 @@ class SqliteBackend:
         """Do nothing: no write is pending."""
 
     def read(self) -> StoredIntent:
+        """Read the whole stored intent from the file. Raises StoreError when it cannot be read."""
         try:
             return self._read()
         except (sqlite3.Error, ValueError) as exc:
-            raise _unreadable(self._path, exc) from exc
+            raise _unreadable_error(self._path, exc) from exc
 
     def _read(self) -> StoredIntent:
+        """Read the whole stored intent. Raises sqlite3.Error, ValueError."""
         rows = self._db.execute
         rules = PlacementPolicy()
         for (body,) in rows("SELECT body FROM policy"):
             rules = typed(parsed(body, "policy"), PlacementPolicy, "policy")
         return StoredIntent(
-            adapters={row["lora_id"]: _adapter(row) for row in rows("SELECT * FROM adapters")},
+            adapters={row["lora_id"]: _adapter_of_row(row) for row in rows("SELECT * FROM adapters")},
             aliases={
                 name: typed(parsed(targets, f"alias {name!r}"), Targets, f"alias {name!r}")
                 for name, targets in rows("SELECT name, targets FROM aliases")
@@ -131,9 +135,13 @@ class SqliteBackend:
         )
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
+        """Write changes and history in one transaction, durable on return.
+
+        Raises StoreError, OrchestratorUnavailable.
+        """
         try:
             for change in changes:
-                self._write(change)
+                self._write_change(change)
             for entry in entries:
                 self._add_history(entry)
             self._db.commit()
@@ -151,18 +159,18 @@ class SqliteBackend:
             self._db.rollback()  # e.g. an integer of over 64 bits, which SQLite cannot store
             raise
 
-    def _write(self, change: StoreChange) -> None:
-        """Write or delete one row."""
+    def _write_change(self, change: StoreChange) -> None:
+        """Replace or delete one row in the open transaction."""
         if change.value is None:
             key = _KEYS[change.table]
             self._db.execute(f"DELETE FROM {change.table} WHERE {key} = ?", (change.key,))  # noqa: S608  (our own names)
         else:
-            row = _row(change)
+            row = _row_of_change(change)
             marks = ",".join("?" * len(row))
             self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
 
     def _add_history(self, entry: HistoryEntry) -> None:
-        """Insert one entry; now and then drop the oldest of its kind."""
+        """Insert one entry in the open transaction; now and then delete the oldest of its kind."""
         row = (entry.at, entry.kind, entry.subject, entry.actor, json.dumps(dict(entry.body)))
         self._db.execute("INSERT INTO history (at, kind, subject, actor, body) VALUES (?,?,?,?,?)", row)
         count = self._recorded.get(entry.kind, _TRIM_EVERY)
@@ -177,6 +185,7 @@ class SqliteBackend:
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:
+        """History entries, newest first, with ids below `before`, of these kinds (empty: all). Raises StoreError."""
         wheres: list[str] = ["id < ?"]
         values: list[Any] = [2**62 if before is None else min(before, 2**62)]
         if kinds:
@@ -187,12 +196,12 @@ class SqliteBackend:
             values.append(subject)
         query = f"SELECT * FROM history WHERE {' AND '.join(wheres)} ORDER BY id DESC LIMIT ?"  # noqa: S608
         try:
-            return [_entry(row) for row in self._db.execute(query, (*values, limit))]
+            return [_history_entry(row) for row in self._db.execute(query, (*values, limit))]
         except (sqlite3.Error, ValueError) as exc:
-            raise _unreadable(self._path, exc) from exc
+            raise _unreadable_error(self._path, exc) from exc
 
     def backup(self, path: Path) -> None:
-        """Write a copy without deletions, drains and active rollouts.
+        """Write a copy without deletions, drains and rollouts. Raises StoreError, also if the path exists.
 
         A restored store must not remove or shift anything: an adapter deleted then may be registered again by now.
         """
@@ -230,20 +239,21 @@ def no_space(exc: sqlite3.Error, path: Path | str) -> str | None:
 
 
 def _free_bytes(folder: Path) -> float:
+    """Free bytes on the folder's disk; infinite when that is not known."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
         return inf
 
 
-def _open(path: str) -> sqlite3.Connection:
-    """Open the file, check it and bring its schema up to date. Raises StoreError."""
+def _open_store(path: str) -> sqlite3.Connection:
+    """Open the file, creating it if it is missing, check it and bring its schema up to date. Raises StoreError."""
     try:
         db = sqlite3.connect(path, timeout=_BUSY_S)
     except sqlite3.Error as exc:
         raise StoreError(f"store {path}: {exc}; name a file in a folder that exists and can be written") from exc
     try:
-        _check(db, path)
+        _check_file(db, path)
         _use_wal(db)
         db.execute("PRAGMA synchronous = FULL")
         _migrate(db)
@@ -261,12 +271,12 @@ def _open(path: str) -> sqlite3.Connection:
     return db
 
 
-def _check(db: sqlite3.Connection, path: str) -> None:
+def _check_file(db: sqlite3.Connection, path: str) -> None:
     """Raise StoreError for a damaged file, another program's database, or a newer schema."""
     found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
     if found != ["ok"]:
         raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
-    version = _version(db)
+    version = _schema_version(db)
     tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and not {"counters", "adapters", "policy"} <= tables:
         found_there = ", ".join(sorted(tables))
@@ -298,6 +308,7 @@ def _check_columns(db: sqlite3.Connection, path: str) -> None:
 
 
 def _columns(db: sqlite3.Connection) -> dict[str, frozenset[str]]:
+    """table -> names of its columns."""
     tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     return {
         table: frozenset(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
@@ -305,16 +316,21 @@ def _columns(db: sqlite3.Connection) -> dict[str, frozenset[str]]:
     }
 
 
-def _unreadable(path: str, exc: Exception) -> StoreError:
+def _unreadable_error(path: str, exc: Exception) -> StoreError:
+    """The store's error for a file that cannot be read."""
     return StoreError(f"store {path} cannot be read ({exc}); restore it from a backup, it was not changed")
 
 
 def _is_busy(exc: sqlite3.Error) -> bool:
+    """Whether another process holds the file's lock."""
     return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Switch to WAL mode, with retries: while another process switches too, SQLite 3.40 may refuse without waiting."""
+    """Switch the file to WAL mode.
+
+    With retries, which block: while another process switches too, SQLite 3.40 may refuse without waiting.
+    """
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -329,21 +345,22 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 def _migrate(db: sqlite3.Connection) -> None:
     """Bring the schema up to date in one transaction; two orchestrators may start on one new file together."""
-    if _version(db) == SCHEMA:
+    if _schema_version(db) == SCHEMA:
         return
     db.execute("BEGIN IMMEDIATE")
-    for script in _MIGRATIONS[_version(db) :]:  # read again: another process may have migrated meanwhile
+    for script in _MIGRATIONS[_schema_version(db) :]:  # read again: another process may have migrated meanwhile
         for statement in script.split(";"):
             db.execute(statement)
     db.execute(f"PRAGMA user_version = {SCHEMA}")
     db.commit()
 
 
-def _version(db: sqlite3.Connection) -> int:
+def _schema_version(db: sqlite3.Connection) -> int:
+    """The number of the file's schema."""
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _row(change: StoreChange) -> tuple[Any, ...]:
+def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
     """The table row of a change."""
     match change.value:
         case RegisteredAdapter() as adapter:
@@ -362,7 +379,7 @@ def _row(change: StoreChange) -> tuple[Any, ...]:
             return change.key, json.dumps(targets)
 
 
-def _entry(row: Mapping[str, Any]) -> HistoryEntry:
+def _history_entry(row: Mapping[str, Any]) -> HistoryEntry:
     """The history entry of a row. Raises ValueError."""
     return HistoryEntry(
         id=row["id"],
@@ -374,7 +391,7 @@ def _entry(row: Mapping[str, Any]) -> HistoryEntry:
     )
 
 
-def _adapter(row: Mapping[str, Any]) -> RegisteredAdapter:
+def _adapter_of_row(row: Mapping[str, Any]) -> RegisteredAdapter:
     """The adapter of a row. Raises ValueError."""
     label, tenants = f"adapter {row['lora_id']!r}", row["tenants"]
     policy = typed(parsed(row["policy"], f"{label}: policy"), dict[str, Any], f"{label}: policy")
@@ -386,6 +403,7 @@ def _adapter(row: Mapping[str, Any]) -> RegisteredAdapter:
 
 
 def _adapter_row(a: RegisteredAdapter) -> tuple[Any, ...]:
+    """The table row of an adapter."""
     policy = json.dumps({name: getattr(a, name) for name in _POLICY_FIELDS})
     tenants = None if a.tenants is None else json.dumps(a.tenants)
     known = (a.lora_id, a.source, a.base_model, a.digest, a.rank, a.size_bytes)

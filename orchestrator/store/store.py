@@ -44,6 +44,7 @@ class IntentStore:
     """The stored intent. Raises StoreError when the backend is no store of ours, damaged, or of a newer version."""
 
     def __init__(self, where: Path | str | StoreBackend, *, wall: Callable[[], float] = time.time) -> None:
+        """Open the backend (a path: an SQLite file) and read the stored intent. Raises StoreError."""
         self._wall = wall
         self._backend: StoreBackend = SqliteBackend(where) if isinstance(where, Path | str) else where
         self._depth = 0
@@ -63,10 +64,11 @@ class IntentStore:
         except BaseException:
             self._backend.close()
             raise
-        self._load(stored)
+        self._replace_intent(stored)
         self._raise_counters(stored)
 
     def close(self) -> None:
+        """Close the backend; writes that are not durable yet are given up."""
         self._backend.close()
 
     async def catch_up(self) -> None:
@@ -74,19 +76,19 @@ class IntentStore:
         await self._backend.catch_up()
 
     def reload(self) -> None:
-        """Read intent and counters again, before this process leads. Raises StoreError.
+        """Replace intent and counters in memory by the stored ones, before this process leads. Raises StoreError.
 
         The epoch is then at least the stored one; the caller raises it above that.
         """
         stored = self._backend.read()
-        self._load(stored)
+        self._replace_intent(stored)
         self._raise_counters(stored)
 
     def refresh(self) -> None:
-        """Read the stored intent again and write nothing. Raises StoreError, OrchestratorUnavailable."""
+        """Replace the intent in memory by the stored one. Raises StoreError, OrchestratorUnavailable."""
         if not self._backend.is_read:
             raise OrchestratorUnavailable("the store has not been read yet", code="starting")
-        self._load(self._backend.read())
+        self._replace_intent(self._backend.read())
 
     async def wait_durable(self, about: Collection[Subject] | None = None) -> None:
         """Wait until all changes of these subjects (None: of all) are durable.
@@ -111,6 +113,7 @@ class IntentStore:
 
     @property
     def backup_name(self) -> str:
+        """Name for the file that `backup` makes, with its suffix."""
         return self._backend.backup_name
 
     def backup(self, path: Path) -> None:
@@ -119,11 +122,15 @@ class IntentStore:
 
     @property
     def intent(self) -> Intent:
+        """The part of the stored intent that placement needs: views, not copies."""
         return Intent(adapters=self.adapters, tombstones=self.tombstones)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send the writes of the block to the backend together; if it raises, none of them is made. May be nested."""
+        """Send all writes of the block to the backend together. May be nested; the outermost block sends.
+
+        If the block or the backend raises, none of the writes is made, and the intent in memory is read again.
+        """
         self._depth += 1
         try:
             yield
@@ -132,7 +139,7 @@ class IntentStore:
                 self.writes += any(change.table != "counters" for change in self._changes)
         except BaseException:
             self._changes, self._entries = [], []
-            self._load(self._backend.read())  # memory must agree with the backend
+            self._replace_intent(self._backend.read())  # memory must agree with the backend
             raise
         finally:
             self._depth -= 1
@@ -164,28 +171,31 @@ class IntentStore:
         return cast("Sequence[str]", self.aliases.keys())
 
     def next_revision(self) -> int:
-        """A new revision, above all earlier ones, over restarts too."""
+        """Raise the revision by one and return it. It is above all earlier ones, over restarts too.
+
+        Now and then it stores a reservation. Raises StoreError, OrchestratorUnavailable.
+        """
         self.revision += 1
         if self.revision >= self._reserved:
             self._reserved = self.revision + _RESERVED
             with self.together():
-                self._put("counters", "revision", self._reserved)
+                self._queue_change("counters", "revision", self._reserved)
         return self.revision
 
     def raise_epoch(self, above: int) -> None:
-        """Raise our epoch above this one, which an agent has obeyed."""
+        """Raise our epoch above this one, which an agent has obeyed, and store it; unchanged if it is above already."""
         if above >= self.epoch:
             self.epoch = above + 1
             with self.together():
-                self._put("counters", "epoch", self.epoch)
+                self._queue_change("counters", "epoch", self.epoch)
 
     def put_adapter(self, adapter: RegisteredAdapter) -> None:
         """Insert or replace the adapter, and drop the tombstone of its name."""
         with self.together():
-            self._put("adapters", adapter.lora_id, adapter)
+            self._queue_change("adapters", adapter.lora_id, adapter)
             self.adapters[adapter.lora_id] = adapter
             if not adapter.is_deleting and self.tombstones.pop(adapter.lora_id, None) is not None:
-                self._put("tombstones", adapter.lora_id, None)
+                self._queue_change("tombstones", adapter.lora_id, None)
 
     def compare_and_set(self, seen: RegisteredAdapter, adapter: RegisteredAdapter) -> bool:
         """Replace the adapter if it is unchanged since it was read as `seen`; returns whether it was."""
@@ -198,18 +208,18 @@ class IntentStore:
         """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it."""
         with self.together():
             adapter = self.adapters.pop(lora_id)
-            self._put("adapters", lora_id, None)
+            self._queue_change("adapters", lora_id, None)
             if adapter.digest is not None:
                 stone = Tombstone(adapter.digest, self._wall())
-                self._put("tombstones", lora_id, stone)
+                self._queue_change("tombstones", lora_id, stone)
                 self.tombstones[lora_id], self._deleted_at[lora_id] = stone
 
     def record_deletion(self, lora_id: str, digest: str | None, actor: str) -> None:
-        """Leave a tombstone for an adapter whose object was deleted while no orchestrator led."""
+        """Leave a tombstone and a history entry for an adapter whose object was deleted while no orchestrator led."""
         with self.together():
             if digest is not None:
                 stone = Tombstone(digest, self._wall())
-                self._put("tombstones", lora_id, stone)
+                self._queue_change("tombstones", lora_id, stone)
                 self.tombstones[lora_id], self._deleted_at[lora_id] = stone
             self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
 
@@ -227,54 +237,57 @@ class IntentStore:
         self.writes += 1
 
     def expire_tombstones(self, kept_s: float) -> None:
-        """Drop tombstones older than `kept_s` seconds."""
+        """Delete tombstones older than `kept_s` seconds: workers that return later keep those adapters as orphans."""
         oldest = self._wall() - kept_s
         with self.together():
             for lora_id in [name for name in self.tombstones if self._deleted_at[name] < oldest]:
-                self._put("tombstones", lora_id, None)
+                self._queue_change("tombstones", lora_id, None)
                 del self.tombstones[lora_id]
 
     def put_alias(self, name: str, targets: Targets) -> None:
+        """Store the alias's targets."""
         with self.together():
-            self._put("aliases", name, targets)
+            self._queue_change("aliases", name, targets)
             self.aliases[name] = targets
 
     def drop_alias(self, name: str) -> None:
-        """Delete the alias and its rollout."""
+        """Delete the alias and its rollout from memory and backend."""
         with self.together():
-            self._put("aliases", name, None)
+            self._queue_change("aliases", name, None)
             del self.aliases[name]
             self.put_rollout(name, None)
 
     def put_rollout(self, alias: str, rollout: Rollout | None) -> None:
-        """Set the state of an alias's rollout; None drops it."""
+        """Store the state of an alias's rollout; None drops it."""
         with self.together():
             if rollout is None:
                 if self.rollouts.pop(alias, None) is not None:
-                    self._put("rollouts", alias, None)
+                    self._queue_change("rollouts", alias, None)
             else:
-                self._put("rollouts", alias, rollout)
+                self._queue_change("rollouts", alias, rollout)
                 self.rollouts[alias] = rollout
 
     def put_rules(self, rules: PlacementPolicy) -> None:
+        """Store the global policy."""
         with self.together():
-            self._put("policy", "", rules)
+            self._queue_change("policy", "", rules)
             self.rules = rules
 
     def put_worker(self, worker_id: str, intent: WorkerIntent | None) -> None:
-        """Set an operator's order for a worker; None takes it back."""
+        """Store an operator's order for a worker; None takes it back."""
         with self.together():
-            self._put("workers", worker_id, intent)
+            self._queue_change("workers", worker_id, intent)
             if intent is None:
                 self.workers.pop(worker_id, None)
             else:
                 self.workers[worker_id] = intent
 
-    def _put(self, *change: Any) -> None:
+    def _queue_change(self, *change: Any) -> None:
+        """Add a change to those that the outermost `together` block sends to the backend."""
         self._changes.append(StoreChange(*change))
 
-    def _load(self, stored: StoredIntent) -> None:
-        """Replace the intent in memory."""
+    def _replace_intent(self, stored: StoredIntent) -> None:
+        """Replace the intent in memory by the stored one; counters stay."""
         self.adapters = SortedDict(stored.adapters)
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)

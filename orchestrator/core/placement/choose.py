@@ -62,7 +62,7 @@ def can_evict(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
 
 
 def _worth_limit(context: PlacementContext, adapter: RegisteredAdapter) -> float | None:
-    """Without a waiting request: the worth of the new copy, which a victim must be below. None: no limit."""
+    """The worth of the new copy, which a victim must be below; None: no limit, as the adapter's minimum is not met."""
     if context.replica_floor(adapter) > context.copy_count(adapter.lora_id):
         return None
     return copy_worth(context, adapter) / (context.copy_count(adapter.lora_id) + 1)
@@ -136,7 +136,7 @@ def _planned_load(
     homes: list[str],
     evict: str | None = None,
 ) -> PlannedLoad:
-    """The load, with its reason in words."""
+    """The load of the adapter on this worker, with its reason in words."""
     present, target = context.copy_count(adapter.lora_id), context.targets.get(adapter.lora_id, 1)
     want = context.demand.wants.get(adapter.lora_id)
     asked = "" if want is None else " lost its place" if want.is_repair else " on request"

@@ -23,20 +23,21 @@ def is_frozen(history: ChurnHistory, policy: PlacementPolicy, workers: int, now:
 
 
 def step_limit(policy: PlacementPolicy, workers: int) -> int:
-    """Steps allowed in the window."""
+    """Steps that the policy allows in one window with so many ready workers."""
     return policy.storm_moves_per_worker * workers
 
 
 def steps_in_window(history: ChurnHistory, policy: PlacementPolicy, now: float) -> int:
-    """Steps in the window."""
+    """Number of steps in the window that ends now."""
     return sum(count for second, count in history.step_counts if now - second < policy.storm_window_s)
 
 
 def history_after(
     history: ChurnHistory, steps: frozenset[PlacementStep], policy: PlacementPolicy, *, is_held: bool, now: float
 ) -> ChurnHistory:
-    """The history after a pass that named these steps. A step of the pass before is the same step, still in progress.
+    """The history after a pass that named these steps.
 
+    steps    a step that the pass before named too is the same step, still in progress, and is not counted again
     is_held  whether moves were frozen in that pass
     """
     step_counts = [entry for entry in history.step_counts if now - entry[0] < policy.storm_window_s]
@@ -52,6 +53,7 @@ def history_after(
 
 
 def freeze_reason(history: ChurnHistory, policy: PlacementPolicy, workers: int, now: float) -> str:
+    """Why moves are frozen, in words for an operator."""
     return (
         f"storm: {steps_in_window(history, policy, now)} loads and unloads within {policy.storm_window_s:g} s that no"
         f" request waited for, and {step_limit(policy, workers)} are allowed; moves stand still until they are half as"

@@ -38,6 +38,7 @@ def loading_mode(adapter: RegisteredAdapter, policy: PlacementPolicy) -> str:
 
 
 def is_placeable(adapter: RegisteredAdapter) -> bool:
+    """Whether the adapter may get replicas: inspected, not being deleted and not in quarantine."""
     return adapter.is_inspected and not adapter.is_deleting and adapter.quarantine is None
 
 
@@ -84,8 +85,8 @@ class PlacementContext:
         for (lora_id, worker_id), failure in observed.failures.items():
             if failure.until > now:
                 self._failures.setdefault(lora_id, {})[worker_id] = failure
-        self.weights = _weights(demand)
-        self.loads = self._loads()
+        self.weights = _demand_weights(demand)
+        self.loads = self._worker_loads()
 
     def _find_holders(self) -> None:
         """Fill `holders` and `draining_ids` from the reports."""
@@ -107,15 +108,15 @@ class PlacementContext:
                 else:
                     self.holders.setdefault(held.lora_id, set()).add(worker.id)
 
-    def _loads(self) -> dict[str, float]:
+    def _worker_loads(self) -> dict[str, float]:
         """worker_id -> its part of the demand for what it holds."""
         found = dict.fromkeys(self.victims, 0.0)
         for lora_id in sorted(self.holders.keys() & self.weights.keys()):
-            self._spread(lora_id, self.demand_weight(lora_id), found)
+            self._add_to_holders(lora_id, self.demand_weight(lora_id), found)
         return found
 
-    def _spread(self, lora_id: str, weight: float, loads: dict[str, float]) -> None:
-        """Add the weight to the loads of the adapter's holders, in equal parts."""
+    def _add_to_holders(self, lora_id: str, weight: float, loads: dict[str, float]) -> None:
+        """Change `loads`: add the weight to the adapter's holders, in equal parts."""
         holders = self.holders.get(lora_id, ())
         for worker_id in holders:
             loads[worker_id] += weight / len(holders)
@@ -147,9 +148,11 @@ class PlacementContext:
         )
 
     def min_replicas(self, adapter: RegisteredAdapter) -> int:
+        """The adapter's own minimum of replicas, else the policy's."""
         return self.policy.min_replicas if adapter.min_replicas is None else adapter.min_replicas
 
     def max_replicas(self, adapter: RegisteredAdapter) -> int:
+        """The adapter's own maximum of replicas, else the policy's."""
         return self.policy.max_replicas if adapter.max_replicas is None else adapter.max_replicas
 
     def replica_floor(self, adapter: RegisteredAdapter) -> int:
@@ -206,14 +209,15 @@ class PlacementContext:
         return [worker.id for worker in homes]
 
     def mean_load(self, workers: Iterable[ObservedWorker]) -> float:
+        """The mean of these workers' loads; 0.0 without workers."""
         loads = [self.loads[worker.id] for worker in workers]
         return sum(loads) / len(loads) if loads else 0.0
 
     def apply_load(self, load: PlannedLoad) -> None:
-        """Count a named load as done and its victim as gone, and spread their demand over the copies anew."""
+        """Change the context as if the load were done and its victim gone; the demand of both is divided anew."""
         changed = [lora_id for lora_id in (load.lora_id, load.evict) if lora_id is not None]
         for lora_id in changed:
-            self._spread(lora_id, -self.demand_weight(lora_id), self.loads)
+            self._add_to_holders(lora_id, -self.demand_weight(lora_id), self.loads)
         self.holders.setdefault(load.lora_id, set()).add(load.worker_id)
         self.loads_named[load.worker_id] += 1
         if load.evict is None:
@@ -223,10 +227,10 @@ class PlacementContext:
             # A copy with another digest than the registered one has no entry in `holders`.
             self.holders.get(load.evict, set()).discard(load.worker_id)
         for lora_id in changed:
-            self._spread(lora_id, self.demand_weight(lora_id), self.loads)
+            self._add_to_holders(lora_id, self.demand_weight(lora_id), self.loads)
 
 
-def _weights(demand: DemandSnapshot) -> Mapping[str, float]:
+def _demand_weights(demand: DemandSnapshot) -> Mapping[str, float]:
     """lora_id -> engine work in seconds a second, backlog included; requests a second where routers report no work."""
     return work_with_backlog(demand.work, demand, BACKLOG_RELIEF_S) if any(demand.work.values()) else demand.rates
 
@@ -253,4 +257,5 @@ class ClaimOrder:
         self.lora_id = lora_id
 
     def __call__(self, worker: ObservedWorker) -> tuple[int, str]:
+        """The worker's sort key: its negative rendezvous score, then its id."""
         return -rendezvous_score(self.lora_id, worker.id), worker.id

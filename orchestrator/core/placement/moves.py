@@ -98,6 +98,7 @@ def _best_move_to(
 
 
 def _home_preference(adapter: RegisteredAdapter, worker: ObservedWorker, group: list[ObservedWorker]) -> float:
+    """Factor by which a move to the adapter's home is preferred: 2.0 for its home in the group, else 1.0."""
     return 2.0 if min(group, key=ClaimOrder(adapter.lora_id)).id == worker.id else 1.0
 
 
@@ -117,6 +118,7 @@ def _can_move(context: PlacementContext, adapter: RegisteredAdapter, donor: Obse
 
 
 def _is_ready(context: PlacementContext, lora_id: str, worker_id: str) -> bool:
+    """Whether the worker reports the adapter as ready."""
     held = context.observed.workers[worker_id].adapters.get(lora_id)
     return held is not None and held.state == "ready"
 

@@ -80,13 +80,13 @@ class _PlacementPass:
         self.steps: set[churn.PlacementStep] = set()
 
     def run(self) -> DesiredPlacement:
-        """Decide the placement."""
+        """Run the pass, which changes the context, and return the placement. Call it once."""
         context = self.context
         self.targets, scales = replica_targets(context)
         context.targets = {lora_id: target.replicas for lora_id, target in self.targets.items()}
         context.needed_copies = {lora_id: target.needed for lora_id, target in self.targets.items()}
         unplaced: dict[str, str] = {}
-        loads = self._loads(unplaced)
+        loads = self._plan_loads(unplaced)
         misfits = self._misfits()
         unplaced |= self._unserved_base_models() | {lora_id: misfit.message for lora_id, misfit in misfits.items()}
         removals = {(step.lora_id, step.worker_id): step for step in self._due_removals()}
@@ -119,8 +119,11 @@ class _PlacementPass:
             memory=PassMemory(standing_targets=scales, moves=moves, churn=kept),
         )
 
-    def _loads(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
-        """Loads of missing replicas. Fills `unplaced`: lora_id -> why a replica cannot be placed."""
+    def _plan_loads(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
+        """Loads of missing replicas, each applied to the context.
+
+        Fills `unplaced`: lora_id -> why a replica cannot be placed.
+        """
         context = self.context
         loads: list[PlannedLoad] = []
         for adapter in self._missing_replicas():
@@ -136,7 +139,7 @@ class _PlacementPass:
                     break
                 want = context.demand.wants.get(adapter.lora_id)
                 is_asked = want is not None or context.copy_count(adapter.lora_id) < target.asked
-                if not is_asked and not self._may_step((load.lora_id, load.worker_id, "load")):
+                if not is_asked and not self._take_step((load.lora_id, load.worker_id, "load")):
                     break
                 if want is not None and want.is_repair:
                     self.steps.add((load.lora_id, load.worker_id, "load"))
@@ -144,8 +147,8 @@ class _PlacementPass:
                 loads.append(load)
         return loads
 
-    def _may_step(self, step: churn.PlacementStep) -> bool:
-        """Whether the churn limiter allows this step, which no request waits for. A step counts once."""
+    def _take_step(self, step: churn.PlacementStep) -> bool:
+        """Whether the churn limiter allows this step, which no request waits for. If so, the step is counted, once."""
         if step not in self.churn_history.named_steps:
             if self.steps_left <= 0:
                 return False
@@ -154,13 +157,16 @@ class _PlacementPass:
         return True
 
     def _limited_removals(self, moves: Mapping[Pair, str]) -> Iterable[PlannedRemoval]:
-        """Removals of the old copies of moves, and of surplus copies as far as the churn limiter allows."""
+        """Removals of the old copies of moves, and of surplus copies as far as the churn limiter allows.
+
+        Each is counted as a step, and its copy as leaving.
+        """
         for step in finished_move_removals(self.context, moves):
             self.steps.add((step.lora_id, step.worker_id, "unload"))
             self.context.leaving.add((step.lora_id, step.worker_id))
             yield step
         for step in surplus_removals(self.context, [lora_id for lora_id, _ in moves]):
-            if self._may_step((step.lora_id, step.worker_id, "unload")):
+            if self._take_step((step.lora_id, step.worker_id, "unload")):
                 self.context.leaving.add((step.lora_id, step.worker_id))
                 yield step
 

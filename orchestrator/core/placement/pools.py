@@ -58,7 +58,7 @@ class RouterQueues:
     def record_report(
         self, router_id: str, waits_s: Mapping[str, float], in_flight: Mapping[str, int], now: float
     ) -> None:
-        """Record one router's queues.
+        """Record one router's queues in place of its last report, and drop the reports of silent routers.
 
         waits_s    worker_id -> seconds until all requests queued in the router for that worker have been sent
         in_flight  worker_id -> the router's requests at that worker's engine
@@ -67,7 +67,7 @@ class RouterQueues:
         self._reports[router_id] = now, waits_s, in_flight
 
     def wait_s(self, worker_id: str, now: float) -> float:
-        """The longest queue wait that a live router reports for the worker: routers share the engine's speed."""
+        """Seconds of the longest queue that a live router reports for the worker: routers share the engine's speed."""
         return max(
             (waits.get(worker_id, 0.0) for at, waits, _ in self._reports.values() if now - at < ROUTER_LIVE_S),
             default=0.0,

@@ -55,6 +55,8 @@ def standing_target(
 
     up, down  replicas that demand needs, and those with some slack; `up` <= `down`
     copies    copies there now; after a restart, when nothing is remembered, they count as the former target
+    scale     what the last pass remembered; None: nothing
+    scale_down_after_s  seconds of low demand before the target falls
     """
     before = copies if scale is None else scale.replicas
     since = None if scale is None else scale.below_since
@@ -144,13 +146,16 @@ def _requested_replicas(context: PlacementContext) -> dict[str, int]:
     found = {}
     for lora_id, adapter in context.intent.adapters.items():
         if is_placeable(adapter):
-            count = min(max(weighted.get(lora_id, 0), _own_replicas(context, adapter)), context.max_replicas(adapter))
+            count = min(
+                max(weighted.get(lora_id, 0), _replicas_asked_for(context, adapter)), context.max_replicas(adapter)
+            )
             if count:
                 found[lora_id] = count
     return found
 
 
-def _own_replicas(context: PlacementContext, adapter: RegisteredAdapter) -> int:
+def _replicas_asked_for(context: PlacementContext, adapter: RegisteredAdapter) -> int:
+    """Replicas that the adapter's minimum, requests for replicas or a draining worker ask for, up to its maximum."""
     is_eager = loading_mode(adapter, context.policy) == "eager"
     target = context.min_replicas(adapter) if is_eager else adapter.min_replicas or 0
     want = context.demand.wants.get(adapter.lora_id)
@@ -189,7 +194,7 @@ def _slots_left_for(context: PlacementContext, weighted_ids: set[str], worker: O
 def _lacking_slots(context: PlacementContext, base_model: str) -> int:
     """Slots that the base model's other adapters still lack; weighted ones divide what is left after those."""
     return sum(
-        max(0, _own_replicas(context, a) - context.copy_count(a.lora_id))
+        max(0, _replicas_asked_for(context, a) - context.copy_count(a.lora_id))
         for a in context.intent.adapters.values()
         if a.base_model == base_model and is_placeable(a) and loading_mode(a, context.policy) != "weighted"
     )
@@ -219,7 +224,7 @@ def slot_shares(weights: Mapping[str, float], caps: Mapping[str, int], slots: in
 
 
 def _largest_remainder(weights: Mapping[str, float], slots: int) -> dict[str, int]:
-    """Slots divided in proportion to weights, by largest remainder."""
+    """All the slots divided in proportion to weights, by largest remainder; without caps."""
     total = sum(weights.values())
     quotas = {name: slots * weight / total for name, weight in weights.items()}
     given = {name: int(quota) for name, quota in quotas.items()}

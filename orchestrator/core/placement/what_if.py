@@ -131,8 +131,8 @@ def hypothetical_inputs(inputs: PlacementInputs, hypothesis: Hypothesis) -> Plac
     demand = _changed_demand(inputs.demand, hypothesis, inputs.now)
     in_use = frozenset(pair for pair in demand.in_use if pair[1] not in gone)
     wants = {
-        **_first_requests(hypothesis, observed.workers, intent, inputs.now),
-        **_repairs(gone, kept, intent, demand),
+        **_first_request_wants(hypothesis, observed.workers, intent, inputs.now),
+        **_repair_wants(gone, kept, intent, demand),
     }
     demand = replace(demand, in_use=in_use, wants=wants)
     return PlacementInputs(
@@ -158,6 +158,7 @@ def _with_typical_shape(adapter: RegisteredAdapter, inputs: PlacementInputs) -> 
 
 
 def _with_loads_done(worker: ObservedWorker) -> ObservedWorker:
+    """The worker with its loading adapters taken as ready."""
     held = {
         name: replace(adapter, state="ready") if adapter.state == "loading" else adapter
         for name, adapter in worker.adapters.items()
@@ -216,10 +217,10 @@ def _changed_demand(demand: DemandSnapshot, hypothesis: Hypothesis, now: float) 
     )
 
 
-def _first_requests(
+def _first_request_wants(
     hypothesis: Hypothesis, workers: Mapping[str, ObservedWorker], intent: Intent, now: float
 ) -> Mapping[str, WantedReplicas]:
-    """Wants for adapters that the hypothesis gives demand and that no worker holds: their first request loads them."""
+    """Requests for replicas of adapters that the hypothesis gives demand and that no worker holds."""
     return {
         lora_id: WantedReplicas(replicas=1, since=now)
         for lora_id, rate in hypothesis.rates.items()
@@ -229,10 +230,10 @@ def _first_requests(
     }
 
 
-def _repairs(
+def _repair_wants(
     gone: Mapping[str, ObservedWorker], kept: Mapping[str, ObservedWorker], intent: Intent, demand: DemandSnapshot
 ) -> Mapping[str, WantedReplicas]:
-    """Wants as after a loss of workers: each adapter they held is wanted again, in as many copies as before."""
+    """Requests for replicas as after a loss of workers: each of their adapters, in as many copies as before."""
     wants = dict(demand.wants)
     lost = [lora_id for worker in gone.values() for lora_id, held in worker.adapters.items() if held.state == "ready"]
     for lora_id in lost:
@@ -247,11 +248,12 @@ def _repairs(
 
 
 def _placement(inputs: PlacementInputs) -> DesiredPlacement:
+    """The result of one placement pass on these inputs."""
     return place(inputs.intent, inputs.observed, inputs.demand, inputs.policy, inputs.now)
 
 
 def _actions(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerAction]:
-    """The actions of a pass with this placement."""
+    """The actions of a pass that wants this placement, if every drain ended at once."""
     # Every drain is taken to end at once, because the duration of requests in flight is not known.
     drained = dict.fromkeys(required_drains(desired), True)
     leaving = replace(
@@ -261,10 +263,12 @@ def _actions(desired: DesiredPlacement, inputs: PlacementInputs) -> list[WorkerA
 
 
 def _is_draining(inputs: PlacementInputs, worker_id: str) -> bool:
+    """Whether the worker's agent drains already."""
     return inputs.observed.workers[worker_id].is_agent_draining
 
 
 def _simulated_step(action: WorkerAction, pass_index: int, inputs: PlacementInputs, load_s: float) -> SimulatedStep:
+    """The action with its cost: a load takes `load_s` seconds and the adapter's bytes, any other action nothing."""
     if action.operation != "load":
         return SimulatedStep(action=action, pass_index=pass_index)
     adapter = inputs.intent.adapters[action.lora_id]
@@ -310,6 +314,7 @@ def _inputs_after(
 
 
 def _slot_copies(lora_id: str, workers: Mapping[str, ObservedWorker]) -> int:
+    """Number of workers that have the adapter in a slot."""
     return sum(
         lora_id in worker.adapters and worker.adapters[lora_id].state in OCCUPYING for worker in workers.values()
     )
