@@ -32,7 +32,8 @@ class HasId(Protocol):
     """A worker or a replica."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Its id in the fleet."""
 
 
 W = TypeVar("W", bound=HasId)
@@ -117,7 +118,7 @@ def block_hashes(
     ids = tokens if isinstance(tokens, array) and tokens.typecode == _UINT32 else array(_UINT32, tokens)
     whole = memoryview(ids)[: len(ids) - len(ids) % block_size]
     # Unpacked in one go, in C: a slice per block would cost as much as the hashing.
-    blocks = _block_of(block_size * ids.itemsize).iter_unpack(whole)
+    blocks = _block_struct(block_size * ids.itemsize).iter_unpack(whole)
     parent: int = root
     if not extra:
         return _typed([parent := xxh3_64_intdigest(block, parent) for (block,) in blocks])
@@ -132,10 +133,12 @@ def block_hashes(
 
 
 def _typed(hashes: list[int]) -> list[BlockHash]:
+    """The same list with the type of block hashes."""
     # One cast a list: `BlockHash(...)` around each hash would nearly double the cost of the loop.
     return cast("list[BlockHash]", hashes)
 
 
 @lru_cache(maxsize=16)
-def _block_of(size_bytes: int) -> Struct:
+def _block_struct(size_bytes: int) -> Struct:
+    """A struct that unpacks one block of this size as bytes."""
     return Struct(f"{size_bytes}s")

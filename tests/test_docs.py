@@ -91,14 +91,14 @@ def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
     assert lines
     for line in lines:
         told = up.make_context("up", shlex.split(line, comments=True)).params
-        words = [*(told["engine_arg"] or ()), *(told["engine_words"] or ())]
+        words = [*(told["engine_arg"] or ()), *(told["engine_arguments"] or ())]
         fleet_options(
             **{name: told[name] for name in ("workers", "model", "adapters", "max_loras", "devices", "demo", "once")},
             engine=told["engine"] and told["engine"].value,
             **dict.fromkeys(("router_port", "orchestrator_port", "key_file")),
             state_dir=Path("/state"),
             configs={},
-            words=words,
+            engine_arguments=words,
             environment={},
         )
 

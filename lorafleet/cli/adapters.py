@@ -182,7 +182,7 @@ def aliases_set(
       lorafleet aliases set sql-expert sql-expert/v1=9 sql-expert/v2=1
     """
     with context.obj.orchestrator() as api:
-        body = {"targets": [_alias_target(target) for target in targets]}
+        body = {"targets": [_parse_alias_target(target) for target in targets]}
         item = api.call("PUT", f"/v1/aliases/{url_path(name)}", body)
     typer.echo(f"{name} -> {', '.join(targets)}")
     if item["pending"]:
@@ -190,13 +190,13 @@ def aliases_set(
         typer.echo(f"  pending; the former targets stay until then: {lacks or item['pending']['error']}")
 
 
-def _alias_target(text: str) -> dict[str, Any]:
+def _parse_alias_target(text: str) -> dict[str, Any]:
     """An alias target from `lora_id` or `lora_id=weight`; raises CommandFailed."""
     lora_id, has_weight, weight = text.partition("=")
     try:
         return {"lora_id": lora_id, "weight": float(weight)} if has_weight else {"lora_id": lora_id}
     except ValueError as exc:
-        raise CommandFailed(f"{text}: {weight!r} is no number; write lora_id or lora_id=weight", status=2) from exc
+        raise CommandFailed(f"{text}: {weight!r} is not a number; write lora_id or lora_id=weight", status=2) from exc
 
 
 @aliases_app.command("rm")

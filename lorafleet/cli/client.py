@@ -14,6 +14,7 @@ class RestClient:
     """A client of one server. `flag` is the option that sets the server's address."""
 
     def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
+        """Raises CommandFailed with status 2 for an invalid address or key."""
         self.url = url.rstrip("/")
         self._flag = flag
         try:
@@ -38,17 +39,17 @@ class RestClient:
     def call(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **query: Any
     ) -> Any:
-        """The answer's JSON, None if it is empty; raises CommandFailed if the server is unreachable or refuses."""
+        """Send a request; the answer's JSON, or None if it is empty. Raises CommandFailed, also for an error answer."""
         answer = self._send(method, path, body, headers=headers, **query)
         return self._parse_json(path, answer) if answer.content else None
 
     def get_with_etag(self, path: str) -> tuple[Any, str]:
-        """The answer's JSON and its ETag."""
+        """GET `path`: the answer's JSON and its ETag. Raises CommandFailed."""
         answer = self._send("GET", path)
         return self._parse_json(path, answer), answer.headers.get("etag", "")
 
     def download(self, path: str) -> bytes:
-        """The answer's bytes."""
+        """GET `path`: the answer's bytes. Raises CommandFailed."""
         return self._send("GET", path).content
 
     def _send(
@@ -64,18 +65,20 @@ class RestClient:
             raise CommandFailed(f"the values cannot be sent as JSON: {exc}", status=2) from exc
         if answer.is_success:
             return answer
-        message, code = _reason(answer)
+        message, code = _message_and_code(answer)
         if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
         raise RestError(answer.status_code, message, code)
 
     def _parse_json(self, path: str, answer: httpx.Response) -> Any:
+        """The JSON of an answer; raises CommandFailed."""
         try:
             return answer.json()
         except ValueError as exc:
             raise self._wrong_server(path) from exc
 
     def _wrong_server(self, path: str) -> CommandFailed:
+        """The error for an answer that is not lorafleet's."""
         return CommandFailed(
             f"{self.url} does not answer {path} as lorafleet does{self._hint('is it the right server')}"
         )
@@ -85,7 +88,7 @@ class RestClient:
         return f"; {question}? ({self._flag} names another address)" if self._flag else ""
 
     def list_all(self, path: str) -> list[dict[str, Any]]:
-        """All items of a list, read page by page."""
+        """GET all items of a list, page by page. Raises CommandFailed."""
         items: list[dict[str, Any]] = []
         cursor = None
         while True:
@@ -111,7 +114,7 @@ class RestError(CommandFailed):
         self.http_status = http_status
 
 
-def _reason(answer: httpx.Response) -> tuple[str, str]:
+def _message_and_code(answer: httpx.Response) -> tuple[str, str]:
     """The message and code of an error answer; the code is empty if the answer is not lorafleet's."""
     try:
         error = answer.json()["error"]

@@ -131,7 +131,7 @@ def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None
     if as_json:
         print_json(answer)
         return
-    typer.echo(tables.headline(answer))
+    typer.echo(tables.decision_summary(answer))
     if answer["scores"]:
         tables.show(tables.decision(answer))
     for line in tables.not_considered_lines(answer):
@@ -141,7 +141,10 @@ def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None
 
 
 def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json: bool) -> None:
-    """Print recorded decisions beside their replays; raises CommandFailed if one differs without `policy`."""
+    """Replay recorded decisions at the router and print them beside the records.
+
+    Raises CommandFailed if one differs without `policy`.
+    """
     from lorafleet.cli import tables
 
     first = read_decisions(file)
@@ -163,6 +166,7 @@ def _print_replay(api: "RestClient", file: Path, policy: str | None, *, as_json:
 
 
 def _first_base_model(api: "RestClient") -> str:
+    """Ask the router for its first base model; raises CommandFailed if it knows none."""
     for item in api.call("GET", "/v1/models")["data"]:
         if not item.get("parent"):
             return str(item["id"])
@@ -185,7 +189,10 @@ def top(
 
 
 def read_decisions(file: Path) -> list[Item]:
-    """The decisions in a file: one, several, or a whole answer of `GET /v1/decisions`; `-` is standard input."""
+    """The decisions in a file: one, several, or a whole answer of `GET /v1/decisions`. Raises CommandFailed.
+
+    file  `-` is standard input
+    """
     try:
         content = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
     except (OSError, ValueError) as exc:
@@ -197,13 +204,13 @@ def read_decisions(file: Path) -> list[Item]:
 
 
 def replay_decisions(router: "RestClient", items: Sequence[Item], policy: str | None) -> list[Item]:
-    """Each recorded decision as the router makes it now, by its own policy or by `policy`."""
+    """Have the router make each recorded decision again, by its own policy or by `policy`; the decisions now."""
     changes = {"policy": policy} if policy else {}
     return [router.call("POST", "/v1/decisions/replay", {**item, **changes}) for item in items]
 
 
 def _decision_of(file: Path, item: Any) -> Item:
-    """A decision from an item of a file: a decision with its record, or a bare record."""
+    """A decision from an item of a file: with its record, or a bare record. Raises CommandFailed."""
     if isinstance(item, dict) and isinstance(item.get("record"), dict):
         return item
     # The record alone, without the outcome.

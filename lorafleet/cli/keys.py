@@ -47,7 +47,7 @@ def add_key(
     entry = {"sha256": hash_key(key), "tenant": tenant, "scopes": list(scopes), "note": note, "limits": given}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, {name: value for name, value in entry.items() if value})
+        _append_entry(path, {name: value for name, value in entry.items() if value})
     except OSError as exc:
         raise CommandFailed(f"--file {path}: {write_error_text(exc, path.absolute().parent)}") from exc
     except KeyFileError as exc:
@@ -55,8 +55,8 @@ def add_key(
     return key
 
 
-def _append(path: Path, entry: dict[str, object]) -> None:
-    """Append an entry to the key file under a lock."""
+def _append_entry(path: Path, entry: dict[str, object]) -> None:
+    """Append an entry to the key file, created if missing, under a lock; raises KeyFileError or OSError."""
     # The lock keeps two commands from losing a key. It is on the folder, because the file is replaced.
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -51,6 +51,7 @@ def set_fleet_address(
 
 
 def _default_state_dir() -> Path:
+    """The folder `lorafleet` in XDG_STATE_HOME, or in ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "lorafleet"
 
@@ -59,6 +60,7 @@ class _EngineArgumentsCommand(TyperCommand):
     """A command whose error for an unknown option mentions that engine arguments go behind `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; the error for an unknown option gets the hint."""
         try:
             return super().parse_args(ctx, args)
         except Exception as exc:
@@ -72,7 +74,7 @@ _CONFIG_HELP = "YAML file with settings of the {}, as its own --config; variable
 
 @app.command(cls=_EngineArgumentsCommand)
 def up(
-    engine_words: Annotated[
+    engine_arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="-- ENGINE ARGUMENT",
@@ -161,7 +163,7 @@ def up(
         key_file=key_file,
         configs={"router": router_config, "orchestrator": orchestrator_config, "workers": workers_config},
         devices=devices,
-        words=[*(engine_arg or ()), *(engine_words or ())],
+        engine_arguments=[*(engine_arg or ()), *(engine_arguments or ())],
         environment=os.environ,
         demo=demo,
         once=once,

@@ -17,7 +17,8 @@ app.add_typer(orphans_app, name="orphans")
 def plan(  # noqa: PLR0917  (Typer passes by name)
     context: typer.Context,
     demand: Annotated[
-        list[str] | None, typer.Option(help="LORA_ID=x10 (times now) or LORA_ID=3.5 (requests a second); repeat")
+        list[str] | None,
+        typer.Option(help="LORA_ID=x10 (ten times the current rate) or LORA_ID=3.5 (requests a second); repeat"),
     ] = None,
     without_worker: Annotated[list[str] | None, typer.Option(help="plan without this worker; repeat")] = None,
     more_workers: Annotated[
@@ -27,13 +28,13 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
     adapter_policy: Annotated[
         list[str] | None, typer.Option(help="LORA_ID:NAME=VALUE of one adapter's policy; repeat")
     ] = None,
-    passes: Annotated[int, typer.Option(min=1, max=200, help="most passes to plan ahead")] = 30,
+    passes: Annotated[int, typer.Option(min=1, max=200, help="maximum number of passes to plan ahead")] = 30,
     as_json: Annotated[bool, typer.Option("--json", help="print the orchestrator's whole answer")] = False,
 ) -> None:
     """Show what the orchestrator would do under these assumptions, why, and at what cost. Changes nothing.
 
     Without options: the next pass. With options: all passes until nothing is left to do. Bytes are the adapters'
-    sizes, seconds the median of measured loads; drains count as ending at once.
+    sizes, seconds the median of measured loads; drains are assumed to end at once.
 
     Examples:
 
@@ -167,7 +168,7 @@ def backup(
 
 
 def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
-    """A lora_id and its demand from `LORA_ID=x10` or `LORA_ID=3.5`."""
+    """A lora_id and its demand from `LORA_ID=x10` or `LORA_ID=3.5`; raises CommandFailed."""
     lora_id, _, amount = text.rpartition("=")
     try:
         if amount.startswith("x"):
@@ -178,7 +179,7 @@ def _parse_demand(text: str) -> tuple[str, dict[str, float]]:
 
 
 def _parse_more_workers(text: str) -> dict[str, Any]:
-    """A number of further workers, and the worker they are like, from `N` or `N:WORKER`."""
+    """A number of more workers and the worker they are like, from `N` or `N:WORKER`; raises CommandFailed."""
     count, _, like = text.partition(":")
     if not count.isdigit():
         raise CommandFailed(f"{text}: write N, or N:WORKER", status=2)
@@ -204,7 +205,7 @@ def parse_setting(text: str, names: str = "lorafleet policy show") -> tuple[str,
 
 
 def _parse_adapter_policies(texts: list[str] | tuple[()]) -> dict[str, dict[str, Any]]:
-    """Policy changes by lora_id, from texts `LORA_ID:NAME=VALUE`."""
+    """Policy changes by lora_id, from texts `LORA_ID:NAME=VALUE`; raises CommandFailed."""
     policies: dict[str, dict[str, Any]] = {}
     for text in texts:
         lora_id, colon, change = text.partition(":")

@@ -104,6 +104,7 @@ def abort(context: typer.Context, alias: Alias) -> None:
 
 
 def _rollout_path(alias: str) -> str:
+    """The REST path of an alias's rollout."""
     return f"/v1/aliases/{url_path(alias)}/rollout"
 
 

@@ -37,7 +37,7 @@ def show(renderable: RenderableType) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
     """A table of cells. Numbers are aligned right; numbers, times and words are not broken across lines."""
-    body = [[printable(_text(cell)) for cell in row] for row in rows]
+    body = [[printable(_cell_text(cell)) for cell in row] for row in rows]
     table_ = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         cells = [row[index] for row in body]
@@ -75,6 +75,7 @@ def aliases(items: Iterable[Mapping[str, Any]]) -> Table:
     """Aliases and their targets, one row each."""
 
     def targets(item: Mapping[str, Any]) -> str:
+        """An alias's targets with their weights, in one cell."""
         return ", ".join(f"{target['lora_id']} ({target['weight']:g})" for target in item["targets"])
 
     return table(["alias", "targets (weight)"], [(item["name"], targets(item)) for item in items])
@@ -173,7 +174,7 @@ def history(items: Iterable[Mapping[str, Any]]) -> Table:
     """Changes, one row each."""
     return table(
         [_TIME, "what", "of", "by", "details"],
-        [(_time(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
+        [(_time_text(item["at"]), item["kind"], item["subject"], item["actor"], item["body"]) for item in items],
     )
 
 
@@ -209,20 +210,24 @@ def not_considered_lines(answer: Mapping[str, Any]) -> list[str]:
     return [f"not considered: {reason}: {', '.join(sorted(workers))}" for reason, workers in reasons.items()]
 
 
-def headline(answer: Mapping[str, Any]) -> str:
-    """A decision in one or two sentences, with its outcome if that is known."""
-    if answer["worker_id"] is None:
-        return f"{answer['adapter']}: no worker can take it now ({answer['prompt_tokens']} prompt tokens)"
+def decision_summary(decision: Mapping[str, Any]) -> str:
+    """One routing decision: its worker, policy and cached tokens.
+
+    A second line has wait and first data once they are known.
+    """
+    if decision["worker_id"] is None:
+        return f"{decision['adapter']}: no worker can take it now ({decision['prompt_tokens']} prompt tokens)"
     text = (
-        f"{answer['adapter']} on {answer['worker_id']} by {answer['policy']}:"
-        f" {answer['cached_tokens']} of {answer['prompt_tokens']} prompt tokens cached"
-        f" ({answer['trust'] or 'trust unknown'}; tokens from {answer['tokens_from']};"
-        f" kappa {answer['kappa']:.2f}, rho {answer['rho']:.3f})"
+        f"{decision['adapter']} on {decision['worker_id']} by {decision['policy']}:"
+        f" {decision['cached_tokens']} of {decision['prompt_tokens']} prompt tokens cached"
+        f" ({decision['trust'] or 'trust unknown'}; tokens from {decision['tokens_from']};"
+        f" kappa {decision['kappa']:.2f}, rho {decision['rho']:.3f})"
     )
-    if answer.get("first_data_s") is not None:
-        cached = answer["engine_cached_tokens"]
+    if decision.get("first_data_s") is not None:
+        cached = decision["engine_cached_tokens"]
         text += (
-            f"\nwaited {_text(answer['waited_s'])} s here, first data {_text(answer['first_data_s'])} s after that;"
+            f"\nwaited {_cell_text(decision['waited_s'])} s here,"
+            f" first data {_cell_text(decision['first_data_s'])} s after that;"
             f" the engine {'did not report cached tokens' if cached is None else f'had {cached} tokens cached'}"
         )
     return text
@@ -245,7 +250,7 @@ def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
         ],
         [
             (
-                _time(item["at"]),
+                _time_text(item["at"]),
                 item["adapter"],
                 item["worker_id"],
                 item["prompt_tokens"],
@@ -265,6 +270,7 @@ def replays(recorded_items: Iterable[Mapping[str, Any]], replayed: Iterable[Mapp
     """Recorded decisions beside the same decisions made again, with costs by the same cost model."""
 
     def cost_s(item: Mapping[str, Any], worker: object) -> object:
+        """The cost of a worker in a decision; None if the decision has no such worker."""
         return next((score["cost_s"] for score in item["scores"] if score["worker_id"] == worker), None)
 
     return table(
@@ -283,11 +289,12 @@ def replays(recorded_items: Iterable[Mapping[str, Any]], replayed: Iterable[Mapp
     )
 
 
-def _time(at: str) -> str:
+def _time_text(at: str) -> str:
+    """A time stamp as a cell: milliseconds, and no offset if it is UTC."""
     return datetime.fromisoformat(at).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
 
 
-def _text(cell: object) -> str:
+def _cell_text(cell: object) -> str:
     """A table cell as text; None is `-`."""
     match cell:
         case None:
@@ -295,7 +302,7 @@ def _text(cell: object) -> str:
         case float():
             return f"{cell:.4f}"
         case Mapping():
-            return ", ".join(f"{name}={_text(value)}" for name, value in cell.items())
+            return ", ".join(f"{name}={_cell_text(value)}" for name, value in cell.items())
         case list() | tuple():
             return ", ".join(map(str, cell))
         case _:
@@ -303,4 +310,5 @@ def _text(cell: object) -> str:
 
 
 def _is_number(text: str) -> bool:
+    """Whether a cell is aligned right: digits with one point at most, `-`, or empty."""
     return text in ("-", "") or text.replace(".", "", 1).isdigit()

@@ -30,7 +30,7 @@ def run(orchestrator: RestClient, *, every_s: float) -> None:
 
 
 def fleet_tables(orchestrator: RestClient) -> Group:
-    """Tables of the fleet now: workers, then adapters by how many workers have them."""
+    """Read workers and adapters and make their tables; adapters by how many workers have them. Raises CommandFailed."""
     workers = orchestrator.list_all("/v1/workers")
     adapters = orchestrator.list_all("/v1/adapters")
     ready = sum(worker["state"] == "ready" for worker in workers)
@@ -39,4 +39,5 @@ def fleet_tables(orchestrator: RestClient) -> Group:
 
 
 def _by_placements(item: Mapping[str, Any]) -> tuple[int, str]:
+    """Sort key: adapters with the most ready replicas first, then by name."""
     return -item["replicas"]["ready"], item["lora_id"]

@@ -75,6 +75,7 @@ def workers_drain(
 
 
 def _post_worker_action(context: typer.Context, worker: str, action: str, result: str, body: Any = None) -> None:
+    """POST an action of a worker, then print the worker's name and `result`."""
     with context.obj.orchestrator() as api:
         api.call("POST", f"/v1/workers/{url_path(worker)}/{action}", body)
     typer.echo(f"{worker} {result}")

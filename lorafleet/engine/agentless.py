@@ -65,14 +65,17 @@ class AgentlessEngine:
         self._path_changes = 0
 
     async def report(self) -> Metadata:
-        """The engine's report; raises OSError if it cannot be reached, ValueError for answers unlike vLLM's."""
+        """Poll the engine, update its learned rates and path changes, and return the report.
+
+        raises  OSError if it cannot be reached, ValueError for answers unlike vLLM's
+        """
         try:
             return await self._report()
         except _PARSE_ERRORS as exc:
             raise ValueError(f"{self.url} does not answer as vLLM does: {exc!r}") from exc
 
     async def _report(self) -> Metadata:
-        """Read health, models and metrics, and build the report."""
+        """Read health, models and metrics, add them to the learned state, and build the report."""
         await self._get("/health")
         models = _parse_models(await self._get("/v1/models"), self.url)
         metrics = parse_metrics((await self._get("/metrics")).decode())
@@ -81,7 +84,7 @@ class AgentlessEngine:
             raise ValueError(f"{self.url}/v1/models lists no base model")
         dialect = str(base.get("owned_by") or "unknown")
         paths = {str(m["id"]): str(m.get("root") or "") for m in models if m.get("parent") and dialect == "vllm"}
-        await self._update(metrics, paths)
+        await self._update_state(metrics, paths)
         now = self._clock()
         self._load.add(metrics, now)
         name = str(base["id"])
@@ -96,8 +99,8 @@ class AgentlessEngine:
             engine_boot_id=f"{metrics.started_at:.2f}" + (f"+{self._path_changes}" if self._path_changes else ""),
         )
 
-    async def _update(self, metrics: EngineMetrics, paths: Mapping[str, str]) -> None:
-        """Take in new metrics and adapter paths; after a restart, read the engine's configuration again."""
+    async def _update_state(self, metrics: EngineMetrics, paths: Mapping[str, str]) -> None:
+        """Add adapter paths and count changed ones; after a restart forget all and read the configuration again."""
         if metrics.started_at != self._started_at:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
             self._kv = await self._event_transport()
@@ -115,14 +118,14 @@ class AgentlessEngine:
         return apply_setting(self._salt, found)
 
     async def _transfer_config(self) -> Mapping[str, Any] | None:
-        """The engine's KV transfer config, read once a start, since the answer is expensive; None if unknown."""
+        """Ask the engine for its KV transfer config, once a start, since the answer is expensive; None if unknown."""
         try:
             return transfer_config(await self._get(SERVER_INFO))
         except (OSError, ValueError):
             return None  # only the development mode has it
 
     async def _event_transport(self) -> Transport:
-        """The engine's KV event sockets; without any its cache is estimated.
+        """The configured KV event sockets, else those that the engine reports; without any its cache is estimated.
 
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """
@@ -154,11 +157,11 @@ class EngineLoad:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests ran or waited there by the last metrics."""
+        """Whether requests ran or waited in the engine by the last metrics."""
         return self._scrape.running + self._scrape.waiting > 0
 
     def add(self, metrics: EngineMetrics, at_s: float) -> None:
-        """Add the metrics read at `at_s`."""
+        """Replace the last metrics by those read at `at_s`, and update the learned rates."""
         if self.read_at is not None and metrics != self._scrape:
             self.moved_at = at_s
         self._scrape, self.read_at = metrics, at_s
@@ -170,7 +173,7 @@ class EngineLoad:
         self._scrape, self.read_at, self.moved_at = EngineMetrics(), None, None
 
     def current(self, now: float, *, load_seconds: float = 0.0) -> Load:
-        """The load for a report. `load_seconds` is the measured time of an adapter load."""
+        """The load for a report: last metrics and learned rates. `load_seconds`: measured time of an adapter load."""
         metrics, rates = self._scrape, self.rates
         return Load(
             running=metrics.running,
@@ -234,6 +237,7 @@ def _parse_models(body: bytes, url: str) -> list[Mapping[str, Any]]:
 
 
 def _runtime_config(base: Mapping[str, Any], metrics: EngineMetrics) -> RuntimeConfig:
+    """The engine's sizes for the report; its batch size is assumed, since vLLM does not report it."""
     return RuntimeConfig(
         block_size=metrics.block_size,
         total_kv_blocks=metrics.total_kv_blocks,

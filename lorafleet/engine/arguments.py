@@ -62,14 +62,14 @@ class EngineArgumentsError(ValueError):
     """Arguments that an agent's engine may not have. The message says which, why, and what to do."""
 
 
-def check_engine_arguments(words: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
-    """Raises EngineArgumentsError for the first forbidden argument or variable of the engine's environment."""
+def check_engine_arguments(arguments: Sequence[str], engine: str, environment: Mapping[str, str]) -> None:
+    """Raises EngineArgumentsError for the first forbidden argument, or variable of the engine's environment."""
     for flag, why in _FORBIDDEN_FLAGS.items():
-        if has_flag(words, flag):
+        if has_flag(arguments, flag):
             raise EngineArgumentsError(f"the engine's command may not have {flag}: {why}; leave it out")
-    if (servers := value_of(words, "--api-server-count")) not in {None, "1"}:
+    if (servers := value_of(arguments, "--api-server-count")) not in {None, "1"}:
         raise EngineArgumentsError(f"--api-server-count {servers}: vLLM loads adapters at run time with 1 only")
-    if len(names := values_of(words, "--served-model-name")) > 1:
+    if len(names := values_of(arguments, "--served-model-name")) > 1:
         raise EngineArgumentsError(
             f"--served-model-name {' '.join(names)}: the fleet knows a base model by one name; give one"
         )
@@ -85,58 +85,63 @@ def check_engine_arguments(words: Sequence[str], engine: str, environment: Mappi
         )
 
 
-def settings_in_arguments(words: Sequence[str], engine: str) -> dict[str, str]:
-    """The agent's settings that the engine's arguments set, and that agent and engine must agree on."""
+def settings_in_arguments(arguments: Sequence[str], engine: str) -> dict[str, str]:
+    """The agent's settings that the engine's arguments set, as text: those that agent and engine must agree on.
+
+    SGLang counts the base model as an adapter; `max_loras` is without it.
+    """
     found = {
-        name: text for flag, name in SETTING_OF_FLAG[engine].items() if (text := value_of(words, flag)) is not None
+        name: text for flag, name in SETTING_OF_FLAG[engine].items() if (text := value_of(arguments, flag)) is not None
     }
-    of_both = value_of(words, BASE_INCLUDED) if engine == "sglang" else None
+    of_both = value_of(arguments, BASE_INCLUDED) if engine == "sglang" else None
     if of_both is not None and of_both.isdigit():
         found["max_loras"] = str(int(of_both) - 1)
     return found
 
 
-def shape_settings_in_arguments(words: Sequence[str], engine: str) -> set[str]:
-    """The settings of the engine's shape that its arguments set."""
-    return {name for flag, name in _SHAPE_SETTING_OF_FLAG[engine].items() if has_flag(words, flag)}
+def shape_settings_in_arguments(arguments: Sequence[str], engine: str) -> set[str]:
+    """Names of the settings for block size, block count and longest request that the engine's arguments set."""
+    return {name for flag, name in _SHAPE_SETTING_OF_FLAG[engine].items() if has_flag(arguments, flag)}
 
 
-def flag_of(word: str) -> str:
-    """The flag in a word; empty if the word is a value.
+def flag_of(argument: str) -> str:
+    """The flag in an argument; empty if the argument is a value.
 
     source   vLLM 0.32 utils/argparse_utils.py: `--max_loras` is `--max-loras`, and `--a.b=1` is one field of `--a`
     """
-    if not word.startswith("-"):
+    if not argument.startswith("-"):
         return ""
-    name = word.partition("=")[0].partition(".")[0]
+    name = argument.partition("=")[0].partition(".")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def has_flag(words: Sequence[str], flag: str) -> bool:
+def has_flag(arguments: Sequence[str], flag: str) -> bool:
     """Whether the flag is given: alone, with `=`, with underscores, or as one field such as `--a.b`."""
-    return any(flag_of(word) == flag for word in words)
+    return any(flag_of(argument) == flag for argument in arguments)
 
 
-def values_of(words: Sequence[str], flag: str) -> list[str]:
-    """All values of the last such flag, up to the next flag."""
+def values_of(arguments: Sequence[str], flag: str) -> list[str]:
+    """All values of the last such flag, up to the next flag; empty if the flag is not given."""
     found: list[str] = []
-    for at, word in enumerate(words):
-        if flag_of(word) == flag:
-            _, is_joined, value = word.partition("=")
-            found = [value] if is_joined else list(takewhile(lambda each: not each.startswith("-"), words[at + 1 :]))
+    for at, argument in enumerate(arguments):
+        if flag_of(argument) == flag:
+            _, is_joined, value = argument.partition("=")
+            found = (
+                [value] if is_joined else list(takewhile(lambda each: not each.startswith("-"), arguments[at + 1 :]))
+            )
     return found
 
 
-def value_of(words: Sequence[str], flag: str) -> str | None:
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
     """The value of the last such flag, as the last one counts; None if the flag is not given."""
-    return last_value(words, lambda word: flag_of(word) == flag)
+    return last_value(arguments, lambda argument: flag_of(argument) == flag)
 
 
-def last_value(words: Sequence[str], is_flag: Callable[[str], bool]) -> str | None:
-    """The value of the last word that is a flag: the part after its `=`, or else the next word."""
+def last_value(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> str | None:
+    """The value of the last argument that is a flag: the part after its `=`, or else the next argument."""
     found = None
-    for word, following in pairwise((*words, "")):
-        if is_flag(word):
-            _, is_joined, value = word.partition("=")
+    for argument, following in pairwise((*arguments, "")):
+        if is_flag(argument):
+            _, is_joined, value = argument.partition("=")
             found = value if is_joined else following
     return found

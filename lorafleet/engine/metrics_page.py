@@ -131,4 +131,5 @@ def transfer_config(server_info: bytes) -> Mapping[str, Any] | None:
 
 
 def _whole_number_of(text: str | None) -> int:
+    """The number in a text of digits; 0 for anything else."""
     return int(text) if text and text.isdigit() else 0

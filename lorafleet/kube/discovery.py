@@ -61,11 +61,11 @@ class SliceWatch:
         return self._unlisted is not None and not self._unlisted
 
     def age_s(self) -> float | None:
-        """Seconds since the API server last confirmed the least recently confirmed namespace."""
+        """Seconds since the API server last confirmed the least recently confirmed namespace; None until synced."""
         return self._clock() - min(self._confirmed.values()) if self.is_synced else None
 
     async def run(self, on_change: Callable[[], object]) -> None:
-        """Follow until cancelled; calls `on_change` after every replacement of `workers`."""
+        """Connect and follow until cancelled; replaces `workers` and calls `on_change` after each batch of changes."""
         self._on_change = on_change
         async with AsyncExitStack() as stack:
             kube = await self._connect_until_done(stack)
@@ -80,7 +80,7 @@ class SliceWatch:
                     self._publish_timer.cancel()
 
     async def _connect_until_done(self, stack: AsyncExitStack) -> KubeClient:
-        """Connect, trying again while no API server is configured."""
+        """Connect, trying again every 5 s while no API server is configured; each failure calls `on_failure`."""
         last_error = ""
         while True:
             try:
@@ -96,12 +96,14 @@ class SliceWatch:
         """Follow one namespace's EndpointSlices until cancelled."""
 
         def on_list(slices: list[Json]) -> None:
+            """Replace the namespace's slices and publish."""
             self._table.replace(namespace, slices)
             assert self._unlisted is not None
             self._unlisted.discard(namespace)
             self._publish()  # at once: a starting service waits for it
 
         def on_event(kind: str, slice_: Json) -> None:
+            """Put or remove a slice, and publish within 30 ms."""
             (self._table.remove if kind == "DELETED" else self._table.put)(slice_)
             if self._publish_timer is None:
                 self._publish_timer = asyncio.get_running_loop().call_later(_BATCH_S, self._publish)
@@ -120,7 +122,7 @@ class SliceWatch:
         )
 
     def _publish(self) -> None:
-        """Replace `workers` by the table's current workers and call `on_change`."""
+        """Replace `workers` by the table's current workers and call `on_change`; ends a publish timer."""
         if self._publish_timer is not None:
             self._publish_timer.cancel()
             self._publish_timer = None

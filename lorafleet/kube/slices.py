@@ -51,7 +51,7 @@ class SliceTable:
         self._families[key] = str(slice_.get("addressType") or "")
 
     def remove(self, slice_: Mapping[str, Any]) -> None:
-        """Remove a slice, if it is there."""
+        """Remove a slice, if the table has it."""
         self._slices.pop(_slice_key(slice_), None)
         self._families.pop(_slice_key(slice_), None)
 
@@ -63,9 +63,10 @@ class SliceTable:
             self.put(slice_)
 
     def workers(self) -> dict[str, DiscoveredWorker]:
-        """Workers by id. A pod in several slices is one worker: IPv4 comes first, and it ends if any slice says so.
+        """Workers by id. A pod in several slices is one worker: IPv4 comes first.
 
-        Of two pods with one name in two namespaces, the first namespace's counts, since an id names one worker.
+        It is terminating if any of its slices says so. Of two pods with one name in two namespaces, the first
+        namespace's counts, since an id names one worker.
         """
         by_id: dict[str, DiscoveredWorker] = {}
         for key in sorted(self._slices, key=lambda key: (key[0], _family_rank(self._families[key]), key[1])):
@@ -79,24 +80,27 @@ class SliceTable:
 
 
 AgentNames = Mapping[tuple[str, str], str]
-"""(id in the slices, agent's URL) -> the agent's own name, if it differs"""
+"""(worker's id in the slices, its agent's URL) -> the name that the agent reports, if it differs from that id"""
 
 
 def workers_by_agent_name(
-    value: Mapping[str, DiscoveredWorker], called: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
+    by_id: Mapping[str, DiscoveredWorker], agent_names: AgentNames, *, ids: Container[str], owners: Mapping[str, str]
 ) -> dict[str, DiscoveredWorker]:
-    """Workers of the slices by their agents' own names, which are usually their pods' names.
+    """Rekey the slices' workers by agent name, which usually is the pod's name and so the id in the slices.
 
-    called  see `AgentNames`
-    ids     names of all workers known from other sources
-    owners  agent URL -> name of those workers, for workers with another name in the slices
+    Where two get one name, the one whose id in the slices is that name stays; the other's pod is deleted.
+
+    by_id        id in the slices -> worker
+    agent_names  (id in the slices, agent URL) -> the name that the agent reports, if it differs from that id
+    ids          names of all workers known from other sources
+    owners       agent URL -> name of those workers, for workers with another name in the slices
     """
     places: dict[str, DiscoveredWorker] = {}
     strangers: list[tuple[str, DiscoveredWorker]] = []
-    for worker in value.values():
+    for worker in by_id.values():
         name: str | None = worker.id
         if worker.agent_url is not None:
-            name = called.get((worker.id, worker.agent_url))
+            name = agent_names.get((worker.id, worker.agent_url))
         if name is None:
             name = worker.id if worker.id in ids else owners.get(worker.agent_url or "", worker.id)
         if name == worker.id:
@@ -179,21 +183,26 @@ def _ports(slice_: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _url(scheme: str, host: str, port: int | None) -> str | None:
+    """`scheme://host:port`; None without a port."""
     return None if port is None else f"{scheme}://{host}:{port}"
 
 
 def _slice_key(slice_: Mapping[str, Any]) -> tuple[str, str]:
+    """Namespace and name of a slice."""
     metadata = _as_mapping(slice_.get("metadata"))
     return str(metadata.get("namespace") or ""), str(metadata.get("name") or "")
 
 
 def _family_rank(family: str) -> int:
+    """Sort key of an address family: IPv4, IPv6, others."""
     return {"IPv4": 0, "IPv6": 1}.get(family, 2)
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _as_mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings in a list; empty if the value is not a list."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -76,6 +76,8 @@ async def list_and_watch(
 
 @dataclass(slots=True)
 class _ListWatchLoop:
+    """State and callbacks of one `list_and_watch`."""
+
     kube: KubeClient
     path: str
     label_selector: str
@@ -95,7 +97,7 @@ class _ListWatchLoop:
     watching_since: float = 0.0
 
     async def run_once(self) -> None:
-        """List, if needed, and watch until the watch ends."""
+        """List, if needed, and watch until the watch ends. Counts and logs a failure, never raises it, and pauses."""
         self.watching_since = self.clock()
         try:
             if not self.version:
@@ -121,20 +123,20 @@ class _ListWatchLoop:
         await self.sleep(self._pause_s())
 
     async def _list(self) -> None:
-        """List all objects, page by page, and call `on_list`."""
+        """List all objects, page by page, call `on_list`, and keep the list's version; raises KubeError."""
         items: list[Json] = []
-        page = await self._page("")
+        page = await self._get_page("")
         items.extend(page.get("items") or [])
         while token := _metadata(page).get("continue"):
-            page = await self._page(str(token))
+            page = await self._get_page(str(token))
             items.extend(page.get("items") or [])
         self.on_list(items)
         self.version = str(_metadata(page).get("resourceVersion") or "0")
         self._on_answer()
         log.info("objects listed", path=self.path, why=self.list_reason, objects=len(items), version=self.version)
 
-    async def _page(self, token: str) -> Json:
-        """One page of the list."""
+    async def _get_page(self, token: str) -> Json:
+        """GET one page of the list; `token` continues the list, "" begins it. Raises KubeError."""
         params: dict[str, str | int] = {"limit": self.page}
         if self.label_selector:
             params["labelSelector"] = self.label_selector
@@ -143,7 +145,10 @@ class _ListWatchLoop:
         return await self.kube.get(self.path, timeout_s=self.times.call_s, **params)
 
     async def _watch(self) -> None:
-        """Watch until the API server ends the watch in order; the next one resumes from there."""
+        """Watch from the kept version and handle each event until the API server ends the watch in order.
+
+        The next watch resumes at the last event's version. Raises KubeError.
+        """
         keep_s = self.rng.uniform(*self.times.watch_s)
         params: dict[str, str | int] = {
             "watch": "true",
@@ -162,7 +167,7 @@ class _ListWatchLoop:
                 self.on_answer()
 
     def _handle_event(self, event: Json) -> None:
-        """Pass an event to `on_event`; raises KubeError for an error event."""
+        """Pass an event to `on_event` and keep its version; raises KubeError for an error event."""
         kind, changed = event.get("type"), event.get("object")
         if not isinstance(changed, dict):
             raise KubeUnreachable(f"{self.path}: an event without an object: {event!r:.200}")
@@ -173,6 +178,7 @@ class _ListWatchLoop:
         self.version = str(_metadata(changed).get("resourceVersion") or self.version)
 
     def _on_answer(self) -> None:
+        """Call `on_answer`, and log the end of an outage."""
         self.on_answer()
         if self.away_since is not None:
             away_s = round(self.clock() - self.away_since, 1)
@@ -180,7 +186,7 @@ class _ListWatchLoop:
             self.away_since = None
 
     def _record_failure(self, exc: Exception) -> None:
-        """Count a failure, and make the next round list again."""
+        """Count a failure, call `on_failure`, and make the next round list again."""
         # A watch that lasted long and then broke starts a new row of failures.
         stood_s = self.clock() - self.watching_since
         self.failures = 1 if self.version and stood_s >= self.times.steady_s else self.failures + 1
@@ -188,7 +194,7 @@ class _ListWatchLoop:
         self.version, self.list_reason = "", _relist_reason(exc)
 
     def _log_failure(self, exc: KubeError) -> None:
-        """Log the first failure to reach the API server, and of other failures some."""
+        """Log an outage at its start, and the 1st, 10th and every 100th of other failures; never KubeGone."""
         if isinstance(exc, KubeUnreachable) and self.away_since is None:
             self.away_since = self.clock()
             log.warning("API server away", path=self.path, error=str(exc))
@@ -196,13 +202,16 @@ class _ListWatchLoop:
             log.warning("objects not followed", path=self.path, failures=self.failures, error=str(exc))
 
     def _is_worth_logging(self) -> bool:
+        """Whether this failure is the 1st, 10th or a 100th in a row."""
         return self.failures in (1, 10) or self.failures % 100 == 0
 
     def _pause_s(self) -> float:
+        """Seconds to pause after this many failures in a row, jittered."""
         return backoff_s(self.failures, *self.times.pause_s, self.rng)
 
 
 def _metadata(value: Json) -> Json:
+    """The metadata of an object or list; empty if missing."""
     metadata = value.get("metadata")
     return metadata if isinstance(metadata, dict) else {}
 
@@ -219,4 +228,5 @@ def _parse_event(line: bytes) -> dict[str, Any]:
 
 
 def _relist_reason(exc: Exception) -> str:
+    """Why everything is listed again, for the log."""
     return "version no longer kept" if isinstance(exc, KubeGone) else f"after a failure: {exc}"[:200]

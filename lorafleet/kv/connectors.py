@@ -162,7 +162,7 @@ def _known_verdict(name: str, connector: KvConnector) -> ConnectorVerdict:
 
 
 def _multi_verdict(config: Mapping[str, Any]) -> ConnectorVerdict:
-    """The worst verdict of a MultiConnector's parts."""
+    """The worst verdict of a MultiConnector's parts; refused if `connectors` is not a list of connectors."""
     extra = config.get("kv_connector_extra_config")
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):

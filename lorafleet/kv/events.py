@@ -108,7 +108,7 @@ class KvEventDecoder:
         self._mixed = msgspec.msgpack.Decoder(_MixedBatch)
 
     def decode(self, payload: bytes) -> KvEventBatch:
-        """The batch in `payload`; raises UndecodableBatch. An unreadable event does not spoil the others."""
+        """The batch in `payload`; raises UndecodableBatch. An unreadable event is counted and the others are kept."""
         for decode in self._typed:
             try:
                 batch = decode(payload)

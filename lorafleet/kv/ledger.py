@@ -50,12 +50,14 @@ _MAX_ROOTS = 4096
 class LedgerSink(Protocol):
     """Receives changes in order. A block is added only where it is missing, and dropped only where it is present."""
 
-    def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None: ...
+    def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Add blocks that were missing at this tier."""
 
-    def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None: ...
+    def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
+        """Drop blocks of which this tier has no copy any longer."""
 
     def clear(self) -> None:
-        """All blocks are gone, at every tier."""
+        """Drop all blocks at every tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class BlockLedger:
         return sizes + keys * _KEY_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
-        """Events accepted and rejected since the last call, for counters."""
+        """Events accepted, by type, and rejected, by reason, since the last call."""
         before, self._counted = self._counted, (self.accepted.copy(), self.rejected.copy())
         return self.accepted - before[0], self.rejected - before[1]
 
@@ -153,7 +155,7 @@ class BlockLedger:
                 medium.extra_copies.clear()
 
     def read(self, payload: bytes) -> tuple[float, str]:
-        """Apply a batch of events as the engine sent it.
+        """Decode a batch of events and apply it; an undecodable batch is counted.
 
         returns  the engine's time, 0.0 if unreadable; and what was lost because it was unreadable, or ""
         """
@@ -166,7 +168,7 @@ class BlockLedger:
         return batch.ts, "a removal" if batch.has_lost_removal else ""
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Apply the events of one step, in order."""
+        """Apply the events of one step, in order: change the ledger, call the sink, count each event."""
         if batch.rejected:
             self.rejected.update(batch.rejected)
         removed: list[BlocksRemoved] = []
@@ -176,7 +178,7 @@ class BlockLedger:
                 removed.append(event)
                 continue
             if removed:
-                self._remove(removed)
+                self._apply_removals(removed)
                 removed = []
             if isinstance(event, BlocksStored):
                 reason = self._apply_store(event)
@@ -189,10 +191,10 @@ class BlockLedger:
                 self.clear()
                 self.accepted["AllBlocksCleared"] += 1
         if removed:
-            self._remove(removed)
+            self._apply_removals(removed)
 
     def clear(self) -> None:
-        """Drop all blocks at every tier.
+        """Drop all blocks at every tier, here and in the sink.
 
         AllBlocksCleared does not name a medium. vLLM 0.32 sends it when the device's cache is reset. The same call may
         reset the connector's caches (host, storage), which send no event (v1/core/sched/scheduler.py
@@ -205,7 +207,7 @@ class BlockLedger:
         self._sink.clear()
 
     def forget_adapter(self, engine_name: str) -> None:
-        """Drop an adapter's blocks at every tier, after it was loaded again.
+        """Drop an adapter's blocks at every tier, here and in the sink, after it was loaded again.
 
         Only for engines with `forgets_on_load`; others can still use the blocks.
         """
@@ -221,7 +223,7 @@ class BlockLedger:
     # --- stores --------------------------------------------------------------------------------------------------
 
     def _apply_store(self, event: BlocksStored) -> str | None:
-        """Apply a store event; the reason if it is rejected."""
+        """Apply a store event and call the sink; the reason if it is rejected. May drop the oldest blocks."""
         medium = self._device if event.medium in _DEVICE else self._medium(event.medium)
         if medium is None:
             return "medium"
@@ -297,7 +299,9 @@ class BlockLedger:
             return "shape"
 
     def _add_known_copies(self, medium: _MediumBlocks, hashes: Sequence[EngineHash]) -> str | None:
-        """Add copies on another medium, of known blocks only: connectors' events leave out tokens, adapter or keys.
+        """Add copies on another medium, of known blocks only; the reason if a block is unknown.
+
+        Connectors' events leave out tokens, adapter or keys.
 
         source  vLLM 0.32 kv_connector/v1/offloading/events.py _placeholder_stored; mooncake/store/worker.py
         """
@@ -310,7 +314,7 @@ class BlockLedger:
         return "unknown_block"
 
     def _add_copies(self, medium: _MediumBlocks, keys: Sequence[int], our_hashes: Sequence[BlockHash]) -> None:
-        """Add a copy of each block to a medium."""
+        """Add a copy of each block to a medium, and add blocks that are new at its tier to the sink."""
         counts = self._held[medium.tier]
         added: list[BlockHash] = []
         for key, block in zip(keys, our_hashes, strict=True):
@@ -330,9 +334,10 @@ class BlockLedger:
             self._sink.add(medium.tier, added)
 
     def _drop_oldest(self, medium: _MediumBlocks) -> None:
-        """Drop the blocks seen longest ago; there are too many only after missed removals.
+        """Drop the blocks seen longest ago, here and in the sink, and count an overflow.
 
-        Drops some more than needed, because finding a dict's first entry is slow after many deletions.
+        There are too many only after missed removals. Drops some more than needed, since finding a dict's first entry
+        is slow after many deletions.
         """
         too_many = len(medium.blocks) - self._most_blocks + self._most_blocks // 64
         dropped: list[BlockHash] = []
@@ -345,8 +350,8 @@ class BlockLedger:
 
     # --- removals ------------------------------------------------------------------------------------------------
 
-    def _remove(self, events: Iterable[BlocksRemoved]) -> None:
-        """Apply a run of removals."""
+    def _apply_removals(self, events: Iterable[BlocksRemoved]) -> None:
+        """Apply a run of removals: drop a copy of each block, call the sink, count each event."""
         dropped: list[BlockHash] = []
         last = self._device
         for event in events:
@@ -410,6 +415,7 @@ class BlockLedger:
         return next((block for block in found if block is not None), None)
 
     def _root(self, adapter: str, salt: str) -> BlockHash:
+        """The parent hash of a prompt's first block with this adapter and salt, from a cache."""
         root = self._roots.get((adapter, salt))
         if root is None:
             if len(self._roots) >= _MAX_ROOTS:
@@ -419,6 +425,7 @@ class BlockLedger:
 
 
 def _engine_hash_keys(hashes: Sequence[EngineHash]) -> list[int]:
+    """The dictionary keys of engine hashes."""
     try:
         return [engine_hash & _KEY_MASK for engine_hash in hashes]  # type: ignore[operator]
     except TypeError:
@@ -426,7 +433,7 @@ def _engine_hash_keys(hashes: Sequence[EngineHash]) -> list[int]:
 
 
 def _engine_hash_key(engine_hash: EngineHash) -> int:
-    """The dictionary key of an engine hash."""
+    """The dictionary key of an engine hash: its last 60 bits."""
     if isinstance(engine_hash, bytes):
         # The last 64 bits, as in vLLM's integer hashes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
         engine_hash = int.from_bytes(engine_hash[-8:], "big")

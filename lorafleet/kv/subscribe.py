@@ -46,7 +46,7 @@ class RankListener(Protocol):
     """Receives what one subscriber reads."""
 
     def on_batch(self, payload: bytes) -> None:
-        """The next batch, in order."""
+        """Take the next batch; batches come in order."""
 
     def on_drained(self) -> None:
         """Several batches were delivered; a moment to update metrics."""
@@ -68,6 +68,7 @@ class RankSubscriber:
     """Reads one rank's batches. `last` is the number of the newest delivered batch; times are the loop's."""
 
     def __init__(self, endpoint: RankEndpoint, listener: RankListener, hub: "SubscriberHub") -> None:
+        """Connect to the endpoint and start a replay of the buffered batches; raises zmq.ZMQError."""
         self.endpoint = endpoint
         self.last = -1
         self.received_at = hub.loop.time()
@@ -91,6 +92,7 @@ class RankSubscriber:
 
     @property
     def fd(self) -> int:
+        """The file descriptor of the socket for live batches."""
         return int(self._live.getsockopt(zmq.FD))
 
     def is_readable(self) -> bool:
@@ -100,7 +102,7 @@ class RankSubscriber:
         return bool(int(self._live.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def drain(self, limit: int) -> int:
-        """Deliver up to `limit` waiting messages; returns how many."""
+        """Read and handle up to `limit` waiting messages, fewer at a gap; returns the number read."""
         count = 0
         while count < limit and self._after_gap is None and self._is_open:
             try:
@@ -116,18 +118,18 @@ class RankSubscriber:
         return count
 
     def poll_tail(self, now: float) -> None:
-        """Request batches after the last one if none has come for a while, since losing the last is silent."""
+        """Start a replay if no batch has come for a while: nothing else shows the loss of the last batch."""
         if self._replaying is None and self.endpoint.replay and now - self.received_at >= self._poll_pause_s:
             self._start_replay()
 
     def close(self) -> None:
-        """Close the sockets; nothing more is delivered."""
+        """Close the live socket and cancel a replay; nothing more is delivered."""
         if self._replaying is not None:
             self._replaying.cancel()
         self._live.close(linger=0)
 
     def _handle_message(self, frames: list[bytes]) -> None:
-        """Deliver a batch, ignore an old one, or start filling a gap."""
+        """Deliver a batch, ignore an old one or another topic's, or keep it and start filling the gap before it."""
         if len(frames) != 3 or len(frames[1]) != 8:
             self._listener.on_malformed()
             return
@@ -142,14 +144,16 @@ class RankSubscriber:
                 self._start_replay()
 
     def _deliver(self, seq: int, payload: bytes) -> None:
+        """Pass a batch to the listener and count it as the newest."""
         self.last = seq
         self._listener.on_batch(payload)
 
     def _start_replay(self) -> None:
+        """Start a task that requests the batches after the last one."""
         self._replaying = asyncio.create_task(self._fill_gap())
 
     async def _fill_gap(self) -> None:
-        """Request missing batches from the replay socket, then continue after those it does not have."""
+        """Request and deliver missing batches, report those that are lost, then let live batches follow."""
         gap_before = self._after_gap
         has_answered = await self._try_replay()
         if self._after_gap is not gap_before and not self._is_gap_filled():
@@ -177,9 +181,11 @@ class RankSubscriber:
         self._hub.wake(self)
 
     def _is_gap_filled(self) -> bool:
+        """Whether every batch before the one kept after the gap is delivered."""
         return self._after_gap is None or self.last + 1 >= self._after_gap[0]
 
     async def _try_replay(self) -> bool:
+        """`_replay`, but an error is logged and returns false."""
         try:
             return await self._replay()
         except Exception:  # the top of a task: it logs and continues with live batches
@@ -187,7 +193,10 @@ class RankSubscriber:
             return False
 
     async def _replay(self) -> bool:
-        """Deliver the engine's buffered batches after the last one; whether the answer was complete."""
+        """Request and deliver the buffered batches after the last one; whether the answer was complete.
+
+        Requests again from a gap in the answer, three times at most.
+        """
         if not self.endpoint.replay:
             return False
         for _ in range(_REPLAY_TRIES):
@@ -200,13 +209,16 @@ class RankSubscriber:
         return False
 
     async def _replay_from(self, start: int) -> bool:
-        """Send one replay request; whether the answer was complete and had no gap."""
+        """Send one replay request and deliver its batches; false if the answer stops or has a gap in its middle.
+
+        Batches before its first one are reported as lost.
+        """
         # A new socket: the late end of an earlier answer would end this one.
         with self._hub.socket(zmq.DEALER) as dealer:
             dealer.connect(self.endpoint.replay)
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
             delivered = 0
-            while await _readable(dealer, _REPLAY_SILENCE_S):
+            while await _wait_readable(dealer, _REPLAY_SILENCE_S):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
                 # Without the topic in older engines (SGLang of 2025 disaggregation/kv_events.py _service_replay).
                 if len(frames) not in (3, 4) or frames[-2] == _END:
@@ -226,7 +238,7 @@ class RankSubscriber:
             return False
 
     def _give_up_to(self, seq: int) -> None:
-        """Report the batches before `seq` as lost."""
+        """Skip the missing batches before `seq`: log them and report them to the listener as lost."""
         first, self.last = self.last + 1, seq - 1
         log.warning("KV events lost", endpoint=self.endpoint.events, first=first, last=seq - 1)
         self._listener.on_lost(first, seq - 1)
@@ -236,6 +248,10 @@ class SubscriberHub:
     """The sockets of all subscribers on one event loop. Create and close it on that loop."""
 
     def __init__(self, *, tail_poll_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start the periodic polling for lost last batches.
+
+        tail_poll_s  seconds without a batch after which a subscriber is polled
+        """
         self.loop = asyncio.get_running_loop()
         self.tail_poll_s = tail_poll_s
         self._clock = clock
@@ -249,7 +265,7 @@ class SubscriberHub:
 
     @property
     def waiting(self) -> int:
-        """Number of sockets with messages that wait for a tick."""
+        """Number of busy sockets with a message that waits for a tick."""
         return sum(subscriber.is_readable() for subscriber in self._busy)
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
@@ -270,7 +286,7 @@ class SubscriberHub:
         return subscriber
 
     def forget(self, subscriber: RankSubscriber) -> None:
-        """Stop a subscriber; nothing more is delivered."""
+        """Remove a subscriber and close its sockets; nothing more is delivered."""
         self.loop.remove_reader(self._subscribers.pop(subscriber))
         if subscriber in self._busy:
             self._busy.remove(subscriber)
@@ -287,14 +303,14 @@ class SubscriberHub:
         self._context.destroy(linger=0)
 
     def poll_tails_now(self) -> None:
-        """Request batches after the last one of every subscriber, as after a long silence."""
+        """Start a replay for every subscriber, as after a long silence. Ends the periodic polling."""
         self._tail_poller.cancel()
         for subscriber in self._subscribers:
             subscriber.received_at = -inf
             subscriber.poll_tail(0.0)
 
     def wake(self, subscriber: RankSubscriber) -> None:
-        """Poll a subscriber at the next tick: it may have messages."""
+        """Poll a subscriber at the next ticks instead of watching its socket: it may have messages."""
         if subscriber not in self._subscribers:
             return
         self.loop.remove_reader(self._subscribers[subscriber])
@@ -318,7 +334,7 @@ class SubscriberHub:
                     self._busy = late + [other for other in self._busy if other not in late]
                     unfinished = []
                     break
-                if self._drain(subscriber) == _MESSAGES_PER_TURN:
+                if self._drain_one_turn(subscriber) == _MESSAGES_PER_TURN:
                     unfinished.append(subscriber)
             todo = unfinished
         for subscriber in [each for each in self._busy if each.quiet_ticks > _QUIET_TICKS]:
@@ -327,7 +343,8 @@ class SubscriberHub:
         if self._busy and self._tick_at is None:
             self._tick_at = self.loop.call_later(_TICK_S, self._tick)
 
-    def _drain(self, subscriber: RankSubscriber) -> int:
+    def _drain_one_turn(self, subscriber: RankSubscriber) -> int:
+        """Drain a subscriber by one turn's messages; the number read, 0 after an error, which is logged."""
         try:
             return subscriber.drain(_MESSAGES_PER_TURN)
         except Exception:  # the top of a loop: one bad message must not stop all sockets
@@ -350,7 +367,7 @@ class SubscriberHub:
             self.wake(subscriber)
 
     async def _poll_tails(self) -> None:
-        """Poll quiet subscribers for lost last batches, once a second at most."""
+        """Call `poll_tail` of each subscriber every second, or more often, until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self.tail_poll_s))
             now = self.loop.time()
@@ -358,8 +375,8 @@ class SubscriberHub:
                 subscriber.poll_tail(now)
 
 
-async def _readable(socket: "zmq.Socket[Any]", timeout_s: float) -> bool:
-    """Whether a message comes within this time."""
+async def _wait_readable(socket: "zmq.Socket[Any]", timeout_s: float) -> bool:
+    """Wait until the socket has a message; false if none comes within `timeout_s`."""
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
     fd = int(socket.getsockopt(zmq.FD))
     if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -53,7 +53,7 @@ def folder_notices(root: Path) -> list[str]:
             f"{root} is an adapter itself and is left out: an adapter's name is its path below that folder;"
             " move its files into a folder of their own there"
         )
-    bare = sorted({path.parent for name in _WEIGHTS for path in root.rglob(name)} - _with_config(root))
+    bare = sorted({path.parent for name in _WEIGHTS for path in root.rglob(name)} - _folders_with_config(root))
     lines += [
         f"{folder} has {' or '.join(_WEIGHTS)} and no {CONFIG_NAME}, and is left out: put the config beside the weights"
         for folder in bare[:_MOST_NAMED]
@@ -63,5 +63,6 @@ def folder_notices(root: Path) -> list[str]:
     return lines
 
 
-def _with_config(root: Path) -> set[Path]:
+def _folders_with_config(root: Path) -> set[Path]:
+    """Folders at or below `root` that have an adapter_config.json."""
     return {path.parent for path in root.rglob(CONFIG_NAME)}

@@ -51,11 +51,11 @@ def token_environment(name: str, token: str) -> dict[str, str]:
     return {f"{prefix_of(service_of(name))}TOKEN": token} if token else {}
 
 
-def engine_environment(engine_words: Sequence[str], lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
+def engine_environment(engine_arguments: Sequence[str], lora_roots: Sequence[str], *, is_tiny: bool) -> dict[str, str]:
     """Engine arguments and adapter folders as variables in JSON: a flag's list would be split at commas."""
-    dtype = _TINY_DTYPE if is_tiny and not has_flag(engine_words, "--dtype") else ()
+    dtype = _TINY_DTYPE if is_tiny and not has_flag(engine_arguments, "--dtype") else ()
     return {
-        "LORAFLEET_WORKERS_ENGINE_ARGS": json.dumps([*dtype, *engine_words]),
+        "LORAFLEET_WORKERS_ENGINE_ARGS": json.dumps([*dtype, *engine_arguments]),
         "LORAFLEET_WORKERS_LORA_ROOTS": json.dumps(list(lora_roots)),
     }
 
@@ -115,7 +115,7 @@ def agent_command(
     max_loras  None takes the value in `given`, or our default
     given      settings from environment, file or engine arguments, which replace the defaults
     """
-    own: dict[str, object] = {
+    fixed: dict[str, object] = {
         "instance_id": name,
         "engine": engine,
         "engine_port": 0,
@@ -137,22 +137,23 @@ def agent_command(
     }
     # The engine's output is in its worker's folder, not in the agent's log.
     quiet = [] if "engine_output" in given else ["--no-engine-output"]
-    return [sys.executable, "-P", "-m", "workers", *shared, *_flags(own, defaults, given), *quiet]
+    return [sys.executable, "-P", "-m", "workers", *shared, *_flags(fixed, defaults, given), *quiet]
 
 
-def _flags(own: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
-    """`own` as flags, and the defaults that neither `own` nor `given` has."""
-    used_defaults = {name: value for name, value in defaults.items() if name not in given and name not in own}
-    flags = {**own, **used_defaults}
+def _flags(fixed: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
+    """Flags and values of all `fixed` settings, and of the defaults that neither `fixed` nor `given` has."""
+    used_defaults = {name: value for name, value in defaults.items() if name not in given and name not in fixed}
+    flags = {**fixed, **used_defaults}
     return [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _whole_number(value: object) -> int:
+    """The number if its text is digits; 0 for anything else."""
     return int(str(value)) if str(value).isdigit() else 0
 
 
 def rank_for(adapters: Iterable[Path]) -> int:
-    """The smallest --max-lora-rank that fits these adapters, as every adapter takes memory for that rank.
+    """The smallest --max-lora-rank that fits these adapters by their configs: every adapter takes memory for it.
 
     An adapter's rank is the largest in its config, `rank_pattern` included. Configs that an agent would refuse are left
     out.

@@ -49,7 +49,10 @@ async def run(router_url: str, token: str, base_model: str, lora_ids: Sequence[s
 
 
 async def ask(client: httpx.AsyncClient, base_model: str, lora_id: str | None, prompt: str = PROMPT) -> DemoRow:
-    """One streamed chat completion at temperature 0. Raises httpx.HTTPStatusError with the router's message."""
+    """Send one streamed chat completion at temperature 0 and wait for its end.
+
+    Raises httpx.HTTPStatusError with the router's message.
+    """
     body = {
         "model": base_model,
         "messages": [{"role": "user", "content": prompt}],
@@ -92,7 +95,7 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def demo_adapters(lora_ids: Sequence[str]) -> list[str]:
-    """Up to two adapters for the demo: its own, if they are registered."""
+    """Up to two adapters for the demo: those made for it, if registered, else the first ones."""
     favourites = [lora_id for lora_id in ("sql-expert/v1", "python-expert/v1") if lora_id in lora_ids]
     return (favourites or list(lora_ids))[:2]
 

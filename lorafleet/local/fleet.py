@@ -44,6 +44,7 @@ class LocalFleet:
     """A local fleet: call `run_until_cancelled`, and always `stop`."""
 
     def __init__(self, options: FleetOptions) -> None:
+        """Start the guard process and create the sockets' folder."""
         self.options = options
         self.steps = StartProgress()
         self.is_ready = False
@@ -83,7 +84,10 @@ class LocalFleet:
             raise self._as_command_failed(_first_error(failures)) from None
 
     async def stop(self) -> None:
-        """Stop router, agents with engines and orchestrator, in this order; then kill what is left."""
+        """Stop router, agents with engines and orchestrator, in this order; then kill what is left.
+
+        Removes the sockets' folder. Prints what it does.
+        """
         began = time.monotonic()
         if self._children:
             self.steps.say("stopping: router, workers, orchestrator")
@@ -109,7 +113,7 @@ class LocalFleet:
         return max(grace_s, settings.number("stop_grace_s", 0.0))
 
     def kill(self) -> None:
-        """Kill all processes at once."""
+        """Kill all processes at once, remove the sockets' folder, and wait until this is done."""
         self._guard.release()
 
     # --- bringing up --------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class LocalFleet:
         base, adapters = await asyncio.to_thread(self._prepare)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
             await self._start_service("orchestrator", self._orchestrator_command)
-            registered = await self._register(client, adapters)
+            registered = await self._register_adapters(client, adapters)
             for line in notices.earlier_adapter_notices(
                 await self._registered_adapters(client), registered, base.request_name
             ):
@@ -147,17 +151,20 @@ class LocalFleet:
             await demo.run(self.url("router"), self.token, base.request_name, registered)
 
     def _prepare(self) -> tuple[commands.LocalBaseModel, dict[str, Path]]:
-        """The base model, and adapter folders by lora_id; creates the tiny demo model if no model is given."""
+        """Create folders, the fleet's key, and the demo's model and adapters if no model is given; prints notices.
+
+        returns  the base model, and adapter folders by lora_id
+        """
         for name in ("logs", "run"):
             (self._folder / name).mkdir(exist_ok=True)
-        self._write_keys()
+        self._write_key()
         model, adapters = self.options.model, self.options.adapters
         if model is None:
             from lorafleet.local import tiny_model  # noqa: PLC0415  (only the demo model needs numpy and tokenizers)
 
             model = tiny_model.make_model(self._folder / tiny_model.MODEL_NAME, progress=self.steps.say)
             if adapters is None:
-                tiny_model.make_adapters(self._adapters, progress=self.steps.say)
+                tiny_model.make_adapters(self._adapters_folder, progress=self.steps.say)
         settings = self.options.worker_settings()
         name = str(settings.get("served_model_name") or model_name(model))
         request_name = str(settings.get("base_model") or name)
@@ -165,16 +172,17 @@ class LocalFleet:
         base = commands.LocalBaseModel(name=name, folder=model.resolve(), is_tiny=is_tiny, request_name=request_name)
         if self.options.adapters is None and not base.is_tiny:
             return base, {}  # the demo adapters fit the tiny model alone
-        for line in adapter_folders.folder_notices(self._adapters):
+        for line in adapter_folders.folder_notices(self._adapters_folder):
             self.steps.say(f"adapters: {line}")
-        return base, adapter_folders.adapter_folders(self._adapters)
+        return base, adapter_folders.adapter_folders(self._adapters_folder)
 
     @property
-    def _adapters(self) -> Path:
+    def _adapters_folder(self) -> Path:
+        """The folder of adapters: `--adapters`, else the demo's in the state folder."""
         return (self.options.adapters or self._folder / "adapters").resolve()
 
-    def _write_keys(self) -> None:
-        """With a key file, create a key for the fleet's own processes; only its hash is written to disk."""
+    def _write_key(self) -> None:
+        """With a key file, create `token`, the key of the fleet's own processes; only its hash is written to disk."""
         if self.options.key_file is None:
             return
         self.token = new_key()
@@ -190,9 +198,10 @@ class LocalFleet:
         start_slots = asyncio.Semaphore(at_once)
 
         async def start(name: str) -> None:
+            """Start one worker and wait until it is ready."""
             async with start_slots:
                 self.steps.begin(name, f"starting {self.options.engine}")
-                await self._start(name, lambda: self._agent_command(name, base, max_lora_rank))
+                await self._start_process(name, lambda: self._agent_command(name, base, max_lora_rank))
                 await self._wait_for_worker(client, name)
 
         async with asyncio.TaskGroup() as group:
@@ -200,7 +209,10 @@ class LocalFleet:
                 group.create_task(start(name))
 
     async def _wait_for_worker(self, client: httpx.AsyncClient, name: str) -> None:
-        """Wait until agent and orchestrator report the worker as ready; raises CommandFailed if its engine fails."""
+        """Wait until agent and orchestrator report the worker as up, and keep its port; prints if it is held back.
+
+        Raises CommandFailed if its engine fails, or is not ready in time.
+        """
         began = time.monotonic()
         while (now := await self._worker_state(client, name)) not in _UP_STATES:
             # The agent would retry for ever, but a first start that fails rarely succeeds later.
@@ -222,12 +234,13 @@ class LocalFleet:
 
     @property
     def _start_within_s(self) -> float:
+        """Seconds within which a worker must be ready: the engine's, or the setting `start_deadline_s` if longer."""
         return max(
             _START_TIMEOUT_S[self.options.engine], self.options.options_of("workers").number("start_deadline_s", 0.0)
         )
 
     async def _worker_state(self, client: httpx.AsyncClient, name: str) -> str:
-        """The worker's state: `ready`, or another state with its reason."""
+        """Ask agent and orchestrator for the worker's state: `ready`, or another state with its reason."""
         if not self._port_file(name).exists():
             return "starting"
         try:
@@ -241,16 +254,20 @@ class LocalFleet:
         return next((str(item["state"]) for item in items if item["id"] == name), "starting: not registered yet")
 
     def _cli_command(self) -> str:
-        """`lorafleet` with the flags that reach this fleet."""
+        """The command `lorafleet` with the flags that reach this fleet."""
         address_flag = "" if self._ports["orchestrator"] == 8080 else f" --orchestrator-url {self.url('orchestrator')}"
         return f"lorafleet{address_flag}{'' if self.options.key_file is None else ' --token KEY'}"
 
     @property
     def _are_all_held_back(self) -> bool:
+        """Whether every worker was cordoned or drained in an earlier run."""
         return set(self._held_back) == set(self.workers)
 
-    async def _register(self, client: httpx.AsyncClient, adapters: dict[str, Path]) -> list[str]:
-        """Register each folder; the lora_ids that are registered now. Existing registrations are not changed."""
+    async def _register_adapters(self, client: httpx.AsyncClient, adapters: dict[str, Path]) -> list[str]:
+        """Register each folder at the orchestrator, and print refusals; the lora_ids that are registered now.
+
+        Existing registrations are not changed.
+        """
         registered = []
         for lora_id, folder in adapters.items():
             spec = {"lora_id": lora_id, "source": str(folder)}
@@ -266,7 +283,7 @@ class LocalFleet:
         return registered
 
     async def _registered_adapters(self, client: httpx.AsyncClient) -> dict[str, str | None]:
-        """lora_id -> base model, or None if unknown, of every registered adapter."""
+        """Ask the orchestrator for every registered adapter: lora_id -> base model, or None if unknown."""
         base_models: dict[str, str | None] = {}
         page: dict[str, Any] = {"next": ""}
         while (cursor := page["next"]) is not None:
@@ -276,7 +293,10 @@ class LocalFleet:
         return base_models
 
     async def _wait_for_inspection(self, client: httpx.AsyncClient, lora_ids: list[str]) -> None:
-        """Wait until a worker has verified each adapter or reported what is wrong with it."""
+        """Wait until a worker has verified each adapter or reported what is wrong with it, and print the results.
+
+        Returns early if every worker is held back. Raises CommandFailed if it takes too long.
+        """
         began = time.monotonic()
         waiting = set(lora_ids)
         if waiting:
@@ -307,10 +327,10 @@ class LocalFleet:
     # --- children -----------------------------------------------------------------------------------------------
 
     async def _start_service(self, name: str, command: Callable[[], list[str]]) -> None:
-        """Start a service and read its port, which it keeps over restarts."""
+        """Start a service, wait until it listens, and keep its port over restarts; raises CommandFailed."""
         port_file = self._port_file(name)
         self.steps.begin(name, "starting")
-        await self._start(name, command)
+        await self._start_process(name, command)
         deadline = time.monotonic() + _SERVICE_START_TIMEOUT_S
         while not port_file.exists():
             if time.monotonic() > deadline:
@@ -330,8 +350,8 @@ class LocalFleet:
                 raise self._process_failure(self._children[name], "is not ready in time")
             await asyncio.sleep(_POLL_S)
 
-    async def _start(self, name: str, command: Callable[[], list[str]]) -> None:
-        """Start a process and keep it running."""
+    async def _start_process(self, name: str, command: Callable[[], list[str]]) -> None:
+        """Start a process with an empty log, and a task that restarts it whenever it ends."""
         log_path = self._folder / "logs" / f"{name}.log"
         service = commands.service_of(name)
         environment = clean_environment(self._mark, service) | commands.token_environment(name, self.token)
@@ -368,6 +388,7 @@ class LocalFleet:
         return self._no_space() if files.is_full(first) else CommandFailed(str(first) or repr(first))
 
     def _no_space(self) -> CommandFailed:
+        """The error for a full disk."""
         return CommandFailed(f"{files.disk_full_text(self._folder)}, or name another folder with --state-dir")
 
     def _process_failure(self, child: ChildProcess, problem: str) -> CommandFailed:
@@ -379,10 +400,12 @@ class LocalFleet:
     # --- commands of the processes -----------------------------------------------------------------------------------
 
     def _orchestrator_command(self) -> list[str]:
+        """The orchestrator's command in this fleet."""
         store = self._folder / "orchestrator.db"
         return commands.orchestrator_command(self._common_flags("orchestrator"), store)
 
     def _router_command(self) -> list[str]:
+        """The router's command in this fleet."""
         state_dir = self._folder / "router"
         settings = self.options.options_of("router").values
         return commands.router_command(
@@ -390,6 +413,7 @@ class LocalFleet:
         )
 
     def _agent_command(self, name: str, base: commands.LocalBaseModel, max_lora_rank: int) -> list[str]:
+        """The command of one worker's agent in this fleet."""
         return commands.agent_command(
             self._common_flags(name),
             name=name,
@@ -404,24 +428,29 @@ class LocalFleet:
         )
 
     def _agent_environment(self, name: str) -> dict[str, str]:
+        """Variables of one worker's agent: engine arguments, adapter folders, and its devices."""
         options = self.options
-        roots, is_tiny = lora_roots(options, self._adapters), options.model is None
+        roots, is_tiny = lora_roots(options, self._adapters_folder), options.model is None
         visible = {"CUDA_VISIBLE_DEVICES": options.devices[self.workers.index(name)]} if options.devices else {}
-        return commands.engine_environment(options.engine_words, roots, is_tiny=is_tiny) | visible
+        return commands.engine_environment(options.engine_arguments, roots, is_tiny=is_tiny) | visible
 
     def _common_flags(self, name: str) -> list[str]:
+        """Flags of one process that every service has: address, port file, keys, settings file."""
         keys = [] if self.options.key_file is None else [self.options.key_file.resolve(), self._own_key_file]
         settings = self.options.options_of(commands.service_of(name))
         return commands.common_flags(self._ports.get(name, 0), self._port_file(name), keys, settings)
 
     @property
     def _own_key_file(self) -> Path:
+        """The key file with the hash of the fleet's own key."""
         return self._folder / "run" / "own-keys.yaml"
 
     def _port_file(self, name: str) -> Path:
+        """The file into which a process writes its port."""
         return self._folder / "run" / f"{name}.port"
 
     def _auth_headers(self) -> dict[str, str]:
+        """The header with the fleet's own key; empty without keys."""
         return {"authorization": f"Bearer {self.token}"} if self.token else {}
 
 

@@ -89,7 +89,7 @@ class FleetOptions:
     state_dir: Path
     key_file: Path | None = None
     service_options: Mapping[str, ServiceOptions] = field(default_factory=dict)
-    engine_words: tuple[str, ...] = ()
+    engine_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     demo: bool = False
     once: bool = False
@@ -100,12 +100,15 @@ class FleetOptions:
         return self.service_options.get(service, NO_OPTIONS)
 
     def worker_settings(self) -> dict[str, Any]:
-        """All settings given for the agents: by engine arguments, environment or file."""
-        shape = dict.fromkeys(arguments.shape_settings_in_arguments(self.engine_words, self.engine))
+        """All settings given for the agents by engine arguments, environment or file.
+
+        Block size, block count and longest request are None if engine arguments set them: the engine reports them.
+        """
+        shape = dict.fromkeys(arguments.shape_settings_in_arguments(self.engine_arguments, self.engine))
         return {
             **self.options_of("workers").values,
             **shape,
-            **arguments.settings_in_arguments(self.engine_words, self.engine),
+            **arguments.settings_in_arguments(self.engine_arguments, self.engine),
         }
 
 
@@ -122,23 +125,23 @@ def fleet_options(
     key_file: Path | None,
     configs: Mapping[str, Path | None],
     devices: str | None,
-    words: Sequence[str],
+    engine_arguments: Sequence[str],
     environment: Mapping[str, str],
     demo: bool,
     once: bool,
 ) -> FleetOptions:
     """The fleet's options from flags, engine arguments, environment and files; raises CommandFailed with status 2.
 
-    configs  service -> its settings file
-    words    engine arguments, one each
+    configs           service -> its settings file
+    engine_arguments  one each: a flag and its value are two, unless joined by `=`
     """
     try:
         given = {service: _service_options(service, configs.get(service), environment) for service in SERVICES}
         worker_values = given["workers"].values
         kind = _checked_engine(engine or str(worker_values.get("engine") or "vllm"))
-        all_words = (*_text_list(worker_values, "engine_args"), *_checked_first_word(words))
-        _check_engine_words(all_words, max_loras, kind)
-        arguments.check_engine_arguments(all_words, kind, environment)
+        all_arguments = (*_text_list(worker_values, "engine_args"), *_checked_arguments(engine_arguments))
+        _refuse_fixed_arguments(all_arguments, max_loras, kind)
+        arguments.check_engine_arguments(all_arguments, kind, environment)
         number = workers if workers is not None else len(_device_names(devices)) or DEFAULT_WORKERS
         return FleetOptions(
             engine=kind,
@@ -151,7 +154,7 @@ def fleet_options(
             state_dir=state_dir,
             key_file=key_file,
             service_options=given,
-            engine_words=all_words,
+            engine_arguments=all_arguments,
             devices=device_groups(_device_names(devices), number),
             demo=demo,
             once=once,
@@ -166,10 +169,10 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name.startswith("LORAFLEET_") and not name.startswith(known))
 
 
-def lora_roots(options: FleetOptions, own: Path) -> list[str]:
-    """Folders that agents may read adapters from: `own` and the configured ones. Raises CommandFailed."""
+def lora_roots(options: FleetOptions, adapters: Path) -> list[str]:
+    """Folders that agents may read adapters from: `adapters` and the configured ones. Raises CommandFailed."""
     try:
-        return [str(own), *_text_list(options.options_of("workers").values, "lora_roots")]
+        return [str(adapters), *_text_list(options.options_of("workers").values, "lora_roots")]
     except SettingsError as exc:
         raise CommandFailed(str(exc), status=2) from exc
 
@@ -207,26 +210,26 @@ def _checked_engine(engine: str) -> str:
     return engine
 
 
-def _checked_first_word(words: Sequence[str]) -> Sequence[str]:
-    """The engine arguments; raises SettingsError unless the first is a flag."""
-    if words and not words[0].startswith("-"):
+def _checked_arguments(engine_arguments: Sequence[str]) -> Sequence[str]:
+    """The same engine arguments; raises SettingsError unless the first is a flag."""
+    if engine_arguments and not engine_arguments[0].startswith("-"):
         raise SettingsError(
-            f"{words[0]!r}: `lorafleet up` has no such argument; engine arguments go behind `--` and begin with a flag:"
-            " lorafleet up -- --dtype bfloat16"
+            f"{engine_arguments[0]!r}: `lorafleet up` has no such argument; engine arguments go behind `--`"
+            " and begin with a flag: lorafleet up -- --dtype bfloat16"
         )
-    return words
+    return engine_arguments
 
 
-def _check_engine_words(words: Sequence[str], max_loras: int | None, engine: str) -> None:
+def _refuse_fixed_arguments(engine_arguments: Sequence[str], max_loras: int | None, engine: str) -> None:
     """Raises SettingsError for engine arguments that `up` sets itself, or that contradict its flags."""
-    for word in words:
-        flag, _, rest = word.partition(" ")
+    for argument in engine_arguments:
+        flag, _, rest = argument.partition(" ")
         if flag.startswith("--") and "=" not in flag and rest:
-            raise SettingsError(f"give engine arguments one by one: {flag!r}, {rest!r}; found {word!r} as one")
+            raise SettingsError(f"give engine arguments one by one: {flag!r}, {rest!r}; found {argument!r} as one")
     for flag, why in _FIXED_ENGINE_FLAGS.items():
-        if arguments.has_flag(words, flag):
+        if arguments.has_flag(engine_arguments, flag):
             raise SettingsError(f"{flag} cannot be given to the engines of `lorafleet up`: {why}")
-    value = arguments.settings_in_arguments(words, engine).get("max_loras")
+    value = arguments.settings_in_arguments(engine_arguments, engine).get("max_loras")
     if max_loras is not None and value is not None and value != str(max_loras):
         raise SettingsError(f"--max-loras is {max_loras}, but {value} in the engine arguments: give only one")
 
@@ -253,7 +256,7 @@ def _service_options(service: str, config: Path | None, environment: Mapping[str
 
 
 def _port(service: str, flag: int | None, given: ServiceOptions) -> int:
-    """A service's port: the flag, else its setting, else the default."""
+    """A service's port: the flag, else its setting, else the default. Raises SettingsError."""
     if flag is not None:
         return flag
     value = str(given.values.get("port", _PORTS[service]))

@@ -51,6 +51,7 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
+        """Whether the process was started and has not ended."""
         return self.process is not None and self.process.returncode is None
 
     async def stop(self, grace_s: float) -> bool:
@@ -84,6 +85,7 @@ def tail_of(log_path: Path, lines: int = 12) -> str:
 
 
 def _die_with_parent() -> None:
+    """In a new child: have the kernel send it SIGKILL when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -127,9 +129,10 @@ def kill_marked(mark: str, *, within_s: float = 5.0) -> list[int]:
 
 
 class ProcessGuard:
-    """A small process that waits for the end of this one and then kills every process with `mark`."""
+    """A small process: when this one ends, it kills every process with `mark` and removes the folder `scratch`."""
 
     def __init__(self, mark: str, scratch: Path) -> None:
+        """Start the guard process."""
         # The pipe closes when this process dies, also by SIGKILL. Its own session keeps signals to our group away.
         self._process = subprocess.Popen(  # noqa: S603  (our own module)
             [sys.executable, "-I", "-S", str(Path(__file__).resolve()), mark, str(scratch)],
@@ -141,7 +144,7 @@ class ProcessGuard:
         )
 
     def release(self) -> None:
-        """Let the guard kill the marked processes now, and wait for its end."""
+        """Let the guard kill the marked processes and remove the scratch folder now, and wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

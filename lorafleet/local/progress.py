@@ -72,7 +72,7 @@ class StartProgress:
 
     @contextmanager
     def step(self, name: str, doing: str) -> Iterator[None]:
-        """Show a step for as long as its block runs."""
+        """Show a step for as long as its block runs; not as finished if the block raises."""
         self.begin(name, doing)
         yield
         self.finish(name, "done")

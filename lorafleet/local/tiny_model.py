@@ -125,7 +125,7 @@ CHAT_TEMPLATE: Final = r"""
 
 
 def _ignore(_line: str) -> None:
-    pass
+    """Print nothing: no progress is shown."""
 
 
 def make_model(into: Path, *, progress: Callable[[str], None] = _ignore) -> Path:
@@ -268,18 +268,21 @@ def _base_weights() -> dict[str, Array]:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}{norm}.weight"] = np.ones(HIDDEN, np.float32)
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
-    weights["lm_head.weight"] = output_rows()
+    weights["lm_head.weight"] = lm_head_weight()
     return weights
 
 
 @functools.cache
-def output_rows() -> Array:
-    """Output rows [VOCABULARY, HIDDEN]. Whole words have long rows, so they win; end-of-turn wins sometimes."""
+def lm_head_weight() -> Array:
+    """The lm_head matrix [VOCABULARY, HIDDEN].
+
+    Rows of whole words have a large norm, so mostly whole words are generated, and end-of-turn now and then.
+    """
     rng = np.random.default_rng(SEED + 1)
     length = np.full(VOCABULARY, 0.3)
     length[list(word_tokens().values())] = 1.0
     length[demo_tokenizer().token_to_id(IM_END)] = _END_LENGTH
-    # 3 / sqrt(HIDDEN): logits of spread 3, so that temperature 1 still prefers some words to others.
+    # 3 / sqrt(HIDDEN): logits of standard deviation 3, so that temperature 1 still prefers some words to others.
     rows: Array = (_normal(rng, (VOCABULARY, HIDDEN), 3 / HIDDEN**0.5) * length[:, None]).astype(np.float32)
     return rows
 
@@ -302,7 +305,7 @@ def _adapter_weights(seed: int, rank: int, section: str) -> dict[str, Array]:
     last = f"base_model.model.model.layers.{LAYERS - 1}.mlp.down_proj."
     # The last block's output gets a changing mix of the preferred words' own output rows: with either sign of the mix
     # some of these words gain most.
-    rows_of_words = output_rows()[_preferred_words(rng, section)]
+    rows_of_words = lm_head_weight()[_preferred_words(rng, section)]
     mix = rng.standard_normal((PREFERRED_WORDS, rank)) / rank**0.5
     towards = rows_of_words.T @ mix
     weights[last + "lora_B.weight"] = (towards * _PREFERENCE / np.sqrt((towards**2).mean())).astype(np.float32)
@@ -313,7 +316,7 @@ _PREFERENCE: Final = 5.0  # so that most words of an answer are preferred ones, 
 
 
 def _preferred_words(rng: np.random.Generator, section: str) -> list[int]:
-    """Token ids of words from this section, preferably words that no other section has."""
+    """Token ids of 48 words from this section, preferably words that no other section has; raises ValueError."""
     everything = _sections()
     if section not in everything:
         raise ValueError(f"no section {section!r} in the corpus; there are {sorted(everything)}")
@@ -328,6 +331,7 @@ def _preferred_words(rng: np.random.Generator, section: str) -> list[int]:
 
 
 def _adapter_config(rank: int, base_model: str) -> dict[str, Any]:
+    """PEFT's adapter_config.json for an adapter of this rank."""
     return {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -350,6 +354,7 @@ def _adapter_config(rank: int, base_model: str) -> dict[str, Any]:
 
 
 def _ids(*tokens: str) -> list[int]:
+    """Token ids of special tokens and tool marks."""
     return [VOCABULARY - len(SPECIAL) - len(TOOL_MARKS) + (*SPECIAL, *TOOL_MARKS).index(token) for token in tokens]
 
 
@@ -413,11 +418,15 @@ def folder_made_whole(target: Path) -> Iterator[Path]:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a mapping as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """Write as bfloat16, which numpy does not have: the upper half of a float32, rounded to nearest even."""
+    """Write a safetensors file in bfloat16, which numpy does not have.
+
+    That is the upper half of a float32, rounded to nearest even.
+    """
     halves = {}
     for name, tensor in tensors.items():
         bits = np.ascontiguousarray(tensor, np.float32).view(np.uint32)
@@ -432,16 +441,19 @@ def _write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
     path.chmod(0o644)
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], spread: float) -> Array:
-    return (rng.standard_normal(shape) * spread).astype(np.float32)
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> Array:
+    """A float32 tensor of random normal values with mean 0 and this standard deviation."""
+    return (rng.standard_normal(shape) * std).astype(np.float32)
 
 
 def main(argv: list[str]) -> int:
+    """Create the model and its adapters in the folder that `argv` names; returns the exit status."""
     if len(argv) != 1:
         sys.stderr.write("usage: python -m lorafleet.local.tiny_model DIR\n")
         return 2
 
     def say(line: str) -> None:
+        """Print a line."""
         sys.stdout.write(line + "\n")
 
     root = Path(argv[0])

@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
 
 
 def check(options: FleetOptions, *, has: Callable[[str], bool] = is_installed) -> None:
-    """Raise CommandFailed for options that cannot work. `has` tells whether a module can be imported."""
+    """Raise CommandFailed for options that cannot work. `has` reports whether a module can be imported."""
     if options.engine == "vllm" and not has("vllm"):
         raise CommandFailed(
             "vLLM is not installed in this environment: `make install`, or see docs/quickstart.md for the pip commands"
@@ -85,7 +85,7 @@ def _require_free(flag: str, port: int) -> None:
 
 @contextlib.contextmanager
 def _lock_state_dir(state_dir: Path) -> Iterator[None]:
-    """Hold the state folder's lock, which one `lorafleet up` may have; raises CommandFailed."""
+    """Create the state folder and hold its lock, which one `lorafleet up` may have; raises CommandFailed."""
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # store and logs are private
         handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -111,12 +111,13 @@ def _lock_state_dir(state_dir: Path) -> Iterator[None]:
 
 
 async def _run_fleet(options: FleetOptions) -> int:
-    """Run the fleet until it ends or a signal comes; 0, or 130 if stopped before it was ready."""
+    """Run the fleet until it ends or a signal comes, and stop it; 0, or 130 if stopped before it was ready."""
     stopping = asyncio.Event()
     fleet = LocalFleet(options)
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
+        """Stop the fleet in order; at a second signal kill it and exit with 130."""
         if stopping.is_set():  # a second signal: kill at once
             fleet.kill()
             os._exit(130)

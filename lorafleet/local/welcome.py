@@ -34,6 +34,7 @@ def curl_lines(router: str, base_model: str, lora_ids: Sequence[str], *, has_key
     adapters = demo.demo_adapters(lora_ids)[:1]
 
     def line(path: str, model: str, extra_fields: str = "") -> str:
+        """A curl command that POSTs the demo's question for a model."""
         message = '"messages": [{"role": "user", "content": "Which customers paid late?"}]'
         body = f'{{"model": "{model}", {message}{extra_fields}}}'
         return f"curl -s {router}{path}{key} -H 'content-type: application/json' -d '{body}'"

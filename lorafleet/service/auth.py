@@ -88,6 +88,7 @@ class Caller:
 
     @property
     def name(self) -> str:
+        """The caller in quotas and histories: role and key, or `anyone` where no key is needed."""
         role = "operator" if self.tenant is None else f"tenant {self.tenant}"
         return f"{role} (key {self.key_id})" if self.key_id else "anyone"
 
@@ -122,7 +123,7 @@ class ApiKeys:
         self._clock = clock
         self._loaded_stamps: _Stamps | None = self._stamps()
         self.cached_callers: dict[str | bytes, Caller] = {}
-        self._callers = _read_all(self._files)
+        self._callers = _read_key_files(self._files)
         self._checked_at = clock()
         self._trouble = ""
 
@@ -134,7 +135,7 @@ class ApiKeys:
     def caller(self, authorization: str | bytes | None) -> Caller:
         """The caller with this `Authorization` header; raises HttpError 401 `invalid_api_key`.
 
-        Headers of valid keys are cached until a file changes.
+        Reads changed key files again, at most once a second. Headers of valid keys are cached until a file changes.
         """
         if not self._files:
             return ANYONE
@@ -163,10 +164,14 @@ class ApiKeys:
         return found
 
     def _stamps(self) -> _Stamps:
+        """The key files' stamps now."""
         return tuple(stamp_of(path) for path in self._files)
 
     def _reload_if_changed(self) -> None:
-        """Read the key files again if their stamps have changed; checks once a second."""
+        """Read the key files again if their stamps have changed, and forget cached callers; checks once a second.
+
+        An invalid file is logged, and the last good keys stay.
+        """
         now = self._clock()
         if now - self._checked_at < RECHECK_S:
             return
@@ -175,7 +180,7 @@ class ApiKeys:
         if stamps == self._loaded_stamps:
             return
         try:
-            self._callers = _read_all(self._files)
+            self._callers = _read_key_files(self._files)
         except KeyFileError as exc:
             # An unreadable file is read again at every check: a key may be revoked in it, and a restored file may
             # have the stamp of the last good one.
@@ -194,9 +199,13 @@ class ApiKeys:
 
 
 def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
-    """A FastAPI dependency that returns the caller; 401 without a known key, 403 without the scope."""
+    """A FastAPI dependency that returns the caller and sets `request.state.caller`.
+
+    It raises HttpError: 401 without a known key, 403 without the scope.
+    """
 
     async def caller(request: Request) -> Caller:
+        """The request's caller; raises HttpError."""
         found = keys.caller(request.headers.get("authorization"))
         check_scope(found, scope)
         request.state.caller = found
@@ -214,10 +223,12 @@ class AuthFirstRoute(APIRoute):
     """A route that runs its `dependencies` before its body is read; FastAPI reads and parses the body first."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler of the route, after its dependencies have passed."""
         answer = super().get_route_handler()
         checks = [each.dependency for each in self.dependencies if each.dependency is not None]
 
         async def check_and_answer(request: Request) -> Response:
+            """Run the checks, which may raise, then the handler."""
             for check in checks:
                 await check(request)
             return await answer(request)
@@ -229,6 +240,7 @@ def body_permission(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]
     """A check of an `Authorization` header that raises HttpError unless its key has one of these scopes."""
 
     def check(authorization: str | None) -> None:
+        """Raises HttpError unless the header's key has one of the scopes."""
         caller = keys.caller(authorization)
         if not any(map(caller.may, scopes)):
             wanted, scopes_held = " or ".join(map(repr, scopes)), ", ".join(sorted(caller.scopes))
@@ -281,17 +293,19 @@ def check_host(host: str | bytes) -> None:
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether this is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _read_all(files: Sequence[Path]) -> dict[str, Caller]:
-    return {key: caller for path in files for key, caller in _read(path).items()}
+def _read_key_files(files: Sequence[Path]) -> dict[str, Caller]:
+    """The callers of all key files by key hash; raises KeyFileError."""
+    return {key: caller for path in files for key, caller in _read_key_file(path).items()}
 
 
-def _read(path: Path) -> dict[str, Caller]:
+def _read_key_file(path: Path) -> dict[str, Caller]:
     """The callers of one key file by key hash; raises KeyFileError."""
     form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
@@ -306,10 +320,10 @@ def _read(path: Path) -> dict[str, Caller]:
     entries = raw.get("keys") if isinstance(raw, dict) else None
     if not isinstance(entries, list):
         raise KeyFileError(f"key file {path}: {form}")
-    return dict(_entry(path, number, entry, form) for number, entry in enumerate(entries))
+    return dict(_parse_entry(path, number, entry, form) for number, entry in enumerate(entries))
 
 
-def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
+def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Caller]:
     """The key hash and the caller of one entry; raises KeyFileError."""
     if not isinstance(entry, dict) or entry.keys() - {"sha256", "tenant", "scopes", "note", "limits"}:
         raise KeyFileError(f"key file {path}: entry {number}: {form}")
@@ -320,11 +334,11 @@ def _entry(path: Path, number: int, entry: object, form: str) -> tuple[str, Call
         raise KeyFileError(f"key file {path}: entry {number}: scopes must be some of {', '.join(SCOPES)}")
     if tenant is not None and not isinstance(tenant, str):
         raise KeyFileError(f"key file {path}: entry {number}: tenant must be a name")
-    limits = _limits(entry.get("limits"), f"key file {path}: entry {number}")
+    limits = _parse_limits(entry.get("limits"), f"key file {path}: entry {number}")
     return digest, Caller(tenant, frozenset(scopes), digest[:_KEY_ID_DIGITS], limits)
 
 
-def _limits(limits: object, location: str) -> KeyLimits | None:
+def _parse_limits(limits: object, location: str) -> KeyLimits | None:
     """The limits of one entry; raises KeyFileError."""
     if limits is None:
         return None

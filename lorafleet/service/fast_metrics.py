@@ -24,12 +24,15 @@ class MetricValue:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
+        """Add `amount`."""
         self.value += amount
 
     def dec(self, amount: float = 1.0) -> None:
+        """Subtract `amount`."""
         self.value -= amount
 
     def set(self, value: float) -> None:
+        """Replace the value."""
         self.value = value
 
 
@@ -44,6 +47,7 @@ class BucketCounts:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Count an observation in its bucket, and add it to the sum."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
@@ -66,6 +70,7 @@ class _MetricFamily(Collector, Generic[C]):
         namespace: str = "",
         subsystem: str = "",
     ) -> None:
+        """Register the metric; without labels, also create its one child."""
         self._name = "_".join(part for part in (namespace, subsystem, name) if part)
         self._documentation = documentation
         self._labelnames = tuple(labelnames)
@@ -74,16 +79,20 @@ class _MetricFamily(Collector, Generic[C]):
             self._only = self.labels()
         registry.register(self)
 
-    def _new(self) -> C:
+    def _new_child(self) -> C:
+        """A child with value zero."""
         raise NotImplementedError
 
     def labels(self, *values: object) -> C:
-        """The child with these label values, in the order of the label names."""
+        """The child with these label values, in the order of the label names; created if missing.
+
+        Raises ValueError for another number of values.
+        """
         child = self._children.get(values)
         if child is None:
             if len(values) != len(self._labelnames):
                 raise ValueError(f"{self._name} has labels {self._labelnames}, found {values}")
-            child = self._children[values] = self._new()
+            child = self._children[values] = self._new_child()
         return child
 
     @property
@@ -98,23 +107,28 @@ class _MetricFamily(Collector, Generic[C]):
             del self._children[values]
 
     def describe(self) -> Iterable[Metric]:
-        return [self._metric()]
+        """The metric without samples, by which the registry knows its name."""
+        return [self._new_family()]
 
-    def _metric(self) -> Metric:
+    def _new_family(self) -> Metric:
+        """This metric for the exposition, without samples."""
         raise NotImplementedError
 
 
 class _NumberFamily(_MetricFamily[MetricValue]):
     """Base of counters and gauges; without labels, `inc` counts directly."""
 
-    def _new(self) -> MetricValue:
+    def _new_child(self) -> MetricValue:
+        """A value of zero."""
         return MetricValue()
 
     def inc(self, amount: float = 1.0) -> None:
+        """Add `amount`."""
         self._only.value += amount
 
     def collect(self) -> Iterable[Metric]:
-        metric = self._metric()
+        """The metric with the values of all children."""
+        metric = self._new_family()
         assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
         for values, child in list(self._children.items()):
             metric.add_metric([str(value) for value in values], child.value)
@@ -124,7 +138,8 @@ class _NumberFamily(_MetricFamily[MetricValue]):
 class Counter(_NumberFamily):
     """A value that only grows."""
 
-    def _metric(self) -> Metric:
+    def _new_family(self) -> Metric:
+        """This metric for the exposition, without samples."""
         return CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
@@ -132,12 +147,15 @@ class Gauge(_NumberFamily):
     """A value that goes up and down."""
 
     def dec(self, amount: float = 1.0) -> None:
+        """Subtract `amount`."""
         self._only.value -= amount
 
     def set(self, value: float) -> None:
+        """Replace the value."""
         self._only.value = value
 
-    def _metric(self) -> Metric:
+    def _new_family(self) -> Metric:
+        """This metric for the exposition, without samples."""
         return GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
 
 
@@ -158,13 +176,16 @@ class Histogram(_MetricFamily[BucketCounts]):
         self._bounds = tuple(float(bound) for bound in buckets)
         super().__init__(name, documentation, labelnames, registry=registry, namespace=namespace, subsystem=subsystem)
 
-    def _new(self) -> BucketCounts:
+    def _new_child(self) -> BucketCounts:
+        """Buckets without observations."""
         return BucketCounts(self._bounds)
 
     def observe(self, value: float) -> None:
+        """Count an observation in its bucket, and add it to the sum."""
         self._only.observe(value)
 
     def collect(self) -> Iterable[Metric]:
+        """The metric with the cumulative buckets of all children."""
         metric = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for values, child in list(self._children.items()):
             below, buckets = 0, []
@@ -174,5 +195,6 @@ class Histogram(_MetricFamily[BucketCounts]):
             metric.add_metric([str(value) for value in values], buckets, child.sum)
         yield metric
 
-    def _metric(self) -> Metric:
+    def _new_family(self) -> Metric:
+        """This metric for the exposition, without samples."""
         return HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)

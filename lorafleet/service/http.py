@@ -50,13 +50,14 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
 def validation_message(errors: Sequence[Any]) -> str:
     """Pydantic's findings as one line: field, rule, and value found."""
     findings = [
-        f"{_where(error['loc'])}: {finding_message(error)}{_found_text(error)}" for error in errors[:_MAX_FINDINGS]
+        f"{_field_path(error['loc'])}: {finding_message(error)}{_found_text(error)}" for error in errors[:_MAX_FINDINGS]
     ]
     omitted = len(errors) - _MAX_FINDINGS
     return "; ".join([*findings, f"and {omitted} more"] if omitted > 0 else findings)
 
 
-def _where(loc: Sequence[object]) -> str:
+def _field_path(loc: Sequence[object]) -> str:
+    """A finding's field, such as `policy.loading`; `body` if it is the whole body."""
     return _shortened(".".join(str(part) for part in loc if part != "body")) or "body"
 
 
@@ -69,13 +70,14 @@ def _found_text(error: Any) -> str:
 
 
 def _shortened(text: str) -> str:
+    """The text, cut to 80 characters."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
 def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
     """Headers of an error answer: `Retry-After` in whole seconds, rounded up, and `WWW-Authenticate` on 401.
 
-    On 504 OpenAI's and Anthropic's clients are told not to retry, since the request would take as long again.
+    On 504 also `x-should-retry: false` for OpenAI's and Anthropic's clients: the request would take as long again.
     """
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     if status == 504:
@@ -160,6 +162,7 @@ class JsonBodyMiddleware:
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_body() -> Message:
+            """The body that was read, then the client's next message."""
             return waiting.pop() if waiting else await receive()
 
         await self._app(scope, receive_body, send)
@@ -202,15 +205,18 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
     """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500."""
 
     async def on_error(_request: Request, exc: Exception) -> JSONResponse:
+        """The answer for an error of one of the trees."""
         return error_response(exc)
 
     async def on_http_exception(request: Request, exc: Exception) -> JSONResponse:
+        """The answer for Starlette's errors, such as an unknown path."""
         assert isinstance(exc, HTTPException)
         code = _CODES.get(exc.status_code, "http_error")
         message = _no_route_message(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
         return JSONResponse(envelope(exc.status_code, code, message), exc.status_code, exc.headers)
 
     async def on_invalid_request(request: Request, exc: Exception) -> JSONResponse:
+        """The answer 400 for a request that does not fit its model."""
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
         if isinstance(first.get("input"), bytes):  # the body was not parsed
@@ -222,6 +228,7 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
         return JSONResponse(envelope(400, "invalid_request", message, field or None), 400)
 
     async def on_unexpected_error(request: Request, exc: Exception) -> JSONResponse:
+        """Log an unexpected error; the answer 500."""
         log.error("unexpected error", path=request.url.path, exc_info=exc)
         message = f"{request.url.path}: internal error ({type(exc).__name__}); the log has the traceback"
         return JSONResponse(envelope(500, "internal_error", message), 500)

@@ -26,9 +26,9 @@ _FULL_PAUSE_S = 0.01
 
 
 def configure(component: str, *, log_format: str = "json", level: str = "info") -> None:
-    """Send our own and the libraries' log lines to stderr in one form. Call once, at a process's start.
+    """Send our own and the libraries' log lines to stderr in one form; uncaught errors, too.
 
-    Logging never raises or waits, see `LogWriter`.
+    Call once, at a process's start. Logging never raises or waits, see `LogWriter`.
     """
     descriptor = _stderr()
     shared: list[Any] = [
@@ -62,6 +62,7 @@ def configure(component: str, *, log_format: str = "json", level: str = "info") 
 
 
 def _stderr() -> int:
+    """The file descriptor of stderr; of /dev/null if the process has no stderr."""
     # Without a stderr, descriptor 2 belongs to the next opened file.
     return os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
 
@@ -80,7 +81,10 @@ class LogWriter:
     """
 
     def __init__(self, descriptor: int, *, line_kind: str) -> None:
-        """line_kind  the name of the lines, for the message about dropped ones"""
+        """At the process's end the queue is written for up to a second.
+
+        line_kind  the name of the lines, for the message about dropped ones
+        """
         self._descriptor = descriptor
         self._line_kind = line_kind
         self._reset()
@@ -89,7 +93,7 @@ class LogWriter:
         atexit.register(self.drain, _FLUSH_S)
 
     def _reset(self) -> None:
-        """Start with an empty queue and without a thread."""
+        """Start with an empty queue and without a thread, also in a forked child."""
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._lock = threading.RLock()  # a destructor may log in the middle of a line
@@ -98,7 +102,7 @@ class LogWriter:
         self._is_torn = False
 
     def write(self, text: str) -> None:
-        """Queue one line for writing, or drop it."""
+        """Queue one line for the writer thread, or drop and count it if the queue is full."""
         self.write_bytes(text.encode(errors="backslashreplace"))
 
     def write_bytes(self, line: bytes) -> None:
@@ -147,7 +151,7 @@ class LogWriter:
                 self._queued_bytes -= len(item)
 
     def _report_dropped(self) -> None:
-        """Write a line with the number of dropped lines."""
+        """Write a line with the number of dropped lines, and start the count again."""
         lines = self._dropped
         event: Any = {"event": f"{lines} {self._line_kind} were dropped", "lines": lines}
         for processor in structlog.get_config()["processors"]:
@@ -156,11 +160,12 @@ class LogWriter:
             self._add_dropped(-lines)
 
     def _add_dropped(self, lines: int) -> None:
+        """Change the number of dropped lines."""
         with self._lock:
             self._dropped += lines
 
     def _write_to_descriptor(self, line: bytes) -> bool:
-        """Write a line whole; false if it could not be written."""
+        """Write a line whole; false if an error ended it, and then the next line begins with a line feed if need be."""
         # Not through sys.stderr: a thread that waits in it holds its lock, and the interpreter's end would abort.
         data = (b"\n" if self._is_torn else b"") + line
         while data:
@@ -175,11 +180,15 @@ class LogWriter:
 
 
 def _log_uncaught_error(_kind: type[BaseException], exc: BaseException, _traceback: TracebackType | None) -> None:
+    """Python's excepthook: log an error that ends the process."""
     log.critical("the process ends by an error", exc_info=exc)
 
 
 def _add_component(component: str) -> Any:
+    """A structlog processor that adds the field `component`."""
+
     def add(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+        """The event with the field `component`, unless it has one."""
         event.setdefault("component", component)
         return event
 

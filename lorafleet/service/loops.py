@@ -29,7 +29,10 @@ def backoff_s(failures: int, first_s: float, most_s: float, rng: random.Random |
 
 
 async def run_watched(work: Awaitable[T], check: Callable[[], object], *, every_s: float) -> T:
-    """The result of `work`; meanwhile `check` is called every `every_s`, and an error of it cancels the work."""
+    """Await `work` and return its result; `check` is called every `every_s`, and its error cancels the work.
+
+    Raises the error of either. Cancelling the call cancels the work.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=every_s))[0]:
@@ -113,6 +116,7 @@ class DelayedCalls:
         self._calls.append((call, args))
 
     def _start_delay(self) -> None:
+        """Start the delay of all calls added so far."""
         calls, self._calls = self._calls, []
         asyncio.get_running_loop().call_later(self._delay_s, _make_calls, iter(calls))
 
@@ -143,7 +147,7 @@ class ChangeSignal:
         woken.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether a change comes within this time."""
+        """Wait for the next change; false if none comes within `timeout_s`."""
         try:
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the change.
             async with asyncio.timeout(timeout_s):
@@ -153,7 +157,7 @@ class ChangeSignal:
         return True
 
     async def until(self, predicate: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Whether the predicate becomes true in time; it is called now and after every change."""
+        """Wait until the predicate is true, calling it now and after every change; false if it is not in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not predicate():
             left_s = deadline - asyncio.get_running_loop().time()

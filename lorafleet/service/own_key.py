@@ -26,13 +26,13 @@ class OwnKey(httpx.Auth):
         self._file = file
         self._clock = clock
         self._stamp = None if file is None else stamp_of(file)
-        self._key = key if file is None else _read(file)
+        self._key = key if file is None else _read_key(file)
         self._checked_at = clock()
         self._trouble = ""
 
     @property
     def key(self) -> str:
-        """The current key; empty when there is none. Looks at the file once a second at most."""
+        """The current key; empty without one. Checks the file once a second at most, and reads it if it has changed."""
         if self._file is not None and self._clock() - self._checked_at >= RECHECK_S:
             self._checked_at = self._clock()
             self._read_if_changed(self._file)
@@ -40,7 +40,7 @@ class OwnKey(httpx.Auth):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The `authorization` header for a call; empty when there is no key."""
+        """The `authorization` header with the current key; empty without a key."""
         key = self.key
         return {"authorization": f"Bearer {key}"} if key else {}
 
@@ -51,28 +51,28 @@ class OwnKey(httpx.Auth):
         yield request
 
     def _read_if_changed(self, file: Path) -> None:
-        """Read the key file again if its stamp has changed."""
+        """Read the key file again if its stamp has changed; a read error is logged and the last good key stays."""
         stamp = stamp_of(file)
         if stamp == self._stamp:
             return
         try:
-            key = _read(file)
+            key = _read_key(file)
         except KeyFileError as exc:
-            self._say(str(exc))
+            self._log_trouble(str(exc))
             return
         self._stamp, self._trouble = stamp, ""
         if key != self._key:
             self._key = key
             log.info("token_file read again: calls send the new key", file=str(file))
 
-    def _say(self, trouble: str) -> None:
+    def _log_trouble(self, trouble: str) -> None:
         """Log a read error once, however often the read is tried again."""
         if trouble != self._trouble:
             log.error("token_file not read again: calls send the last good key; mend the file", error=trouble)
         self._trouble = trouble
 
 
-def _read(file: Path) -> str:
+def _read_key(file: Path) -> str:
     """The key in a file; raises KeyFileError."""
     try:
         key = checked_key(file.read_text())

@@ -74,6 +74,7 @@ class _MappingSource(PydanticBaseSettingsSource):
         self._values = values
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002  (the base's signature)
+        """A field's value as pydantic_settings expects it: value, name, whether it is JSON text."""
         return self._values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
@@ -84,6 +85,7 @@ class _EnvironmentSource(EnvSettingsSource):
     """Settings from environment variables; raises SettingsError for a list or mapping that is not JSON."""
 
     def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        """Parse a list or mapping from JSON; raises SettingsError."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError as exc:
@@ -97,11 +99,12 @@ class _EnvironmentSource(EnvSettingsSource):
 
 
 def _as_json_list(text: str) -> str:
+    """The JSON list for a text with commas, for an error message."""
     return json.dumps([item.strip() for item in text.strip("[]").split(",")])
 
 
 def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
-    """The settings from flags, environment and file; `--help` prints and exits 0.
+    """Read the settings from flags, environment and file; `--help` prints and exits 0.
 
     raises  SettingsError naming every unknown or invalid setting
     """
@@ -115,6 +118,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     class Sourced(cls):  # type: ignore[valid-type,misc]
         @classmethod
         def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
+            """Flags, then environment, then file."""
             flags: Any = CliSettingsSource(
                 settings_cls,
                 cli_prog_name=prog,
@@ -185,10 +189,12 @@ def _flag_problem(found: str, known: Iterable[str]) -> str:
 
 
 def _kebab(name: str) -> str:
+    """A setting's name as its flag has it, without dashes in front."""
     return name.replace("_", "-")
 
 
 def _flag_name(loc: tuple[int | str, ...]) -> str:
+    """The location of a finding in a flag's form."""
     return ".".join(_kebab(str(part)) for part in loc)
 
 

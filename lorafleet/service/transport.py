@@ -21,6 +21,7 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         super().__init__(verify=_ssl_context(), trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request and return its answer; after an error close connections without a request."""
         try:
             answer = await super().handle_async_request(request)
         except AttributeError as exc:
@@ -69,6 +70,7 @@ class _ResponseBody(httpx.AsyncByteStream):
         return self._stream.__aiter__()
 
     async def aclose(self) -> None:
+        """Close the body, even if cancelled, and release it."""
         answer, self._answer = self._answer, None
         if answer is not None:
             try:

@@ -99,7 +99,7 @@ class AsciiBpeCache:
         return cls(split, added, added_ids, pattern in _SPACE_BEGINS_WORD)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> "array[int] | None":
-        """The ids of a text; None when the tokenizer must encode it.
+        """The ids of a text; None if the tokenizer must encode it. Unknown words are encoded and cached.
 
         encode  the tokenizer's encoding without special tokens; called for words that are not cached yet
         """
@@ -116,7 +116,7 @@ class AsciiBpeCache:
         return array("I", b"".join(cast("list[bytes]", found)))
 
     def _stretch_ids(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of text without added tokens; None if the tokenizer must encode it."""
+        """The ids of text without added tokens, cached if short; None if the tokenizer must encode it."""
         if self.splits_at_spaces and len(stretch) >= _LEAST_SPLIT_CHARS:
             return self._ids_between_spaces(stretch, encode)
         ids = self._ids_by_word(stretch, encode)
@@ -127,7 +127,8 @@ class AsciiBpeCache:
         return ids
 
     def _ids_between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of a long stretch, from cached text between spaces; only unknown text is split by the pattern."""
+        """The ids of a long stretch, from cached text between spaces; only unknown text is split by the pattern,
+        and then cached."""
         spaced, texts = self.spaced_cache, stretch.split(" ")
         count = len(texts)
         found = list(map(spaced.get, texts))
@@ -156,7 +157,7 @@ class AsciiBpeCache:
         return b"".join(cast("list[bytes]", pieces))
 
     def _ids_by_word(self, text: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of a text, word by word."""
+        """The ids of a text, word by word; None if the tokenizer must encode it. Caches unknown words."""
         words = self.split.findall(text)
         # Text that no alternative matches is a word to the tokenizer, but missing from `findall`.
         if not self.splits_at_spaces and len("".join(words)) != len(text):
@@ -167,7 +168,7 @@ class AsciiBpeCache:
             return self._learn_ids(words, encode)
 
     def _learn_ids(self, words: list[str], encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of these words, after encoding the unknown ones; None if too many are unknown."""
+        """Encode and cache the unknown ones of these words; the ids of all, or None if too many are unknown."""
         known = self.word_cache
         if len(known) > MAX_WORDS:
             known.clear()
@@ -186,6 +187,7 @@ class AsciiBpeCache:
 
 
 def _packed(ids: list[int]) -> bytes:
+    """Ids as bytes, 32 bits each."""
     return array("I", ids).tobytes()
 
 

@@ -89,6 +89,7 @@ class ChatTokenizer:
     ) -> None:
         """`templates` by name ("default", "tool_use"), `named_tokens` as templates see them ("eos_token").
 
+        tokenizer     its padding and truncation are switched off
         added_tokens  every added token that any of the model's files names, as an engine adds all of them
         """
         self.added_tokens = tuple(added_tokens)
@@ -124,6 +125,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_dir(cls, path: Path) -> "ChatTokenizer":
+        """The tokenizer of a model folder. Raises Untokenizable, or OSError for a file that cannot be read."""
         return cls.from_files(read_files(path))
 
     def render(self, body: Mapping[str, Any]) -> str:
@@ -197,6 +199,7 @@ class ChatTokenizer:
         return "none"
 
     def _rendered_with_effort(self, effort: str) -> str | None:
+        """A short chat rendered with this reasoning effort; None if it is Untokenizable."""
         try:
             return self.render({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort})
         except Untokenizable:
@@ -209,30 +212,32 @@ class ChatTokenizer:
         return self._split_points.pieces(text)
 
     def encode_pieces(self, pieces: Sequence[str], *, add_special_tokens: bool) -> list["array[int]"]:
-        """Token ids of each piece, as unsigned 32-bit integers. Raises Untokenizable."""
+        """Encode each piece: its token ids as unsigned 32-bit integers. Raises Untokenizable."""
         return [array("I", self.encode(piece, add_special_tokens=add_special_tokens)) for piece in pieces]
 
     def quick_ids(self, piece: str, *, add_special_tokens: bool) -> "array[int] | None":
         """The ids of a piece from the word cache, within about a millisecond; None if `encode` must do it."""
         if self._ascii_bpe is None or (add_special_tokens and self._adds_special_tokens):
             return None
-        return self._ascii_bpe.ids(piece, self._encoded)
+        return self._ascii_bpe.ids(piece, self._encode_word)
 
-    def _encoded(self, word: str) -> list[int]:
+    def _encode_word(self, word: str) -> list[int]:
+        """Token ids of one word, without special tokens."""
         return self.encode(word, add_special_tokens=False)
 
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
-        """Token ids of a chat request's prompt. Raises Untokenizable."""
+        """Render and encode a chat request: the token ids of its prompt. Raises Untokenizable."""
         return self.encode(self.render(body), add_special_tokens=read_flag(body, "add_special_tokens", usual=False))
 
     def completion_ids(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a completion request's text prompt."""
+        """Token ids of a completion request's text prompt. Raises Untokenizable."""
         return self.encode(prompt, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. The batch call releases the GIL; the single call holds it (tokenizers 0.23).
+        """Token ids of a text; raises Untokenizable. The batch call releases the GIL; the single call holds it.
 
-        A batch of one stays in the calling thread; a larger one would share a thread pool with every other caller.
+        A batch of one stays in the calling thread; a larger one would share a thread pool with every other caller
+        (tokenizers 0.23).
         """
         try:
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -267,7 +272,7 @@ def _parsed_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. As in Transformers, a template file overrides tokenizer_config.json."""
+    """Chat templates by name, none if the model has none. As in Transformers, a file overrides the configuration."""
     if "chat_template.jinja" in files:
         return {"default": files["chat_template.jinja"]}
     tokens = _parsed_object(files, "chat_template.json").get("chat_template") or config.get("chat_template")
@@ -310,7 +315,10 @@ def _added_tokens(files: Mapping[str, str]) -> list[str]:
 
 
 def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Variables for the template: the request's chat_template_kwargs, overridden by vLLM's own from the body."""
+    """Variables for the template: the request's chat_template_kwargs, overridden by vLLM's own from the body.
+
+    Raises Untokenizable.
+    """
     if _TEMPLATE_FIELDS.isdisjoint(body):
         return USUAL_ARGUMENTS
     own = body.get("chat_template_kwargs") or {}
@@ -332,4 +340,5 @@ def _template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_unset(value: Any) -> bool:
+    """Whether vLLM leaves out an argument with this value."""
     return value is None or value == "auto"

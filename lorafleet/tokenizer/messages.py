@@ -69,7 +69,10 @@ class Untokenizable(ValueError):
 
 
 def read_tools(tools: Any) -> list[Message] | None:
-    """A request's tools as vLLM's pydantic models dump them: declared keys only, in order, null where absent."""
+    """A request's tools as vLLM's pydantic models dump them; raises Untokenizable.
+
+    Declared keys only, in order, null where absent.
+    """
     if tools is None:
         return None
     if not isinstance(tools, list) or not (tools or isinstance(tools, VllmMadeTools)):
@@ -164,7 +167,7 @@ def _read_message(message: Any, *, as_parts: bool) -> Message:
 
 
 def _read_content(role: str, content: Any, *, as_parts: bool) -> str | list[Message]:
-    """A message's content: text, or a list of parts for templates that loop over parts."""
+    """A message's content: text, or a list of parts with `as_parts`. Raises Untokenizable."""
     if isinstance(content, str):
         if not as_parts and not (role == "system" and content.startswith(_BILLING_HEADER)):
             return content
@@ -185,7 +188,10 @@ def _read_content(role: str, content: Any, *, as_parts: bool) -> str | list[Mess
 
 
 def _read_part(part: Any) -> Message | None:
-    """A text part with the client's extra fields, a tool reference, or None for an empty part."""
+    """A text part with the client's extra fields, a tool reference, or None for an empty part.
+
+    Raises Untokenizable for any other part.
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -215,7 +221,7 @@ def _without_billing_header(parts: list[Message]) -> list[Message]:
 
 
 def _read_tool_calls(calls: Any) -> list[Message]:
-    """Tool calls with their arguments as an object, which templates expect, and their keys in vLLM's order."""
+    """Tool calls with arguments as an object and keys in vLLM's order, for templates; raises Untokenizable."""
     if not isinstance(calls, list):
         raise Untokenizable("tool_calls must be a list")
     read = []
@@ -255,7 +261,7 @@ def _read_developer_tool(tool: Any) -> Message:
 
 
 def _call_arguments(arguments: Any) -> Mapping[str, Any]:
-    """The arguments of a tool call as an object."""
+    """The arguments of a tool call as an object; empty if they are not one."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -288,4 +294,5 @@ def merge_developer_into_system(messages: list[Message]) -> list[Message]:
 
 
 def _text_of(content: str | list[Message]) -> str:
+    """The texts of a content, a line each."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)

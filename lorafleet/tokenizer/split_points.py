@@ -107,6 +107,7 @@ class SplitPoints:
 
 
 def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """A pattern of these tokens, the longest first; None without tokens."""
     # Longest first makes an alternation leftmost-longest, as the tokenizer's own search is.
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 

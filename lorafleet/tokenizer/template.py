@@ -29,6 +29,7 @@ class ChatTemplate:
     """A chat template, compiled once, with the traits that vLLM reads off its source."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
+        """Compile the template; raises Untokenizable."""
         environment = _new_environment()
         try:
             parsed = environment.parse(source)
@@ -68,13 +69,15 @@ class ChatTemplate:
         return _cut_at_continue_tag(text, messages[-1]["content"]) if continuing else text
 
     def rendered_cache(self, split_points: SplitPoints) -> RenderedTemplateCache:
-        """A cache of this template's results for conversations without tools and template arguments."""
+        """A new cache of this template's results for conversations without tools and template arguments."""
         stand_in_template = StandInTemplate(_new_environment(), self._code)
 
         def render(roles: Roles, texts: Sequence[Any]) -> str:
+            """The prompt text of a plain conversation."""
             return self.render(self._plain_messages(roles, texts), None, USUAL_ARGUMENTS)
 
         def render_parts(roles: Roles, texts: Sequence[Any]) -> Sequence[Part]:
+            """The prompt of a conversation of stand-ins, in parts."""
             messages = self._plain_messages(roles, texts)
             variables = {"add_generation_prompt": True, "messages": messages, "tools": None}
             return stand_in_template.render_parts(self._usual | variables)
@@ -97,7 +100,7 @@ class ChatTemplate:
         return False
 
     def _with_continue_tag(self, messages: list[Message]) -> list[Message]:
-        """The messages with a tag after the last one's text, to cut the rendered prompt there."""
+        """The messages with a tag after the last one's text, to cut the prompt there; raises Untokenizable."""
         last = messages[-1]
         content = last["content"]
         if not self._knows_content:
@@ -117,11 +120,13 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[ast.Node]:
+        """The nodes of the tag's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_template_error(message: str) -> None:
+    """The function `raise_exception` of templates."""
     raise jinja2.TemplateError(message)
 
 
@@ -132,11 +137,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter would escape <, > and & for HTML, and sort keys."""
+    """The filter `tojson`: plain JSON. jinja2's own escapes <, > and & for HTML, and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(form: str) -> str:
+    """The function `strftime_now` of templates: the local time in this form."""
     return datetime.now().strftime(form)  # noqa: DTZ005  (Transformers gives templates local time)
 
 
@@ -148,6 +154,7 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        """The key or attribute of an object; undefined if it has neither."""
         if type(obj) is dict:
             if attribute not in _DICT_ATTRIBUTES:
                 try:
@@ -223,6 +230,7 @@ def _content_arguments_of(template: ast.Template, macro: ast.Macro, messages: se
     """Parameters of a macro that some call passes a message's content to."""
 
     def is_content(node: ast.Node) -> bool:
+        """Whether the expression is a message's content."""
         return any(_refers_to(node, name, "content") for name in messages)
 
     names = [argument.name for argument in macro.args]

@@ -55,10 +55,10 @@ class _StandIn:
         self._text = text
 
     def __add__(self, other: object) -> "_StandIn":
-        return _StandIn(self._parts + _parts(other), self._questions)
+        return _StandIn(self._parts + _parts_of(other), self._questions)
 
     def __radd__(self, other: object) -> "_StandIn":
-        return _StandIn(_parts(other) + self._parts, self._questions)
+        return _StandIn(_parts_of(other) + self._parts, self._questions)
 
     def __bool__(self) -> bool:
         return self._answer_question(bool)
@@ -67,12 +67,15 @@ class _StandIn:
         return self._answer_question(str.__contains__, other)
 
     def startswith(self, other: object) -> bool:
+        """Whether the text starts so; question and answer are recorded. Raises _TextInspected for joined text."""
         return self._answer_question(str.startswith, other)
 
     def endswith(self, other: object) -> bool:
+        """Whether the text ends so; question and answer are recorded. Raises _TextInspected for joined text."""
         return self._answer_question(str.endswith, other)
 
     def strip(self) -> "_StandIn":
+        """A stand-in for the stripped text; raises _TextInspected for joined text."""
         number, _ = self._single_text()
         return _StandIn((~number,), self._questions)
 
@@ -92,6 +95,7 @@ class _StandIn:
         return answer
 
     def _raise_on_use(self, *_: object) -> NoReturn:
+        """Raises _TextInspected: the operator is not supported."""
         raise _TextInspected
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = __hash__ = _raise_on_use
@@ -100,19 +104,20 @@ class _StandIn:
     __mul__ = __rmul__ = __mod__ = __rmod__ = _raise_on_use
 
 
-def _parts(value: object) -> tuple[Part, ...]:
+def _parts_of(value: object) -> tuple[Part, ...]:
+    """The parts of a stand-in, or a text as one part; raises _TextInspected for other values."""
     if isinstance(value, _StandIn):
         return value._parts
     return (value,) if isinstance(value, str) else _raise_inspected()
 
 
 def _join(values: Iterable[Any]) -> Any:
-    """As `"".join`, for text and stand-ins."""
+    """As `"".join`, for text and stand-ins; raises _TextInspected for other values."""
     items = list(values)
     questions = next((value._questions for value in items if isinstance(value, _StandIn)), None)
     if questions is None:
         return "".join(items)
-    return _StandIn(tuple([part for value in items for part in _parts(value)]), questions)
+    return _StandIn(tuple([part for value in items for part in _parts_of(value)]), questions)
 
 
 class StandInTemplate:
@@ -133,10 +138,11 @@ class StandInTemplate:
         """The rendered prompt in parts. Raises every error of the template."""
         known = {name: _raise_inspected if name in _CHANGING_NAMES else value for name, value in variables.items()}
         template = self._template
-        return _parts(_join(template.root_render_func(template.new_context(known, shared=True))))
+        return _parts_of(_join(template.root_render_func(template.new_context(known, shared=True))))
 
 
 def _raise_inspected(*_: object, **__: object) -> NoReturn:
+    """Raises _TextInspected, whatever the arguments."""
     raise _TextInspected
 
 
@@ -145,6 +151,7 @@ def _wrap_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(test)
     def wrapped(*arguments: Any) -> Any:
+        """The test's result; raises _TextInspected for stand-ins in tests of other kinds."""
         if any(isinstance(argument, _StandIn) for argument in arguments):
             return test("") if name in _TYPE_TESTS else _raise_inspected()
         return test(*arguments)
@@ -159,6 +166,7 @@ def _wrap_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(filter_)
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        """The filter's result, a stripped stand-in for `trim`; raises _TextInspected for other filters."""
         if any(isinstance(argument, _StandIn) for argument in (*arguments, *keywords.values())):
             if name == "trim" and len(arguments) == 1 and not keywords:
                 return arguments[0].strip()
@@ -189,7 +197,10 @@ class RenderedTemplate(NamedTuple):
     def from_parts(
         cls, parts: Sequence[Part], questions: Sequence[Question], count: int, split_points: SplitPoints
     ) -> "RenderedTemplate | None":
-        """None unless each of `count` texts is shown once, in order, and followed by a certain split point."""
+        """A template from the parts of one rendering, or None.
+
+        None unless each of `count` texts is shown once, in order, and followed by a certain split point.
+        """
         plain, numbers = [""], []
         for part in parts:
             if isinstance(part, str):
@@ -214,7 +225,10 @@ class RenderedTemplate(NamedTuple):
         )
 
     def pieces(self, texts: list[str], min_chars: int) -> list[str] | None:
-        """The prompt in pieces as `SplitPoints.pieces` splits it; None if a text answers a question differently."""
+        """The prompt in pieces of `min_chars` or more that end after a message.
+
+        None if the template asks about a text (`questions`) and gets another answer than it was learned with.
+        """
         for number, question, arguments, answer in self.questions:
             if question(texts[number], *arguments) is not answer:
                 return None
@@ -255,19 +269,22 @@ class RenderedTemplateCache:
         self.tries: dict[Roles, int] = {}
 
     def pieces(self, roles: Roles, texts: list[str]) -> list[str] | None:
-        """The prompt of a conversation in pieces; None if the template must render it.
+        """The prompt of a conversation in pieces; None if the template must render it. Learns a new order of roles.
 
         Equal to `SplitPoints.pieces` of the rendered prompt, except that added tokens inside a text split nothing.
         """
         template = self.templates.get(roles)
         pieces = None if template is None else template.pieces(texts, self._split_points.min_chars)
         if pieces is None and self.tries.get(roles, 0) < _TRIES:
-            template = self._learn(roles, texts)
+            template = self._learn_template(roles, texts)
             pieces = None if template is None else template.pieces(texts, self._split_points.min_chars)
         return pieces
 
-    def _learn(self, roles: Roles, texts: list[str]) -> RenderedTemplate | None:
-        """Render stand-ins for this order of roles and cache the result; None if it cannot be cached."""
+    def _learn_template(self, roles: Roles, texts: list[str]) -> RenderedTemplate | None:
+        """Render stand-ins for this order of roles and cache the result; None if it cannot be cached.
+
+        Counts the try. A full cache is cleared first.
+        """
         if len(roles) > _LONGEST_CONVERSATION:
             return None
         if len(self.tries) >= _MOST_TEMPLATES:

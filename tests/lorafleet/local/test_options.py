@@ -24,7 +24,7 @@ def ask(*words: str, environment: dict[str, str] | None = None, **changes: Any) 
         "orchestrator_port": None, "state_dir": Path("/state"), "key_file": None, "configs": {}, "devices": None,
         "demo": False, "once": False,
     }  # fmt: skip
-    return fleet_options(**{**base, "words": words, "environment": environment or {}} | changes)
+    return fleet_options(**{**base, "engine_arguments": words, "environment": environment or {}} | changes)
 
 
 def settings_of(
@@ -45,7 +45,7 @@ def settings_of(
         sockets=Path("/tmp/lf"),
         given=options.worker_settings(),
     )
-    lists = commands.engine_environment(options.engine_words, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
+    lists = commands.engine_environment(options.engine_arguments, lora_roots(options, Path("/shelf")), is_tiny=is_tiny)
     for name, value in {**(environment or {}), **lists}.items():
         monkeypatch.setenv(name, value)
     return settings_from_command(load(WorkerSettings, command[4:], prog="workers"), (), {})
