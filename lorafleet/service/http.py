@@ -48,7 +48,7 @@ def envelope(status: int, code: str, message: str, param: str | None = None) -> 
 
 
 def validation_message(errors: Sequence[Any]) -> str:
-    """Pydantic's findings as one line: field, rule, and value found."""
+    """Pydantic's first findings as one line (field, rule, value found), and how many more there are."""
     findings = [
         f"{_field_path(error['loc'])}: {finding_message(error)}{_found_text(error)}" for error in errors[:_MAX_FINDINGS]
     ]

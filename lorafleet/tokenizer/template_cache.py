@@ -283,7 +283,7 @@ class RenderedTemplateCache:
     def _learn_template(self, roles: Roles, texts: list[str]) -> RenderedTemplate | None:
         """Render stand-ins for this order of roles and cache the result; None if it cannot be cached.
 
-        Counts the try. A full cache is cleared first.
+        Counts the try, unless the conversation is too long to cache. When full, cache and tries are cleared first.
         """
         if len(roles) > _LONGEST_CONVERSATION:
             return None

@@ -419,7 +419,7 @@ class ConfigMapBackend:
 
 
 def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
-    """The write keys of a change, its tombstone shard included."""
+    """The write keys of a change; for a removed adapter also its tombstone shard's."""
     match change.table:
         case "adapters":
             yield WriteKey(1, "adapters", change.key)

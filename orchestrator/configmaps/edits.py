@@ -123,7 +123,10 @@ class ObjectEdits:
             self._backend.request_check()
 
     def _begin_term(self) -> None:
-        """Begin a term: forget refusals, and doubt every remembered object that is missing."""
+        """Begin a term: take the store's epoch, forget refusals and deletions, and doubt remembered objects.
+
+        An object is in doubt where it is missing, or replaced while its adapter is not registered.
+        """
         self._epoch = self._store.epoch
         self._refused.clear()
         self._deleted.clear()

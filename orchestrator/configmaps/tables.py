@@ -118,7 +118,7 @@ def tables_from_objects(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
 
 
 def row_in_record(record: object) -> tuple[str, str, Any] | None:
-    """(table, key, value) of an accepted record; None for anything else."""
+    """(table, key, value) of an AdapterRecord, AliasRecord or PolicyRecord; None for anything else."""
     match record:
         case AdapterRecord(_, adapter):
             return "adapters", adapter.lora_id, adapter

@@ -312,7 +312,9 @@ class Reconciler:
     def _decide(
         self,
     ) -> tuple[DesiredPlacement, ObservedFleet, list[WorkerAction], Mapping[str, tuple[PlannedLoad, ...]]]:
-        """The placement, observed fleet, actions and warm-up loads of a pass now. Starts nothing.
+        """The placement, observed fleet, actions and warm-up loads of a pass now.
+
+        Starts no action; sets the demand window from the policy.
 
         Placement, actions and loads are empty before `_can_decide`.
         """

@@ -242,9 +242,9 @@ class RolloutController:
     def _store_progress(
         self, before: Rollout, after: Rollout, targets: Targets | None, progress: str, actor: str
     ) -> None:
-        """Store the rollout's new state and the alias's new targets, with history, log and event.
+        """Store the rollout's new state and the alias's new targets, with log and event.
 
-        A switch that is done is dropped.
+        History is written only for a changed phase, step or pause. A switch (no guard) that is done is removed.
         """
         alias, is_over_switch = after.alias, after.phase == "done" and after.guard is None
         with self._store.together():

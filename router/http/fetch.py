@@ -172,7 +172,7 @@ async def fetch(
 async def stream(
     pool: EnginePool, url: str, path: str, *, token: str = "", idle_s: float
 ) -> AsyncIterator[FetchedStream]:
-    """Send a GET of `path` below `url`; the answer from its head on, lost when nothing comes for `idle_s`.
+    """Send a GET of `path` below `url`; yields the answer once its head is read. Nothing for `idle_s`: it is lost.
 
     raises  EngineLost, and ValueError for a bad URL
     """

@@ -171,9 +171,9 @@ class RequestRun(msgspec.Struct, eq=False):
         self._may_wait = self.keeper is None
 
     def _keeper_of_previous(self, target: RequestTarget) -> Incarnation | None:
-        """The engine that keeps the response named by `previous_response_id`; None: the request names none.
+        """The engine that keeps the earlier response, read from `previous_response_id`; None: the request names none.
 
-        raises  ResponseNotFound
+        raises  ResponseNotFound: no router made the id, it is another tenant's, or its worker or adapter is gone
         """
         previous = self.request.decoded.get("previous_response_id")
         if not isinstance(previous, str):

@@ -340,9 +340,9 @@ class WorkerAgent:
     # --- background loops ----------------------------------------------------------------------------------------
 
     async def reconcile(self) -> None:
-        """Scan lora_path and correct the inventory from the engine's list. Raises EngineError.
+        """Read free disk bytes, scan lora_path, and correct the inventory from the engine's list. Raises EngineError.
 
-        Reads the disk's free bytes first.
+        The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
         await self.cache.update_free_bytes()
         if await self.local_adapters.scan():

@@ -274,11 +274,11 @@ class _RankLedger:
     # --- Sink: called with the ledger's changes -------------------------------------------------------------------
 
     def add(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Note blocks that are cached now, for the next frame."""
+        """Note for the next frame that these blocks are cached now; cancels a drop that is not yet sent."""
         self._add_pending(tier, hashes, is_added=True)
 
     def drop(self, tier: Tier, hashes: Sequence[BlockHash]) -> None:
-        """Note blocks that are no longer cached, for the next frame."""
+        """Note for the next frame that these blocks are no longer cached; cancels an add that is not yet sent."""
         self._add_pending(tier, hashes, is_added=False)
 
     def clear(self) -> None:

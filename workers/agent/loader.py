@@ -71,7 +71,10 @@ class Loader:
                 return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict))
 
     async def inspect(self, request: InspectRequest) -> AvailableLora:
-        """Fetch, verify and install an adapter without loading it, also if it is installed. Raises WorkerError."""
+        """Fetch, verify and install an adapter without loading it, even if it is installed; mark the inventory changed.
+
+        raises  WorkerError
+        """
         check_lora_id(request.lora_id)
         adapter = await self._operations.run(request.lora_id, None, self._inspect(request))
         self._inventory.mark_changed()

@@ -82,7 +82,7 @@ class EngineClient(Protocol):
         """Ask an engine that we did not start for its KV event endpoints; empty if it does not report them."""
 
     async def kv_connector(self) -> ConnectorVerdict:
-        """Ask the engine for its KV connector, if its command does not name one; returns the verdict on it."""
+        """Ask the engine for its KV connector; returns the verdict on it. For an engine whose command names none."""
 
     async def boot_mark(self) -> str:
         """Ask the engine for a text that changes with every start, which serves as the boot id of a running engine."""

@@ -101,7 +101,7 @@ class EngineProcess:
         await self.end()
 
     async def end(self) -> None:
-        """Kill the process group, read the rest of its output and delete the PID file."""
+        """Kill the process group, wait for its end, read its output for at most 2 s more, and delete the PID file."""
         self.kill()
         await self._process.wait()
         with contextlib.suppress(TimeoutError):

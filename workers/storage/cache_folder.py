@@ -181,9 +181,10 @@ class CacheFolder:
     def delete_until_freed(
         self, folders: list[CachedAdapter], excess_bytes: int, wanted: frozenset[str]
     ) -> tuple[list[str], int]:
-        """Delete the least recently used of `folders` until `excess_bytes` are freed, as `make_room` returns it.
+        """Delete the least recently used of `folders` until `excess_bytes` are freed.
 
-        An adapter that another agent has leased meanwhile is not deleted.
+        wanted   digests that are kept; so are those used within the grace, and those that another agent has leased
+        returns  the deleted digests, and the bytes that are still missing
         """
         now = self._now()
         chosen, missing = adapters_to_delete(folders, excess_bytes=excess_bytes, now=now, grace_s=self._grace_s)

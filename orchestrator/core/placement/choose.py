@@ -166,7 +166,10 @@ class PlacementMisfit(NamedTuple):
 
 
 def limits_by_base_model(workers: Iterable[ObservedWorker]) -> dict[str, PoolLimit]:
-    """base model -> the best that these workers offer."""
+    """base model -> the largest adapter rank of its workers that take adapters.
+
+    Where none takes any: the largest rank of all, with the first one's refusal.
+    """
     limits: dict[str, PoolLimit] = {}
     for worker in workers:
         known = limits.get(worker.base_model)

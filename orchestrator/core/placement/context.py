@@ -168,7 +168,10 @@ class PlacementContext:
         return None if known is None else known.get(worker_id) or known.get("")
 
     def accepting_workers(self, base_model: str | None, rank: int) -> list[ObservedWorker]:
-        """Ready workers whose engine takes adapters of this base model and rank, by id."""
+        """Ready workers whose engine takes adapters of exactly this base model and rank, by id; they may be full.
+
+        The list is cached: do not modify it.
+        """
         key = (base_model, rank)
         if key not in self._able:
             self._able[key] = [worker for worker in self.workers if worker.can_accept(base_model, rank)]

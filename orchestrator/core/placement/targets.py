@@ -51,7 +51,10 @@ def replicas_for_demand(share: float, fleet: int, busy: float, target_utilisatio
 def standing_target(
     up: int, down: int, copies: int, scale: StandingTarget | None, now: float, scale_down_after_s: float
 ) -> tuple[int, StandingTarget | None]:
-    """The target in force, and what to remember of it. It rises at once and falls only after a long time of low demand.
+    """The target in force, and what to remember of it (nothing for one copy or none).
+
+    It rises at once. It falls to `down` after `scale_down_after_s` of low demand. A copy that is lost meanwhile lowers
+    it at once, to no less than `up`.
 
     up, down  replicas that demand needs, and those with some slack; `up` <= `down`
     copies    copies there now; after a restart, when nothing is remembered, they count as the former target

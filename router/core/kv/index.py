@@ -362,7 +362,7 @@ class KvIndex:
         return self._masks.setdefault(mask, mask)
 
     def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
-        """`BlockHolders.walk` on the device, cached for the same tuple: a prompt is matched, then made pending."""
+        """`BlockHolders.walk` on the device. Keeps the last tuple's result: a prompt is matched, then made pending."""
         if self._walked[0] is not blocks:
             self._walked = blocks, self._device.walk(blocks)
         return self._walked[1]

@@ -320,7 +320,7 @@ class FairQueue:
     def _expected_wait_s(self, queued: QueuedRequest, decision: Decision, now: float) -> float:
         """Predicted wait of a request that is to be queued; 0.0 without evidence, or well below its limit.
 
-        raises  Saturated where the queue is full, or the wait too long
+        raises  Saturated where the queue is full, or the wait too long; remembers when it tells the tenant to retry
         """
         refusal = self.usage.refusal(queued.tenant, queued.size_bytes)
         if refusal is None and (queued.most_wait_s == inf or not self._has_evidence(decision)):

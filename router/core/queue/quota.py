@@ -239,7 +239,7 @@ class Quotas:
             del self.accounts[key_id]
 
     def _account(self, key_id: str, limits: RateLimits, now: float) -> _KeyAccount:
-        """The key's account with these limits, opened if there is none, and brought up to date with other processes."""
+        """The key's account, opened if there is none. Applies changed limits; reads what other processes counted."""
         account = self.accounts.get(key_id)
         if account is None:
             return self._open_account(key_id, limits, now)
