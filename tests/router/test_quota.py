@@ -367,7 +367,7 @@ def test_several_processes_give_away_what_one_would(steps, requests, tokens, con
                 kept.append((who, *found))
             if kept is singles and not refusals:
                 assert several[who].headers(found[1], now).keys() == alone.headers(found[0], now).keys()
-                levels = [(one.account.requests.now(now), one.account.tokens.now(now)) for one in found]
+                levels = [(one.account.requests.fill(now), one.account.tokens.fill(now)) for one in found]
                 assert levels[1] == pytest.approx(levels[0])
 
 
