@@ -48,7 +48,11 @@ from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 @dataclass(frozen=True, slots=True)
 class DecisionBenchSize:
-    """How much each benchmark measures."""
+    """How much work each row measures: more makes the figures steadier and the run longer.
+
+    rounds  times that each row is measured; calls  in each round
+    prompts, blocks, events  different prompts, blocks in the index, KV events applied
+    """
 
     rounds: int
     calls: int

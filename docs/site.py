@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -P -m docs.site", description=__doc__)
     parser.add_argument("folder", type=Path, help="where pages and site are written")
     folder = parser.parse_args().folder.resolve()
+    if find_spec("zensical") is None:
+        sys.exit(
+            "python -P -m docs.site: Zensical is not installed; `make docs` installs it, or pip install -e '.[docs]'"
+        )
     print("== pages, and the OpenAPI documents of three services", flush=True)  # noqa: T201
     write_pages(folder)
     done = subprocess.run(

@@ -55,7 +55,7 @@ def main() -> None:
         print(f"{described()}; router on core {router_core}, engines and clients on core {other_core}")
         packages = ("uvloop", "httptools", "uvicorn", "aiohttp", "tokenizers")
         print(", ".join(f"{name} {version(name)}" for name in packages))
-        print(noise.told(bench))
+        print(noise.summary(bench))
         show("relay", rows, options.json)
         if options.profile is not None:
             _print_hot_spots(options.profile)
@@ -71,7 +71,8 @@ class Noise:
     def __init__(self) -> None:
         self._before = time.monotonic(), busy_s() - own_s(), stolen_s()
 
-    def told(self, bench: RelayBench) -> str:
+    def summary(self, bench: RelayBench) -> str:
+        """Other processes' CPU time since the start, the spread of the rounds, and the quietest round, as lines."""
         began, others_s, stolen = self._before
         cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
         others, lost = (busy_s() - own_s() - others_s) / cores_s, (stolen_s() - stolen) / cores_s

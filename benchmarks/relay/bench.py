@@ -204,13 +204,13 @@ class RelayBench:
         return found
 
     async def latencies(
-        self, runnings: Sequence[Running], taken: Callable[[LoadClient, Running], Awaitable[list[float]]]
+        self, runnings: Sequence[Running], times_of: Callable[[LoadClient, Running], Awaitable[list[float]]]
     ) -> dict[str, list[list[float]]]:
-        """What `taken` awaits to, in seconds and sorted, for each contender and round."""
+        """The times that `times_of` measures, in seconds and sorted, for each contender and round."""
         found: dict[str, list[list[float]]] = {running.name: [] for running in runnings}
         async with _clients(runnings) as clients:
             for running in self._in_turn(runnings):
-                found[running.name].append(sorted(await taken(clients[running.name], running)))
+                found[running.name].append(sorted(await times_of(clients[running.name], running)))
         return found
 
     async def peak_mb(self, running: Running, work: "asyncio.Task[T]") -> float:

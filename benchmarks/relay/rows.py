@@ -189,10 +189,10 @@ async def first_rows(scene: RunningContenders) -> list[ReportRow]:
     """Streams that begin at once, by a client that is none of ours."""
     bench = scene.bench
 
-    async def taken(_client: LoadClient, running: Running) -> list[float]:
+    async def first_chunk_times(_client: LoadClient, running: Running) -> list[float]:
         return await first_chunks_s(running.port, bench.requests(_paced(8), running), streams=64, turns=4)
 
-    found = await bench.latencies([r for r in scene.runnings if r.name != RELAY], taken)
+    found = await bench.latencies([r for r in scene.runnings if r.name != RELAY], first_chunk_times)
     what = "first chunk p50 over direct, 64 paced streams, aiohttp (stretch 1)"
     rows = scene.compared(what, _over_direct(scene, found, 0.5), "ms", 3, "first")
     return [*rows, ReportRow("first chunk p50, direct", median(t[len(t) // 2] for t in found["direct"]) * 1e3, "ms")]
@@ -202,11 +202,11 @@ async def latency_rows(scene: RunningContenders) -> list[ReportRow]:
     """One request at a time."""
     bench = scene.bench
 
-    async def taken(client: LoadClient, running: Running) -> list[float]:
+    async def answer_times(client: LoadClient, running: Running) -> list[float]:
         requests = bench.requests(short(), running)
         return (await client.run(requests, total=bench.size.calls, connections=1)).latencies_s
 
-    found = await bench.latencies([r for r in scene.runnings if r.name != RELAY], taken)
+    found = await bench.latencies([r for r in scene.runnings if r.name != RELAY], answer_times)
     p50, p99 = (_over_direct(scene, found, share) for share in (0.5, 0.99))
     return [
         *scene.compared("added latency, 1 connection, p50 (stretch 0.2)", p50, "ms", 0.3, "p50"),

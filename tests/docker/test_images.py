@@ -155,14 +155,14 @@ def test_the_wheel_has_everything_that_the_houses_need_at_run_time(installed, tm
         "from importlib import resources\n"
         "assert resources.files('lorafleet.local').joinpath('tiny_corpus.txt').is_file()\n"
         "assert resources.files('orchestrator.api').joinpath('ui.html').is_file()\n"
-        "for house in ('lorafleet', 'router', 'orchestrator', 'workers'):\n"
-        "    sys.argv = [house, '--help']\n"
+        "for service in ('lorafleet', 'router', 'orchestrator', 'workers'):\n"
+        "    sys.argv = [service, '--help']\n"
         "    try:\n"
-        "        runpy.run_module(house, run_name='__main__')\n"
+        "        runpy.run_module(service, run_name='__main__')\n"
         "    except SystemExit as end:\n"
-        "        assert not end.code, (house, end.code)\n"
+        "        assert not end.code, (service, end.code)\n"
         "    else:\n"
-        "        raise AssertionError(f'{house} --help does not end')\n"
+        "        raise AssertionError(f'{service} --help does not end')\n"
     )
     done = subprocess.run(
         [str(installed / "bin" / "python3"), "-c", script],

@@ -1,8 +1,9 @@
 """The cost model as one fast loop over a roster: `cost.replica_score` for many replicas at a tenth of its time.
 
 Every decision computes this for all able replicas. So the loop reads plain tuples by position, keeps what is equal for
-several replicas, and makes as few objects as it can: those drive all else out of the processor's first cache. Only
-this file knows these tuples; a test holds every number to that of `replica_score`, to the last bit.
+several replicas, and makes as few objects as it can: those drive all else out of the processor's first cache. The
+tuples are `replica_book.load_vector`'s, in the order of ReplicaLoad's fields. A test holds every number to that of
+`replica_score`, to the last bit.
 """
 
 from collections.abc import Mapping, Sequence

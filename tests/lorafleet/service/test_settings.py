@@ -140,7 +140,7 @@ def test_settings_are_frozen_and_do_not_show_the_token():
 
 
 @pytest.mark.parametrize(
-    ("house", "flag"),
+    ("service", "flag"),
     [
         (RouterSettings, "--orchestrator-url"),
         (RouterSettings, "--otlp-endpoint"),
@@ -151,8 +151,8 @@ def test_settings_are_frozen_and_do_not_show_the_token():
         (WorkerSettings, "--advertise-url"),
     ],
 )
-def test_an_invalid_address_is_refused_at_the_start_by_name(house, flag):
-    given = ["--model", "m", flag] if house is WorkerSettings else [flag]
+def test_an_invalid_address_is_refused_at_the_start_by_name(service, flag):
+    given = ["--model", "m", flag] if service is WorkerSettings else [flag]
     refused = rf"{flag.removeprefix('--')}: .* must be an address, such as http://host:port"
     for text in (
         "foo",
@@ -168,9 +168,9 @@ def test_an_invalid_address_is_refused_at_the_start_by_name(house, flag):
         "http://foo?key=hidden",
     ):
         with pytest.raises(SettingsError, match=refused) as caught:
-            load(house, [*given, text], prog="it")
+            load(service, [*given, text], prog="it")
         assert "hidden" not in str(caught.value)
-    load(house, [*given, "https://[::1]:8080/below"], prog="it")
+    load(service, [*given, "https://[::1]:8080/below"], prog="it")
 
 
 def test_each_of_several_orchestrators_must_be_an_address():
@@ -203,19 +203,19 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, c
     assert refused.value.status == 2
 
 
-@pytest.mark.parametrize("house", [RouterSettings, OrchestratorSettings])
-def test_an_engines_key_is_read_as_a_token_is(monkeypatch, house):
-    name = f"{house.model_config['env_prefix']}ENGINE_KEY"
+@pytest.mark.parametrize("service", [RouterSettings, OrchestratorSettings])
+def test_an_engines_key_is_read_as_a_token_is(monkeypatch, service):
+    name = f"{service.model_config['env_prefix']}ENGINE_KEY"
     monkeypatch.setenv(name, "engine-secret\n")
-    assert load(house, [], prog="it").engine_key == "engine-secret"
+    assert load(service, [], prog="it").engine_key == "engine-secret"
     monkeypatch.setenv(name, "engine-secret\r\nx: y")
     with pytest.raises(SettingsError, match="engine-key: must be one key") as refused:
-        load(house, [], prog="it")
+        load(service, [], prog="it")
     assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("house", "flag"),
+    ("service", "flag"),
     [
         (RouterSettings, "--grace-s"),
         (RouterSettings, "--drain-s"),
@@ -223,6 +223,6 @@ def test_an_engines_key_is_read_as_a_token_is(monkeypatch, house):
         (WorkerSettings, "--stop-grace-s"),
     ],
 )
-def test_an_endless_stop_time_is_refused_at_the_start(house, flag):
+def test_an_endless_stop_time_is_refused_at_the_start(service, flag):
     with pytest.raises(SettingsError, match=f"{flag.removeprefix('--')}: Input should be a finite number"):
-        load(house, ["--model=m", flag, "inf"] if house is WorkerSettings else [flag, "inf"], prog="it")
+        load(service, ["--model=m", flag, "inf"] if service is WorkerSettings else [flag, "inf"], prog="it")
