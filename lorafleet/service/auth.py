@@ -309,7 +309,7 @@ def _read_key_file(path: Path) -> dict[str, Caller]:
     """The callers of one key file by key hash; raises KeyFileError."""
     form = f"expected `keys: [{{sha256: <64 hex>, tenant: <name>, scopes: [{'|'.join(SCOPES)}], limits: {{...}}}}]`"
     try:
-        raw = yamls.parse_yaml(path.read_text())
+        raw = yamls.read_yaml(path)
     except FileNotFoundError as exc:
         message = f"key file {path}: {exc.strerror}; `lorafleet keys new --file {path}` makes one"
         raise KeyFileUnreadable(message) from exc

@@ -201,7 +201,7 @@ def _flag_name(loc: tuple[int | str, ...]) -> str:
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a `--config` file, by name with underscores. Raises SettingsError."""
     try:
-        values = yamls.parse_yaml(path.read_text()) or {}
+        values = yamls.read_yaml(path) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise SettingsError(f"--config {path}: {exc}") from exc
     if not isinstance(values, dict):

@@ -115,7 +115,7 @@ def _config_file_words(words: Sequence[str]) -> list[str]:
     if path is None:
         return []
     try:
-        content = yamls.parse_yaml(Path(path).read_text()) or {}
+        content = yamls.read_yaml(Path(path)) or {}
     except (OSError, ValueError) as exc:  # ValueError: no text, or no YAML
         raise CommandError(
             f"{_FILE} {path}: {exc}; give a YAML file of vLLM's arguments that the agent can read"

@@ -118,6 +118,12 @@ def test_an_argument_that_is_no_flag_is_refused(word):
         loaded(word)
 
 
+def test_a_file_that_is_no_text_says_what_was_expected(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"port: \xb7")
+    with pytest.raises(SettingsError, match=r"c\.yaml: not text in UTF-8 \(byte 6\); expected a YAML file$"):
+        loaded("--config", str(tmp_path / "c.yaml"))
+
+
 @pytest.mark.parametrize("argv", [["--wait-s", "0"], ["--port", "x"], ["--log-level", "loud"]])
 def test_a_value_out_of_range_is_refused_and_named(argv):
     with pytest.raises(SettingsError, match=argv[0].removeprefix("--")):
