@@ -15,7 +15,7 @@ PROG = "python -m orchestrator"
 
 
 def run() -> None:
-    """Serve with the settings of command line and environment; if it cannot start, one line on stderr and status 2."""
+    """Serve with the settings of command line and environment. If it cannot start: one line on stderr, SystemExit 2."""
     settings = load_or_exit(OrchestratorSettings, sys.argv[1:], prog=PROG)
     logs.configure("orchestrator", log_format=settings.log_format, level=settings.log_level)
     try:

@@ -226,7 +226,7 @@ def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder 
 
 
 def _configmap_backend(settings: OrchestratorSettings, kube: KubeClient | None) -> ConfigMapBackend | None:
-    """The ConfigMap backend; None with backend sqlite."""
+    """The ConfigMap backend with the configured namespace and timeout; None with backend sqlite."""
     if settings.backend == "sqlite":
         return None
     assert kube is not None, "backend configmaps needs an API server"
@@ -307,7 +307,7 @@ def _leadership(
     clock: Callable[[], float],
     wall: Callable[[], float],
 ) -> Leadership:
-    """The leader election with the configured lease."""
+    """The leader election with the configured lease and times, under a new random holder name."""
     holder = secrets.token_hex(8)
     if settings.lease == "kubernetes":
         holder = f"{socket.gethostname()}_{holder}"  # with the pod's name, for people who read the Lease

@@ -83,6 +83,7 @@ class OrchestratorMetrics:
         )
 
         def read() -> float:
+            """The age in seconds; infinite while there is none."""
             seconds = age_s()
             return math.inf if seconds is None else seconds
 
@@ -173,7 +174,10 @@ class BoundedLabels:
         return OTHER
 
     def update(self, rates: Mapping[str, float]) -> set[str]:
-        """Give the places to the busiest adapters, by requests a second; returns those that lost theirs."""
+        """Give the places to the busiest adapters, by requests a second; returns those that lost theirs.
+
+        While there are places for all, none loses its place and newcomers are not added here.
+        """
         order = heapq.nlargest(2 * self._most, rates, key=lambda lora_id: (rates[lora_id], lora_id))
         newcomers = [lora_id for lora_id in order[: self._most] if lora_id not in self.names]
         if len(self.names) + len(newcomers) <= self._most:

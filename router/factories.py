@@ -120,7 +120,7 @@ def make_scheduler(
     breaker: CircuitBreaker,
     metrics: RouterMetrics,
 ) -> Scheduler:
-    """The scheduler, with its policy, shadows and circuits."""
+    """A Scheduler with the configured policy, shadow policies, costs, circuits and retry budget."""
     return Scheduler(
         roster=lambda base_model: discovery.fleet.roster(base_model),  # noqa: PLW0108  (`fleet` is swapped)
         match=partial(match, feeds),
@@ -241,7 +241,7 @@ def queue_waits_s(scheduler: Scheduler) -> dict[WorkerId, float]:
 
 
 def client_limits(config: RouterSettings, keys: ApiKeys) -> ClientLimits:
-    """The listener's limits on clients."""
+    """The listener's limits on clients, from the settings. Without API keys, tenants have no limit of their own."""
     of_tenant = int(config.max_bodies_bytes * config.tenant_share)
     return ClientLimits(
         head_bytes=config.max_head_bytes,
@@ -344,7 +344,7 @@ def make_cold_starts(  # noqa: PLR0917  (what a cold start needs)
     usage: UsageCounts,
     metrics: RouterMetrics,
 ) -> ColdStarts:
-    """The queue of requests for cold adapters."""
+    """The queue of requests for cold adapters. Without API keys, a tenant may wait for any number of adapters."""
     return ColdStarts(
         partial(fetch_as_router, agents, own_key),
         discovery,

@@ -68,7 +68,7 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/metadata/loras/{lora_id:path}")
     async def lora(lora_id: str) -> AvailableLora | LoadedLora:
-        """One adapter on disk or in the engine, or that failed to load."""
+        """One adapter on disk or in the engine, or that failed to load; `adapter_unknown` for any other."""
         found = next((item for item in agent.report.catalog() if item.lora_id == lora_id), None)
         if found is None:
             raise AgentRequestError("adapter_unknown", f"adapter {lora_id!r} is not on this worker", param="lora_id")
@@ -93,7 +93,7 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/model/files")
     def model_files() -> ModelFiles:
-        """The tokenizer's files of the base model, if they are on this disk."""
+        """Read the base model's tokenizer files from this disk; `model_files_unavailable` without them."""
         model = agent.settings.model
         try:
             folder = model_folder(model)
@@ -147,14 +147,14 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/unload_lora", dependencies=operator)
     async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> LoadedLoras:
-        """Unload an adapter; answers with the adapters that are still loaded."""
+        """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=True)
         await agent.unload(body)
         return LoadedLoras(data=agent.report.loaded())
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:
-        """Fetch, verify and install an adapter without loading it into the engine."""
+        """Fetch, verify and install an adapter without loading it into the engine. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
 
@@ -172,7 +172,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.post("/v1/admin/undrain", dependencies=operator)
     async def undrain(_body: UndrainRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> Metadata:
-        """End a drain: the worker takes loads and requests again at once."""
+        """End a drain: the worker takes loads and requests again at once. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         agent.undrain()
         return agent.metadata()

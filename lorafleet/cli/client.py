@@ -84,7 +84,7 @@ class RestClient:
         )
 
     def _hint(self, question: str) -> str:
-        """A question for an error message, with the option that sets the address."""
+        """A question for an error message, with the option that sets the address; "" if there is no such option."""
         return f"; {question}? ({self._flag} names another address)" if self._flag else ""
 
     def list_all(self, path: str) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
 
 
 def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Adapters, one row each."""
+    """A table of adapters, one row each: state, replicas, digest, workers, tenants and error."""
     return table(
         ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error"],
         [
@@ -117,7 +117,7 @@ def workers(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def plan(actions: Iterable[Mapping[str, Any]]) -> Table:
-    """Actions of a plan, one row each."""
+    """A table of a plan's actions, one row each: what, where, instead of what, size, duration and reason."""
     return table(
         ["pass", "operation", "adapter", "worker", "instead of", "bytes", "seconds", "why"],
         [
@@ -152,7 +152,7 @@ def plan_lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Unregistered adapters on workers, one row each."""
+    """A table of unregistered adapters on workers, one row each, with the problem of those that cannot be adopted."""
     return table(
         ["lora_id", "digest", "workers", "base model", "rank", "source", "cannot be adopted because"],
         [
@@ -195,7 +195,7 @@ def decision(answer: Mapping[str, Any]) -> Table:
 
 
 def _mark(score: Mapping[str, Any]) -> str:
-    """`->` for the winner, `x` for a replica that was passed over."""
+    """`->` for the winner, `x` for a replica that was passed over, else ""."""
     return "->" if score["winner"] else "x" if score["passed_over"] else ""
 
 
@@ -234,7 +234,7 @@ def decision_summary(decision: Mapping[str, Any]) -> str:
 
 
 def decisions(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Decisions and their outcomes, a line each."""
+    """A table of decisions and their outcomes, one row each: predicted and actual tokens, waits and request id."""
     return table(
         [
             _TIME,
@@ -295,7 +295,7 @@ def _time_text(at: str) -> str:
 
 
 def _cell_text(cell: object) -> str:
-    """A table cell as text; None is `-`."""
+    """A table cell as text: `-` for None, four decimals of a float, NAME=VALUE of a mapping."""
     match cell:
         case None:
             return "-"

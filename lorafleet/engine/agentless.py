@@ -75,7 +75,10 @@ class AgentlessEngine:
             raise ValueError(f"{self.url} does not answer as vLLM does: {exc!r}") from exc
 
     async def _report(self) -> Metadata:
-        """Read health, models and metrics, add them to the learned state, and build the report."""
+        """Read health, models and metrics, add them to the learned state, and build the report.
+
+        Raises ValueError if the engine lists no base model, and the errors of the requests.
+        """
         await self._get("/health")
         models = _parse_models(await self._get("/v1/models"), self.url)
         metrics = parse_metrics((await self._get("/metrics")).decode())

@@ -144,7 +144,10 @@ class EngineRates:
         return _ratio(sum(seconds for _, _, seconds in self._ended), sum(ended for ended, _, _ in self._ended))
 
     def add(self, now: EngineCounters) -> None:
-        """Add the next reading and update all rates. Lower totals mean that the engine restarted; rates stay."""
+        """Add the next reading and update all rates. The first, an older one or lower totals only begin a new window.
+
+        Lower totals mean that the engine restarted; rates stay.
+        """
         last, self._last = self._last, now
         if last is not None and last.running == 0:
             self._idle_at = last.at_s

@@ -66,6 +66,7 @@ class Signal:
             wake()
 
     def __await__(self) -> Generator[Any, None, None]:
+        """Wait until the signal is set; return at once if it is. In a batch the stepper waits, in a task a future."""
         if self.is_set:
             return
         if _is_stepping:
@@ -154,7 +155,7 @@ class Stepper:
             _close(work)
 
     def _run_in_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Hand a coroutine that has left its batch to a task."""
+        """Hand a coroutine that has left its batch to a task, which is kept until it ends."""
         self._coroutine = None
         self._task = task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -162,7 +163,7 @@ class Stepper:
 
 
 def _fail(work: Coroutine[Any, Any, None], exc: Exception) -> None:
-    """Raise this in the coroutine, which may answer with an error, and end it."""
+    """Raise this in the coroutine, which may answer with an error, and end it. Other errors are logged."""
     try:
         work.throw(exc)
     except StopIteration:
@@ -174,7 +175,7 @@ def _fail(work: Coroutine[Any, Any, None], exc: Exception) -> None:
 
 
 def _close(work: Coroutine[Any, Any, None]) -> None:
-    """Raise GeneratorExit in the coroutine, so that its `finally` runs. Does not raise."""
+    """Raise GeneratorExit in the coroutine, so that its `finally` runs. Does not raise: errors are logged."""
     try:
         work.close()
     except Exception:
@@ -203,7 +204,7 @@ class Batches:
         self._schedule(loop)
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `_run` called once in the next tick."""
+        """Have `_run` called once in the next tick, unless it is due already."""
         if not self._is_due:
             self._is_due = True
             loop.call_soon(self._run, loop)

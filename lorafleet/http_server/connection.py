@@ -187,7 +187,10 @@ class ClientConnection(ReadingProtocol):
             self.close_when_sent()
 
     def close_when_sent(self) -> None:
-        """Ignore further input, and close after the unsent bytes; the client must read them by the write deadline."""
+        """Ignore further input, and close after the unsent bytes; the client must read them by the write deadline.
+
+        Flushes the outbox. Does nothing on a closing connection.
+        """
         if self.transport.is_closing():
             return
         self.listener.outbox.flush()
@@ -199,7 +202,8 @@ class ClientConnection(ReadingProtocol):
     def _linger(self, last: bytes) -> None:
         """Send these last bytes and FIN, and ignore further input, but read and drop it for `_LINGER_S` more.
 
-        A close with unread bytes would reset the connection, and the client would lose the last response.
+        A close with unread bytes would reset the connection, and the client would lose the last response. Does nothing
+        on a closing connection; one that cannot send FIN is closed when sent.
         """
         if self.transport.is_closing():
             return
@@ -282,7 +286,7 @@ class ClientConnection(ReadingProtocol):
             self._linger(response)
 
     def _extra_headers(self) -> bytes:
-        """CORS header lines of the response to the message being read."""
+        """CORS header lines of the response to the message being read; empty without CORS or an Origin."""
         cors_headers = self.listener.cors_headers
         if cors_headers is None:
             return b""

@@ -73,6 +73,7 @@ class CheckSite:
         self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an HTTP request from another site with the error of the check; pass all others to the app."""
         if scope["type"] == "http":
             try:
                 self._check(scope["method"], dict(scope["headers"]))

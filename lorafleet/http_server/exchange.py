@@ -114,7 +114,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         )
 
     def send(self, data: bytes) -> None:
-        """Send one piece of the response, the first one behind its head."""
+        """Send one piece of the response, the first one behind its head; not if it is empty or the client has left."""
         connection = self.connection
         if connection is None or not data:
             return
@@ -126,7 +126,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         connection.write(data)
 
     def finish(self, last: bytes = b"") -> None:
-        """End a response in pieces, and the exchange, in one write with its last piece."""
+        """End a response in pieces, and the exchange, in one write with its last piece; not if the client has left."""
         connection = self.connection
         if connection is None:
             return

@@ -100,7 +100,7 @@ def _cached_split(target: bytes) -> tuple[str, bytes]:
 
 
 def _split_target(target: bytes) -> tuple[str, bytes]:
-    """(path, query) of a request target. Raises RefusedMessage."""
+    """(path, query) of a request target. Raises RefusedMessage unless it has an ASCII path that begins with /."""
     if not target.startswith(b"/") or b"#" in target:
         try:
             parts = httptools.parse_url(target)

@@ -133,7 +133,7 @@ class HttpListener:
             self._schedule_sweep(loop)
 
     def _schedule_sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedule the next check of all connections' deadlines."""
+        """Schedule the next check of all connections' deadlines, and note when it is due."""
         self._sweep_at = loop.time() + self._sweep_every_s
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 

@@ -39,7 +39,10 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Write all now. Drops writes to connections closed meanwhile; aborts a connection whose write fails."""
+        """Write all now. Drops writes to connections closed meanwhile; aborts a connection whose write fails.
+
+        Counts flushes.
+        """
         self.flushed += 1
         self.is_due = False
         waiting, self._waiting = self._waiting, []

@@ -333,7 +333,10 @@ class ReadingProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
-        """The app's response is complete: read on, with the bytes kept for later first."""
+        """The app's response is complete: read on, with the bytes kept for later first, under the idle deadline.
+
+        On a closing connection only the write deadline begins anew.
+        """
         if self.transport.is_closing():
             self.restart_write_deadline()
             return
@@ -363,7 +366,7 @@ class ReadingProtocol(HttpToolsProtocol):
             self.refuse(RefusedMessage(400, "invalid_http", f"not a valid HTTP/1.1 request: {exc}"))
 
     def ignore_further_input(self) -> None:
-        """Throw away all further bytes, and the message being read: the last response is decided."""
+        """Throw away all kept and further bytes, and the message being read: the last response is decided."""
         self.ignores_input = True
         self.kept_input = b""
         self.forget_message()

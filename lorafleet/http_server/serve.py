@@ -159,7 +159,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def run(main: Callable[[], "asyncio.Future[None] | object"]) -> None:
-    """Raise the limit of open files, and run an async main under uvloop. Ctrl-C ends it without a traceback."""
+    """Raise the limit of open files, and run an async main under uvloop. Ctrl-C ends it with a log line only."""
     import uvloop  # noqa: PLC0415  (only servers need it)
 
     _raise_descriptor_limit()

@@ -46,7 +46,7 @@ class ServiceAccount:
         self._port = environ.get("KUBERNETES_SERVICE_PORT", "443")
 
     async def read(self) -> ApiServerAccess:
-        """Read the account's files; raises KubeConfigError."""
+        """Read the account's CA, namespace and token files into an access; raises KubeConfigError if one is missing."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             tls = _ssl_context_of(str(self._folder / "ca.crt"))

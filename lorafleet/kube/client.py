@@ -74,11 +74,11 @@ class KubeClient:
         return await self._call("POST", path, timeout_s=timeout_s, body=body)
 
     async def put(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
-        """PUT `body`; returns the answer's JSON object."""
+        """PUT `body`; returns the answer's JSON object. Raises KubeError."""
         return await self._call("PUT", path, timeout_s=timeout_s, body=body)
 
     async def patch(self, path: str, body: Any, *, content_type: str = MERGE_PATCH, timeout_s: float = 10.0) -> Json:
-        """PATCH by `body`, a merge patch by default; returns the answer's JSON object."""
+        """PATCH by `body`, a merge patch by default; returns the answer's JSON object. Raises KubeError."""
         return await self._call("PATCH", path, timeout_s=timeout_s, body=body, content_type=content_type)
 
     async def delete(self, path: str, body: Json | None = None, *, timeout_s: float = 10.0) -> Json:
@@ -245,7 +245,7 @@ def _headers(token: str, content_type: str | None) -> dict[str, str]:
 
 
 def _error_of(call: str, answer: httpx.Response) -> KubeError:
-    """The error for an unsuccessful answer."""
+    """The error for an unsuccessful answer, with its JSON or text and its Retry-After in seconds."""
     try:
         body: Any = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:

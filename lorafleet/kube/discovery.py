@@ -93,7 +93,7 @@ class SliceWatch:
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _follow(self, kube: KubeClient, namespace: str) -> None:
-        """Follow one namespace's EndpointSlices until cancelled."""
+        """List and watch one namespace's EndpointSlices until cancelled; publish each change of `workers`."""
 
         def on_list(slices: list[Json]) -> None:
             """Replace the namespace's slices and publish."""

@@ -123,7 +123,7 @@ class _ListWatchLoop:
         await self.sleep(self._pause_s())
 
     async def _list(self) -> None:
-        """List all objects, page by page, call `on_list`, and keep the list's version; raises KubeError."""
+        """List all objects, page by page, call `on_list`, and keep the list's version; raises KubeError. Logged."""
         items: list[Json] = []
         page = await self._get_page("")
         items.extend(page.get("items") or [])

@@ -122,7 +122,10 @@ class KvEventDecoder:
         return self._decode_each(payload)
 
     def _decode_each(self, payload: bytes) -> KvEventBatch:
-        """Decode a batch event by event, because one of them is malformed."""
+        """Decode a batch event by event, because one of them is malformed. Those are left out and counted by reason.
+
+        Raises UndecodableBatch if the batch itself cannot be decoded.
+        """
         try:
             batch = self._mixed.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:

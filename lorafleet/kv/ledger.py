@@ -136,7 +136,7 @@ class BlockLedger:
         return sizes + keys * _KEY_BYTES + sum(map(len, self._held.values())) * _HASH_BYTES
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
-        """Events accepted, by type, and rejected, by reason, since the last call."""
+        """Events accepted, by type, and rejected, by reason, since the last call; the next call counts from here."""
         before, self._counted = self._counted, (self.accepted.copy(), self.rejected.copy())
         return self.accepted - before[0], self.rejected - before[1]
 

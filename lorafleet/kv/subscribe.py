@@ -102,7 +102,10 @@ class RankSubscriber:
         return bool(int(self._live.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def drain(self, limit: int) -> int:
-        """Read and handle up to `limit` waiting messages, fewer at a gap; returns the number read."""
+        """Read and handle up to `limit` waiting messages, fewer at a gap; returns the number read.
+
+        After any message, notes the time and calls `on_drained`.
+        """
         count = 0
         while count < limit and self._after_gap is None and self._is_open:
             try:
@@ -153,7 +156,10 @@ class RankSubscriber:
         self._replaying = asyncio.create_task(self._fill_gap())
 
     async def _fill_gap(self) -> None:
-        """Request and deliver missing batches, report those that are lost, then let live batches follow."""
+        """Request and deliver missing batches, report those that are lost, then let live batches follow.
+
+        Opens the subscription if it was not. Without an answer, later polls are rarer.
+        """
         gap_before = self._after_gap
         has_answered = await self._try_replay()
         if self._after_gap is not gap_before and not self._is_gap_filled():
@@ -310,7 +316,10 @@ class SubscriberHub:
             subscriber.poll_tail(0.0)
 
     def wake(self, subscriber: RankSubscriber) -> None:
-        """Poll a subscriber at the next ticks instead of watching its socket: it may have messages."""
+        """Poll a subscriber at the next ticks instead of watching its socket: it may have messages.
+
+        Does nothing for one that is not subscribed.
+        """
         if subscriber not in self._subscribers:
             return
         self.loop.remove_reader(self._subscribers[subscriber])

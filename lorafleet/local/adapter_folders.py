@@ -38,7 +38,7 @@ def folder_problem(root: Path) -> str:
 
 
 def folder_notices(root: Path) -> list[str]:
-    """A line for each entry below `root` that looks like an adapter but is none, and one if there are no adapters."""
+    """Search `root`: a line for each entry that looks like an adapter but is none, and one if there are no adapters."""
     lines = [
         f"{link} is a link and is left out, as workers do not follow links; put the folder itself there"
         for link in linked_folders(root)

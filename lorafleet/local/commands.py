@@ -42,7 +42,7 @@ class LocalBaseModel:
 
 
 def service_of(name: str) -> str:
-    """The service of a process: "workers" for a worker such as `w3`."""
+    """The service of a process: router and orchestrator by their names, else "workers", as for `w3`."""
     return name if name in ("router", "orchestrator") else "workers"
 
 

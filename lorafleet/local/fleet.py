@@ -283,7 +283,10 @@ class LocalFleet:
         return registered
 
     async def _registered_adapters(self, client: httpx.AsyncClient) -> dict[str, str | None]:
-        """Ask the orchestrator for every registered adapter: lora_id -> base model, or None if unknown."""
+        """Ask the orchestrator, page by page, for every registered adapter: lora_id -> base model, or None if unknown.
+
+        Raises httpx.HTTPError.
+        """
         base_models: dict[str, str | None] = {}
         page: dict[str, Any] = {"next": ""}
         while (cursor := page["next"]) is not None:
@@ -339,7 +342,7 @@ class LocalFleet:
         self._ports[name] = int(port_file.read_text())
 
     async def _wait_until_ready(self, client: httpx.AsyncClient, name: str) -> None:
-        """Wait until a service's `/ready` succeeds; raises CommandFailed."""
+        """Poll a service's `/ready` until it succeeds, and show that step as done. Raises CommandFailed in time."""
         deadline = time.monotonic() + _SERVICE_START_TIMEOUT_S
         while True:
             with contextlib.suppress(httpx.HTTPError):

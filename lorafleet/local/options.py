@@ -178,7 +178,10 @@ def lora_roots(options: FleetOptions, adapters: Path) -> list[str]:
 
 
 def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:
-    """CUDA_VISIBLE_DEVICES of each worker: the devices divided evenly, in order. Raises SettingsError."""
+    """CUDA_VISIBLE_DEVICES of each worker: the devices divided evenly, in order; empty without devices.
+
+    Raises SettingsError if a device is named twice, or they cannot be divided.
+    """
     if not devices:
         return ()
     if twice := sorted({name for name in devices if devices.count(name) > 1}):
@@ -193,7 +196,7 @@ def device_groups(devices: Sequence[str], workers: int) -> tuple[str, ...]:
 
 
 def _device_names(devices: str | None) -> list[str]:
-    """The devices of `--devices`; raises SettingsError."""
+    """The devices of `--devices`, [] without it. Raises SettingsError for an empty name."""
     if devices is None:
         return []
     names = [name.strip() for name in devices.split(",")]

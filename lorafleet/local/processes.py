@@ -75,7 +75,7 @@ class ChildProcess:
 
 
 def tail_of(log_path: Path, lines: int = 12) -> str:
-    """The last lines of a log, indented."""
+    """The last lines of a log, indented; an unreadable log counts as empty."""
     try:
         text = log_path.read_text(errors="replace")
     except OSError:

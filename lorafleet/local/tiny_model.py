@@ -195,7 +195,7 @@ def _sections() -> dict[str, str]:
 
 @functools.cache
 def demo_tokenizer() -> Tokenizer:
-    """The byte-level BPE tokenizer, trained on the corpus."""
+    """A new byte-level BPE tokenizer, trained on the corpus, with the special tokens and tool marks."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -256,7 +256,7 @@ _GAINS: Final[Mapping[str, float]] = {
 
 
 def _base_weights() -> dict[str, Array]:
-    """The base model's tensors by name."""
+    """The base model's tensors by name: random values of a fixed seed, so always the same."""
     rng = np.random.default_rng(SEED)
     weights = {"model.embed_tokens.weight": _normal(rng, (VOCABULARY, HIDDEN), 1.0)}
     for layer in range(LAYERS):
@@ -402,7 +402,10 @@ _TOKENIZER_CONFIG: Final[Mapping[str, Any]] = {
 
 @contextmanager
 def folder_made_whole(target: Path) -> Iterator[Path]:
-    """A new folder that becomes `target` when the block succeeds; dropped if `target` exists by then."""
+    """A new folder that becomes `target` when the block succeeds; dropped if `target` exists by then.
+
+    Raises OSError if it cannot be renamed and `target` is missing or empty.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -447,7 +450,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> Arr
 
 
 def main(argv: list[str]) -> int:
-    """Create the model and its adapters in the folder that `argv` names; returns the exit status."""
+    """Create the model and its adapters in the folder that `argv` names, and print each; status 0, or 2 on misuse."""
     if len(argv) != 1:
         sys.stderr.write("usage: python -m lorafleet.local.tiny_model DIR\n")
         return 2

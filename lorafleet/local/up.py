@@ -69,7 +69,7 @@ def _model_hint(model: Path) -> str:
 
 
 def _require_free(flag: str, port: int) -> None:
-    """Raises CommandFailed if a port is taken."""
+    """Raise CommandFailed if the port cannot be bound on loopback; 0 means any port and is not checked."""
     if port == 0:
         return
     with socket.socket() as probe:

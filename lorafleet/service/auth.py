@@ -192,7 +192,7 @@ class ApiKeys:
             log.info("keys reloaded", keys=len(self._callers))
 
     def _log_trouble(self, trouble: str) -> None:
-        """Log each new problem once, without a traceback."""
+        """Log a problem unless it is the last one logged, without a traceback, and remember it."""
         if trouble != self._trouble:
             log.error("key file not reloaded, the last good one stays in force", error=trouble)
         self._trouble = trouble
@@ -205,7 +205,7 @@ def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]
     """
 
     async def caller(request: Request) -> Caller:
-        """The request's caller; raises HttpError."""
+        """The request's caller, kept in `request.state`; raises HttpError without a valid key or the scope."""
         found = keys.caller(request.headers.get("authorization"))
         check_scope(found, scope)
         request.state.caller = found
@@ -339,7 +339,7 @@ def _parse_entry(path: Path, number: int, entry: object, form: str) -> tuple[str
 
 
 def _parse_limits(limits: object, location: str) -> KeyLimits | None:
-    """The limits of one entry; raises KeyFileError."""
+    """The limits of one entry; None without any. Raises KeyFileError for an unknown name or an invalid number."""
     if limits is None:
         return None
     if not isinstance(limits, dict) or limits.keys() - set(LIMITS):

@@ -100,6 +100,7 @@ class HostCheckMiddleware:
         self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an HTTP request with a refused Host by the check's error; pass all others to the app."""
         if self._check is not None and scope["type"] == "http":
             try:
                 self._check(Request(scope).headers.get("host", ""))
@@ -135,6 +136,10 @@ class JsonBodyMiddleware:
         self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read a JSON body whole and check it before the app gets it; a refused caller or body gets the error.
+
+        Other requests pass as they are. If the client leaves meanwhile, the app is not called.
+        """
         headers = Request(scope).headers if scope["type"] == "http" else {}
         if "json" not in headers.get("content-type", "").lower():
             await self._app(scope, receive, send)

@@ -137,7 +137,10 @@ class LogWriter:
             self._thread = None
 
     def _write_lines(self) -> None:
-        """The writer thread: write queued lines for ever."""
+        """The writer thread: write queued lines for ever, count those that fail as dropped, and report dropped ones.
+
+        A queued Event is set when all before it is written.
+        """
         while True:
             item = self._queue.get()
             if self._dropped:
@@ -188,7 +191,7 @@ def _add_component(component: str) -> Any:
     """A structlog processor that adds the field `component`."""
 
     def add(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
-        """The event with the field `component`, unless it has one."""
+        """The event itself, with the field `component` set unless it has one."""
         event.setdefault("component", component)
         return event
 

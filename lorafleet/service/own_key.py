@@ -66,7 +66,7 @@ class OwnKey(httpx.Auth):
             log.info("token_file read again: calls send the new key", file=str(file))
 
     def _log_trouble(self, trouble: str) -> None:
-        """Log a read error once, however often the read is tried again."""
+        """Log a read error unless it is the last one logged, and remember it."""
         if trouble != self._trouble:
             log.error("token_file not read again: calls send the last good key; mend the file", error=trouble)
         self._trouble = trouble

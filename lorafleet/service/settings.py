@@ -118,7 +118,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     class Sourced(cls):  # type: ignore[valid-type,misc]
         @classmethod
         def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
-            """Flags, then environment, then file."""
+            """The sources of settings, the first wins: arguments, flags, environment, file."""
             flags: Any = CliSettingsSource(
                 settings_cls,
                 cli_prog_name=prog,
@@ -143,7 +143,7 @@ def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
 
 
 def load_or_exit(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
-    """`load` for a process's main: an invalid setting is one line on stderr and exit status 2."""
+    """`load` for a process's main: an invalid setting is one line on stderr and SystemExit with status 2."""
     try:
         return load(cls, argv, prog=prog)
     except SettingsError as exc:

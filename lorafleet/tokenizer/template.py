@@ -29,7 +29,7 @@ class ChatTemplate:
     """A chat template, compiled once, with the traits that vLLM reads off its source."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
-        """Compile the template; raises Untokenizable."""
+        """Compile the template and learn which features it uses. Raises Untokenizable if it does not compile."""
         environment = _new_environment()
         try:
             parsed = environment.parse(source)

@@ -87,7 +87,10 @@ class _StandIn:
         return number, self._text
 
     def _answer_question(self, question: Callable[..., bool], *others: object) -> bool:
-        """Answer a question by the message's text, and record question and answer."""
+        """Answer a question by the message's text, and record question and answer.
+
+        Raises for another that is no text.
+        """
         number, text = self._single_text()
         arguments = tuple([other if isinstance(other, str) else _raise_inspected() for other in others])
         answer = question(text, *arguments)

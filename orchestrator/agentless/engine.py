@@ -194,12 +194,12 @@ class AgentlessEngineDriver:
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
 
     async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
-        """Report the engine as ready again; returns its report."""
+        """End draining, so that the engine is reported as ready again; returns its new report."""
         self._is_draining = False
         return await self.metadata()
 
     def _log_refusal(self, refusal: str) -> None:
-        """Log a refusal of adapters once, until the engine reports another."""
+        """Log a refusal of adapters when it is new, and remember it. An empty one is only remembered."""
         if refusal and refusal != self._logged_refusal:
             log.warning("engine takes no adapters", worker_id=self.worker.id, reason=refusal)
         self._logged_refusal = refusal
@@ -221,7 +221,10 @@ class AgentlessEngineDriver:
         return str(path)
 
     async def _takes_loads(self, boot_id: str) -> bool:
-        """Whether the engine has the load route (VLLM_ALLOW_RUNTIME_LORA_UPDATING); asked once per engine start."""
+        """Whether the engine has the load route (VLLM_ALLOW_RUNTIME_LORA_UPDATING); asked once per engine start.
+
+        Logs a warning if not.
+        """
         if self._takes[0] != boot_id:
             answer = await self._client.get(f"{self.worker.engine_url}/v1/load_lora_adapter")
             self._takes = boot_id, answer.status_code == httpx.codes.METHOD_NOT_ALLOWED

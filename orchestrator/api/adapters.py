@@ -65,7 +65,7 @@ class AdapterListQuery(BaseModel):
 
 
 def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews) -> APIRouter:
-    """The routes for adapters."""
+    """The routes that register, list, read, change, retry and delete adapters. All need scope `admin`."""
     api = APIRouter(tags=["adapters"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
@@ -93,7 +93,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.post("/v1/adapters:batch")
     async def batch(body: Annotated[AdapterBatch, Body(examples=[BATCH_EXAMPLE])], actor: Actor) -> BatchAnswer:
-        """Register many adapters; each is registered or refused on its own."""
+        """Register many adapters; each is registered or refused on its own. Answers once they are stored."""
         with store.together():
             results = [_batch_result(registry, spec, actor) for spec in body.adapters]
         await reconciler.publish_change(*(("adapters", spec.lora_id) for spec in body.adapters))
@@ -111,7 +111,7 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
     @api.post("/v1/adapters/{lora_id:path}/retry")
     async def retry(lora_id: str, actor: Actor) -> AdapterItem:
-        """Drop the adapter's failures and quarantine, and try again."""
+        """Drop the adapter's failures and quarantine, and try again. Answers once the change is stored."""
         adapter = registry.unquarantine(lora_id, actor)
         reconciler.operations.failures.forget_adapter(lora_id)
         await reconciler.publish_change(("adapters", lora_id))
@@ -195,7 +195,10 @@ async def _require_readable_source(spec: AdapterSpec, registry: AdapterRegistry,
 async def _dry_run(
     spec: AdapterSpec, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews
 ) -> AdapterItem:
-    """Inspect the adapter on a ready worker without registering it. Raises if no worker is ready or it fits none."""
+    """Inspect the adapter on its home worker without registering it; a known adapter is returned as it is.
+
+    Raises OrchestratorUnavailable if no worker is ready or it fails, OrchestratorRequestError if the adapter fits none.
+    """
     known = registry.equal_registration(spec)
     if known is not None:
         return views.adapter(known)

@@ -17,7 +17,7 @@ ALIAS_EXAMPLE = {"targets": [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_i
 
 
 def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
-    """The routes for aliases."""
+    """The routes that list, set and delete aliases, and read their history. All need scope `admin`."""
     api = APIRouter(tags=["aliases"], dependencies=[Depends(requires(keys, "admin"))])
     store = reconciler.store
 
@@ -59,7 +59,10 @@ def alias_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
 
     @api.get("/v1/aliases/{name:path}/history")
     async def alias_history(name: str, limit: Limit = 100, cursor: HistoryCursor = None) -> HistoryList:
-        """The alias's former targets, with time and actor, newest first. Also of a deleted alias."""
+        """The alias's former targets, with time and actor, newest first. Also of a deleted alias.
+
+        400 for an invalid name.
+        """
         registry.require_name(name)
         return history_page(store, limit, cursor, kinds=ALIAS_KINDS, subject=name)
 

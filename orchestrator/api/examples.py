@@ -184,10 +184,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 
 def with_examples(app: FastAPI) -> None:
-    """Add the examples to the app's OpenAPI document."""
+    """Replace the app's `openapi` by one that adds our examples to the schemas that have none."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
+        """The app's OpenAPI document with the examples."""
         document = plain()
         for name, schema in document["components"]["schemas"].items():
             if name in EXAMPLES and "examples" not in schema:

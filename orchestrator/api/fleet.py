@@ -14,7 +14,7 @@ from orchestrator.wire import Heartbeat, HeartbeatAnswer, WorkerDrain, WorkerIte
 
 
 def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> APIRouter:
-    """The read routes for workers."""
+    """The routes that list workers and read one. They need scope `load`."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "load"))])
 
     @api.get("/v1/workers")
@@ -33,7 +33,7 @@ def worker_routes(keys: ApiKeys, reconciler: Reconciler, views: WireViews) -> AP
 
 
 def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
-    """The route that records agents' heartbeats."""
+    """The route by which agents send heartbeats. It needs scope `register`."""
     api = APIRouter(tags=["fleet"], dependencies=[Depends(requires(keys, "register"))])
 
     @api.post("/v1/workers/register")

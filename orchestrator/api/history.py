@@ -33,7 +33,7 @@ def history_routes(keys: ApiKeys, store: IntentStore) -> APIRouter:
         limit: Limit = 100,
         cursor: HistoryCursor = None,
     ) -> HistoryList:
-        """Changes of intent, newest first; of each kind the newest are kept."""
+        """Changes of intent, newest first; of each kind the newest are kept. 400 for an unknown kind."""
         if unknown := sorted(set(kind or ()) - set(KINDS)):
             raise OrchestratorRequestError(f"kind {unknown[0]!r} is unknown; known: {', '.join(KINDS)}", param="kind")
         return history_page(store, limit, cursor, kinds=tuple(kind or ()), subject=subject)

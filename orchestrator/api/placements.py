@@ -51,7 +51,7 @@ class PlacementListQuery(BaseModel):
 def placement_routes(
     keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, views: WireViews, clock: Callable[[], float]
 ) -> APIRouter:
-    """The routes for placements, plans and orphans."""
+    """The routes that list placements, plan or run a pass, and list or adopt orphans. All need scope `admin`."""
     api = APIRouter(tags=["placements"], dependencies=[Depends(requires(keys, "admin"))])
     reports, store = reconciler.reports, reconciler.store
     # One plan at a time: plans share one core, and the lease needs a free thread of the pool.
@@ -103,7 +103,10 @@ def placement_routes(
         actor: Actor,
         ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008
     ) -> BatchAnswer:
-        """Register orphans as they are, all or those named, without moving anything; one result each."""
+        """Register orphans as they are, all or those named, without moving anything; one result each.
+
+        Answers once they are stored.
+        """
         results = adopt(ask, reports, store, registry, actor)
         await reconciler.publish_change(*(("adapters", result.lora_id) for result in results))
         return BatchAnswer(data=tuple(results))

@@ -14,7 +14,7 @@ POLICY_EXAMPLE = {"loading": "lazy", "reserve_slots": 0, "loads_per_worker": 1}
 
 
 def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler) -> APIRouter:
-    """The routes for the global policy."""
+    """The routes that read, replace and change the global policy. All need scope `admin`."""
     api = APIRouter(tags=["policy"], dependencies=[Depends(requires(keys, "admin"))])
 
     @api.get("/v1/policy")
@@ -41,7 +41,7 @@ def policy_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
         actor: Actor,
         if_match: IfMatch = None,
     ) -> Policy:
-        """Change the named fields of the policy."""
+        """Change the named fields of the policy. Answers once a change is stored."""
         before = registry.policy_etag()
         return await _policy_written(registry.patch_policy(changes, if_match, actor), before, response)
 

@@ -78,7 +78,7 @@ def rollout_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
 
 
 def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
-    """A rollout as wire model."""
+    """A rollout as wire model, with its present weights, counts and missing replicas."""
     shares = dict(current_targets(rollout))
     total = sum(shares.values())
     return RolloutItem.model_validate(

@@ -118,7 +118,10 @@ def router_routes(
         actor: Actor,
         ask: Annotated[EnsureRequest, Body(examples=[ENSURE_EXAMPLE])] = EnsureRequest(),  # noqa: B008
     ) -> EnsureAnswer:
-        """Ask for replicas of the adapter. Answers when they are ready, or after `wait_s` with the state of then."""
+        """Ask for replicas of the adapter. Answers when they are ready, or after `wait_s` with the state of then.
+
+        If the client leaves, the wait ends and its demand counts as abandoned.
+        """
         asking = asyncio.create_task(
             _wait_for_replicas(
                 lora_id,

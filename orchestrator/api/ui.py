@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_name("ui.html").read_text(encoding="utf-8")
 
 
 def ui_routes() -> APIRouter:
-    """The route of the status page."""
+    """The route of the status page, open to all; its headers allow only the page's own scripts."""
     api = APIRouter(tags=["health"])
     headers = {
         "content-security-policy": content_security_policy(PAGE),

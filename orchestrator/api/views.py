@@ -66,7 +66,7 @@ class WireViews:
         return max(desired.targets.get(lora_id, 0), len(desired.replicas.get(lora_id, ())))
 
     def worker(self, worker_id: str) -> WorkerItem:
-        """The worker as wire model. Raises NotFound."""
+        """The worker's last report as wire model, with the adapters and orphans it holds. Raises NotFound."""
         entry = self._reconciler.reports.workers.get(worker_id)
         if entry is None:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
@@ -91,7 +91,7 @@ class WireViews:
         )
 
     def placements(self) -> list[PlacementItem]:
-        """Present and desired placements, by lora_id and worker."""
+        """Present and desired placements, sorted by lora_id and worker; one that is only desired is `remote`."""
         desired = {
             (lora_id, w)
             for lora_id, workers in self._reconciler.queries.last_pass.desired.replicas.items()

@@ -219,7 +219,7 @@ class ConfigMapBackend:
         return self.mirror.is_synced
 
     async def wait_for_changes(self) -> None:
-        """Wait until the mirror has news or `request_check` was called since the last call."""
+        """Wait until the mirror has news or `request_check` was called since the last call. Clears that mark."""
         await self._has_changes.wait()
         self._has_changes.clear()
 
@@ -397,7 +397,7 @@ class ConfigMapBackend:
         asyncio.get_running_loop().call_later(again_s, self._recheck_object, name)
 
     def _recheck_object(self, name: str) -> None:
-        """Have the object checked again, if we still write."""
+        """Mark the object as changed, so that it is checked again, and wake `wait_for_changes`; only while we write."""
         if self._is_writing:
             self.mirror.changed.add(name)
             self._has_changes.set()

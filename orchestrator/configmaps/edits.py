@@ -81,7 +81,10 @@ class ObjectEdits:
         self._read: dict[str, tuple[Json, Any]] = {}  # object -> its parsed text, or the error
 
     async def run(self) -> None:
-        """Apply edits whenever objects change, until cancelled."""
+        """Apply edits whenever objects change, until cancelled. Errors are logged.
+
+        While objects are refused, deleted or doubtful, edits are also applied at intervals.
+        """
         while True:
             # Refused objects may be acceptable now, and failed reads may succeed.
             is_waiting = self._refused or self._deleted or self._mirror.doubtful
@@ -173,7 +176,10 @@ class ObjectEdits:
         return self._backend.tables.object_names.get((table, key)) == name
 
     def _adopt_accepted(self, name: str, table: Any, key: str, value: Any) -> None:
-        """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter."""
+        """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter.
+
+        Does nothing if another object has the row, or a write of ours is pending. An alias brings its rollout.
+        """
         backend = self._backend
         known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
         if home not in (None, name) or backend.is_pending(table, key):
@@ -224,7 +230,7 @@ class ObjectEdits:
         return "", lambda: self._registry.put_policy(parsed, "*", ACTOR)
 
     def _parsed_object(self, name: str, found: Json, kind: str) -> Any:
-        """The object's parsed text, or the error of parsing it; parsed once per version of the object."""
+        """The object's parsed text, or the error of parsing it; kept per version of the object."""
         known = self._read.get(name)
         if known is None or known[0] is not found:
             try:
@@ -254,6 +260,7 @@ class ObjectEdits:
         gate, missing = asyncio.Semaphore(_AT_ONCE), []
 
         async def ask(name: str) -> None:
+            """Read the object by name: a missing one goes to `missing`, one without our label gets a warning Event."""
             async with gate:
                 try:
                     found = await self._backend.writer.read_object(name)

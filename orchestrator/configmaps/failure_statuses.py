@@ -64,7 +64,10 @@ class FailureStatuses:
                 self._backend.set_status(self._backend.tables.object_name("adapters", lora_id), status)
 
     def _show_failure(self, adapter: RegisteredAdapter, why: str) -> None:
-        """Show the failure in the object's status and as an Event, unless the status shows a refused edit."""
+        """Show the failure in the object's status and as an Event, unless the status shows a refused edit.
+
+        Does nothing for an object that is not written yet or about to be deleted.
+        """
         name = self._backend.tables.object_name("adapters", adapter.lora_id)
         found = self._backend.mirror.objects.get(name)
         if found is None or self._backend.is_deleting(name):

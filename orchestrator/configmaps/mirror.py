@@ -67,7 +67,10 @@ class ConfigMapMirror:
         self.on_proven = on_proven
 
     def on_list(self, items: list[Json]) -> None:
-        """Take a full list. Objects that it lacks or has in an older version become doubtful; none is dropped."""
+        """Take a full list. Objects that it lacks or has in an older version become doubtful; none is dropped.
+
+        Then the mirror is synced.
+        """
         names = set()
         self._deleted.clear()  # a restored cluster has deleted objects again, with their uids
         for found in items:
@@ -166,7 +169,7 @@ class ConfigMapMirror:
         self._check_proven()
 
     def accepted_record(self, name: str) -> Record | None:
-        """The accepted record in an object, parsed once per version."""
+        """The accepted record in an object, parsed once per version and kept; None if there is no such object."""
         found = self.objects.get(name)
         if found is None:
             return None

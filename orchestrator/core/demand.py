@@ -87,7 +87,7 @@ class RouterCounts:
     old_boots: list[str] = field(default_factory=list)
 
     def in_flight(self, engine_name: str, worker_id: str) -> int:
-        """The router's requests for the engine name that run on the worker."""
+        """The router's requests for the engine name that run on the worker; 0 if it reports none."""
         use = self.uses.get((engine_name, worker_id))
         return 0 if use is None else use.in_flight
 
@@ -175,7 +175,10 @@ class DemandBook:
         now: float,
         over_s: float,
     ) -> None:
-        """Add the growth of one count since the last report, spread over `over_s` seconds, to the adapter's sums."""
+        """Add the growth of one count since the last report, spread over `over_s` seconds, to the adapter's sums.
+
+        The sums fade to `now` first. Without growth nothing changes.
+        """
         names = _USAGE_FIELDS if isinstance(count, AdapterUsage) else _QUEUEING_FIELDS
         grown = [(name, _growth(getattr(count, name), getattr(before, name, 0))) for name in names]
         if not any(amount for _, amount in grown):
@@ -323,7 +326,10 @@ class DemandBook:
         return found
 
     def _window_correction(self, now: float) -> float:
-        """Factor that makes up for the part of the window before the first report, at most for three quarters of it."""
+        """Factor that makes up for the part of the window before the first report, at most for three quarters of it.
+
+        1.0 before any report.
+        """
         if self._counts_since is None:
             return 1.0
         return 1 / -math.expm1(-max(0.25, (now - self._counts_since) / self.window_s))

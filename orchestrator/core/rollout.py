@@ -182,7 +182,10 @@ def current_targets(rollout: Rollout) -> Targets:
 
 
 def replica_floors(rollout: Rollout) -> dict[str, int]:
-    """lora_id -> minimum of replicas during the rollout: new targets for their step, old ones for a rollback."""
+    """lora_id -> minimum of replicas during the rollout: new targets for their step, old ones for a rollback.
+
+    Empty for a rollout that is over or has no scale.
+    """
     if not rollout.is_active or not rollout.scale:
         return {}
     found: dict[str, int] = {}

@@ -213,7 +213,7 @@ class ObservedFleet:
     """`DesiredPlacement.memory` of the last pass"""
 
     def current_failure(self, lora_id: str, worker_id: str, now: float) -> AdapterFailure | None:
-        """The adapter's failure that blocks loads on the worker now. Failures of worker_id "" block every worker."""
+        """The adapter's failure that blocks loads on the worker now, or None. Worker_id "" means every worker."""
         for where in (worker_id, ""):
             failure = self.failures.get((lora_id, where))
             if failure is not None and failure.until > now:

@@ -48,7 +48,7 @@ def adopt(
 
 
 def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: AdapterRegistry, actor: str) -> BatchResult:
-    """Register one orphan; errors become its result."""
+    """Register one orphan with its reported source, digest and rank: status 201. An error becomes its result."""
     try:
         if item.problem is not None:
             raise StateConflict(item.problem, code="not_adoptable")

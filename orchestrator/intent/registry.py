@@ -431,7 +431,7 @@ def _check_bounds(adapter: RegisteredAdapter, rules: PlacementPolicy | None) -> 
 
 
 def _secret_text(ref: SecretRef | None) -> str | None:
-    """The stored form of a secret reference, `name/key`."""
+    """The stored form of a secret reference, `name/key`; None without one."""
     return None if ref is None else str(ref)
 
 

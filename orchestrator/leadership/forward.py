@@ -116,7 +116,10 @@ class LeaderForwarding:
         return error_response(OrchestratorUnavailable(why, code="not_leading", retry_after_s=self._retry_after_s))
 
     async def _forward(self, leader: LeaseRecord, request: Request) -> Response:
-        """Send the request to the leader and return its response as a stream. Raises httpx.HTTPError, TimeoutError."""
+        """Send the request to the leader and return its response as a stream. Raises httpx.HTTPError, TimeoutError.
+
+        Counts the forward.
+        """
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(k, v) for k, v in request.headers.items() if k not in _HOP_BY_HOP | _OF_PAGES]
         upstream = self._client.build_request(
@@ -139,6 +142,7 @@ class LeaderForwarding:
         checks_left = _CHECKS_WHEN_STOPPING
 
         def check() -> None:
+            """Raise _ServiceStopping soon after a stop began, or TimeoutError if the leader leads no longer."""
             nonlocal checks_left
             checks_left -= self._is_stopping()
             if not checks_left:

@@ -158,7 +158,7 @@ class Leadership:
                     await self._due.wait()
 
     async def _can_check_late(self) -> bool:
-        """Whether the lease may be read after it expired and before the term ends."""
+        """Whether the lease may be read after it expired and before the term ends; false, and logged, if unknown."""
         try:
             async with asyncio.timeout(self._renew_s):
                 return await self._lease.is_late_check_safe()
@@ -178,7 +178,7 @@ class Leadership:
     async def check_lease(self) -> None:
         """Read the lease, and write it if it is ours to renew or free to take; begins or ends our term accordingly.
 
-        Awaits `prepare` before a term. Raises LeaseUnreachable.
+        Awaits `prepare` before a term. Raises LeaseUnreachable. Errors of `prepare` are logged.
         """
         candidate, clock = self._candidate, self._clock
         candidate.observe_record(await self._lease.read(), clock())

@@ -249,7 +249,7 @@ class ActionRunner:
     def _can_ask_others(self, action: WorkerAction, adapter: RegisteredAdapter, code: str) -> bool:
         """Whether another worker may still find good bytes where this one found none.
 
-        A wrong base model also blocks all ready workers with the same base model.
+        A wrong base model also records the failure for all ready workers with the same base model.
         """
         now, observed = self._clock(), self._queries.observe()
         ready = [worker for worker in observed.workers.values() if worker.state == "ready"]
@@ -407,7 +407,10 @@ class ActionRunner:
             self._request_pass()
 
     async def _drain_worker(self, action: WorkerAction) -> None:
-        """Tell the agent to drain, and wait until it has. A failure is logged, and the next pass tries again."""
+        """Tell the agent to drain, and wait until it has. A failure is logged, and the next pass tries again.
+
+        Emits an event once drained.
+        """
         try:
             ask = DrainRequest(deadline_s=self._store.rules.drain_deadline_s)
             # The agent answers when its engine is empty, or at that deadline.

@@ -128,7 +128,7 @@ class HeartbeatMonitor:
             self._tasks.spawn(self._try_to_claim(worker_id))
 
     async def _try_to_claim(self, worker_id: str) -> None:
-        """Claim the worker; a failure is logged, or ends the term."""
+        """Ask the agent to accept our epoch; a failure is logged, and a lost lease ends the term."""
         try:
             await self.claim_worker(worker_id)
         except WorkerFailed as exc:
@@ -146,12 +146,15 @@ class HeartbeatMonitor:
             self._tasks.spawn(self._probe_worker(worker_id))
 
     def drop_lost_workers(self) -> None:
-        """Drop workers that were lost long ago."""
+        """Drop and log workers that have been lost for `forget_after_s`."""
         for worker_id in self._reports.drop_lost(self._settings.forget_after_s):
             log.info("worker forgotten", worker_id=worker_id)
 
     def _apply_change(self, worker_id: str, change: ReportChange) -> None:
-        """Request a pass where the change calls for one, and add requests for the replicas that were lost."""
+        """Request a pass where the change calls for one, and ask for the replicas that were lost one more copy.
+
+        Adapters being deleted or drained there are left out.
+        """
         now = self._clock()
         for lora_id in change.vanished:
             adapter = self._store.adapters.get(lora_id)

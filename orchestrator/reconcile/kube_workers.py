@@ -91,7 +91,10 @@ class KubeWorkerFinder:
         return entry is None or (entry.reach != "heard" and entry.report.agent_url.rstrip("/") != worker.agent_url)
 
     async def _ask_agent(self, worker: DiscoveredWorker) -> None:
-        """Ask the agent for its report and pass it to `on_report`; a silent agent is asked again later."""
+        """Ask the agent for its report and pass it to `on_report`; a silent agent is asked again later.
+
+        Another worker id in it is remembered.
+        """
         assert worker.agent_url is not None
         async with self._free:
             try:

@@ -43,7 +43,7 @@ class FleetQueries:
         self.last_pass = LastPass(ObservedFleet(), DesiredPlacement())
 
     def observe(self) -> ObservedFleet:
-        """The fleet now, with our operations in progress."""
+        """The fleet now: the last reports and stored intent of workers, our operations, and the last pass's memory."""
         operations = self._operations
         observed = self._reports.observed_fleet(
             self._store.workers,

@@ -395,7 +395,10 @@ class Reconciler:
                 log.info("adapter deleted", lora_id=adapter.lora_id)
 
     def _end_drains(self, desired: DesiredPlacement) -> None:
-        """End drains that the placement does not require any more, unless an operation there relies on them."""
+        """End drains and reserved victims that the placement does not require any more.
+
+        Not before `_can_decide`, nor where an operation on that worker relies on them.
+        """
         if not self._can_decide:
             return
         wanted = required_drains(desired)

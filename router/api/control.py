@@ -84,7 +84,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
     @api.get("/v1/models/{model:path}")
     async def model(model: str, caller: infers) -> JSONResponse:
-        """One model card."""
+        """One model card; 404 `model_not_found` for a model that the caller may not use."""
         return JSONResponse(await _card(services, caller, model))
 
     @api.post("/v1/route", dependencies=admin, response_model=RouteAnswer)
@@ -202,7 +202,10 @@ def health_routes(
 
     @api.get("/ready")
     async def ready() -> dict[str, str]:
-        """Discovery and catalog are synced, and the router is not stopping; an empty fleet is ready, too."""
+        """200 once discovery and catalog are synced, also with an empty fleet.
+
+        Else, and while stopping, 503 with Retry-After.
+        """
         if services.stopping:
             raise HttpError(503, "stopping", "this router is stopping", retry_after_s=1.0)
         if not services.discovery.is_synced():
@@ -212,7 +215,7 @@ def health_routes(
 
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
-        """Prometheus."""
+        """The metrics in Prometheus's text format, summed over all processes on this port."""
         text = own_metrics() if processes is None else await processes.metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -258,7 +261,10 @@ def _is_about(record: RequestRecord, adapter: str | None, worker: str | None, re
 
 
 async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any]:
-    """One model's card; reads the catalog again for an unknown model. Raises ModelNotFound."""
+    """One model's card; reads the catalog again for an unknown model. Raises ModelNotFound.
+
+    Raises NoReplica instead while no worker has reported.
+    """
     card = _cards(await _fleet(services), caller).get(model)
     if card is None and await services.discovery.refresh_catalog():
         card = _cards(services.discovery.fleet, caller).get(model)
@@ -269,7 +275,7 @@ async def _card(services: Services, caller: Caller, model: str) -> dict[str, Any
 
 
 def _cards(fleet: RouterFleet, caller: Caller) -> dict[str, dict[str, Any]]:
-    """Model cards in vLLM's form, by model name."""
+    """Model cards by name: base models with replicas, and the adapters and aliases that the caller may use."""
 
     def may_use(adapter: RoutableAdapter) -> bool:
         """Whether the caller may use this adapter."""

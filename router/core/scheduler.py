@@ -200,7 +200,10 @@ class Scheduler:
     def _decide(
         self, hashed: HashedRequest, matched: PrefixMatch, backlog: Mapping[WorkerId, float], now: float
     ) -> Decision:
-        """Decide on a new snapshot of the fleet; numbers the decision and draws its seed. Raises NoReplica."""
+        """Decide on a new snapshot of the fleet; numbers the decision and draws its seed. Raises NoReplica.
+
+        Counts the decisions of each base model and engine name, from zero again when there are too many names.
+        """
         request, load = hashed.request, self.load
         roster = self.roster(request.base_model)
         loads = load.fleet_load(request.base_model, roster.replicas)

@@ -287,7 +287,10 @@ class Discovery:
             self.changes.notify()
 
     async def _fetch_catalog(self) -> None:
-        """GET the catalog; a new one is adopted and saved. Records when the catalog was confirmed."""
+        """GET the catalog; a new one is adopted and saved. Records when the catalog was confirmed.
+
+        Raises httpx.HTTPError, or ValueError for an invalid one.
+        """
         headers = {"if-none-match": self._etag} if self._etag else {}
         answer = await self._client.get(f"{self._url}/v1/catalog", headers=headers)
         if answer.status_code != 304:
@@ -303,7 +306,7 @@ class Discovery:
         await self._follow_events(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_wake)
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
-        """Set `wake` at each message of an SSE stream, until it ends; raises FetchRefused. Polling finds the rest."""
+        """Set `wake` at each message of an SSE stream until it ends; once for a 410. Raises FetchRefused for others."""
         async with self._open_stream(url, path) as events:
             if events.status == 410:
                 wake.set()
@@ -418,7 +421,10 @@ class Discovery:
         self._update_known_adapters()
 
     async def _poll_worker(self, followed: FollowedWorker) -> None:
-        """Read a worker's report once, update its replica and call the listener; raises what the read raises."""
+        """Read a worker's report once, update its replica and call the listener; raises what the read raises.
+
+        A failed read marks the worker. A report under another id renames it; one of a worker given up is dropped.
+        """
         asked_at = self.clock()
         try:
             metadata = await self._fetch_report(followed)

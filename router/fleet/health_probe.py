@@ -58,7 +58,7 @@ class HealthProbes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_probe(self, replica: Replica) -> None:
-        """Probe a replica's engine, and log and report the finding."""
+        """Probe a replica's engine, call `on_finding` and log the finding. An error is logged, not raised."""
         try:
             finding = await self._send_probe(replica)
             self._on_finding(replica, finding)
@@ -68,7 +68,7 @@ class HealthProbes:
         log.warning("health probe of an engine that answers with errors", worker=replica.id, found=finding)
 
     async def _send_probe(self, replica: Replica) -> Finding:
-        """Send small requests to the engine until it supports one; returns what its answer shows."""
+        """POST small requests to the engine until it supports one: well, unwell on faults, unknown if inconclusive."""
         for path, fields in _PROBE_REQUESTS:
             try:
                 await self._post(replica, path, msgspec.json.encode({"model": replica.model_name, **fields}))

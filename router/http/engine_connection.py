@@ -77,7 +77,7 @@ class Origin:
 
 @functools.lru_cache(maxsize=4096)
 def _origin(url: str) -> Origin:
-    """`Origin.parse`, cached."""
+    """`Origin.parse`, cached. Raises ValueError for any other form of URL."""
     parts = urllib.parse.urlsplit(url)
     host = (parts.hostname or "").encode("idna").decode()
     if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or parts.query or parts.fragment:
@@ -325,7 +325,7 @@ class EngineConnection(asyncio.Protocol):
             sink.lost(EngineLost(reason, f"{self.origin.url}: {message}"))
 
     def expire(self) -> None:
-        """Act on a deadline that has passed: lose the request, unless `longer` names a later deadline."""
+        """Act on a passed deadline: lose the request, unless `longer` names a later one, which becomes the deadline."""
         now = self.loop.time()
         if self.longer is not None and (deadline := self.longer(now)) > now:
             self.deadline = deadline

@@ -130,7 +130,7 @@ class EnginePool:
             raise EngineLost("connection", f"{origin.url}: the pool is closed")
 
     def _tls_context(self) -> ssl.SSLContext:
-        """The TLS context, made at the first call."""
+        """The TLS context for HTTP/1.1, made at the first call and kept."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
             self._tls.set_alpn_protocols(["http/1.1"])

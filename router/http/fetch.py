@@ -58,7 +58,7 @@ class _BodyCollector:
             self.done.set_exception(FetchRefused(f"{self._request}: {self._status} {body[:200]!r}", self._status, body))
 
     def lost(self, exc: EngineLost) -> None:
-        """Fail `done` with this error."""
+        """Fail `done` with this error, unless it is done already."""
         if not self.done.done():
             self.done.set_exception(exc)
 
@@ -82,6 +82,7 @@ class FetchedStream:
         return self.begun.result()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield unread bytes as they come, and resume a paused connection. Raises the EngineLost of a lost stream."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -115,7 +116,7 @@ class FetchedStream:
         self._news.set()
 
     def lost(self, exc: EngineLost) -> None:
-        """Have the iterator, and `begun`, raise this error."""
+        """Have the iterator raise this error after the unread bytes, and `begun` unless it is done."""
         self._lost = exc
         if not self.begun.done():
             self.begun.set_exception(exc)

@@ -342,7 +342,10 @@ class WorkerFeed:
         )
 
     async def _follow_once(self) -> None:
-        """Take a snapshot if there is none, and apply its stream until that ends or breaks."""
+        """Take a snapshot if there is none, and apply its stream until that ends. A 410 drops the snapshot.
+
+        Raises FetchRefused for any other status but 200, and ValueError for a malformed frame.
+        """
         if not self._epoch:
             await asyncio.sleep(self._snapshot_pause_s())
             await self._take_snapshot()
@@ -362,7 +365,10 @@ class WorkerFeed:
                     return
 
     def _apply_frames(self, waiting: bytearray) -> bool:
-        """Apply the whole frames at the front of `waiting` and remove them; false when a new snapshot is due."""
+        """Apply the whole frames at the front of `waiting` and remove them; false when a new snapshot is due.
+
+        Raises ValueError for a frame that is too long.
+        """
         start = 0
         while len(waiting) - start >= 4:
             size = int.from_bytes(waiting[start : start + 4], "big")
@@ -380,7 +386,10 @@ class WorkerFeed:
         return True
 
     def _apply_frame(self, frame: KvFrame) -> bool:
-        """Apply one frame's changes to the index; false when a new snapshot is due. May mark the feed as degraded."""
+        """Apply one frame's changes to the index, and measure its lag. May mark the feed as degraded.
+
+        After a gap in the sequence, drops the snapshot and returns false: a new one is due.
+        """
         self.lag_s = time.time() - frame.at
         if frame.seq == self._seq + 1:
             self._seq = frame.seq
@@ -470,13 +479,13 @@ class WorkerFeed:
         self._failed_snapshots = self._failed_snapshots + 1 if self._clock() - self._asked_at < _VOID_WITHIN_S else 0
 
     def _snapshot_pause_s(self) -> float:
-        """Seconds to wait before the next snapshot; longer after each one that was soon void."""
+        """Seconds to wait before the next snapshot: 0.0 at first, longer after each one that was soon void."""
         return (
             backoff_s(self._failed_snapshots - 1, _FIRST_PAUSE_S, _MOST_PAUSE_S) if self._failed_snapshots > 1 else 0.0
         )
 
     def _fall_back_if_silent(self) -> None:
-        """Follow the engine itself, as degraded, if the agent's ledger has been silent for too long."""
+        """If the agent's ledger is silent for too long, drop its epoch and follow the engine itself, as degraded."""
         if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:
             return
         log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)

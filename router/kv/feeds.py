@@ -147,7 +147,10 @@ class KvFeeds:
             self._forget_reloaded(worker, metadata)
 
     def follow(self, source: KvSource) -> None:
-        """Feed the index from this source; the worker's former, different source is forgotten with its blocks."""
+        """Start a feed from this source; the worker's former, different one is forgotten with its blocks.
+
+        Does nothing if this source is followed already.
+        """
         running = self._running.get(source.worker)
         if running is not None and running.source == source:
             return
@@ -173,6 +176,7 @@ class KvFeeds:
     ) -> None:
         """Record the first token of an approximate prompt: its blocks count as cached at the replica from now on.
 
+        Does nothing for a worker that is gone.
         name  the rank's name, see `member_name`
         """
         most_blocks = self._most_blocks.get(replica.id)
@@ -244,7 +248,7 @@ class KvFeeds:
         return self._hub
 
     def rebuild_rank_names(self) -> None:
-        """Rebuild the names of workers with several ranks."""
+        """Rebuild the table from a rank's name to its worker and rank, for workers with several ranks."""
         self._rank_of = {
             name: (worker, rank)
             for worker, feed in self._running.items()

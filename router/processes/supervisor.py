@@ -339,7 +339,10 @@ class _Supervisor:
             await _is_set_within(self._stopping, pause_s)
 
     async def _start_process(self, slot: int) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """Start the process of a slot; returns it with our end of its lifeline."""
+        """Start the process of a slot and add it to those running; returns it with our end of its lifeline.
+
+        Raises OSError.
+        """
         own_end, child_end = socket.socketpair()
         own_end.setblocking(False)
         membership = ProcessMember(

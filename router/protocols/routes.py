@@ -123,7 +123,7 @@ class Route:
 
     @property
     def operation(self) -> str:
-        """The operation's name in OpenTelemetry's conventions for generative AI."""
+        """The operation's name in OpenTelemetry's conventions: `embeddings` for every route that does not generate."""
         if not self.generates:
             return "embeddings"
         return "text_completion" if self.prompt == "completion" else "chat"
@@ -279,7 +279,7 @@ def sequence_count(route: Route, decoded: Mapping[str, Any]) -> int:
 
 
 def _text_count(name: str, value: object) -> int:
-    """The number of texts in a body field."""
+    """The number of texts in a body field: a list's length, but 1 for one text's ids, one chat, or any other value."""
     if not isinstance(value, list | dict) or not value:
         return 1
     first = value[0] if isinstance(value, list) else None

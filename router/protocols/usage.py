@@ -172,7 +172,7 @@ def _first_final_event(events: bytes) -> int:
 
 
 def _read_openai(body: bytes) -> EngineUsage | None:
-    """The usage in a body of chats, completions or embeddings."""
+    """The usage in a body of chats, completions or embeddings. None: it has none."""
     usage = _openai(body).usage
     if usage is None:
         return None
@@ -181,7 +181,7 @@ def _read_openai(body: bytes) -> EngineUsage | None:
 
 
 def _read_responses(body: bytes) -> EngineUsage | None:
-    """The usage in a response, or in the last event of its stream."""
+    """The usage in a response, or in the last event of its stream. None: it has none."""
     answer = _responses(body)
     usage = answer.usage or (answer.response.usage if answer.response else None)
     if usage is None:

@@ -260,7 +260,7 @@ class ColdStarts:
     async def _load(self, lora_id: str) -> None:
         """Ask for the adapter until it is refused, or no request waits any more (then this is cancelled).
 
-        Raises RouterError.
+        Counts each outcome, and polls the worker where the adapter was placed. Raises RouterError.
         """
         while True:
             adapter = self.discovery.fleet.adapters.get(lora_id)
@@ -287,7 +287,10 @@ class ColdStarts:
             return await self._load_at_a_home(lora_id)
 
     async def _ensure(self, lora_id: str) -> str | None:
-        """Ask the orchestrator to place it, and record progress. The worker where it is ready; None: not yet."""
+        """Ask the orchestrator to place it, and record progress. The worker where it is ready; None: not yet.
+
+        Raises NoCapacity if it fits nowhere, the error of a refusal's status, or FetchRefused and EngineLost.
+        """
         try:
             tenants = tuple(sorted(tenant for tenant, wanted in self.wanted.items() if lora_id in wanted))
             ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)

@@ -283,7 +283,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self.notify()
 
     def _begin_stream(self, got: bytes) -> None:
-        """Decide a stream by its first event, which may be an error."""
+        """Decide a stream by its first event. An error event becomes a whole JSON answer with the error's status."""
         failure = event_error(got)
         if failure is not None:
             self.status, self.first = failure
@@ -323,7 +323,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
             connection.deadline = connection.loop.time() + _LINGER_S
 
     def _send(self, ready: bytes) -> None:
-        """Send these events to the client, count them, and keep the last ones for `usage`."""
+        """Send these events to the client, count them, and keep the last ones for `usage`; not without a client."""
         exchange = self._exchange
         if not ready or exchange is None:
             return

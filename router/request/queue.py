@@ -49,7 +49,7 @@ class _Waiter(Generic[S]):
         self.sent: asyncio.Future[S] = asyncio.get_running_loop().create_future()
 
     def resolve(self, outcome: Decision | NoReplica) -> None:
-        """Wake the coroutine: with the dispatched request that `begin` makes of a decision, or with Displaced."""
+        """Wake the coroutine with the dispatched request of `begin`, its error, or Displaced. Does nothing if done."""
         if self.sent.done():
             return
         if isinstance(outcome, NoReplica):

@@ -25,7 +25,7 @@ class InferenceRequestReader:
     def read(self, response: ClientResponse, body: bytes) -> ParsedRequest:
         """Parse the request of this response; its id is the body's valid `request_id`, unless the head has one.
 
-        Raises BadBody.
+        The body's id is also set on the response. Raises BadBody.
         """
         headers = response.exchange.headers
         request = self._parse(response, response.route, body, response.request_id)

@@ -293,7 +293,7 @@ class RequestRun(msgspec.Struct, eq=False):
         """decide and open a request that an engine may have died of: one such request at a time at each engine.
 
         So they do not take down the next engine together, and the one that did it is known. While it waits for the
-        others it is not counted at its replica.
+        others it is not counted at its replica. Raises NoReplica after `max_tries`.
         """
         services, most = self.services, self.services.config.max_tries
         await leave_batch()

@@ -38,6 +38,7 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
     """resolve and authorise: the base model and adapter that the request names.
 
     An adapter that the caller may not use is unknown to it: ModelNotFound, as for a name that does not exist.
+    Raises CatalogUnavailable before a catalog was read, and NoReplica while no worker has reported.
     """
     if not services.discovery.has_catalog:
         raise services.discovery.catalog_unavailable()

@@ -201,7 +201,7 @@ class WorkerAgent:
             self.set_state("starting")
 
     def end_warming(self) -> None:
-        """Let a warming worker become ready: its adapters are loaded, or no orchestrator is reachable. Else a no-op."""
+        """Let a warming worker become ready: adapters are loaded, or no orchestrator is reachable. Else a no-op."""
         if self._warming is not None:
             self._warming.set()
 

@@ -218,7 +218,10 @@ class CurrentEngine:
     # --- measured load -------------------------------------------------------------------------------------------
 
     async def scrape(self) -> None:
-        """Read the engine's metrics and update its load, its measured rates and their gauges. Raises EngineError."""
+        """Read the engine's metrics and update its load, its measured rates and their gauges. Raises EngineError.
+
+        Does nothing while no engine is attached.
+        """
         if self.client is None:
             return
         self._update_busy_since()

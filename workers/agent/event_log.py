@@ -20,7 +20,10 @@ class AgentEventLog:
         now: Callable[[], str],
         on_event: Callable[[AgentEvent], None] = lambda _: None,
     ) -> None:
-        """`on_event` is called with each event in the event loop; it must return at once and raise nothing."""
+        """Keep the last `size` events.
+
+        `on_event` is called with each event in the event loop; it must return at once and raise nothing.
+        """
         self._boot_id = boot_id
         self._now = now
         self._on_event = on_event

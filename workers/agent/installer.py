@@ -126,6 +126,7 @@ class Installer:
         """Fetch, verify and install; if the disk is full, delete half of the idle adapters and try once more.
 
         base_model  the adapter's base model by the caller; None: by its own config
+        raises      SourceError
         """
         fetch = partial(
             self._fetch_and_install_once,

@@ -131,7 +131,7 @@ class KvLedgers:
     async def stream(self, since: int) -> AsyncIterator[bytes]:
         """Encoded frames after frame `since`, until `end_streams` or until the reader falls behind the ring.
 
-        Sends a heartbeat frame after a second without changes.
+        Sends a heartbeat frame after a second without changes. Counts readers, and those dropped.
         """
         self._metrics.kv_readers.inc()
         try:

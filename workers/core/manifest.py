@@ -240,7 +240,10 @@ def _pair_of(module: str, shapes: Mapping[str, Shape]) -> _LoraPair:
 
 
 def _check_embedding_copy(name: str, module: str, tensor: TensorHeader, names: ModuleShapes | None) -> None:
-    """Check a copy of the base model's embeddings, which PEFT may save and engines ignore: no tokens may be added."""
+    """Check a copy of the base model's embeddings, which PEFT may save and engines ignore: no tokens may be added.
+
+    Raises SourceError `shape_mismatch`; checks nothing if the base model's shapes are unknown.
+    """
     shape = names.find(module) if names else None
     if shape is not None and tensor.shape != shape:
         message = f"tensor {name!r} is {list(tensor.shape)}, the base model's is {list(shape)}: tokens were added"

@@ -197,7 +197,10 @@ def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
 
 
 def _regex_test(expression: str) -> Callable[[str], bool | None]:
-    """The test of a regular expression in `target_modules`; of an unsafe one the result is always None."""
+    """The test of a regular expression in `target_modules`; of an unsafe one the result is always None.
+
+    Raises SourceError for text that is no regular expression.
+    """
     if not is_safe_regex(expression):
         return lambda _module: None  # not matched, as it may take hours; the base model's modules decide alone
     try:

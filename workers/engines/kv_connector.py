@@ -42,7 +42,10 @@ def connector_from_command(words: Sequence[str]) -> ConnectorVerdict | None:
 
 
 def _transfer_config(words: Sequence[str]) -> Mapping[str, Any] | None:
-    """The value of `--kv-transfer-config`, from its fields or its JSON; None without one."""
+    """The value of `--kv-transfer-config`, from its fields or its JSON; None without one.
+
+    Raises CommandError for fields that clash.
+    """
     fields = list(_dotted_fields(words))
     if fields:  # vLLM appends them as one JSON object, and the last argument wins
         config: dict[str, Any] = {}
@@ -110,7 +113,10 @@ def _is_flag(word: str, flag: str) -> bool:
 
 
 def _config_file_words(words: Sequence[str]) -> list[str]:
-    """The arguments in vLLM's `--config` file; vLLM reads it only from a separate word (`--config FILE`)."""
+    """Read the arguments in vLLM's `--config` file; [] without one. vLLM reads it only from a separate word.
+
+    Switches and lists are left out. Raises CommandError for a file that cannot be read or is no mapping.
+    """
     path = next((following for word, following in pairwise((*words, "")) if word == _FILE), None)
     if path is None:
         return []

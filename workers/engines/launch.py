@@ -109,7 +109,7 @@ def kv_events_config(settings: WorkerSettings, topic: str) -> dict[str, object]:
 
 
 def _vllm_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bool) -> _Flags:
-    """The flags of vLLM and the sim."""
+    """The flags of vLLM and the sim with these settings; unset sizes are left out, a CPU gets its own block size."""
     block_size = settings.block_size or (_CPU_BLOCK_SIZE if is_cpu else None)
     optional: list[tuple[str, object]] = [
         ("--block-size", block_size),

@@ -87,7 +87,10 @@ class SglangClient(HttpEngineClient):
         raise EngineError("adapter_refused", _error_text("load", name, answer))
 
     async def unload(self, name: str, *, timeout_s: float) -> None:
-        """Unload an adapter; SGLang refuses new requests for it and waits until the others have ended."""
+        """Unload an adapter; SGLang refuses new requests for it and waits until the others have ended.
+
+        Raises EngineError if the adapter is still listed after a refusal.
+        """
         answer = await self._request("POST", "/unload_lora_adapter", body={"lora_name": name}, timeout_s=timeout_s)
         if _has_succeeded(answer) or name not in await self.list_adapters():
             return

@@ -50,7 +50,7 @@ def _scaling_refusal(config: Mapping[str, Any]) -> str:
 
 
 def _rank_refusal(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
-    """A refusal of adapters with more than one rank; or ""."""
+    """Why an adapter with more than one rank is refused; "" if all its modules have the config's `r`."""
     other = next((module for module, rank in ranks.items() if rank != config.get("r")), None)
     if other is None:
         return ""

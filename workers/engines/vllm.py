@@ -48,7 +48,10 @@ class VllmClient(HttpEngineClient):
             raise EngineError("engine_failed", _error_text(f"unload {name}", answer))
 
     async def read_shape(self) -> EngineShape:
-        """Block size and count from vllm:cache_config_info, context length and name from /v1/models."""
+        """Block size and count from vllm:cache_config_info, context length and name from /v1/models.
+
+        Reads both pages; raises EngineError.
+        """
         base = await self._base_model_entry()
         scrape = await self.scrape()
         return EngineShape(

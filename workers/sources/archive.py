@@ -135,7 +135,7 @@ def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer) -> No
 
 
 def _zip_members(packed: Path) -> ArchiveEntries:
-    """The members of a zip file, with a stream for files to unpack; reads it as they are taken."""
+    """The members of a zip file, with a stream for files to unpack; reads it as they are taken. Raises BadZipFile."""
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)

@@ -200,7 +200,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs:
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        """Set the future's result or exception, in the event loop."""
+        """Set the future's result or exception, in the event loop; not if it is cancelled."""
         if future.done():
             return  # cancelled meanwhile
         if error is not None:
@@ -209,7 +209,7 @@ async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs:
             future.set_result(cast("T", result))
 
     def run() -> None:
-        """Call the function and pass its outcome to the event loop."""
+        """Call the function and pass its outcome to the event loop, unless that has ended."""
         result, error = None, None
         try:
             result = function(*args, **kwargs)

@@ -50,7 +50,7 @@ class ObjectSource:
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Fetch the missing parts of the adapter's files and check that the files did not change.
 
-        See `Source.fetch`.
+        Raises SourceError `source_failed` if they did. See `Source.fetch`.
         """
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"

@@ -32,7 +32,7 @@ class PluginSource:
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Have the plugin download the adapter, copy its files into `into`, then let the plugin delete its folder.
 
-        See `Source.fetch`.
+        Raises SourceError, also for a plugin's wrong result. See `Source.fetch`.
         """
         name = ref.partition("://")[2]
         try:
@@ -62,7 +62,7 @@ class PluginSource:
 
 
 def create_manager(path: str) -> LoraManager:
-    """Import and create the plugin `package.module.Class`. Raises SettingsError."""
+    """Import and create the plugin `package.module.Class`. Raises SettingsError unless it is a LoraManager."""
     module, _, name = path.rpartition(".")
     try:
         manager_class = getattr(importlib.import_module(module), name)

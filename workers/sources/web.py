@@ -44,7 +44,10 @@ class WebSource:
         self._netrc = netrc
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Download and unpack an archive, or download the adapter's two files. See `Source.fetch`."""
+        """Download and unpack an archive, or download the adapter's two files. See `Source.fetch`.
+
+        Clears the folder first, but for a download to resume. Without safetensors takes a pickle, if allowed.
+        """
         parts = parse_reference(ref)
         if not parts.hostname:
             raise SourceError("source_invalid", f"source {redacted(ref)}: expected https://host/path")

@@ -238,7 +238,7 @@ def is_intact(folder: Path, digest: str) -> bool:
 
 @functools.cache
 def _boot_id() -> str:
-    """The machine's boot id: files written before a crash of the machine may have holes despite their size."""
+    """The machine's boot id, or "": files written before a crash of the machine may have holes despite their size."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

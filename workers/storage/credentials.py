@@ -26,7 +26,7 @@ class Credentials:
         return await asyncio.to_thread(self._read, secret, ref)
 
     def _read(self, secret: str, ref: str) -> str:
-        """Read and check the credential; blocking. Raises SourceError."""
+        """Read the credential's file; blocking. Raises SourceError if unreadable or not allowed for the source."""
         subject = f"source {redacted(ref)}: its secret {secret[:520]!r}"
         match = _SECRET.fullmatch(secret)
         if match is None or match[2] == _SOURCES:

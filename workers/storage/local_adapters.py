@@ -64,7 +64,10 @@ class LocalAdapters:
         return path if (path / CONFIG_NAME).is_file() else None
 
     async def scan(self) -> bool:
-        """Scan the folder, verify new and changed adapters and keep the result; returns whether anything changed."""
+        """Scan the folder, verify new and changed adapters and keep the result; returns whether anything changed.
+
+        Also sets `has_scanned`. False without a folder, or while stopping.
+        """
         if self.folder is None:
             return False
         try:
@@ -79,7 +82,10 @@ class LocalAdapters:
         return changed
 
     def _read_all(self, root: Path) -> dict[str, tuple[_Stamp, LocalAdapter]]:
-        """Find and verify all adapters below the folder; unchanged ones keep their result. Blocking."""
+        """Find and verify all adapters below the folder; unchanged ones keep their result. Blocking.
+
+        An unreadable folder is logged and left out.
+        """
         adapters: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         for folder, subfolders, names in os.walk(root):
             if self._is_stopping:

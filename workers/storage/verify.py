@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> Mapping[str, TensorHeader]:
 
 
 def read_file_entry(path: Path) -> FileEntry:
-    """Size and sha256 of a file: reads every byte."""
+    """Size and sha256 of a regular file: reads every byte. Raises SourceError for another kind of file."""
     _check_regular_file(path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")

@@ -81,6 +81,7 @@ def _ranked_workers(
     claim = ClaimOrder(adapter.lora_id)
 
     def order(worker: ObservedWorker) -> tuple[object, ...]:
+        """Sort key of workers for a copy: homes first, then free slots, a new zone, a new node, the least load."""
         return (
             worker.id not in homes,
             context.free_slots[worker.id] <= 0,

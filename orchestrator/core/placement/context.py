@@ -89,7 +89,10 @@ class PlacementContext:
         self.loads = self._worker_loads()
 
     def _find_holders(self) -> None:
-        """Fill `holders` and `draining_ids` from the reports."""
+        """Fill `holders` and `draining_ids` from the reports of workers that serve or drain.
+
+        Copies of another digest or base model do not count, nor loads on a worker whose agent does not answer.
+        """
         adapters = self.intent.adapters
         for worker in self.workers:
             if worker.state not in SERVING and worker.state != "draining":
@@ -163,7 +166,7 @@ class PlacementContext:
         return self.min_replicas(adapter) if loading == "eager" else adapter.min_replicas or 0
 
     def current_failure(self, lora_id: str, worker_id: str) -> AdapterFailure | None:
-        """The adapter's failure that blocks loads on the worker now, see `ObservedFleet.current_failure`."""
+        """The adapter's failure that blocks loads on the worker now, or None; see `ObservedFleet.current_failure`."""
         known = self._failures.get(lora_id)
         return None if known is None else known.get(worker_id) or known.get("")
 

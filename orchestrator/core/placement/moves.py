@@ -153,6 +153,7 @@ def _removable_holders(context: PlacementContext, lora_id: str) -> list[Observed
     holders = [context.observed.workers[worker_id] for worker_id in sorted(context.holders[lora_id])]
 
     def may_go(worker: ObservedWorker) -> bool:
+        """Whether the worker's copy may be unloaded: draining already, or ready, old enough and unused."""
         held = worker.adapters.get(lora_id)
         if held is None or worker.state != "ready" or context.current_failure(lora_id, worker.id) is not None:
             return False
@@ -162,6 +163,7 @@ def _removable_holders(context: PlacementContext, lora_id: str) -> list[Observed
         return held.state == "ready" and is_old and (lora_id, worker.id) not in context.demand.in_use
 
     def order(worker: ObservedWorker) -> tuple[object, ...]:
+        """Sort key of copies to unload: draining first, then a shared zone, a shared node, the most load."""
         others = [other for other in holders if other.id != worker.id]
         return (
             worker.adapters[lora_id].state != "draining",

@@ -180,6 +180,7 @@ class _PlacementPass:
         short = [lora_id for lora_id, n in context.targets.items() if context.copy_count(lora_id) < n]
 
         def rank(adapter: RegisteredAdapter) -> tuple[int, bool, bool]:
+            """Sort key of adapters: priority, those without a copy first, then those that requests wait for."""
             want = demand.wants.get(adapter.lora_id)
             is_waiting = want is not None and want.is_waited_for
             return -adapter.priority, bool(context.copy_count(adapter.lora_id)), not is_waiting

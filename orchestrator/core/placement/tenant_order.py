@@ -31,6 +31,7 @@ def in_tenant_order(
         lines.setdefault(wants[adapter.lora_id].tenants or adapter.lora_id, []).append(adapter)
 
     def order(adapter: RegisteredAdapter) -> tuple[int, float, float, str]:
+        """Sort key of adapters: the earliest turn of a tenant that waits for it, then request rate."""
         lora_id = adapter.lora_id
         heat = context.demand.rates.get(lora_id, 0.0)
         return *min(_tenant_turns(context, wants[lora_id], loads_by_tenant)), -heat, lora_id

@@ -156,7 +156,7 @@ class CircuitBreaker:
         )
 
     def state(self, replica: Replica, now: float) -> CircuitState:
-        """The state of a replica's circuit; half-open from the end of its time until a success or a failure."""
+        """A replica's circuit state: closed if never opened; half-open from the end of its time until an outcome."""
         circuit = self._shut.get(replica.incarnation)
         if circuit is None:
             return "closed"
@@ -230,7 +230,10 @@ class CircuitBreaker:
         return True
 
     def record_probe(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
-        """Record a health probe's result: opens or closes the replica's circuit, or clears its failures."""
+        """Record a health probe's result: opens or closes the replica's circuit, or clears its failures.
+
+        Does nothing for an engine without recorded failures.
+        """
         circuit = self._circuits.get(replica.incarnation)
         if circuit is None:
             return

@@ -74,6 +74,7 @@ class CacheEstimate:
     def correct_estimate(self, guess: PredictedCache, cached_blocks: int) -> None:
         """Correct the worker's estimate by an answer's `cached_tokens`: drop evicted blocks, and adapt the kept age.
 
+        Does nothing if the worker is no longer estimated.
         cached_blocks  the engine's `cached_tokens` in whole blocks
         """
         entry = self._workers.get(guess.worker)

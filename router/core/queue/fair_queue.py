@@ -592,7 +592,7 @@ def _tenant_ahead_s(tenant: _TenantFlows, queued: QueuedRequest) -> float:
 
 
 def _flow_heap(tenant: _TenantFlows) -> list[tuple[float, str, int]]:
-    """A heap of (served seconds, adapter, 0) of the tenant's waiting adapters. Limits their lag."""
+    """A heap of (served seconds, adapter, 0) of the tenant's waiting adapters. Raises `served_s` that lags too far."""
     heap = []
     for adapter, flow in tenant.flows.items():
         if flow.requests:

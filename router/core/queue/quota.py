@@ -186,7 +186,10 @@ class Quotas:
         return BatchQuotaGrant(account, tuple([QuotaGrant(account, slots=0) for _ in range(items)]), at_once)
 
     def end_batch(self, batch: BatchQuotaGrant, now: float) -> None:
-        """End a batch: give back the requests that never began, and its concurrent ones. Safe to call twice."""
+        """End a batch: give back the requests that never began, and its concurrent ones. Safe to call twice.
+
+        Publishes the account to other processes.
+        """
         if batch.is_ended:
             return
         batch.is_ended = True
@@ -266,7 +269,7 @@ class Quotas:
         account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
 
     def _read_others(self, account: _KeyAccount) -> None:
-        """Bring an account up to date with what other processes took and run."""
+        """Set what other processes run, and newer bucket levels of theirs. Does nothing with a single process."""
         if self.others is None:
             return
         last, account.elsewhere = None, 0

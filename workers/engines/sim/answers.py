@@ -118,7 +118,7 @@ def model_list(names: Sequence[str], root: str, max_model_len: int, adapters: Se
 
 
 def _whole_choice(head: AnswerHead, index: int, job: StreamedJob, echo: str) -> dict[str, Any]:
-    """One choice of an answer without `stream`."""
+    """One choice of an unstreamed chat or completion, in vLLM's form; with token ids if they were asked for."""
     text = echo + "".join(job.reply_text.pieces)
     ids = list(job.reply) if head.token_ids else None
     ending = {"logprobs": None, "finish_reason": openai_finish_reason(job), "stop_reason": job.reply_text.stop_reason}

@@ -172,7 +172,7 @@ class BlockPool:
         return True
 
     def _drop_content(self, index: int) -> None:
-        """Make a block's content unfindable, with a BlockRemoved event."""
+        """Make a block's content unfindable, with a BlockRemoved event; a block without content stays as it is."""
         digest = self.blocks[index].hash
         if digest is None:
             return

@@ -95,7 +95,10 @@ class ChatBody(GenerationBody, MessagesBody):
 
     @property
     def given_prompt_ids(self) -> list[int] | None:
-        """The prompt's token ids if the client sent them; vLLM 0.32 online_renderer.py _reused_prompt_token_ids."""
+        """The prompt's token ids if the client sent them; None without them or with `echo`. Raises invalid_parameter.
+
+        As vLLM 0.32 online_renderer.py _reused_prompt_token_ids.
+        """
         ids = (self.kv_transfer_params or {}).get("prompt_token_ids")
         if ids is None or self.echo:
             return None

@@ -161,7 +161,7 @@ class SimMetrics:
             self._loras.labels(self._max_loras, both, both).set_to_current_time()
 
     def count_finished(self, job: EngineJob) -> None:
-        """Count a finished request and observe its durations."""
+        """Count a finished request by its reason; observe its sizes and durations if it has produced a token."""
         assert job.finish_reason is not None
         self._success[job.finish_reason].inc()
         self._counters["vllm:num_preemptions"].inc(job.preemptions)

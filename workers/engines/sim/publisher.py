@@ -55,7 +55,7 @@ class KVEventPublisher:
         self._context.term()
 
     def _publish_queued(self) -> None:
-        """Answer replays and publish queued batches until `close`."""
+        """Answer replays and publish queued batches until `close`. Each batch is numbered, and kept for replays."""
         encoder = msgspec.msgpack.Encoder()
         topic = self.config.topic.encode()
         seq = 0
@@ -74,7 +74,10 @@ class KVEventPublisher:
             seq += 1
 
     def _answer_replay(self, replay: "zmq.Socket[bytes]", topic: bytes) -> None:
-        """Receive a replay request and send all buffered batches from its sequence number on."""
+        """Receive a replay request and send all buffered batches from its sequence number on.
+
+        A malformed request gets no answer.
+        """
         frames = replay.recv_multipart()
         if len(frames) != 3:  # expected [client, b"", first sequence number]; vLLM does not answer otherwise
             return

@@ -175,6 +175,6 @@ def _is_set(environment: Mapping[str, str], name: str, default: str) -> bool:
 
 
 def _position_limit(model: Path) -> int:
-    """The context length in the model's config."""
+    """The context length in the model's config, which is read."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return int(config["max_position_embeddings"])

@@ -28,7 +28,10 @@ class TextGenerator:
     """Generates the answers of one model; equal prompts get equal answers."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, vocabulary: int, eos: int, seed: int, natural_tokens: int) -> None:
-        """`natural_tokens`: answers end with the end token `eos` at this length; 0: never."""
+        """`natural_tokens`: answers end with the end token `eos` at this length; 0: never.
+
+        Raises ValueError for a tokenizer without plain words.
+        """
         self.eos = eos
         self.seed = seed
         self.natural_tokens = natural_tokens
