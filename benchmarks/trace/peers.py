@@ -317,18 +317,18 @@ class Dynamo(Exact):
 
     def __init__(self, workers: int, blocks: int, rng: Random) -> None:
         super().__init__(workers, blocks, rng)
-        self._prefill_tokens = [0] * workers
+        self.prefill_tokens = [0] * workers
         self._mine: dict[TraceRequest, int] = {}
-        self._in_use: list[dict[int, int]] = [{} for _ in range(workers)]
+        self.in_use: list[dict[int, int]] = [{} for _ in range(workers)]
 
     def choose(self, request: TraceRequest) -> int:
         """The least cost."""
         depths = self.depths(request)
         costs = []
         for n in range(self.workers):
-            in_use = self._in_use[n]
+            in_use = self.in_use[n]
             blocks = len(in_use) + sum(key not in in_use for key in request.keys)
-            prefill = (self._prefill_tokens[n] + request.prompt_tokens) / BLOCK - depths.get(n, 0)
+            prefill = (self.prefill_tokens[n] + request.prompt_tokens) / BLOCK - depths.get(n, 0)
             costs.append(max(0.0, prefill) + blocks)
         best = min(costs)
         worker = self.rng.choice([n for n, cost in enumerate(costs) if cost == best])
@@ -337,19 +337,19 @@ class Dynamo(Exact):
 
     def sent(self, request: TraceRequest, worker: int) -> None:
         """Into the account."""
-        self._prefill_tokens[worker] += self._mine[request]
-        in_use = self._in_use[worker]
+        self.prefill_tokens[worker] += self._mine[request]
+        in_use = self.in_use[worker]
         for key in request.keys:
             in_use[key] = in_use.get(key, 0) + 1
 
     def first_token(self, request: TraceRequest) -> None:
         """Out of prefill."""
-        self._prefill_tokens[request.worker] -= self._mine.pop(request, 0)
+        self.prefill_tokens[request.worker] -= self._mine.pop(request, 0)
 
     def ended(self, request: TraceRequest) -> None:
         """Out of use."""
         self.first_token(request)
-        in_use = self._in_use[request.worker]
+        in_use = self.in_use[request.worker]
         for key in request.keys:
             if in_use[key] == 1:
                 del in_use[key]

@@ -67,7 +67,7 @@ async def list_and_watch(
 
     A callback that raises is a failure as well: it is logged with its traceback, and everything is listed again.
     """
-    loop = _ListWatchLoop(
+    loop = ListWatchLoop(
         kube, path, label_selector, page, on_list, on_event, on_failure, on_answer, times, clock, rng or random.Random()
     )
     while True:
@@ -75,7 +75,7 @@ async def list_and_watch(
 
 
 @dataclass(slots=True)
-class _ListWatchLoop:
+class ListWatchLoop:
     """State and callbacks of one `list_and_watch`."""
 
     kube: KubeClient

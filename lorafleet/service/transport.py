@@ -20,6 +20,11 @@ class DirectTransport(httpx.AsyncHTTPTransport):
     def __init__(self, *, limits: httpx.Limits = _LIMITS) -> None:
         super().__init__(verify=_ssl_context(), trust_env=False, limits=limits)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no connection has a request."""
+        return all(connection.is_idle() for connection in self._pool.connections)
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and return its answer; after an error close connections without a request."""
         try:

@@ -176,7 +176,12 @@ class _EngineRankFeed:
 
 
 class WorkerFeed:
-    """The KV feed of one worker, from its agent's ledger or from its engine."""
+    """The KV feed of one worker, from its agent's ledger or from its engine.
+
+    subscribers  one for each rank of the engine that is followed; none while the agent's ledger is
+    last_seq     the number of the last frame applied from the ledger
+    snapshot_at  when the last snapshot was put into the index, by the event loop's clock
+    """
 
     def __init__(self, feeds: FeedContext, source: KvSource, index: KvIndex) -> None:
         self.source = source
@@ -187,14 +192,14 @@ class WorkerFeed:
         self._index = index
         self._ranks = max(1, len(source.events))
         self._engine: list[_EngineRankFeed] = []
-        self._followers: list[RankSubscriber] = []
+        self.subscribers: list[RankSubscriber] = []
         self._task: asyncio.Task[None] | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._clock()
         self._epoch = ""
-        self._seq = 0
+        self.last_seq = 0
         self._is_whole = True
-        self._asked_at = self._taken_at = 0.0
+        self._asked_at = self.snapshot_at = 0.0
         self._failed_snapshots = 0
         self._has_lost_events = False
         self._repeats_until = 0.0
@@ -202,7 +207,7 @@ class WorkerFeed:
     @property
     def kind(self) -> str:
         """The feed in use: ledger, engine, or none while neither has answered."""
-        return "engine" if self._followers else "ledger" if self._epoch else "none"
+        return "engine" if self.subscribers else "ledger" if self._epoch else "none"
 
     @property
     def members(self) -> list[WorkerId]:
@@ -215,7 +220,7 @@ class WorkerFeed:
 
         See BlockLedger.expect_repeats.
         """
-        return bool(self._followers) or not self._is_whole
+        return bool(self.subscribers) or not self._is_whole
 
     def size_bytes(self) -> int:
         """Estimated memory of our own ledgers of this worker, in bytes."""
@@ -272,7 +277,7 @@ class WorkerFeed:
             if not self._repeats_until:
                 self._expect_repeats(True)
             self._repeats_until = now + _REPEATS_LINGER_S
-            if self.kind == "ledger" and self._is_whole and now - self._taken_at > _RETAKE_S:
+            if self.kind == "ledger" and self._is_whole and now - self.snapshot_at > _RETAKE_S:
                 log.info("KV snapshot is taken again: predictions and answers differ", worker=worker)
                 self._drop_snapshot()
         elif self._repeats_until and now > self._repeats_until:
@@ -291,7 +296,7 @@ class WorkerFeed:
                 listener = _EngineRankFeed(self, rank)
                 # Where an agent's ledger fell silent, events may be missing: ask for repeated stores.
                 listener.ledger.expect_repeats(bool(self._repeats_until) or self._task is not None)
-                self._followers.append(hub.follow(RankEndpoint(events, replay, source.topic), listener))
+                self.subscribers.append(hub.follow(RankEndpoint(events, replay, source.topic), listener))
                 self._engine.append(listener)
         except zmq.ZMQError as exc:
             log.warning("KV events cannot be followed", worker=source.worker, endpoints=source.events, error=str(exc))
@@ -307,9 +312,9 @@ class WorkerFeed:
 
     def _leave_engine(self) -> None:
         """Close the engine's sockets and drop our ledgers of it; the index keeps its blocks."""
-        followers, self._followers = self._followers, []
-        for follower in followers:
-            self._feeds.hub().forget(follower)
+        subscribers, self.subscribers = self.subscribers, []
+        for subscriber in subscribers:
+            self._feeds.hub().forget(subscriber)
         self._engine = []
 
     def _expect_repeats(self, expected: bool) -> None:
@@ -350,7 +355,7 @@ class WorkerFeed:
             await asyncio.sleep(self._snapshot_pause_s())
             await self._take_snapshot()
         pool, url = self._pool, self.source.agent_url
-        path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self._seq})}"
+        path = f"/v1/kv/stream?{urlencode({'epoch': self._epoch, 'since': self.last_seq})}"
         async with stream(pool, url, path, token=self._feeds.own.key, idle_s=_SILENCE_S) as answer:
             if answer.status == 410:
                 self._drop_snapshot()
@@ -391,8 +396,8 @@ class WorkerFeed:
         After a gap in the sequence, drops the snapshot and returns false: a new one is due.
         """
         self.lag_s = time.time() - frame.at
-        if frame.seq == self._seq + 1:
-            self._seq = frame.seq
+        if frame.seq == self.last_seq + 1:
+            self.last_seq = frame.seq
             for rank in frame.cleared:
                 self.sink(rank).clear()
             for change in frame.changes:
@@ -401,7 +406,7 @@ class WorkerFeed:
                     sink.drop(change.tier, _hashes(change.dropped))
                 if change.added:
                     sink.add(change.tier, _hashes(change.added))
-        elif frame.seq != self._seq:
+        elif frame.seq != self.last_seq:
             self._drop_snapshot()
             return False
         if self._is_whole and not frame.is_whole:
@@ -455,8 +460,8 @@ class WorkerFeed:
         # Not before all of it is there: until then the old blocks are the best information.
         for number, draft in drafts:
             self.sink(number).adopt(draft)
-        self._epoch, self._seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
-        self._heard_at = self._taken_at = self._clock()
+        self._epoch, self.last_seq, self._is_whole = taken.epoch, taken.seq, taken.is_whole
+        self._heard_at = self.snapshot_at = self._clock()
         self._has_lost_events = False
         self.metrics.kv_snapshots.labels(source.worker).inc()
         self.metrics.kv_degraded.labels(source.worker).set(0)
@@ -486,7 +491,7 @@ class WorkerFeed:
 
     def _fall_back_if_silent(self) -> None:
         """If the agent's ledger is silent for too long, drop its epoch and follow the engine itself, as degraded."""
-        if self._followers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:
+        if self.subscribers or not self.source.events or self._clock() - self._heard_at < self._feeds.fall_back_after_s:
             return
         log.warning("the agent's KV ledger does not answer; the engine is followed itself", worker=self.source.worker)
         self._epoch = ""

@@ -49,6 +49,7 @@ class KvFeeds:
     pool               connections to agents, for their ledgers; None: engines are followed themselves
     own                the router's own key, for agents
     fall_back_after_s  seconds without an answer of an agent, after which its engine is followed itself
+    running            the feed of each worker that has one
     """
 
     metrics: RouterMetrics
@@ -59,7 +60,7 @@ class KvFeeds:
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
-    _running: dict[WorkerId, WorkerFeed] = field(default_factory=dict)
+    running: dict[WorkerId, WorkerFeed] = field(default_factory=dict)
     _estimates: dict[tuple[str, int], CacheEstimate] = field(default_factory=dict)
     _estimated: dict[WorkerId, _EventlessWorker] = field(default_factory=dict)
     _sent: dict[tuple[str, int], CacheEstimate] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class KvFeeds:
     @property
     def followed_workers(self) -> frozenset[WorkerId]:
         """The workers with a feed of KV events."""
-        return frozenset(self._running)
+        return frozenset(self.running)
 
     def index(self, base_model: str, block_size: int, *, is_approximate: bool = False) -> KvIndex:
         """The index of this base model at this block size; a new one is added where there is none."""
@@ -102,14 +103,12 @@ class KvFeeds:
         if not self._rank_of:
             return PrefixMatch(depths)
         found = self._best_ranks(depths, {})
-        homes = {
-            name: conversation % len(feed.members) for name, feed in self._running.items() if len(feed.members) > 1
-        }
+        homes = {name: conversation % len(feed.members) for name, feed in self.running.items() if len(feed.members) > 1}
         return PrefixMatch(found.depths, {}, {**homes, **found.ranks})
 
     def member_name(self, worker: WorkerId, rank: int | None) -> WorkerId:
         """The index's name for a rank of a worker, under which blocks of a request just sent are pending."""
-        feed = self._running.get(worker)
+        feed = self.running.get(worker)
         return member_name(worker, rank, len(feed.members)) if feed is not None and rank is not None else worker
 
     def update_worker(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
@@ -151,13 +150,13 @@ class KvFeeds:
 
         Does nothing if this source is followed already.
         """
-        running = self._running.get(source.worker)
+        running = self.running.get(source.worker)
         if running is not None and running.source == source:
             return
         self.forget(source.worker)
         self.metrics.kv_degraded.labels(source.worker).set(0)
         feed = WorkerFeed(self, source, self.index(source.base_model, source.block_size))
-        self._running[source.worker] = feed
+        self.running[source.worker] = feed
         self._start_maintenance()
         feed.start()
         self.rebuild_rank_names()
@@ -201,12 +200,12 @@ class KvFeeds:
         Not with an agent's whole ledger, which would count repeated stores as copies: its snapshot is taken again
         instead.
         """
-        feed = self._running.get(worker)
+        feed = self.running.get(worker)
         return feed is not None and feed.may_repeat
 
     def forget(self, worker: WorkerId) -> None:
         """Stop a worker's feed, and drop its blocks, estimates and metrics."""
-        feed = self._running.pop(worker, None)
+        feed = self.running.pop(worker, None)
         names = {worker, *(feed.members if feed else ())}
         # In every index: those without a feed have pending blocks, too.
         for index in (*self.indexes.values(), *self.approximate.values()):
@@ -230,7 +229,7 @@ class KvFeeds:
 
     async def close(self) -> None:
         """Forget every worker, stop all tasks and free the sockets."""
-        for worker in list(self._running):
+        for worker in list(self.running):
             self.forget(worker)
         ending = [*self._ending, *([self._maintenance] if self._maintenance else [])]
         for task in ending:
@@ -251,23 +250,23 @@ class KvFeeds:
         """Rebuild the table from a rank's name to its worker and rank, for workers with several ranks."""
         self._rank_of = {
             name: (worker, rank)
-            for worker, feed in self._running.items()
+            for worker, feed in self.running.items()
             if len(feed.members) > 1
             for rank, name in enumerate(feed.members)
         }
 
     def maintain(self) -> None:
         """Update the metrics, expire estimates, and let each feed act on its accuracy; called once a second."""
-        for feed in self._running.values():
+        for feed in self.running.values():
             feed.maintain()
         for estimate in (*self._estimates.values(), *self._sent.values()):
             estimate.expire(time.monotonic())
-        kinds = [feed.kind for feed in self._running.values()] + ["estimate"] * len(self._estimated)
+        kinds = [feed.kind for feed in self.running.values()] + ["estimate"] * len(self._estimated)
         for kind in ("ledger", "engine", "estimate", "none"):
             self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
         for what, indexes in (("index", self.indexes), ("approximate", self.approximate)):
             self.metrics.kv_bytes.labels(what).set(sum([index.size_bytes() for index in indexes.values()]))
-        self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self._running.values()))
+        self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self.running.values()))
         self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
 
     async def _maintain(self) -> None:
@@ -306,7 +305,7 @@ class KvFeeds:
         self._loaded[worker] = {**before, **now}
         for name, loaded in now.items():
             if before.get(name, loaded) != loaded:
-                self._running[worker].forget_adapter(name)
+                self.running[worker].forget_adapter(name)
 
     def _best_ranks(self, depths: Mapping[WorkerId, int], lower: Mapping[WorkerId, tuple[int, int]]) -> PrefixMatch:
         """The prefix match by worker: its rank with the longest prefix, which is named where it matters."""
@@ -329,7 +328,7 @@ class KvFeeds:
 
     def _is_better(self, worker: WorkerId, rows: Sequence[tuple[int, int, WorkerId]]) -> bool:
         """Whether the rank matters: where all have the same prefix, the engine balances them itself."""
-        feed = self._running.get(worker)
+        feed = self.running.get(worker)
         ranks = len(feed.members) if feed is not None else 1
         return ranks > 1 and (len(rows) < ranks or len({blocks for blocks, _, _ in rows}) > 1)
 

@@ -343,7 +343,7 @@ class ColdStarts:
         adapter = self.discovery.fleet.adapters.get(lora_id)
         if adapter is None:
             raise ModelNotFound(f"adapter {lora_id!r} is no longer registered", param="lora_id")
-        homes = self._homes(adapter)
+        homes = self.able_replicas(adapter)
         if not homes:
             self._check_accepted(adapter)
             raise NoReplica(f"no replica of {adapter.base_model!r} is there that could load adapter {lora_id!r}")
@@ -411,8 +411,8 @@ class ColdStarts:
         if start is not None:
             start.troubles.add(trouble)
 
-    def _homes(self, adapter: RoutableAdapter) -> list[Replica]:
-        """The replicas that may load it, in rendezvous order as at the orchestrator; last those that hang now."""
+    def able_replicas(self, adapter: RoutableAdapter) -> list[Replica]:
+        """The replicas that may load an adapter, in the orchestrator's rendezvous order; last those that hang now."""
         able = [
             replica
             for replica in self.discovery.fleet.roster(adapter.base_model or "").replicas

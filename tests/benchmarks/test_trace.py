@@ -325,8 +325,8 @@ def test_what_a_peer_forgets_it_counts_once():
     dynamo = ruled(Dynamo)
     send(dynamo, request, 1)
     dynamo.ended(request)
-    assert dynamo._prefill_tokens == [0, 0, 0]
-    assert dynamo._in_use == [{}, {}, {}]
+    assert dynamo.prefill_tokens == [0, 0, 0]
+    assert dynamo.in_use == [{}, {}, {}]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class HelmRelease:
 
     def __init__(self, kube: KubeCluster, home: Path) -> None:
         self.program = helm
-        self._kube = kube
+        self.kube = kube
         self._environment = {"KUBECONFIG": str(kube.kubeconfig)} | {
             f"HELM_{kind}_HOME": str(home / kind) for kind in ("CACHE", "CONFIG", "DATA")
         }
@@ -25,7 +25,7 @@ class HelmRelease:
     async def tried(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """helm's output, of success and failure."""
         return await asyncio.to_thread(
-            run, self.program(), *words, "--namespace", self._kube.namespace, environment=self._environment
+            run, self.program(), *words, "--namespace", self.kube.namespace, environment=self._environment
         )
 
     async def helm(self, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -34,7 +34,7 @@ class HelmRelease:
         return done
 
     async def kubectl(self, *words: str, stdin: str | None = None) -> str:
-        return await asyncio.to_thread(self._kube.kubectl, *words, stdin=stdin)
+        return await asyncio.to_thread(self.kube.kubectl, *words, stdin=stdin)
 
     async def secret(self, name: str) -> dict[str, str]:
         said = yaml.safe_load(await self.kubectl("get", "secret", f"{RELEASE}-lorafleet-{name}", "-o", "yaml"))

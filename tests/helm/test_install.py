@@ -63,7 +63,7 @@ def test_the_notes_say_what_comes_next(case):
 async def test_kubectl_takes_every_render(release):
     """Custom kinds are unknown to this server, and have a schema in kinds.py."""
     items = [item for case in VALUES for item in manifests(case) if item["kind"] not in KINDS]
-    namespaced = [{**item, "metadata": {**item["metadata"], "namespace": release._kube.namespace}} for item in items]
+    namespaced = [{**item, "metadata": {**item["metadata"], "namespace": release.kube.namespace}} for item in items]
     texts = "".join(f"---\n{json.dumps(item)}\n" for item in namespaced)
     said = await release.kubectl("apply", "--dry-run=client", "-f", "-", stdin=texts)
     assert len(said.splitlines()) == len(items)

@@ -11,7 +11,7 @@ import structlog
 
 from lorafleet.kube.client import connect
 from lorafleet.kube.errors import KubeError, error_of_answer
-from lorafleet.kube.watch import WatchTimes, _ListWatchLoop, list_and_watch
+from lorafleet.kube.watch import ListWatchLoop, WatchTimes, list_and_watch
 from tests.kube.seen import FollowedState, seeing
 from tests.kube.server import KubeServer
 from tests.patience import within
@@ -259,7 +259,7 @@ async def test_a_failing_api_server_gets_a_bounded_number_of_requests_a_minute(h
     clock = SleepRecorder()
     server = BrokenWatchClient(clock, how)
     told = [lambda *_: None] * 4
-    loop = _ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
+    loop = ListWatchLoop(server, PATH, "", 500, *told, WatchTimes(), clock, random.Random(1), clock.sleep)
     while clock.now < 3600 and len(server.asked) < 10_000:
         await loop.run_once()
     per_minute = Counter(int(at // 60) for at in server.asked)

@@ -69,7 +69,7 @@ async def test_an_engine_that_always_fails_gets_no_more_requests_until_it_is_wel
         assert {"worker_id": "w0", "reason": "circuit open"} in told["rejected"]
         # Its time is over: one tries, fails, and it is shut again for longer.
         sick.is_well = True
-        breaker._circuits[replica.incarnation].open_until = now
+        breaker.circuits[replica.incarnation].open_until = now
         told = (await client.post("/v1/route", json={"model": BASE, "prompt": [1, 2, 3]})).json()
         assert told["rejected"] == []
         assert told["note"] == "half-open, so that one request at a time tries: w0"

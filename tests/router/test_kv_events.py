@@ -359,8 +359,8 @@ async def test_a_router_that_was_too_slow_takes_a_snapshot_again():
     async with beside(engine, ring_bytes=1) as (feeds, trust, agent):
         await filled(engine, agent, *chain(1))
         await until(lambda: depth(feeds, range(2)) == 1)
-        feed = feeds._running["w0"]
-        feed._seq -= 1  # as if the last frame had not come: the next one is not the one after
+        feed = feeds.running["w0"]
+        feed.last_seq -= 1  # as if the last frame had not come: the next one is not the one after
         await filled(engine, agent, *chain(2, 1))
         await until(lambda: depth(feeds, range(4)) == 2)
         await until(lambda: value(feeds.metrics.kv_snapshots, "w0") == 2)  # counted once all of it is in
@@ -374,7 +374,7 @@ async def test_a_whole_ledger_that_answers_contradict_is_taken_again():
         await until(lambda: depth(feeds, range(4)) == 2)
         feeds.index("m", 2).drop("w0", ours(range(4)))
         trust.record_lost_events("w0")
-        feeds._running["w0"]._taken_at = -100.0
+        feeds.running["w0"].snapshot_at = -100.0
         feeds.maintain()
         await until(lambda: trust.state("w0") == "exact")
         assert depth(feeds, range(4)) == 2
@@ -384,7 +384,7 @@ async def test_repetitions_that_may_still_come_are_no_copies_when_the_engine_is_
     engine = KvEngine()
     async with beside(engine) as (feeds, trust, agent):
         feeds.fall_back_after_s = 0.2
-        feed = feeds._running["w0"]
+        feed = feeds.running["w0"]
         await filled(engine, agent, *chain(2))
         await agent.stop.aclose()
         await until(lambda: feed.kind == "engine")
@@ -397,8 +397,8 @@ async def test_repetitions_that_may_still_come_are_no_copies_when_the_engine_is_
         await engine.publish(*chain(1), *chain(1), removed(1), stored([9], [50, 51]), lost=True)
 
         def is_told():
-            feed._followers[0].received_at = -1e9
-            feed._followers[0].poll_tail(0.0)  # asks nothing while it looks back
+            feed.subscribers[0].received_at = -1e9
+            feed.subscribers[0].poll_tail(0.0)  # asks nothing while it looks back
             return depth(feeds, [50, 51]) == 1
 
         await until(is_told)

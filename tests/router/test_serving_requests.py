@@ -414,7 +414,7 @@ async def test_only_answers_are_measured_and_show_that_an_engine_lives(streamed)
         return JSONResponse({"id": "1", "model": body["model"], "choices": []}, status)
 
     async with fleet(EngineDouble("w0", answer)) as (client, _, parts):
-        book = parts.scheduler.load._books["w0"]
+        book = parts.scheduler.load.book("w0")
         for status, ended in zip(statuses, (0, 1), strict=True):
             assert (await client.post("/v1/chat/completions", json={**CHAT, "stream": streamed})).status_code == status
             await until(lambda: not parts.scheduler.load.total_in_flight)

@@ -134,18 +134,19 @@ class CircuitBreaker:
     on_change         called with (replica, new state, reason) at every opening and closing
     probe             sends a health probe to a replica, whose result goes to `record_probe`; None: errors alone decide
     ignored_circuits  requests sent to a replica with an open circuit, because every able replica's circuit was open
+    circuits          one for each incarnation that failed lately
     """
 
     rules: BreakerRules = field(default_factory=BreakerRules)
     on_change: Callable[[Replica, CircuitState, str], None] = lambda _replica, _state, _why: None
     probe: Callable[[Replica], None] | None = None
     ignored_circuits: int = 0
-    _circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
+    circuits: dict[Incarnation, _Circuit] = field(default_factory=dict)
     _shut: dict[Incarnation, _Circuit] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Circuits kept: one for each incarnation that failed lately."""
-        return len(self._circuits)
+        return len(self.circuits)
 
     def open_incarnations(self, now: float) -> Excluded:
         """Incarnations to which no request should be sent now: open, or half-open with a trial in flight."""
@@ -180,7 +181,7 @@ class CircuitBreaker:
     def record_success(self, replica: Replica, now: float, sent_at: float = inf) -> None:
         """Record an answer with a status below 400. Closes a circuit that opened before `sent_at`, or for silence."""
         # Circuits begin with a first failure: without any, a request that works pays for this check alone.
-        circuit = self._circuits.get(replica.incarnation) if self._circuits else None
+        circuit = self.circuits.get(replica.incarnation) if self.circuits else None
         if circuit is None:
             return
         circuit.good += 1
@@ -206,9 +207,9 @@ class CircuitBreaker:
         sent_at  when the request was sent: the failure of one sent before the circuit changed says nothing new
         """
         incarnation = replica.incarnation
-        circuit = self._circuits.get(incarnation)
+        circuit = self.circuits.get(incarnation)
         if circuit is None:
-            circuit = self._circuits[incarnation] = _Circuit(counted_from=now)
+            circuit = self.circuits[incarnation] = _Circuit(counted_from=now)
         if reason not in COUNTED or sent_at < circuit.changed_at or now < circuit.open_until:
             return circuit.is_shut
         circuit.requests_counted(now, self.rules.window_s)
@@ -234,7 +235,7 @@ class CircuitBreaker:
 
         Does nothing for an engine without recorded failures.
         """
-        circuit = self._circuits.get(replica.incarnation)
+        circuit = self.circuits.get(replica.incarnation)
         if circuit is None:
             return
         if not is_well:
@@ -254,37 +255,37 @@ class CircuitBreaker:
 
     def last_success_at(self, replica: Replica) -> float:
         """When the replica last answered a request; -inf: not since its first failure on record."""
-        circuit = self._circuits.get(replica.incarnation)
+        circuit = self.circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.last_success_at
 
     def open_until(self, replica: Replica) -> float:
         """When a replica's open circuit becomes half-open; -inf: the circuit is closed."""
-        circuit = self._circuits.get(replica.incarnation)
+        circuit = self.circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.open_until
 
     def changed_at(self, replica: Replica) -> float:
         """When a replica's circuit last opened or closed: requests sent before then say nothing about it now."""
-        circuit = self._circuits.get(replica.incarnation)
+        circuit = self.circuits.get(replica.incarnation)
         return -inf if circuit is None else circuit.changed_at
 
     def forget_others(self, replicas: Iterable[Replica], now: float) -> None:
         """Drop circuits of incarnations not among these, and circuits without recent failures."""
-        if not self._circuits:
+        if not self.circuits:
             return
         left = {replica.incarnation: replica for replica in replicas}
         well = {replica.id: replica for replica in left.values() if replica.incarnation not in self._shut}
         quiet_s = max(2 * self.rules.window_s, self.rules.most_open_s)
-        for incarnation, circuit in list(self._circuits.items()):
+        for incarnation, circuit in list(self.circuits.items()):
             is_quiet = not circuit.is_shut and now - max(circuit.changed_at, circuit.failed_at) > quiet_s
             if incarnation not in left or is_quiet:
-                del self._circuits[incarnation]
+                del self.circuits[incarnation]
                 if self._shut.pop(incarnation, None) is not None and incarnation[0] in well:
                     self.on_change(well[incarnation[0]], "closed", "restarted")
 
     def forget(self, worker: WorkerId) -> None:
         """Drop the circuits of a worker that is gone, without `on_change`."""
-        for incarnation in [incarnation for incarnation in self._circuits if incarnation[0] == worker]:
-            del self._circuits[incarnation]
+        for incarnation in [incarnation for incarnation in self.circuits if incarnation[0] == worker]:
+            del self.circuits[incarnation]
             self._shut.pop(incarnation, None)
 
     def _is_outlier(self, circuit: _Circuit, fleet: Sequence[Replica], now: float) -> bool:
@@ -295,7 +296,7 @@ class CircuitBreaker:
             return False
         others, ejected = [], 1
         for replica in fleet:
-            other = self._circuits.get(replica.incarnation)
+            other = self.circuits.get(replica.incarnation)
             if other is None:
                 others.append(0.0)
             elif other is not circuit:

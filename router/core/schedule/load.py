@@ -209,6 +209,10 @@ class LoadBook:
         book = self._books.get(worker)
         return ReplicaLoad() if book is None else ReplicaLoad(*load_vector(book))
 
+    def book(self, worker: WorkerId) -> ReplicaBook | None:
+        """The book of one replica; None where no request went to it and no report came."""
+        return self._books.get(worker)
+
     def fleet_load(self, base_model: str, replicas: tuple[Replica, ...]) -> FleetLoad:
         """The load of each replica of a base model, in order. Updates the kept table for changed replicas only."""
         roster = self._rosters.get(base_model)
