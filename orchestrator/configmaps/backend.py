@@ -26,6 +26,7 @@ from orchestrator.configmaps.tables import (
     row_in_record,
     shard_of,
     tables_from_objects,
+    tombstone_shard,
 )
 from orchestrator.configmaps.writer import ObjectWriter, WriteKey
 from orchestrator.core.errors import OrchestratorError, OrchestratorUnavailable, StateConflict, StoreError
@@ -428,7 +429,7 @@ def _write_keys(change: StoreChange) -> Iterable[WriteKey]:
         case "aliases" | "rollouts":
             yield WriteKey(1, "aliases", change.key)
         case "tombstones":
-            yield WriteKey(0, "tombstones", shard_of(change.key))
+            yield WriteKey(0, "tombstones", tombstone_shard(change.key))
         case "policy":
             yield WriteKey(1, "policy", "")
         case "workers":

@@ -23,7 +23,7 @@ from orchestrator.configmaps.objects import (
 from orchestrator.core.errors import StoreError
 from orchestrator.core.rollout import Rollout, Targets
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
-from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent
+from orchestrator.store.backend import StoreChange, StoredIntent, Tombstone, WorkerIntent, tombstone_lora_id
 
 SCHEMA = 1
 SHARDS = "0123456789abcdef"
@@ -41,6 +41,17 @@ class RememberedAdapter(msgspec.Struct, frozen=True, array_like=True):
 def shard_of(lora_id: str) -> str:
     """The shard that remembers the adapter: one hex digit."""
     return hashlib.sha256(lora_id.encode()).hexdigest()[0]
+
+
+def tombstone_shard(key: str) -> str:
+    """The shard of a tombstone: that of its adapter, whose object is deleted after the tombstone is written."""
+    return shard_of(key.partition("@")[0])
+
+
+def _is_registered(adapters: Mapping[str, RegisteredAdapter], key: str, stone: Tombstone) -> bool:
+    """Whether the deleted bytes are registered again."""
+    adapter = adapters.get(tombstone_lora_id(key))
+    return adapter is not None and not adapter.is_deleting and adapter.digest == stone.digest
 
 
 @dataclass(slots=True)
@@ -83,7 +94,7 @@ class StoreTables:
                     self.object_names.setdefault((change.table, change.key), self.object_name(change.table, change.key))
 
     def stored_intent(self) -> StoredIntent:
-        """The tables as stored intent, without tombstones of registered adapters."""
+        """The tables as stored intent, without tombstones of registered bytes."""
         adapters = dict(self.adapters)
         return StoredIntent(
             adapters=adapters,
@@ -91,9 +102,7 @@ class StoreTables:
             rollouts=dict(self.rollouts),
             workers=dict(self.workers),
             tombstones={
-                lora_id: stone
-                for lora_id, stone in self.tombstones.items()
-                if lora_id not in adapters or adapters[lora_id].is_deleting
+                key: stone for key, stone in self.tombstones.items() if not _is_registered(adapters, key, stone)
             },
             rules=self.policy.get("", PlacementPolicy()),
             counters=dict(self.counters),
@@ -171,7 +180,7 @@ def shard_data(tables: StoreTables, shard: str, known: Json | None) -> dict[str,
     """
     adapters = {lora_id: entry for lora_id, entry in sorted(tables.remembered.items()) if shard_of(lora_id) == shard}
     tombstones = {
-        lora_id: tuple(entry) for lora_id, entry in sorted(tables.tombstones.items()) if shard_of(lora_id) == shard
+        key: tuple(stone) for key, stone in sorted(tables.tombstones.items()) if tombstone_shard(key) == shard
     }
     return {
         "uid": "" if known is None else uid_of(known),
@@ -192,7 +201,7 @@ def _read_state(mirror: ConfigMapMirror, tables: StoreTables) -> None:
         found = mirror.objects.get(tables.state_name(f"adapters-{shard}"))
         tables.remembered |= remembered_in_object(found)
         tombstones = _decoded(((found or {}).get("data") or {}).get("tombstones.json"), dict[str, tuple[str, float]])
-        tables.tombstones |= {lora_id: Tombstone(*stone) for lora_id, stone in tombstones.items()}
+        tables.tombstones |= {key: Tombstone(*stone) for key, stone in tombstones.items()}
 
 
 def _decoded(text: str | None, kind: Any) -> Any:

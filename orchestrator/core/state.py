@@ -6,6 +6,8 @@ All times are seconds of the monotonic clock of the process that took the snapsh
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lorafleet.identity import lora_id_of
+
 Pair = tuple[str, str]
 """(lora_id, worker_id)"""
 
@@ -75,10 +77,17 @@ class PlacementPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """The stored intent that placement needs. `tombstones`: lora_id -> digest of a deleted adapter."""
+    """The stored intent that placement needs. `tombstones`: lora_id -> digests of its deleted versions."""
 
     adapters: Mapping[str, RegisteredAdapter] = field(default_factory=dict)
-    tombstones: Mapping[str, str] = field(default_factory=dict)
+    tombstones: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def is_deleted(self, lora_id: str, digest: str) -> bool:
+        """Whether this version of the adapter was deleted, and is not what is registered now."""
+        known = self.adapters.get(lora_id)
+        if known is not None and known.digest in (None, digest):
+            return False  # registered again; without a digest the same bytes may be meant
+        return digest in self.tombstones.get(lora_id, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +100,11 @@ class ReportedAdapter:
     state: str
     location: str = "device"
     since: float = 0.0
+
+
+def lora_id_of_held(held: ReportedAdapter) -> str:
+    """The lora_id of an adapter on a worker. A second version there is keyed by its engine name, `lora_id@digest12`."""
+    return lora_id_of(held.lora_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

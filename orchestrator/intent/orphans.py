@@ -19,7 +19,7 @@ def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
     known = store.adapters.get(lora.lora_id)
     if known is not None:
         return known.digest is not None and known.digest != lora.digest
-    return store.tombstones.get(lora.lora_id) != lora.digest
+    return not store.intent.is_deleted(lora.lora_id, lora.digest)
 
 
 def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:

@@ -22,7 +22,7 @@ from orchestrator.core.errors import (
 )
 from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSED, LONGEST_S, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
-from orchestrator.core.state import RegisteredAdapter, ReportedAdapter
+from orchestrator.core.state import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import SOURCE_CODES, AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
@@ -355,7 +355,7 @@ class ActionRunner:
         Raises WorkerFailed, InvalidAdapter.
         """
         held, timeout_s = self._reported_adapter(action.lora_id, action.worker_id), self._settings.unload_timeout_s
-        ask = UnloadRequest(lora_id=action.lora_id, digest=held.digest or None)
+        ask = UnloadRequest(lora_id=lora_id_of_held(held), digest=held.digest or None)
         await self._agents.unload(
             self._agent_url(action.worker_id), ask, key=_idempotency_key(action), timeout_s=timeout_s
         )

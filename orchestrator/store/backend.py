@@ -27,6 +27,16 @@ class Tombstone(NamedTuple):
     at: float
 
 
+def tombstone_key(lora_id: str, digest: str) -> str:
+    """The key of the tombstone of one version of an adapter: a name may be deleted with several digests."""
+    return f"{lora_id}@{digest}"
+
+
+def tombstone_lora_id(key: str) -> str:
+    """The lora_id of a tombstone with this key. Stores of older versions have the lora_id alone as key."""
+    return key.rpartition("@")[0] or key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredIntent:
     """The whole stored intent, as one read of the backend found it."""

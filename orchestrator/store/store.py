@@ -23,6 +23,8 @@ from orchestrator.store.backend import (
     Subject,
     Tombstone,
     WorkerIntent,
+    tombstone_key,
+    tombstone_lora_id,
 )
 from orchestrator.store.sqlite import SqliteBackend
 
@@ -54,8 +56,8 @@ class IntentStore:
         self.aliases: MutableMapping[str, Targets] = SortedDict()
         self.rollouts: dict[str, Rollout] = {}
         self.workers: dict[str, WorkerIntent] = {}
-        self.tombstones: dict[str, str] = {}
-        self._deleted_at: dict[str, float] = {}
+        self.tombstones: dict[str, frozenset[str]] = {}  # lora_id -> digests of its deleted versions
+        self._stones: dict[str, Tombstone] = {}
         self.rules = PlacementPolicy()
         self.writes = 0  # number of changes of intent
         self.epoch = self.revision = self._reserved = 0
@@ -190,12 +192,15 @@ class IntentStore:
                 self._queue_change("counters", "epoch", self.epoch)
 
     def put_adapter(self, adapter: RegisteredAdapter) -> None:
-        """Insert or replace the adapter, and drop the tombstone of its name."""
+        """Insert or replace the adapter, and drop the tombstone of its bytes. Those of its other versions stay."""
         with self.together():
             self._queue_change("adapters", adapter.lora_id, adapter)
             self.adapters[adapter.lora_id] = adapter
-            if not adapter.is_deleting and self.tombstones.pop(adapter.lora_id, None) is not None:
-                self._queue_change("tombstones", adapter.lora_id, None)
+            if not adapter.is_deleting and adapter.digest is not None:
+                self._drop_tombstone(tombstone_key(adapter.lora_id, adapter.digest))
+                older = self._stones.get(adapter.lora_id)
+                if older is not None and older.digest == adapter.digest:
+                    self._drop_tombstone(adapter.lora_id)
 
     def compare_and_set(self, seen: RegisteredAdapter, adapter: RegisteredAdapter) -> bool:
         """Replace the adapter if it is unchanged since it was read as `seen`; returns whether it was."""
@@ -210,17 +215,31 @@ class IntentStore:
             adapter = self.adapters.pop(lora_id)
             self._queue_change("adapters", lora_id, None)
             if adapter.digest is not None:
-                stone = Tombstone(adapter.digest, self._wall())
-                self._queue_change("tombstones", lora_id, stone)
-                self.tombstones[lora_id], self._deleted_at[lora_id] = stone
+                self.put_tombstone(lora_id, adapter.digest)
+
+    def put_tombstone(self, lora_id: str, digest: str) -> None:
+        """Store that workers must unload this version of the adapter, also those that are away now."""
+        with self.together():
+            key, stone = tombstone_key(lora_id, digest), Tombstone(digest, self._wall())
+            self._queue_change("tombstones", key, stone)
+            self._stones[key] = stone
+            self.tombstones[lora_id] = self.tombstones.get(lora_id, frozenset()) | {digest}
+
+    def _drop_tombstone(self, key: str) -> None:
+        """Delete the tombstone with this key, if there is one."""
+        stone = self._stones.pop(key, None)
+        if stone is not None:
+            self._queue_change("tombstones", key, None)
+            lora_id = tombstone_lora_id(key)
+            left = self.tombstones.pop(lora_id, frozenset()) - {stone.digest}
+            if left:
+                self.tombstones[lora_id] = left
 
     def record_deletion(self, lora_id: str, digest: str | None, actor: str) -> None:
         """Leave a tombstone and a history entry for an adapter whose object was deleted while no orchestrator led."""
         with self.together():
             if digest is not None:
-                stone = Tombstone(digest, self._wall())
-                self._queue_change("tombstones", lora_id, stone)
-                self.tombstones[lora_id], self._deleted_at[lora_id] = stone
+                self.put_tombstone(lora_id, digest)
             self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
 
     def absorb(self, change: StoreChange) -> None:
@@ -240,9 +259,8 @@ class IntentStore:
         """Delete tombstones older than `kept_s` seconds: workers that return later keep those adapters as orphans."""
         oldest = self._wall() - kept_s
         with self.together():
-            for lora_id in [name for name in self.tombstones if self._deleted_at[name] < oldest]:
-                self._queue_change("tombstones", lora_id, None)
-                del self.tombstones[lora_id]
+            for key in [key for key, stone in self._stones.items() if stone.at < oldest]:
+                self._drop_tombstone(key)
 
     def put_alias(self, name: str, targets: Targets) -> None:
         """Store the alias's targets."""
@@ -292,8 +310,11 @@ class IntentStore:
         self.aliases = SortedDict(stored.aliases)
         self.rollouts = dict(stored.rollouts)
         self.workers = dict(stored.workers)
-        self.tombstones = {lora_id: stone.digest for lora_id, stone in stored.tombstones.items()}
-        self._deleted_at = {lora_id: stone.at for lora_id, stone in stored.tombstones.items()}
+        self._stones = dict(stored.tombstones)
+        digests: dict[str, set[str]] = {}
+        for key, stone in self._stones.items():
+            digests.setdefault(tombstone_lora_id(key), set()).add(stone.digest)
+        self.tombstones = {lora_id: frozenset(each) for lora_id, each in digests.items()}
         self.rules = stored.rules
 
     def _raise_counters(self, stored: StoredIntent) -> None:

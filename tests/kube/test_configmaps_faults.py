@@ -231,13 +231,13 @@ async def test_an_object_deleted_without_a_leader_is_noticed_by_the_next(instanc
     await manifests.delete("my-sql")
     again = await instances.lead()
     await until(lambda: again.store.tombstones)
-    assert again.store.tombstones == {"sql/v1": "d" * 64}
+    assert again.store.tombstones == {"sql/v1": {"d" * 64}}
     assert list(again.store.adapters) == ["python/v1"]
     assert again.store.history(kinds=("adapter_deleted",))[0].actor == "configmap"
     await again.store.wait_durable()
     await instances.close(again)
     last = await instances.lead()
-    assert last.store.tombstones == {"sql/v1": "d" * 64}
+    assert last.store.tombstones == {"sql/v1": {"d" * 64}}
 
 
 async def test_an_object_deleted_while_the_watch_is_down_is_noticed(instance, kube):

@@ -398,7 +398,9 @@ def test_a_second_replica_goes_to_another_zone_when_no_home_decides():
 
 def test_a_tombstone_removes_only_the_same_digest():
     observed = fleet(worker("w0", held("a")), worker("w1", held("a", digest="other")))
-    desired = place(Intent(tombstones={"a": "digest-a"}), observed, DemandSnapshot(), PlacementPolicy(), NOW)
+    desired = place(
+        Intent(tombstones={"a": frozenset({"digest-a"})}), observed, DemandSnapshot(), PlacementPolicy(), NOW
+    )
     assert [(step.lora_id, step.worker_id) for step in desired.removals] == [("a", "w0")]
 
 

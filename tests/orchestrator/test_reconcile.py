@@ -980,6 +980,31 @@ async def test_a_deletion_survives_a_restart(open_service):
     assert "sql/v1" not in again.store.adapters
 
 
+async def test_a_returning_worker_unloads_a_version_deleted_meanwhile_whose_name_has_new_bytes_now(service, clock):
+    agent, other = await service.worker("w0"), await service.worker("w1")
+    await service.register(source="file:///old")
+    await service.ensure(replicas=2)
+    await service.settle()
+    assert list(agent.loaded) == list(other.loaded) == ["sql/v1"]
+    del service.agents["w0"], service.reconciler.reports.workers["w0"]
+    await service.http.delete("/v1/adapters/sql/v1")
+    for _ in range(3):
+        clock.now += 60
+        await service.turn()
+    assert "sql/v1" not in service.store.adapters
+    await service.register(source="file:///new")
+    await service.ensure()
+    await service.settle()
+    assert other.loaded["sql/v1"]["digest"] == digest_of("file:///new")
+
+    service.agents["w0"] = agent
+    for _ in range(3):
+        clock.now += 60
+        await service.turn()
+    assert agent.loaded == {}
+    assert other.loaded["sql/v1"]["digest"] == digest_of("file:///new")
+
+
 async def test_a_returning_worker_unloads_adapters_deleted_meanwhile(service, clock):
     agent = await service.worker()
     await ready(service)

@@ -84,7 +84,7 @@ def test_a_store_of_any_older_schema_is_migrated_without_loss(tmp_path, path):
         assert dict(store.aliases) == {"sql": (("sql/v1", 1.0),)}
         assert store.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
         assert store.workers == {"w0": WorkerIntent("cordoned"), "w1": WorkerIntent("draining", 17.5)}
-        assert store.tombstones == {"old": "e" * 64}
+        assert store.tombstones == {"old": {"e" * 64}}
         assert store.epoch == 7
         assert store.revision > 1_800_000_000_000
         store.record("alias_set", "sql", {"targets": []}, "me")

@@ -137,7 +137,7 @@ async def test_all_intent_survives_a_restart(stores):
     assert again.rollouts == {"sql": ROLLOUT}
     assert again.rules == PlacementPolicy(loading="weighted", loads_per_worker=3)
     assert again.workers == {"w0": WorkerIntent("draining", 17.5)}
-    assert again.tombstones == {"old": "e" * 64}
+    assert again.tombstones == {"old": {"e" * 64}}
     assert again.epoch >= 7
     again.drop_alias("sql")
     again.put_worker("w0", None)
@@ -172,13 +172,31 @@ async def test_registering_a_name_again_drops_its_tombstone(stores):
     store = await stores.open()
     store.put_adapter(ADAPTER)
     store.drop_adapter("sql/v1")
-    assert store.tombstones == {"sql/v1": "d" * 64}
+    assert store.tombstones == {"sql/v1": {"d" * 64}}
     store.put_adapter(ADAPTER)
     assert store.tombstones == {}
     await store.wait_durable()
     await stores.close(store)
     again = await stores.open()
     assert (list(again.adapters), again.tombstones) == (["sql/v1"], {})
+    await stores.close(again)
+
+
+async def test_registering_other_bytes_under_a_name_keeps_the_tombstones_of_all_that_was_deleted(stores):
+    store = await stores.open()
+    for digest in ("d" * 64, "e" * 64):
+        store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest=digest))
+        await store.wait_durable()
+        store.drop_adapter("sql/v1")
+        await store.wait_durable()
+    store.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest="f" * 64))
+    await store.wait_durable()
+    await stores.close(store)
+    again = await stores.open()
+    assert again.tombstones == {"sql/v1": {"d" * 64, "e" * 64}}
+    again.put_adapter(RegisteredAdapter(lora_id="sql/v1", source="file:///sql", digest="e" * 64))
+    assert again.tombstones == {"sql/v1": {"d" * 64}}
+    await again.wait_durable()
     await stores.close(again)
 
 

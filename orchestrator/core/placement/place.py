@@ -41,6 +41,7 @@ from orchestrator.core.state import (
     PlannedRemoval,
     RegisteredAdapter,
     ReportedAdapter,
+    lora_id_of_held,
 )
 
 __all__ = ["place", "usable_slots"]
@@ -217,8 +218,8 @@ class _PlacementPass:
         if owed_to is not None and held.lora_id not in context.demand.wants:
             return f"made room for {owed_to}"
         if adapter is None:
-            return "deleted" if context.intent.tombstones.get(held.lora_id) == held.digest else None
-        if adapter.is_deleting:
+            return "deleted" if context.intent.is_deleted(lora_id_of_held(held), held.digest) else None
+        if adapter.is_deleting or context.intent.is_deleted(held.lora_id, held.digest):
             return "deleted"
         if not worker.can_serve(adapter.base_model):
             return f"of {adapter.base_model!r}, which this worker does not serve"
