@@ -67,7 +67,7 @@ class WorkerListener:
     learning: set[asyncio.Task[None]] = field(default_factory=set)
 
     def on_report(self, replica: Replica, metadata: Metadata) -> None:
-        """Apply a report to load, metrics and feeds; fetch the tokenizer of an engine that was not probed."""
+        """Apply a report to load, metrics and feeds; a task fetches the tokenizer of a ready, unprobed engine."""
         self.load.apply_report(replica)
         self.metrics.prefill_rate.labels(replica.id).set(replica.report.prefill_tokens_per_s)
         self.metrics.decode_rate.labels(replica.id).set(replica.report.decode_tokens_per_s)

@@ -89,7 +89,10 @@ async def run_services(
 
 
 def _on_task_end(services: Services, task: asyncio.Task[None]) -> None:
-    """Stop the router when a background task ends early: without it, the router would serve an outdated fleet."""
+    """When a background task ends early: log it, mark the router as failed and send it SIGTERM.
+
+    Without the task, the router would serve an outdated fleet. Does nothing for a cancelled task.
+    """
     if task.cancelled():
         return
     services.has_failed = True

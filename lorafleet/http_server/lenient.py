@@ -18,6 +18,7 @@ class Lenient:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to the app without trailing slashes. A HEAD goes as GET, and only its head is answered."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

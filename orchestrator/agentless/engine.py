@@ -103,7 +103,10 @@ class AgentlessEngineDriver:
         self._logged_refusal = ""
 
     async def metadata(self) -> Metadata:
-        """The engine's report, with digests, slots and drain state. Raises OSError, ValueError, httpx.HTTPError."""
+        """The engine's report, with digests, slots and drain state. Raises OSError, ValueError, httpx.HTTPError.
+
+        Asks the engine; logs a new refusal of adapters.
+        """
         report = await self._engine.report()
         loaded = tuple(
             lora.model_copy(update={"digest": self._known_digest(lora)}) for lora in report.lora.loaded_loras
@@ -188,13 +191,16 @@ class AgentlessEngineDriver:
         return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
 
     async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
-        """Report the engine as draining, so that routers send it nothing new. The engine itself does not drain."""
+        """Report the engine as draining, so that routers send it nothing new. The engine itself does not drain.
+
+        Raises as `metadata`.
+        """
         self._is_draining = True
         load = (await self.metadata()).load
         return DrainAnswer(is_drained=not load.running + load.waiting, running=load.running, waiting=load.waiting)
 
     async def undrain(self, _ask: UndrainRequest, _epoch: int) -> Metadata:
-        """End draining, so that the engine is reported as ready again; returns its new report."""
+        """End draining, so that the engine is reported as ready again; returns its new report. Raises as `metadata`."""
         self._is_draining = False
         return await self.metadata()
 

@@ -70,7 +70,10 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
         await forever(partial(self.report_once, on_report), name="plain", every_s=self._every_s)
 
     async def report_once(self, on_report: Callable[[Metadata], object]) -> None:
-        """Report each listed engine that answers; drop an unlisted one once it no longer answers."""
+        """Ask each listed engine, and report those that answer; drop an unlisted one once it no longer answers.
+
+        A new or changed engine gets a new driver.
+        """
         listed = {worker.id: worker for worker in self._workers()}
         # An engine that is not listed any more is kept while it answers.
         for worker in listed.values():

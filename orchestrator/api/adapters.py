@@ -81,7 +81,10 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         actor: Actor,
         dry_run: Annotated[bool, Query(description="fetch and verify the adapter without registering it")] = False,
     ) -> AdapterItem:
-        """Register an adapter: 201; the same body again: 200; another source, digest or base model: 409 `immutable`."""
+        """Register an adapter: 201; the same body again: 200; another source, digest or base model: 409 `immutable`.
+
+        A new source is first checked with workers that may read it. A dry run inspects it only: 200.
+        """
         if dry_run:
             response.status_code = 200
             return await _dry_run(spec, registry, reconciler, views)

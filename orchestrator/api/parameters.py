@@ -22,7 +22,10 @@ IfMatch = Annotated[str | None, Header(description="ETag that this change is bas
 
 
 def page_after(rows: Sequence[str], limit: int, cursor: str | None) -> tuple[Sequence[str], str | None]:
-    """The next page of sorted rows, and its cursor. A cursor is a row, so pages stay right while rows come and go."""
+    """The next page of sorted rows, and its cursor: its last row, or None at the end.
+
+    A cursor is a row, so pages stay right while rows come and go.
+    """
     start = 0 if cursor is None else bisect_right(rows, cursor)
     found = list(rows[start : start + limit])
     return found, found[-1] if found and start + limit < len(rows) else None

@@ -293,7 +293,10 @@ class ConfigMapBackend:
                 self.tables.remembered = kept | reloaded
 
     def recreate_object(self, table: str, key: str) -> None:
-        """Create the row's object again: it is gone, and no deletion was seen."""
+        """Have the row's object created again: it is gone, and no deletion was seen.
+
+        Written by the next write of the row.
+        """
         self.rendering.unwritten.add((table, key))
 
     def mark_lost(self, name: str) -> None:
@@ -381,7 +384,10 @@ class ConfigMapBackend:
             self.writer.mark_dirty([key], is_promised=False)
 
     def _restore_row(self, table: Any, key: str, again_s: float) -> None:
-        """Set the row to what its object holds, and check the object again after `again_s` seconds."""
+        """Set the row to what its object holds, mark it as undone, and check the object again after `again_s` seconds.
+
+        Without an object the row is deleted. An alias takes its rollout along.
+        """
         name = self.tables.object_name(table, key)
         stands = row_in_record(self.mirror.accepted_record(name))
         is_there = stands is not None and stands[:2] == (table, key)

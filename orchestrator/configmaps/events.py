@@ -53,7 +53,7 @@ class KubeEvents:
             self._waiting.put_nowait(self._event_object(about, event_hash, reason, message))
 
     async def run(self) -> None:
-        """Send queued Events until cancelled."""
+        """Send queued Events until cancelled. One that cannot be sent is logged and dropped."""
         while True:
             event = await self._waiting.get()
             try:

@@ -53,7 +53,7 @@ class FailureStatuses:
                 self._clear_failure(lora_id)
 
     def _begin_term(self) -> None:
-        """Begin a term: read the failures that the objects show already."""
+        """Begin a term: replace the shown failures by those that the objects show already, and keep their statuses."""
         self._term = self._backend.rendering.term_mark
         self._shown_reasons.clear()
         for lora_id in self._adapters():

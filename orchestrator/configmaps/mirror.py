@@ -139,7 +139,10 @@ class ConfigMapMirror:
                 del self._ours[name]
 
     def record_object(self, found: Json) -> None:
-        """Store the response to a write of ours or a read by name, unless the watch has shown a later state."""
+        """Store the response to a write of ours or a read by name, unless the watch has shown a later state.
+
+        The object is doubtful no longer.
+        """
         if version_of(found) < self.watched.get(name_of(found), 0):
             return  # the watch has already brought a later state
         name = name_of(found)

@@ -211,7 +211,10 @@ def parse_declared(found: Json, kind: str, model: type[M]) -> M:
 
 
 def differing_fields(found: Json, kind: str, text: str) -> list[str]:
-    """Changeable fields in which this text differs from the object's accepted text."""
+    """Changeable fields in which this text differs from the object's accepted text; [] if that is unreadable here.
+
+    Raises OrchestratorRequestError for an invalid `text`.
+    """
     try:
         present = parse_declared(found, kind, MODELS[kind])
     except OrchestratorRequestError:  # accepted by another version of lorafleet

@@ -84,7 +84,7 @@ class ObjectRendering:
     statuses: dict[str, str] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Forget all acceptances, deletions and statuses; the tables stay."""
+        """Forget all acceptances, deletions, unwritten and lost objects, and statuses; the tables stay."""
         self.accepting.clear()
         self.deleting.clear()
         self.unwritten.clear()
@@ -92,7 +92,10 @@ class ObjectRendering:
         self.statuses.clear()
 
     def mark_deleted(self, table: str, key: str) -> None:
-        """Mark a row's object for deletion, and drop the row's object name and memory."""
+        """Mark a row's object for deletion, and drop the row's object name and memory.
+
+        An object that is gone, lost or of another row is not deleted.
+        """
         name, row = self.tables.object_name(table, key), (table, key)
         found = self.mirror.objects.get(name)
         if found is not None and name not in self.lost and self._is_object_of(found, row):
@@ -209,7 +212,7 @@ class ObjectRendering:
         return wish
 
     def _render_adapter(self, lora_id: str) -> DesiredObject | None:
-        """The object of an adapter, or its deletion; None: nothing to write."""
+        """The object of an adapter, or its deletion; None: nothing to write. Raises StateConflict."""
         adapter = self.tables.adapters.get(lora_id)
         if adapter is None:
             return self.pending_deletion("adapters", lora_id)
@@ -231,7 +234,7 @@ class ObjectRendering:
         )
 
     def _render_alias(self, alias: str) -> DesiredObject | None:
-        """The object of an alias with its rollout, or its deletion; None: nothing to write."""
+        """The object of an alias with its rollout, or its deletion; None: nothing to write. Raises StateConflict."""
         targets, rollout = self.tables.aliases.get(alias), self.tables.rollouts.get(alias)
         if targets is None:
             return self.pending_deletion("aliases", alias)
@@ -252,7 +255,7 @@ class ObjectRendering:
         )
 
     def _render_policy(self) -> DesiredObject | None:
-        """The object of the global policy; None: nothing to write."""
+        """The object of the global policy; None: nothing to write. Raises StateConflict."""
         rules = self.tables.policy.get("", PlacementPolicy())
         name = self.tables.object_name("policy", "")
         record = self.mirror.accepted_record(name)

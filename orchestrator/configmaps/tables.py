@@ -155,7 +155,10 @@ def counters_in_object(found: Json | None) -> dict[str, int]:
 
 
 def remembered_in_object(found: Json | None) -> dict[str, RememberedAdapter]:
-    """The adapters that a shard's object remembers; none from a copied or restored object, whose uid differs."""
+    """The adapters that a shard's object remembers; none from a copied or restored object, whose uid differs.
+
+    Raises StoreError for unreadable data.
+    """
     data: Mapping[str, str] = (found or {}).get("data") or {}
     if found is None or data.get("uid") != uid_of(found):
         return {}

@@ -186,7 +186,10 @@ class ObjectWriter:
                 self._work = None
 
     async def _write_and_settle(self, key: WriteKey, pending: list[_PendingWrite]) -> None:
-        """Write one key within `give_up_s`, call `on_written` or `on_refused`, and wake callers that wait for it."""
+        """Write one key within `give_up_s`, call `on_written` or `on_refused`, and wake callers that wait for it.
+
+        A failure is logged, not raised.
+        """
         error: OrchestratorError | None = None
         try:
             async with self._gate, asyncio.timeout(self._give_up_s):

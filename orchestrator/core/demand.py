@@ -308,7 +308,10 @@ class DemandBook:
         )
 
     def _backlog(self, now: float) -> dict[str, float]:
-        """lora_id -> seconds of engine work queued in routers: requests times the adapter's mean work per request."""
+        """lora_id -> seconds of engine work queued in routers: requests times the adapter's mean work per request.
+
+        An adapter without a mean of its own gets that of all.
+        """
         waiting: dict[str, int] = {}
         for router in self.live_routers(now):
             for lora_id, count in router.waiting.items():

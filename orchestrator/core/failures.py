@@ -84,7 +84,7 @@ class FailureBook:
         self._drop_failure(pair)
 
     def forget_adapter(self, lora_id: str) -> None:
-        """Drop all failures of the adapter, so that it may be loaded anywhere again."""
+        """Drop all failures and streaks of the adapter, so that it may be loaded anywhere again."""
         for pair in self._of.pop(lora_id, {}):
             del self.by_pair[pair]
         self._streaks = {pair: row for pair, row in self._streaks.items() if pair[0] != lora_id}
@@ -112,7 +112,7 @@ class FailureBook:
         return sum(failure.until > now for failure in self._of.get(lora_id, {}).values())
 
     def fleet_failure(self, lora_id: str, now: float) -> AdapterFailure | None:
-        """The adapter's failure that blocks every worker now, if any."""
+        """The adapter's failure that blocks every worker now, or None."""
         failure = self.by_pair.get((lora_id, ANYWHERE))
         return failure if failure is not None and failure.until > now else None
 

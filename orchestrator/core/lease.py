@@ -109,7 +109,7 @@ class LeaseCandidate:
         return 0.0 if other is None else self._seen_at + other.duration_s - now
 
     def other_holder(self, now: float) -> LeaseRecord | None:
-        """The record of another process that holds the lease, as far as known."""
+        """The unreleased, unexpired record of another process that holds the lease, as far as known; else None."""
         seen = self.last_seen
         if seen is None or seen.holder == self.own_record.holder or seen.is_released:
             return None

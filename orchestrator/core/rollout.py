@@ -276,7 +276,10 @@ def rollout_json(rollout: Rollout) -> dict[str, Any]:
 
 
 def _advance_placing(rollout: Rollout, seen: RolloutObservation, now: float) -> tuple[Rollout, Targets | None]:
-    """The rollout and the targets to shift to once its replicas are ready; failed when they take too long."""
+    """The rollout and the targets to shift to once its replicas are ready; failed when they take too long.
+
+    No targets (None) while it is paused or waits for replicas. A shift counts requests anew.
+    """
     lacks = missing_by_adapter(rollout, seen)
     if rollout.paused_at is not None:
         return rollout, None
@@ -311,7 +314,7 @@ def _advance_watching(rollout: Rollout, seen: RolloutObservation, now: float) ->
 
 
 def _unusable_reason(rollout: Rollout, seen: RolloutObservation) -> str | None:
-    """Why a new target cannot be used. Routers refuse its requests themselves, so no error count would show it."""
+    """Why a new target cannot be used, or None. Routers refuse its requests, so no error count would show it."""
     for lora_id in _traffic_shares(rollout.after):
         if lora_id in seen.unusable:
             return f"{lora_id} cannot be used: {seen.unusable[lora_id]}"
@@ -327,7 +330,7 @@ def _regression_so_far(rollout: Rollout) -> str | None:
 
 
 def _rolled_back(rollout: Rollout, why: str, now: float) -> tuple[Rollout, Targets | None]:
-    """The rollout, ended for this reason, and the old targets where the alias has shifted already."""
+    """The rollout, ended for this reason, and the old targets where the alias has shifted already, else None."""
     has_shifted = rollout.phase == "watching" or rollout.step > 0
     phase: Phase = "rolled_back" if has_shifted else "failed"
     ended = replace(rollout, phase=phase, reason=why, since=now, paused_at=None)

@@ -107,12 +107,15 @@ class FileLease:
         return self._path.with_name(f"{self._path.name}.{holder}")
 
     def _read(self) -> LeaseRecord | None:
-        """The record in the file; None when there is none."""
+        """The record in the file; None when there is none. Blocking; raises LeaseUnreachable."""
         with self._open_file() as db:
             return _read_record(db)
 
     def _write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Store `new` if the record is still `seen`; after a takeover, remove the lock files of dead processes."""
+        """Store `new` if the record is still `seen`; false if not. Blocking; raises LeaseUnreachable.
+
+        After a takeover, removes the lock files of dead processes.
+        """
         with self._open_file() as db:
             db.execute("BEGIN IMMEDIATE")
             if _read_record(db) != seen:

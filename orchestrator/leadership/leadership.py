@@ -94,7 +94,7 @@ class Leadership:
 
     @property
     def leader_url(self) -> str | None:
-        """URL of the leader, as far as known; ours when we lead."""
+        """URL of the leader, as far as known, else None; ours when we lead."""
         other = self.other_holder
         return self._candidate.own_record.url if self.is_leading else other.url if other is not None else None
 
@@ -236,7 +236,7 @@ class Leadership:
             self._end_term("the lease was not renewed in time, or another process has it")
 
     def _end_term(self, reason: str) -> None:
-        """End the term and call `on_end`."""
+        """End the term, log the reason, and call `on_end`."""
         self._is_term = False
         log.warning("not leading any more", holder=self.holder, reason=reason)
         self.on_end()

@@ -268,7 +268,10 @@ class ActionRunner:
         return any(observed.current_failure(action.lora_id, worker.id, now) is None for worker in ready)
 
     async def _inspect(self, action: WorkerAction) -> None:
-        """Let the worker inspect the adapter; store the results and emit an event if the adapter has not changed."""
+        """Let the worker inspect the adapter; store the results and emit an event if the adapter has not changed.
+
+        Raises WorkerFailed, InvalidAdapter, LeaseLost.
+        """
         adapter = self._store.adapters[action.lora_id]
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
@@ -427,7 +430,10 @@ class ActionRunner:
             self._catalog.emit_event("worker_draining", worker_id=action.worker_id)
 
     def _mark_draining(self, action: WorkerAction) -> None:
-        """Begin a drain: refreshes the catalog, which forbids new requests for the adapter on the worker."""
+        """Begin and count a drain: refreshes the catalog, which forbids new requests for the adapter on the worker.
+
+        Raises WorkerFailed if the worker does not report the adapter.
+        """
         now, pair = self._clock(), (action.lora_id, action.worker_id)
         mark = AdapterDrain(
             lora_id=action.lora_id,

@@ -120,7 +120,7 @@ class CatalogBook:
                 self.emit_event("alias_changed", message=name)
 
     def catalog_json(self) -> tuple[int, bytes]:
-        """The revision, and the catalog as JSON, which is rendered once a revision."""
+        """The revision, and the catalog as JSON, which is rendered once a revision and kept."""
         if self._body[0] != self.revision:
             catalog = Catalog(
                 revision=self.revision,

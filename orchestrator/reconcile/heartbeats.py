@@ -151,9 +151,9 @@ class HeartbeatMonitor:
             log.info("worker forgotten", worker_id=worker_id)
 
     def _apply_change(self, worker_id: str, change: ReportChange) -> None:
-        """Request a pass where the change calls for one, and ask for the replicas that were lost one more copy.
+        """Request a pass where the change calls for one, and one more replica of each adapter that was lost.
 
-        Adapters being deleted or drained there are left out.
+        Adapters being deleted or drained there are left out. Each loss is logged.
         """
         now = self._clock()
         for lora_id in change.vanished:
@@ -169,7 +169,10 @@ class HeartbeatMonitor:
             self._request_pass()
 
     async def _probe_worker(self, worker_id: str) -> None:
-        """Ask the agent and, if it is slow or silent, the engine; record the report, or judge the worker without it."""
+        """Ask the agent and, if it is slow or silent, the engine; record the report, or judge the worker without it.
+
+        Does nothing for a worker that has been dropped.
+        """
         entry = self._reports.workers.get(worker_id)
         if entry is None:
             return  # dropped in the pass that started this probe
@@ -199,7 +202,7 @@ class HeartbeatMonitor:
                     task.cancel()
 
     def _on_other_worker(self, worker_id: str, entry: KnownWorker, fresh: Metadata) -> None:
-        """Mark a worker as lost whose URLs now belong to another worker: a reused address, or a new name.
+        """Mark, and log, a worker as lost whose URLs now belong to another worker: a reused address, or a new name.
 
         Not before it has been silent for `lost_after_s`. Adapters are requested again unless the engine is the same.
         """
@@ -215,7 +218,10 @@ class HeartbeatMonitor:
     async def _judge_by_engine(
         self, worker_id: str, entry: KnownWorker, engine: "asyncio.Task[frozenset[str] | None]"
     ) -> None:
-        """Mark the worker as unmanaged if its engine answers; as lost if it does not and the silence is long enough."""
+        """Mark the worker as unmanaged if its engine answers; as lost if it does not and the silence is long enough.
+
+        Not if the worker has reported meanwhile. A loss is logged.
+        """
         try:
             models = await engine
         except WorkerFailed:

@@ -62,7 +62,10 @@ class KubeWorkerFinder:
         return [worker for worker in self._slices.workers.values() if worker.agent_url is None]
 
     def _on_slices(self) -> None:
-        """Pass changed EndpointSlices to the reports, and request a pass and a round of asking agents."""
+        """Pass changed EndpointSlices to the reports, and request a pass if they differ, and a round of asking agents.
+
+        Own names of workers that are no longer listed are forgotten.
+        """
         listed = {(worker.id, worker.agent_url or "") for worker in self._slices.workers.values()}
         self._own_names = {key: name for key, name in self._own_names.items() if key in listed}
         if self._reports.set_kube_workers(self._workers_by_name()):

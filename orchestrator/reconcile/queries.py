@@ -126,7 +126,7 @@ class FleetQueries:
         )
 
     def adapter_states(self) -> dict[str, tuple[str, str | None]]:
-        """lora_id -> (adapter state, error), for all registered adapters at once."""
+        """lora_id -> (adapter state, last error or None), for all registered adapters at once."""
         operations, ready = self._operations, self.ready_workers_by_adapter()
         loading = {lora_id for lora_id, _ in operations.loading}
         troubled = operations.failures.failed_ids | self.last_pass.desired.unplaced.keys()

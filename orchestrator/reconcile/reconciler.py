@@ -180,7 +180,10 @@ class Reconciler:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run passes until cancelled. A pass that raises is logged and delays the next one."""
+        """Run passes until cancelled, when one is requested or due.
+
+        A pass that raises is logged and delays the next one.
+        """
         wait_s = 0.0
         while True:
             try:
@@ -371,7 +374,7 @@ class Reconciler:
             self.request_pass()
 
     def _finish_deletions(self) -> None:
-        """Drop deleted adapters that no worker holds, with their demand, failures and metrics."""
+        """Drop and log deleted adapters that no worker holds or inspects, with their demand, failures and metrics."""
         deleting = [adapter for adapter in self.store.adapters.values() if adapter.is_deleting]
         if not deleting:
             return

@@ -225,7 +225,10 @@ class RolloutController:
             self._advance_by(rollout, seen)
 
     def _advance_by(self, rollout: Rollout, seen: RolloutObservation) -> None:
-        """Advance the rollout as far as this observation allows, and store its progress."""
+        """Advance the rollout as far as this observation allows, maybe several steps, and store its progress.
+
+        Counts within a step are kept in memory only.
+        """
         observation = seen
         while True:
             after, targets = advance(rollout, observation, self._wall())

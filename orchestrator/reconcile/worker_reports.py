@@ -293,7 +293,10 @@ class WorkerReports:
         }
 
     def _age_s(self, lora: LoadedLora) -> float:
-        """Seconds since the adapter was loaded, by the agent's clock: an error only shifts its eviction."""
+        """Seconds since the adapter was loaded, by the agent's clock; 0.0 if unknown.
+
+        An error only shifts its eviction.
+        """
         try:
             loaded_at = datetime.fromisoformat(lora.loaded_at or "")
         except ValueError:

@@ -344,7 +344,10 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """Bring the schema up to date in one transaction; two orchestrators may start on one new file together."""
+    """Bring the schema up to date in one transaction; two orchestrators may start on one new file together.
+
+    Does nothing if it is.
+    """
     if _schema_version(db) == SCHEMA:
         return
     db.execute("BEGIN IMMEDIATE")

@@ -210,7 +210,10 @@ class IntentStore:
         return True
 
     def drop_adapter(self, lora_id: str) -> None:
-        """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it."""
+        """Delete the adapter and leave a tombstone, so that a worker that comes back with it unloads it.
+
+        Without a known digest there is no tombstone.
+        """
         with self.together():
             adapter = self.adapters.pop(lora_id)
             self._queue_change("adapters", lora_id, None)
@@ -243,7 +246,7 @@ class IntentStore:
             self.record("adapter_deleted", lora_id, {"digest": digest}, actor)
 
     def absorb(self, change: StoreChange) -> None:
-        """Take a change of an earlier leader into memory; the backend has it already."""
+        """Take a change of an earlier leader into memory, and count it as a write; the backend has it already."""
         match change.value:
             case RegisteredAdapter() as adapter:
                 self.adapters[change.key] = adapter

@@ -76,7 +76,7 @@ def control_routes(services: Services, processes: WorkerProcesses | None = None)
 
     @api.get("/v1/models")
     async def models(caller: infers) -> Response:
-        """Base models, adapters and aliases that the caller may use."""
+        """Base models, adapters and aliases that the caller may use; 503 before a first catalog."""
         cards = list(_cards(await _fleet(services), caller).values())
         # Python's own encoder takes twice as long for ten thousand cards as making them.
         whole = msgspec.json.encode({"object": "list", "data": cards})

@@ -124,7 +124,7 @@ def _session_claim(alias: str, session: str, lora_id: str, weight: float) -> flo
 
 
 def _split_model(fleet: RouterFleet, visible: Visible, model: str) -> tuple[str | None, str]:
-    """`base:adapter` -> (base, adapter); base names may hold colons themselves, lora_ids never do."""
+    """`base:adapter` -> (base, adapter), else (None, model). Base names may hold colons, lora_ids never do."""
     base, colon, name = model.rpartition(":")
     if colon and _is_base(fleet, visible, base):
         return base, name

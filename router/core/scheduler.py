@@ -77,7 +77,10 @@ class Scheduler:
         )
 
     def decide(self, hashed: HashedRequest, now: float) -> Decision:
-        """Decide where this request would go now, behind the queue; sends and queues nothing. Raises NoReplica."""
+        """Decide where this request would go now, behind the queue; sends and queues nothing. Raises NoReplica.
+
+        Takes the next turn number of its adapter and a random seed.
+        """
         return self._decide(hashed, self.match(hashed), self.queue.backlog, now)
 
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
@@ -172,7 +175,7 @@ class Scheduler:
             self.on_shadow(ShadowComparison(policy.name, is_same, shadow.score.cost_s, decision.score.cost_s))
 
     def _same_incarnation(self, replica: Replica) -> Replica | None:
-        """The replica as it is now, if its incarnation is still the same."""
+        """The replica as it is now, if its incarnation is still the same; else None."""
         same = (r for r in self.roster(replica.base_model).replicas if r.incarnation == replica.incarnation)
         return next(same, None)
 
@@ -192,7 +195,7 @@ class Scheduler:
         return in_flight > 0 and in_flight + decision.request.prompt_tokens > self.most_in_flight_tokens
 
     def _decide_queued(self, queued: QueuedRequest, backlog: Mapping[WorkerId, float], now: float) -> Decision:
-        """Decide a queued request; its prefix match is kept for a moment and reused."""
+        """Decide a queued request; its prefix match is kept on it for a moment and reused. Raises NoReplica."""
         if queued.matched is None or now - queued.matched[1] > _MATCH_KEPT_S:
             queued.matched = self.match(queued.hashed), now
         return self._decide(queued.hashed, queued.matched[0], backlog, now)

@@ -211,7 +211,7 @@ class Discovery:
         return bool(self._url) and not self._is_orchestrator_away
 
     async def refresh_catalog(self) -> bool:
-        """Read the catalog again, and wait for it; whether a catalog requested after this call is now in force.
+        """Wake the catalog's polling, and wait for it; whether a catalog requested after this call is now in force.
 
         Such a catalog has everything that was registered before the request came. False if the orchestrator is
         unreachable or does not answer soon.
@@ -227,7 +227,7 @@ class Discovery:
         return self._catalog_asked_at >= asked_at
 
     def _schedule_catalog_read(self, now: float) -> None:
-        """Wake the polling of the catalog as soon as the spacing between reads allows."""
+        """Wake the polling of the catalog now, or by one timer as soon as the spacing between reads allows."""
         wait_s = self._catalog_read_began_at + _CATALOG_READ_SPACING_S - now
         if wait_s <= 0:
             self._catalog_wake.set()
@@ -302,7 +302,10 @@ class Discovery:
         self.confirmed_at = self.clock()
 
     async def _follow_catalog_events(self) -> None:
-        """Wake the polling of the catalog at each of the orchestrator's events, until the stream ends."""
+        """Wake the polling of the catalog at each of the orchestrator's events, until the stream ends.
+
+        Raises FetchRefused.
+        """
         await self._follow_events(self._url, f"/v1/events?since={self._catalog.revision}", self._catalog_wake)
 
     async def _follow_events(self, url: str, path: str, wake: asyncio.Event) -> None:
@@ -380,7 +383,10 @@ class Discovery:
         return followed.url not in followed.source.addresses and not followed.is_answering
 
     def _start_following(self, worker: WorkerSource) -> None:
-        """Start polling a worker at its first address, in place of any other address. Its requests run on."""
+        """Start polling a worker at its first address, in place of any other address. Its requests run on.
+
+        Starts its tasks: one polls the report, one follows the agent's events if it has an agent.
+        """
         if worker.id in self.followed:
             self._cancel_following(worker.id)
         followed = FollowedWorker(worker, worker.addresses[0], asyncio.Event())
@@ -397,11 +403,11 @@ class Discovery:
         self.followed[worker.id] = followed
 
         async def poll() -> None:
-            """Poll this worker once."""
+            """Poll this worker once; raises what the read raises."""
             await self._poll_worker(followed)
 
         async def listen() -> None:
-            """Wake the worker's polling at each event of its agent."""
+            """Wake the worker's polling at each event of its agent, until the stream ends. Raises FetchRefused."""
             await self._follow_events(followed.url, "/v1/events", followed.wake)
 
         loops = [self._repeat(poll, "metadata", self._metadata_poll_s, followed.wake, worker=worker.id)]
@@ -529,7 +535,7 @@ class Discovery:
         self.changes.notify()
 
     def _replica_of(self, followed: FollowedWorker, metadata: Metadata) -> Replica:
-        """A worker's replica, built again only if its report or state has changed."""
+        """A worker's replica, built again, and kept, only if its report, state or drains have changed."""
         is_silent = self.clock() - followed.heard_at > self._unreachable_after_s
         state = replica_state(followed, metadata, is_silent=is_silent)
         is_ending, draining = followed.source.is_ending, self._draining.get(followed.source.id, frozenset())

@@ -36,7 +36,7 @@ class UseCounts:
     def record_end(
         self, work_s: float, output_tokens: int, first_token_s: float | None, now: float, is_error: bool
     ) -> None:
-        """Count one ended request; `first_token_s` is None if no first token was seen."""
+        """Add one ended request to the sums; `first_token_s` is None if no first token was seen."""
         self.ended_at = now
         self.work_s += work_s
         self.output_tokens += output_tokens

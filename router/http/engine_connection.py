@@ -152,7 +152,7 @@ class EngineConnection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last answer, so that the next one can be parsed."""
+        """Forget the last answer and `longer`, so that the next one can be parsed."""
         self._status = 0
         self._has_head = self._new_head = self._interim = self._complete = False
         self._framed = self._keep = False
@@ -176,7 +176,7 @@ class EngineConnection(asyncio.Protocol):
         outbox.write(self.transport, request, self.loop)
 
     def pause(self) -> None:
-        """Stop reading; at most one read's bytes (256 KiB) still come."""
+        """Stop reading, and note since when; at most one read's bytes (256 KiB) still come. Not if closed or paused."""
         if self._paused_at is None and not self.is_closed:
             self._paused_at = self.loop.time()
             self.transport.pause_reading()
@@ -230,7 +230,7 @@ class EngineConnection(asyncio.Protocol):
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Connected: enter the pool, or abort where it was closed meanwhile."""
+        """Connected: keep the transport and enter the pool, or abort where it was closed meanwhile."""
         self.transport = transport
         if self.is_closed:
             transport.abort()  # closed while it was connecting
@@ -238,13 +238,16 @@ class EngineConnection(asyncio.Protocol):
             self._pool.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed: lose the request on it."""
+        """The connection is closed: lose the request on it, and drop the parser."""
         self.lose("no_answer", "the engine closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
         # A reference cycle: the parser holds methods of this object.
         self._parser = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
-        """The engine has closed its half: this ends an answer without a length; otherwise lose the request."""
+        """The engine has closed its half: this ends an answer without a length; otherwise lose the request.
+
+        Such a connection is not reused.
+        """
         if self.sink is not None and self._has_head and not self._framed and not self._complete:
             self._complete, self._odd = True, True
             self._finish()
@@ -318,7 +321,7 @@ class EngineConnection(asyncio.Protocol):
         sink.end()
 
     def lose(self, reason: str, message: str) -> None:
-        """Close the connection, and report the loss to its sink."""
+        """Close the connection, and report the loss to its sink, if it serves one."""
         sink = self.sink
         self.close()
         if sink is not None:
@@ -351,7 +354,10 @@ class EngineConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head of an answer is complete: keep status and headers. Raises HttpParserError for bad framing."""
+        """The head of an answer is complete: keep status and headers. Raises HttpParserError for bad framing.
+
+        An interim (1xx) head is skipped.
+        """
         if self._complete:
             return
         parser = self._parser
@@ -379,7 +385,7 @@ class EngineConnection(asyncio.Protocol):
         self._has_head = self._new_head = True
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body for the sink."""
+        """Keep a piece of the body for the sink, and restart the count of bytes without body; not behind the end."""
         if not self._complete:
             self.read_bytes = 0
             self._bare_bytes = 0

@@ -87,7 +87,10 @@ class EnginePool:
         return None
 
     async def connect(self, origin: Origin) -> EngineConnection:
-        """Open a connection, ready for `send`. Raises EngineLost, "connection" or "no_descriptors"."""
+        """Open a connection within `connect_s`, ready for `send`.
+
+        Raises EngineLost, "connection" or "no_descriptors".
+        """
         loop = self._loop = asyncio.get_running_loop()
         self._require_open(origin)
         tls = self._tls_context() if origin.tls else None
@@ -114,7 +117,7 @@ class EnginePool:
                 connection.lose("hung", "the engine hangs")
 
     async def close(self) -> None:
-        """Close all connections: requests that wait for answers are lost."""
+        """Close all connections and the timer: requests that wait for answers are lost, and none is opened any more."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

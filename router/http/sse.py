@@ -72,7 +72,7 @@ class ModelRenamer:
         return chunk
 
     def end(self) -> bytes:
-        """The rest of a stream that ends without a blank line, renamed."""
+        """The kept rest of a stream that ends without a blank line, renamed; it is kept no longer."""
         left, self._held = self._held, b""
         return self.whole(left)
 

@@ -259,7 +259,7 @@ class WorkerFeed:
     def maintain(self) -> None:
         """Update the metrics, and act on the prediction accuracy; called once a second.
 
-        While it is degraded, repeated stores are expected, and a snapshot is taken again.
+        While it is degraded, repeated stores are expected, and a snapshot is dropped, so that it is taken again.
         """
         worker, now = self.source.worker, self._clock()
         for rank in self._engine:
@@ -287,7 +287,10 @@ class WorkerFeed:
     # --- the engine's own sockets --------------------------------------------------------------------------------
 
     def _follow_engine(self) -> None:
-        """Subscribe to the engine's sockets, one a rank. A failure is logged, and none is followed."""
+        """Subscribe to the engine's sockets, one a rank.
+
+        A failure is logged, ends all of them, and none is followed.
+        """
         source = self.source
         replays = source.replay if len(source.replay) == len(source.events) else ("",) * len(source.events)
         hub = self._feeds.hub()
@@ -419,8 +422,8 @@ class WorkerFeed:
     async def _take_snapshot(self) -> None:
         """Fetch the ledger's snapshot and replace the worker's blocks by it; ends following the engine.
 
-        Resets the prediction accuracy to exact, or degraded if the ledger is not whole.
-        Raises ValueError for a ledger of another kind.
+        Resets the prediction accuracy to exact, or degraded if the ledger is not whole. Other ranks than before are
+        forgotten first. Raises ValueError for a ledger of another kind, and what the fetch raises.
         """
         source = self.source
         self._asked_at = self._clock()

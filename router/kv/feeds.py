@@ -164,7 +164,10 @@ class KvFeeds:
     def record_served(
         self, worker: WorkerId, hashes: Sequence[BlockHash], *, began_at: float, now: float
     ) -> PredictedCache | None:
-        """Record a prompt's first token: at a worker without KV events its blocks count as cached from now on."""
+        """Record a prompt's first token: at a worker without KV events its blocks count as cached from now on.
+
+        Returns the predicted hit; None for other workers.
+        """
         estimated = self._estimated.get(worker)
         if estimated is None or not hashes:
             return None
@@ -241,7 +244,7 @@ class KvFeeds:
             self._hub = None
 
     def hub(self) -> SubscriberHub:
-        """The engines' sockets; opened at the first call."""
+        """The engines' sockets; made at the first call and kept."""
         if self._hub is None:
             self._hub = SubscriberHub(tail_poll_s=self.tail_poll_s)
         return self._hub

@@ -204,7 +204,7 @@ def run(
 def _claim_port(host: str, port: int, *, within_s: float) -> socket.socket:
     """Bind a socket to this port alone, so that a second parent is refused. Waits for a killed parent's processes.
 
-    Raises PortInUse.
+    Blocking; the wait is logged. Raises PortInUse after it.
     """
     now = time.monotonic()
     until, serves_on_until = now + within_s, now + _ORPHANS_REACT_S
@@ -274,7 +274,10 @@ class _Supervisor:
         self._rng = random.Random()
 
     async def run(self) -> int:
-        """Run all processes until they are stopped; returns the exit status."""
+        """Handle stop signals, and run all processes until they are stopped; returns the exit status.
+
+        That is 0 after a clean stop, 1 if a process failed, or the status of processes that never started.
+        """
         loop = asyncio.get_running_loop()
         for sig in signals.stop_signals():
             loop.add_signal_handler(sig, self._on_stop_signal, sig)
@@ -299,7 +302,10 @@ class _Supervisor:
         return not self._has_served and len(self._never_started) == self._processes
 
     async def _keep_slot_running(self, slot: int) -> None:
-        """Keep a process running in this slot until the parent stops. If no process can start, stop all."""
+        """Keep a process running in this slot until the parent stops: restart it after a pause that grows, and log it.
+
+        If no process can start, stop all.
+        """
         failures = 0
         while not self._stopping.is_set():
             began_at = time.monotonic()
@@ -384,7 +390,7 @@ class _Supervisor:
             await asyncio.gather(listening, stopping, return_exceptions=True)
 
     async def _wait_until_serving(self, lifeline: socket.socket) -> None:
-        """Wait until the process listens; the first one makes the port file be written."""
+        """Wait until the process listens. The first one marks the service as begun and writes the port file."""
         # A process that died early resets the connection.
         with contextlib.suppress(ConnectionError):
             if await asyncio.get_running_loop().sock_recv(lifeline, 1) == _SERVING and not self._has_served:
@@ -392,7 +398,7 @@ class _Supervisor:
                 self._write_port_file()
 
     async def _kill_if_late(self, process: asyncio.subprocess.Process) -> None:
-        """After a stop signal, kill the process if it does not end in time."""
+        """After a stop signal, kill the process if it does not end in time, and count the run as failed. Logged."""
         await self._stopping.wait()
         if await _is_set_within(self._forced, self._stop_s):
             await asyncio.sleep(self._forced_s)
@@ -401,7 +407,7 @@ class _Supervisor:
         _send_signal(process, signal.SIGKILL)
 
     def _write_port_file(self) -> None:
-        """Write the port file; stop all processes if that fails."""
+        """Write the port file, if one is set; a failure is logged and stops all processes."""
         if self._port_file is None:
             return
         try:

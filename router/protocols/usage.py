@@ -191,7 +191,7 @@ def _read_responses(body: bytes) -> EngineUsage | None:
 
 
 def _read_messages(body: bytes) -> EngineUsage | None:
-    """The usage in an answer of messages, or in its stream's last event with one.
+    """The usage in an answer of messages, or in its stream's last event with one; None without.
 
     Anthropic's input_tokens leaves out tokens read from and written to the cache; the prompt is the sum of all.
     """

@@ -116,7 +116,7 @@ class Background:
     def follow(
         self, response_id: str, engine: Incarnation, tenant: str, on_over: OnOver, *, shown_tokens: int = 0
     ) -> None:
-        """Follow a response until it ends; then give back the place that `enter` took and call `on_over`.
+        """Start a task that follows a response until it ends; then give back the place of `enter` and call `on_over`.
 
         At once if closed. `on_over` gets the usage (None: unknown) and shown tokens.
 

@@ -113,7 +113,7 @@ class ColdStarts:
         return self.held.size_bytes
 
     def resident(self, lora_id: str, excluded: Excluded = frozenset()) -> RoutableAdapter | None:
-        """The adapter if some replica reports its exact digest as ready and not as draining.
+        """The adapter if some replica reports its exact digest as ready and not as draining, else None.
 
         excluded  replicas that may not get this request: they do not count
         """

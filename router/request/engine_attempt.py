@@ -112,6 +112,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     def check(self) -> None:
         """Return where a decided attempt has the client's answer; `first` of an error gets OpenAI's envelope then.
 
+        Closes the connection where it raises because of the answer's status.
         raises  ReplicaUnreachable where another replica may do better, see `retry_reason` and core.failover.verdict
         """
         failure, request = self.failure, self._request
@@ -138,6 +139,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
         hidden: UsageFilter | None = None,
     ) -> None:
         """Relay the stream from its first byte on, and call `on_over` when it is over, perhaps at once.
+
+        The client's pauses then pause the engine's connection.
 
         hidden  see `relay`
         """
@@ -202,7 +205,7 @@ class EngineAttempt(msgspec.Struct, eq=False):
     # Called by the connection.
 
     def head(self, status: int, headers: Headers) -> None:
-        """Keep the status and headers; the answer is a stream where its content type says so."""
+        """Keep the status and headers; a 200 is a stream where one was asked for or its content type says so."""
         self.status = status
         self.content_type = content_type = headers.get(b"content-type", self.content_type)
         self.retry_after = headers.get(b"retry-after")
@@ -231,7 +234,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._fail("answer_too_large", f"no event within {MAX_EVENT_BYTES} bytes")
 
     def end(self) -> None:
-        """The body is complete: decide a whole answer, end a relay. A stream without an event is lost."""
+        """The body is complete: decide a whole answer, end a relay. A stream without an event is lost.
+
+        Lets go of the connection.
+        """
         self.connection = None
         if self._exchange is not None:
             self._end_relay()
@@ -244,7 +250,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
             self._decide()
 
     def lost(self, exc: EngineLost) -> None:
-        """The connection is lost: fail an undecided attempt, which may be stale; break off a relay."""
+        """The connection is lost: fail an undecided attempt, which may be stale; break off a relay.
+
+        Behind the last event the relay just ends.
+        """
         connection, self.connection = self.connection, None
         if self._has_ended:
             self._end_relay()
@@ -292,7 +301,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._decide()
 
     def _relay_chunk(self, data: bytes, rewriter: AnswerRewriter) -> None:
-        """Send the events that this chunk completes, and restart the deadline; end a relay that is broken or done."""
+        """Send the events that this chunk completes, and restart the deadline; end a relay that is broken or done.
+
+        A broken one closes the engine's connection.
+        """
         connection = self.connection
         if connection is not None:
             connection.last_data_at = now = connection.loop.time()
@@ -310,7 +322,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
                 self._end_behind_last_event(ready)
 
     def _end_behind_last_event(self, ready: bytes) -> None:
-        """End the relay behind the last event: an engine that does not end its body holds neither client nor quota."""
+        """End the relay behind the last event: an engine that does not end its body holds neither client nor quota.
+
+        Where a dialect may send more, only the deadline is shortened.
+        """
         connection = self.connection
         if connection is None:
             return
@@ -323,7 +338,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
             connection.deadline = connection.loop.time() + _LINGER_S
 
     def _send(self, ready: bytes) -> None:
-        """Send these events to the client, count them, and keep the last ones for `usage`; not without a client."""
+        """Send these events to the client, count them, keep the last ones for `usage`, and note a last event.
+
+        Nothing is sent without a client.
+        """
         exchange = self._exchange
         if not ready or exchange is None:
             return

@@ -165,7 +165,7 @@ def _is_quickly_read_batch(route: Route, body: bytes) -> bool:
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The value of Authorization; without one, Anthropic's `x-api-key` as a bearer key."""
+    """The value of Authorization; without one, Anthropic's `x-api-key` as a bearer key; None without either."""
     value = headers.get(b"authorization")
     if value is None:
         # The header of Anthropic's clients.

@@ -94,6 +94,7 @@ class RequestRun(msgspec.Struct, eq=False):
     async def reach_engine(self) -> None:
         """Run the stages up to an engine's answer, then in `attempt`, with retries. The client has got no part of it.
 
+        The results of the stages are set on this run. After deaths, one such request runs at a time on an engine.
         raises  RouterError
         """
         await self._resolve()
@@ -162,6 +163,7 @@ class RequestRun(msgspec.Struct, eq=False):
     def _prepare_stored_response(self, target: RequestTarget) -> None:
         """For a response that its engine will keep: take a background one's place, and find its predecessor's engine.
 
+        A request with a predecessor may go only to that engine, and does not wait for others.
         raises  Saturated, ResponseNotFound
         """
         if self.request.decoded.get("background"):

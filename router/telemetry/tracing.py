@@ -92,7 +92,10 @@ class Tracer:
         return Trace(method, path, received_at, trace_id=trace_id, parent_id=None, on_end=self._enqueue)
 
     async def close(self, within_s: float = _CLOSE_WITHIN_S) -> None:
-        """Send the ended traces, for at most `within_s`, end the thread and close the sender."""
+        """Send the ended traces, for at most `within_s`, end the thread and close the sender.
+
+        What is left is logged.
+        """
         self._closing = True
         self._wake.set()
         await asyncio.to_thread(self._thread.join, within_s)
@@ -141,6 +144,8 @@ def make_tracer(
     environment: Mapping[str, str] | None = None,
 ) -> Tracer | None:
     """A tracer, whose thread runs; None if no endpoint is configured or tracing is disabled.
+
+    Also None, with a warning, if only the environment names an endpoint and OpenTelemetry is not installed.
 
     endpoint  of an OTLP collector, such as http://127.0.0.1:4318; empty takes OTEL_EXPORTER_OTLP_ENDPOINT
     instance  this process's name, `service.instance.id`

@@ -74,7 +74,7 @@ class TokenizerAgreement:
                 engine.is_settled = False
 
     def forget(self, worker: WorkerId) -> str | None:
-        """Drop a worker that is gone; returns its base model."""
+        """Drop a worker that is gone; returns its base model, None if it was unknown."""
         engine = self._engines.pop(worker, None)
         return None if engine is None else engine.base_model
 

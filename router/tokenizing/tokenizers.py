@@ -257,7 +257,10 @@ class Tokenizers:
         return True
 
     def _update_outvoted(self, base_model: str) -> None:
-        """Update whether most engines of a base model disagree with our tokenizer; if so, let them be probed again."""
+        """Update whether most engines of a base model disagree with our tokenizer; if so, let them be probed again.
+
+        Logged when it begins. Without a tokenizer of our own it is not outvoted.
+        """
         local = self._local.get(base_model)
         if local is None or not self._agreement.is_outvoted(base_model, local.number):
             self._outvoted.discard(base_model)
@@ -297,6 +300,8 @@ class Tokenizers:
         max_model_len: int = 0,
     ) -> "Tokens | SlowTokens":
         """As `ids`, or a call that returns them, if a thread or the engine must be waited for. Caches new pieces.
+
+        NO_TOKENS if tokenizing is off or only the engine can know them. Errors here leave it to the engine.
 
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
         """
@@ -453,7 +458,10 @@ class Tokenizers:
         return agrees
 
     async def _tokenize_at_engine(self, body: Mapping[str, Any], base_model: str, engine_url: str) -> Tokens:
-        """POST a body to /tokenize for its ids; NO_TOKENS if that fails. A slow engine is not asked for 5 s."""
+        """POST a body to /tokenize for its ids; NO_TOKENS if that fails.
+
+        A slow engine is logged and not asked for 5 s.
+        """
         if any(body.get(name) is not None for name in _ENGINE_ONLY_FIELDS):
             return NO_TOKENS
         now = self._clock()

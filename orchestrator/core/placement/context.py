@@ -112,7 +112,7 @@ class PlacementContext:
                     self.holders.setdefault(held.lora_id, set()).add(worker.id)
 
     def _worker_loads(self) -> dict[str, float]:
-        """worker_id -> its part of the demand for what it holds."""
+        """worker_id -> its part of the demand for what it holds; 0.0 for a worker that holds nothing in demand."""
         found = dict.fromkeys(self.victims, 0.0)
         for lora_id in sorted(self.holders.keys() & self.weights.keys()):
             self._add_to_holders(lora_id, self.demand_weight(lora_id), found)
@@ -220,7 +220,10 @@ class PlacementContext:
         return sum(loads) / len(loads) if loads else 0.0
 
     def apply_load(self, load: PlannedLoad) -> None:
-        """Change the context as if the load were done and its victim gone; the demand of both is divided anew."""
+        """Change the context as if the load were done and its victim gone; the demand of both is divided anew.
+
+        Changes `holders`, `loads`, `loads_named`, and `free_slots` or `victims`.
+        """
         changed = [lora_id for lora_id in (load.lora_id, load.evict) if lora_id is not None]
         for lora_id in changed:
             self._add_to_holders(lora_id, -self.demand_weight(lora_id), self.loads)

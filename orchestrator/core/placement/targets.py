@@ -134,7 +134,10 @@ def _load_by_base_model(context: PlacementContext, weights: Mapping[str, float])
 def _demanded_replicas(
     context: PlacementContext, adapter: RegisteredAdapter, totals: Mapping[str | None, float], work: Mapping[str, float]
 ) -> float:
-    """Replicas that this work is worth, at most as many as can hold the adapter. `totals`: work by base model."""
+    """Replicas that this work is worth, at most as many as can hold the adapter; 0.0 without work.
+
+    totals  work by base model
+    """
     busy = work.get(adapter.lora_id, 0.0)
     if busy <= 0:
         return 0.0

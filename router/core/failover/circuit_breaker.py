@@ -164,7 +164,10 @@ class CircuitBreaker:
         return "open" if now < circuit.open_until else "half_open"
 
     def record_dispatch(self, replica: Replica, trial: TrialRequest, now: float) -> None:
-        """Record a request that is sent to a replica, as the trial of its half-open circuit, or despite an open one."""
+        """Record a request that is sent to a replica, as the trial of its half-open circuit, or despite an open one.
+
+        A dispatch despite an open circuit is counted in `ignored_circuits`. Does nothing where the circuit is closed.
+        """
         circuit = self._shut.get(replica.incarnation) if self._shut else None
         if circuit is None:
             return
@@ -179,7 +182,10 @@ class CircuitBreaker:
         return circuit is not None and circuit.trial is request
 
     def record_success(self, replica: Replica, now: float, sent_at: float = inf) -> None:
-        """Record an answer with a status below 400. Closes a circuit that opened before `sent_at`, or for silence."""
+        """Record an answer with a status below 400. Closes a circuit that opened before `sent_at`, or for silence.
+
+        Clears the failures in a row. Does nothing for an engine without recorded failures.
+        """
         # Circuits begin with a first failure: without any, a request that works pays for this check alone.
         circuit = self.circuits.get(replica.incarnation) if self.circuits else None
         if circuit is None:
@@ -307,7 +313,10 @@ class CircuitBreaker:
         return circuit.bad_share >= 2 * usual and ejected <= rules.eject_share * len(fleet)
 
     def _open(self, replica: Replica, circuit: _Circuit, why: str, now: float, rng: Random) -> None:
-        """Open a circuit, for longer at each opening in a row, and call `on_change`."""
+        """Open a circuit, for longer at each opening in a row, and call `on_change`.
+
+        Ends its trial. After a long closed time the openings are counted anew.
+        """
         rules = self.rules
         if not circuit.is_shut and now - circuit.changed_at > rules.most_open_s:
             circuit.openings = 0

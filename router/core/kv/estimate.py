@@ -55,6 +55,8 @@ class CacheEstimate:
     ) -> PredictedCache:
         """Record a prompt whose first token has arrived: its blocks are cached, and evict the longest unused ones.
 
+        Adds the blocks to the index; an unknown worker gets an entry.
+
         hashes       of the whole prompt
         began_at     when it was sent: blocks stored since then were no hit for it
         most_blocks  size of the engine's KV cache in blocks

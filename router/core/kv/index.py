@@ -284,9 +284,9 @@ class KvIndex:
         return True
 
     def _sweep_steps(self) -> Iterator[None]:
-        """Remove retired bits from every mask, one block a step, and free the bits at the end.
+        """Remove retired bits from every mask, stored and pending, one block a step, and free the bits at the end.
 
-        Blocks stored meanwhile need no visit, because retired bits are never set.
+        Begins a new table of shared masks. Blocks stored meanwhile need no visit, because retired bits are never set.
         """
         retired, self._retired = self._retired, []
         # Masks in use enter the new table here, or when they are stored.
@@ -315,7 +315,10 @@ class KvIndex:
     def _add(
         self, to: "_IndexedWorker | IndexDraft", hashes: Iterable[BlockHash], tier: Tier, *, is_chain: bool = False
     ) -> int:
-        """Store blocks for a worker or draft, and count them; returns how many were new. Clears the cached walk."""
+        """Store blocks for a worker or draft, and count them; returns how many were new.
+
+        Clears the cached walk. Notes whether any block is below the device.
+        """
         self._walked = _NO_WALK
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - self._tiers[tier].set(blocks, to.bit, is_chain=is_chain)
@@ -345,7 +348,10 @@ class KvIndex:
         self._retired.append(entry.bit)
 
     def _mark_pending(self, entry: _IndexedWorker, blocks: dict[BlockHash, int]) -> None:
-        """Mark blocks as pending; each comes with the worker's bit."""
+        """Mark blocks as pending for a worker; each comes with its bit.
+
+        Those pending there already are counted in its entry.
+        """
         pending = self._pending
         if pending.keys().isdisjoint(blocks):
             pending.update(blocks)

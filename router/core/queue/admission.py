@@ -77,14 +77,17 @@ class QueueUsage:
         return None
 
     def add(self, tenant: str, size_bytes: int) -> None:
-        """Count one more waiting request."""
+        """Count one more waiting request, with its bytes, for the tenant and in all."""
         own, own_bytes = self.tenants.get(tenant, (0, 0))
         self.tenants[tenant] = own + 1, own_bytes + size_bytes
         self.requests += 1
         self.size_bytes += size_bytes
 
     def remove(self, tenant: str, size_bytes: int) -> None:
-        """Count one waiting request less."""
+        """Count one waiting request less, with its bytes; a tenant without any is dropped.
+
+        Raises KeyError if it has none.
+        """
         own, own_bytes = self.tenants.pop(tenant)
         if own > 1:
             self.tenants[tenant] = own - 1, own_bytes - size_bytes

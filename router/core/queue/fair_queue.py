@@ -231,7 +231,10 @@ class FairQueue:
         return tenant, flow
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Take a request out of the queue. Safe to call twice."""
+        """Take a request out of the queue and its counts. Safe to call twice.
+
+        Idle flows are forgotten; once the queue is empty all tenants and the virtual time are.
+        """
         if not queued.is_waiting:
             return
         queued.is_waiting = False
@@ -508,7 +511,10 @@ class FairQueue:
         flow.served_s += work_s / queued.weight
 
     def _assign(self, queued: QueuedRequest, decision: Decision, *, is_behind_slot: bool) -> None:
-        """Put a queued request into the line of the decided replica, and add its work to the replica's backlog."""
+        """Put a queued request into the line of the decided replica, and add its work to the backlogs.
+
+        Those are of the replica, the tenant and the adapter. Sets the request's likely worker, work and slot need.
+        """
         worker = decision.replica.id
         queued.likely_worker, queued.work_s = worker, _work_s(decision)
         queued.wants_slot = is_behind_slot or decision.score.slot_s > 0
@@ -519,7 +525,10 @@ class FairQueue:
         tenant.flows[queued.adapter].waiting_s += queued.work_s
 
     def _unassign(self, queued: QueuedRequest) -> None:
-        """Take a queued request out of its replica's line, and its work out of the backlog. Safe to call twice."""
+        """Take a queued request out of its replica's line, and its work out of the backlogs. Safe to call twice.
+
+        Those are of the replica, the tenant and the adapter.
+        """
         worker = queued.likely_worker
         if worker is None:
             return

@@ -78,7 +78,7 @@ class _TokenBucket:
         return self.level
 
     def seconds_until(self, level: float, now: float) -> float:
-        """Seconds until the bucket reaches this level."""
+        """Seconds until the bucket reaches this level. Fills it up to now first."""
         return (level - self.fill(now)) * MINUTE_S / self.size
 
     def resize(self, size: float, now: float) -> None:
@@ -202,7 +202,7 @@ class Quotas:
         self._publish(account, now)
 
     def charge(self, granted: QuotaGrant, tokens: int, now: float) -> None:
-        """Charge further tokens to a grant: the prompt's, once it is tokenized.
+        """Charge further tokens to a grant: the prompt's, once it is tokenized. Reads and publishes the shared account.
 
         raises  RateLimited; none is charged then, and `settle` must still be called
         """
@@ -232,7 +232,10 @@ class Quotas:
         self._publish(account, now)
 
     def headers(self, granted: QuotaGrant, now: float) -> dict[str, str]:
-        """The x-ratelimit headers of the grant's key now, for the limits that it has."""
+        """The x-ratelimit headers of the grant's key now, for the limits that it has.
+
+        Reads other processes' use first.
+        """
         self._read_others(granted.account)
         return _headers(granted.account, now)
 

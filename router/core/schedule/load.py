@@ -139,7 +139,7 @@ class LoadBook:
     def remove(self, entry: LoadEntry, now: float, *, is_answered: bool = False) -> None:
         """Forget a request that ended, well or badly. An answered one updates the replica's usual request time.
 
-        Safe to call twice.
+        Takes it out of prefill and all counts. Safe to call twice.
         is_answered  its whole answer has just arrived, and `record_first_token` was not called for it
         """
         if entry.ended:
@@ -164,7 +164,10 @@ class LoadBook:
         book.remove(entry)
 
     def forget(self, worker: WorkerId) -> None:
-        """Drop a worker that is gone. Its requests may still be removed, without effect on a later worker's load."""
+        """Drop a worker that is gone, and the cached rosters.
+
+        Its requests may still be removed, without effect on later load.
+        """
         if self._books.pop(worker, None) is not None:
             self._rosters.clear()
 
@@ -197,7 +200,10 @@ class LoadBook:
         book.others_until = report.at + others_waiting * each_s if others_waiting else -inf
 
     def forget_report(self, worker: WorkerId) -> None:
-        """Forget a worker's last report, because its reports have stopped: other clients' work is unknown."""
+        """Forget a worker's last report, because its reports have stopped: other clients' work and KV use are unknown.
+
+        Marks its load as changed.
+        """
         book = self._books.get(worker)
         if book is not None:
             book.others_in_flight, book.others_until = 0, -inf

@@ -157,7 +157,10 @@ class LoadTable:
         self._without_slot: set[int] = set()
 
     def update(self, position: int, vector: LoadVector) -> None:
-        """Replace the load of the replica at a position."""
+        """Replace the load of the replica at a position.
+
+        Also updates who else works there, who rests, and who has no free slot.
+        """
         (
             busy_until, behind_s, others_until, in_prefill, in_decode, others, engine_names, slots_used, _, slot_at,
             full_s, _, kv_tokens, kv_free_tokens, _, placed,

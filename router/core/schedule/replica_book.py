@@ -124,14 +124,17 @@ class ReplicaBook:
     position: int = 0
 
     def mark_changed(self, now: float) -> None:
-        """Mark the load as changed, and add the sequences until now to the history; call before each change."""
+        """Mark the load as stale, and add the sequences until now to the history; call before each change."""
         self.stale.add(self.position)
         if now - self.noted_at >= _MOMENT_S:
             self.noted_at = now
             self.history.append((now, self.prefill_sequences, self.sequences))
 
     def add(self, entry: LoadEntry) -> None:
-        """Count one more request, in prefill; sets the end of its prefill that is expected (`expected_s`)."""
+        """Count one more request, in prefill; sets the end of its prefill that is expected (`expected_s`).
+
+        Adds its sequences, prefill seconds and tokens, and marks its adapter as used, and as fresh until reported.
+        """
         now, prefill_s, name, names = entry.began_at, entry.prefill_s, entry.engine_name, self.counts_by_name
         sequences = entry.sequences
         self.mark_changed(now)
@@ -171,7 +174,10 @@ class ReplicaBook:
             self.prefill_pace += _PACE_RETURN * (share - self.prefill_pace)
 
     def leave_prefill(self, entry: LoadEntry, now: float) -> None:
-        """Count this request out of prefill. The next prefill counts as begun now."""
+        """Count this request out of prefill. The next prefill counts as begun now.
+
+        Drops its prefill seconds, and counts it as reported if the last report is later than its start.
+        """
         entry.in_prefill = False
         left = self.in_prefill
         del left[entry]
@@ -197,7 +203,7 @@ class ReplicaBook:
             self._count_as_reported(entry)
 
     def remove(self, entry: LoadEntry) -> None:
-        """Forget a request that has ended and left prefill; call `leave_prefill` first."""
+        """Forget a request that has ended and left prefill, its tokens and adapter; call `leave_prefill` first."""
         self.entries.discard(entry)
         self.sequences -= entry.sequences
         if entry.is_unreported:
