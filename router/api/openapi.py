@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.protocols import sglang_generate
-from router.protocols.routes import ROUTES, Route
+from router.protocols.routes import COMPLETIONS, ROUTES, Route
 
 Json = dict[str, Any]
 
@@ -195,6 +195,11 @@ _ERRORS: Mapping[str, str] = {
 _OURS: Json = {
     "model": {"type": ["string", "null"], "description": "a base model, an adapter, an alias, or base:adapter"},
     "lora_id": {"type": ["string", "null"], "description": "the adapter; model may then be left out"},
+    "lora_path": {"type": ["string", "null"], "description": "SGLang's name for lora_id"},
+}
+_ADAPTER_OR_LIST: Json = {
+    "oneOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": ["string", "null"]}}],
+    "description": "the adapter, or one for each prompt; null: what model names",
 }
 _STREAM: Json = {"stream": {"type": ["boolean", "null"], "description": "answer as server-sent events"}}
 
@@ -219,7 +224,10 @@ def _operation(route: Route) -> Json:
         where = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [where]
     if sent is not None:
-        operation["requestBody"] = _body(sent, _OURS | (_STREAM if route.streams else {}), optional={"model"})
+        ours = _OURS | (_STREAM if route.streams else {})
+        if route.path == COMPLETIONS:
+            ours |= {"lora_id": _ADAPTER_OR_LIST, "lora_path": _ADAPTER_OR_LIST}
+        operation["requestBody"] = _body(sent, ours, optional={"model"})
     return operation
 
 
@@ -233,10 +241,10 @@ def _sglang_generate_operation() -> Json:
         "application/json": {"schema": either, "example": [answered, answered]},
         "text/event-stream": {"schema": {"type": "string"}},
     }
-    text = {"type": ["string", "null"]}
     properties: Json = {
         "text": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]},
-        "lora_path": {"oneOf": [text, {"type": "array", "items": text}], "description": "an adapter; null: the base"},
+        "lora_id": _ADAPTER_OR_LIST,
+        "lora_path": _ADAPTER_OR_LIST,
         "sampling_params": {"oneOf": [{"type": ["object", "null"]}, {"type": "array", "items": {"type": "object"}}]},
         "model": _OURS["model"],
     }

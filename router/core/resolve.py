@@ -22,36 +22,46 @@ class RequestTarget(msgspec.Struct, frozen=True):
 
 
 def resolve(
-    fleet: RouterFleet, *, model: object, lora_id: object, visible: Visible, rng: Random, session: str = ""
+    fleet: RouterFleet,
+    *,
+    model: object,
+    lora_id: object,
+    visible: Visible,
+    rng: Random,
+    session: str = "",
+    field: str = "lora_id",
 ) -> RequestTarget:
     """The target of a request.
 
     model, lora_id  those fields of the body, as they came (None: absent)
     visible         whether the caller may use an adapter; others do not exist for it
     session         keeps to one of an alias's targets; empty: each request draws anew
+    field           the body's name for `lora_id`, for errors
     raises          BadBody for wrong types or two fields that disagree, ModelNotFound, AdapterFailed, and NoReplica
                     when the adapter's base model is not served or not known yet
     """
     if not (model is None or isinstance(model, str)):
         raise BadBody(f"model must be a string, found {type(model).__name__}", param="model")
     if not (lora_id is None or isinstance(lora_id, str)):
-        raise BadBody(f"lora_id must be a string, found {type(lora_id).__name__}", param="lora_id")
+        why = "; /v1/completions takes a list, with one for each prompt, and so does /generate"
+        why = why if isinstance(lora_id, list) else ""
+        raise BadBody(f"{field} must be a string, found {type(lora_id).__name__}{why}", param=field)
     if lora_id:
         adapter = _find_adapter(fleet, visible, session, rng, lora_id)
-        target = _adapter_target(fleet, adapter, lora_id, model or lora_id, "lora_id")
+        target = _adapter_target(fleet, adapter, lora_id, model or lora_id, field)
         named_base = model if model and _is_base(fleet, visible, model) else None
         if named_base is None and model and not _names_target(fleet, visible, model, lora_id, target):
             if _find_adapter(fleet, visible, session, rng, _split_model(fleet, visible, model)[1]) is None:
                 raise ModelNotFound(_unknown_model(model), param="model")
             raise BadBody(
-                f"lora_id {lora_id!r} and model {model!r} name different adapters; leave one of them out",
-                param="lora_id",
+                f"{field} {lora_id!r} and model {model!r} name different adapters; leave one of them out",
+                param=field,
             )
         if named_base is not None and target.base_model != named_base:
             raise BadBody(
-                f"lora_id {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
+                f"{field} {lora_id!r} is an adapter of base model {target.base_model!r}, but model names {model!r};"
                 " leave model out or name the adapter's own base model",
-                param="lora_id",
+                param=field,
             )
         return target
     if not model:

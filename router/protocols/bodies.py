@@ -1,6 +1,8 @@
 """Errors for request bodies that are not JSON or have too many items."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -38,3 +40,25 @@ def bad_json_error(body: bytes, exc: Exception) -> BadBody:
     else:
         why = str(exc)
     return BadBody(f"the body is not a JSON object: {why}")
+
+
+def per_item(name: str, value: object, count: int, *, is_list: bool, kind: type = str) -> list[Any]:
+    """A field's value for each item of a batch: one value for all, or a list with one for each.
+
+    name, value  of the field; None stays None
+    is_list      whether the items came as a list
+    kind         str or dict: the type of a value
+    raises       BadBody
+    """
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, list) or not all(item is None or isinstance(item, kind) for item in value):
+        raise BadBody(f"{name} must be {_KINDS[kind]}, null, or a list of these", param=name)
+    if not is_list:
+        raise BadBody(f"{name} is a list, but there is one prompt; make both a list, or neither", param=name)
+    if len(value) != count:
+        raise BadBody(f"{name} has {len(value)} entries for {count} prompts; it must have one for each", param=name)
+    return value
+
+
+_KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}

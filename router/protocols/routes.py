@@ -31,7 +31,18 @@ StateUse = Literal["none", "makes", "needs"]
 ErrorShape = Literal["openai", "anthropic"]
 
 _COMMON_FIELDS = frozenset(
-    {"model", "lora_id", "stream", "cache_salt", "vllm_xargs", "stream_options", "user", "priority", "request_id"}
+    {
+        "model",
+        "lora_id",
+        "lora_path",
+        "stream",
+        "cache_salt",
+        "vllm_xargs",
+        "stream_options",
+        "user",
+        "priority",
+        "request_id",
+    }
 )
 _CHAT_FIELDS = frozenset(
     {
@@ -129,6 +140,7 @@ class Route:
         return "text_completion" if self.prompt == "completion" else "chat"
 
 
+COMPLETIONS = "/v1/completions"
 _EARLY_EVENTS = frozenset({b"response.queued", b"response.created", b"response.in_progress"})
 _FINAL_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"})
 
@@ -148,7 +160,7 @@ _ROWS = (
         lists=("messages",),
     ),
     Route(
-        path="/v1/completions",
+        path=COMPLETIONS,
         summary="A text completion",
         prompt="completion",
         generates=True,
@@ -255,7 +267,7 @@ def likely_route(body: bytes) -> Route:
     is_response = any(mark in body for mark in _RESPONSE_MARKS)
     for name, path in (
         (b'"messages"', "/v1/chat/completions"),
-        (b'"prompt"', "/v1/completions"),
+        (b'"prompt"', COMPLETIONS),
         (b'"input"', "/v1/responses" if is_response else "/v1/embeddings"),
     ):
         if name in body:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from router.core.errors import BadBody, ReplicaUnreachable, StreamBroken
-from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error
+from router.protocols.adapter_fields import adapter_field_error, chosen_adapter, is_adapter_name
+from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, per_item
 
 PATH = "/generate"
 ITEM_PATH = "/v1/completions"
@@ -54,7 +55,7 @@ _CONSTRAINTS: Mapping[str, str] = {
     "regex": "regex",
     "structural_tag": "structural_tag",
 }
-_ITEM_FIELDS = frozenset({"text", "input_ids", "lora_path", "sampling_params", "rid"})
+_ITEM_FIELDS = frozenset({"text", "input_ids", "lora_id", "lora_path", "sampling_params", "rid"})
 _SHARED_FIELDS = frozenset({"model", "stream", "cache_salt", "priority", "user"})
 # Values that switch a field off: an unsupported field may have these.
 _UNUSED_VALUES: Sequence[Any] = (None, False, [], {})
@@ -88,11 +89,14 @@ def split_batch(body: bytes) -> GenerateBatch:
         raise bad_json_error(body, exc) from exc
     for name, value in body_fields.items():
         if name not in _ITEM_FIELDS | _SHARED_FIELDS and value not in _UNUSED_VALUES:
+            if is_adapter_name(name):
+                raise adapter_field_error(name)
             raise BadBody(f"{name} is not offered by /generate here", param=name)
     prompts, is_list = _prompts(body_fields)
     count = len(prompts)
-    adapters = _per_item(body_fields, "lora_path", count, is_list, str)
-    params = _per_item(body_fields, "sampling_params", count, is_list, dict)
+    name, adapter_names = chosen_adapter(body_fields)
+    adapters = per_item(name, adapter_names, count, is_list=is_list)
+    params = per_item("sampling_params", body_fields.get("sampling_params"), count, is_list=is_list, kind=dict)
     names = _names(body_fields.get("rid"), count, is_list)
     is_streamed = body_fields.get("stream") is True
     shared = {name: body_fields[name] for name in _SHARED_FIELDS - {"stream"} if body_fields.get(name) is not None}
@@ -124,6 +128,8 @@ def completion_params(sampling: Mapping[str, Any]) -> dict[str, Any]:
             if value is not None:
                 constraints[_CONSTRAINTS[name]] = value
         elif value not in _UNUSED_VALUES:
+            if is_adapter_name(name):
+                raise adapter_field_error(f"sampling_params.{name}")
             raise BadBody(f"sampling_params.{name} has no counterpart in vLLM", param=f"sampling_params.{name}")
     if len(constraints) > 1:
         raise BadBody(
@@ -218,30 +224,13 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
-def _per_item(body_fields: Mapping[str, Any], name: str, count: int, is_list: bool, kind: type) -> list[Any]:
-    """A field's value for each item: one value for all, or a list with one for each. Raises BadBody."""
-    value = body_fields.get(name)
-    if value is None or isinstance(value, kind):
-        return [value] * count
-    if not isinstance(value, list) or not all(item is None or isinstance(item, kind) for item in value):
-        raise BadBody(f"{name} must be {_KINDS[kind]}, null, or a list of these", param=name)
-    if not is_list:
-        raise BadBody(f"{name} is a list, but there is one prompt; make both a list, or neither", param=name)
-    if len(value) != count:
-        raise BadBody(f"{name} has {len(value)} entries for {count} prompts; it must have one for each", param=name)
-    return value
-
-
-_KINDS: Mapping[type, str] = {str: "a text", dict: "an object"}
-
-
 def _names(rid: Any, count: int, is_list: bool) -> tuple[str, ...]:
     """Each item's id from `rid`; empty where it has none. Raises BadBody."""
     if rid is None:
         return ("",) * count
     if isinstance(rid, str):
         return tuple(f"{rid}_{i}" for i in range(count)) if is_list else (rid,)
-    return tuple(name or "" for name in _per_item({"rid": rid}, "rid", count, is_list, str))
+    return tuple(name or "" for name in per_item("rid", rid, count, is_list=is_list))
 
 
 def _outputs(answer: bytes, name: str) -> list[dict[str, Any]]:

@@ -9,37 +9,22 @@ import msgspec
 
 from lorafleet.identity import adapter_salt
 from router.core.errors import BadBody, ReplicaUnreachable
+from router.protocols.adapter_fields import RawFields, is_empty, refuse_adapter_fields
 from router.protocols.routes import PromptKind, Route
 
-Body = dict[str, msgspec.Raw]
+Body = RawFields
 
-_LORA = "use lora_id"
 _CACHES = "the fleet's own caches are not a client's to move"
 _RANK = "the router chooses the engine, and the rank in it"
 _SESSIONS = "sessions are pinned to engines; send the whole prompt, its prefix is cached anyway"
 
-# Fields that choose an adapter or steer engine, cache or index, by every name that an engine has for them. Four of
-# seven engines answer from the base model when such a field names nothing, so only the router's catalog may choose.
+# Fields that steer engine, cache or index, by every name that an engine has for them. Those that choose an adapter are
+# in `router.protocols.adapter_fields`.
 REFUSED_FIELDS: Mapping[str, str] = {
-    # LoRAX and TGI
-    "adapter_id": _LORA,
-    "adapter_parameters": _LORA,
-    "adapter_source": _LORA,
-    # LMDeploy, and several proxies
-    "adapter": _LORA,
-    "adapter_name": _LORA,
-    "adapters": _LORA,
     # llama.cpp
     "id_slot": _RANK,
-    "lora": _LORA,
     # TensorRT-LLM, Dynamo
-    "lora_config": _LORA,
-    "lora_request": _LORA,
     "nvext": _RANK,
-    # vLLM's own load calls
-    "lora_int_id": _LORA,
-    "lora_modules": _LORA,
-    "lora_name": _LORA,
     # SGLang 0.5 managers/io_struct.py GenerateReqInput; its OpenAI routes take these, too
     "bootstrap_host": _CACHES,
     "bootstrap_pair_key": _CACHES,
@@ -51,7 +36,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "extra_key": "use cache_salt",
     "http_worker_ipc": _RANK,
     "kv_router_hint": _CACHES,
-    "lora_path": _LORA,
     "routed_dp_rank": _RANK,
     "session_params": _SESSIONS,
     # vLLM 0.32 openai/*/protocol.py
@@ -67,7 +51,7 @@ REFUSED_EXTRA_ARGS: Mapping[str, str] = {
 }
 # Fields that a client may send, and that no engine gets. vLLM 0.32 marks its KV events with a session
 # (v1/core/block_pool.py), and takes it from either place.
-STRIPPED_FIELDS = frozenset({"lora_id", "session_id"})
+STRIPPED_FIELDS = frozenset({"lora_id", "lora_path", "session_id"})
 STRIPPED_EXTRA_ARGS = frozenset({"session_id"})
 # The headers of a client that an engine gets. vLLM 0.32 is steered by others (X-data-parallel-rank,
 # X-Session-ID, X-Vllm-Priority, X-Request-Id); of these the router sends its own rank and request id.
@@ -76,8 +60,6 @@ FORWARDED_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _FULL = msgspec.Raw(b'"full"')
 _TRUE = msgspec.Raw(b"true")
 _UNSET = (b"null", b"false")
-# Values of fields that a client does not use.
-_EMPTY_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 _UNASKED = (None, False)
 
 # Fields with which the answer to ids differs from the answer to text. Some repeat or cut the prompt, and a text that
@@ -92,22 +74,24 @@ _NEEDS_TEXT: Mapping[PromptKind, frozenset[str]] = {
 
 
 def refuse_steering(body: Body, extra_args: object) -> None:
-    """Raise BadBody where a client's body steers engine or index. Drop such fields from the body where they are empty.
+    """Raise BadBody where a client's body steers engine or index, or chooses an adapter otherwise than by `lora_id`.
 
-    Clients send all fields of their types, most of them null.
+    Drop such fields from the body where they are empty: clients send all fields of their types, most of them null.
 
     extra_args  the decoded `vllm_xargs` field, if any
     """
+    refuse_adapter_fields(body)
     if not REFUSED_FIELDS.keys().isdisjoint(body):
         for name in [name for name in body if name in REFUSED_FIELDS]:
-            _refuse(name, REFUSED_FIELDS, is_empty=b"".join(bytes(body[name]).split()) in _EMPTY_VALUES)
+            _refuse(name, REFUSED_FIELDS, is_empty=is_empty(body[name]))
             del body[name]
     if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
         unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
         for name in unset:
             value = extra_args[name]
             # As JSON: to Python 0 is False, and 0 is a rank.
-            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=msgspec.json.encode(value) in _EMPTY_VALUES)
+            encoded = msgspec.Raw(msgspec.json.encode(value))
+            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty(encoded))
         if "vllm_xargs" in body:
             body["vllm_xargs"] = _without_fields(body["vllm_xargs"], unset)
 

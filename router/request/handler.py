@@ -12,7 +12,8 @@ from lorafleet.http_server.lenient import trimmed
 from lorafleet.service.auth import Caller, check_scope, host_check
 from lorafleet.service.http import HttpError
 from router.protocols import sglang_generate
-from router.protocols.routes import ROUTES, Route, find_route
+from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
+from router.request.completion_batch import serve_completion_batch
 from router.request.engine_attempt import AttemptLimits
 from router.request.generate_batch import GENERATE, serve_generate_batch
 from router.request.parsed_request import request_id
@@ -96,8 +97,13 @@ class InferenceHandler:
                 await serve_generate_batch(self._services, self._limits, self._reader, caller, response)
             else:
                 run = self._read(caller, response)
-                await next_stage()
-                await response.serve(run)
+                request = run.request
+                if isinstance(request.lora_id, list) and route.path == COMPLETIONS:
+                    await leave_batch()
+                    await serve_completion_batch(self._services, self._limits, self._reader, caller, response, request)
+                else:
+                    await next_stage()
+                    await response.serve(run)
         except (asyncio.CancelledError, GeneratorExit):
             response.send_stopping()  # where the client has left this writes nothing
             raise

@@ -10,8 +10,9 @@ import msgspec
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from router.core.errors import BadBody
+from router.protocols.adapter_fields import EXTRA_BODY, LORA_ID, chosen_adapter, prompt_adapters, with_extra_body
 from router.protocols.bodies import BOM, DECODE_ERRORS, bad_json_error, check_items
-from router.protocols.routes import Route, sequence_count
+from router.protocols.routes import COMPLETIONS, Route, sequence_count
 from router.request.engine_body import Body, asks_for_usage, refuse_steering
 from router.request.services import Services
 
@@ -35,6 +36,9 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     size_bytes   of the body: memory that the request holds while it waits
     deadline_at  by Services.clock: the client waits no longer; None: no deadline
     forwarded    header lines for the engine: the trace that the request belongs to
+    lora_id      the adapter's name, as it came; None: the body has none. A list: a completion's prompts have
+                 different ones, see `completion_batch`
+    adapter_field  the body's field that has it: `lora_id` or `lora_path`
     """
 
     request_id: str
@@ -51,6 +55,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     priority: float = 0.0
     deadline_at: float | None = None
     forwarded: bytes = b""
+    lora_id: Any = None
+    adapter_field: str = LORA_ID
 
 
 def parse_request(
@@ -74,14 +80,20 @@ def parse_request(
     read_at = services.clock()
     fields: Body = {}
     decoded: dict[str, Any] = {}
+    lora_id, adapter_field = None, LORA_ID
     if route.has_body:
         check_items(raw, services.config.max_body_items)
         try:
             fields = _decode_body(raw.removeprefix(BOM))
+            if EXTRA_BODY in fields:
+                fields = with_extra_body(fields)
             decoded = {name: _decode_any(fields[name]) for name in route.fields.intersection(fields)}
+            refuse_steering(fields, decoded.get("vllm_xargs"))
         except DECODE_ERRORS as exc:
             raise bad_json_error(raw, exc) from exc
-        refuse_steering(fields, decoded.get("vllm_xargs"))
+        adapter_field, lora_id = chosen_adapter(decoded)
+        if isinstance(lora_id, list) and route.path == COMPLETIONS:
+            lora_id = prompt_adapters(adapter_field, lora_id, decoded.get("prompt"))
     sequences = 1
     if route.lists or "n" in decoded:
         sequences = sequence_count(route, decoded)
@@ -111,6 +123,8 @@ def parse_request(
         priority if isinstance(priority, int | float) else 0.0,
         None if timeout is None else read_at + _timeout_s(timeout),
         forwarded,
+        lora_id,
+        adapter_field,
     )
 
 

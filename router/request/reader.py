@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from router.core.errors import BadBody
+from router.protocols.adapter_fields import refuse_adapter_headers
 from router.protocols.routes import Route
 from router.request.engine_body import FORWARDED_HEADERS
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, parse_request, request_id
@@ -46,6 +47,7 @@ class InferenceRequestReader:
         headers = response.exchange.headers
         if headers.get(b"content-type") != b"application/json":
             _check_media_type(headers)
+        refuse_adapter_headers(headers, response.exchange.query)
         return parse_request(
             self._services,
             name,

@@ -46,7 +46,8 @@ def resolve_target(services: Services, caller: Caller, request: ParsedRequest) -
         target = resolve(
             services.discovery.fleet,
             model=request.decoded.get("model"),
-            lora_id=request.decoded.get("lora_id"),
+            lora_id=request.lora_id,
+            field=request.adapter_field,
             visible=lambda adapter: caller.may_use(adapter.tenants),
             rng=services.scheduler.rng,
             session=request.session,

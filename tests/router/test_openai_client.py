@@ -137,8 +137,11 @@ async def test_what_goes_wrong_is_the_exception_that_openai_has_for_it(tmp_path)
                 await client.chat.completions.create(**request(name))
             assert (refused.value.type, refused.value.param) == ("BadRequestError", "temperature")
         with pytest.raises(openai.BadRequestError) as steering:
-            await client.chat.completions.create(**request("chat"), extra_body={"lora_path": "x"})
-        assert steering.value.param == "lora_path"
+            await client.chat.completions.create(**request("chat"), extra_body={"lora_adapter": MODEL})
+        assert steering.value.param == "lora_adapter"
+        chosen = request("chat") | {"model": BASE}
+        named = await client.chat.completions.with_raw_response.create(**chosen, extra_body={"lora_path": MODEL})
+        assert named.headers["x-lorafleet-adapter"].partition("@")[0] == MODEL
         with pytest.raises(openai.NotFoundError) as absent:
             await client.chat.completions.create(**request("chat") | {"model": "absent"})
         assert absent.value.code == "model_not_found"

@@ -578,7 +578,7 @@ async def read(ask, events, **body):
 
 
 async def test_beyond_its_keys_limits_a_body_is_not_read(tmp_path):
-    wrongs = (("/v1/completions", {"lora_path": "x"}), ("/generate", {"text": 1, "rid": "x" * 2**19}))
+    wrongs = (("/v1/completions", {"lora_name": "x"}), ("/generate", {"text": 1, "rid": "x" * 2**19}))
     async with limited(tmp_path, EngineDouble("w0"), requests_per_minute=1) as (ask, _):
         for path, wrong in wrongs:
             async with ask(path, **wrong) as answer:
