@@ -160,7 +160,7 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
     async def source(source: str) -> Response:
-        """204 if this worker may fetch adapters from the source; fetches nothing."""
+        """204 if this worker may fetch adapters from the source, else `source_forbidden`; fetches nothing."""
         await agent.check_source(source)
         return Response(status_code=204)
 

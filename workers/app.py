@@ -121,7 +121,10 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        """Run the supervisor, background loops and heartbeats; at the end send a last heartbeat and stop the engine."""
+        """Run the supervisor, background loops and heartbeats while the app serves.
+
+        At the end: send a last heartbeat, save unwritten state and counts, stop the engine and free the state folder.
+        """
         await asyncio.to_thread(cache.folder.remove_leftovers)
         await cache.update_free_bytes()
         async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:

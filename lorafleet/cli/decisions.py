@@ -125,7 +125,7 @@ def _warn_missing(answer: Mapping[str, Any]) -> None:
 
 
 def _print_decision(answer: Mapping[str, Any], *, as_json: bool = False) -> None:
-    """Print one decision: as JSON, or as a sentence, a table of terms and the rejected replicas."""
+    """Print one decision: as JSON only, or as a sentence, a table of terms, the rejected replicas and its note."""
     from lorafleet.cli import tables
 
     if as_json:

@@ -60,7 +60,7 @@ class _EngineArgumentsCommand(TyperCommand):
     """A command whose error for an unknown option mentions that engine arguments go behind `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; the error for an unknown option gets the hint."""
+        """Parse the arguments; raises click's errors, of which an unknown option's gets the hint."""
         try:
             return super().parse_args(ctx, args)
         except Exception as exc:

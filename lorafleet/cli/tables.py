@@ -24,7 +24,10 @@ def console() -> Console:
 
 
 def show(renderable: RenderableType) -> None:
-    """Print a table. Cells break between words only, so that names, ids and URLs can be copied."""
+    """Print a table. Cells break between words only, so that names, ids and URLs can be copied.
+
+    A table that does not fit is printed one row a line.
+    """
     out = console()
     # If that does not fit, each row is one line, which the terminal wraps.
     if out.measure(renderable, options=out.options.update(width=_WIDE)).minimum > out.width:

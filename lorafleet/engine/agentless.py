@@ -103,7 +103,7 @@ class AgentlessEngine:
         )
 
     async def _update_state(self, metrics: EngineMetrics, paths: Mapping[str, str]) -> None:
-        """Add adapter paths and count changed ones; after a restart forget all and read the configuration again."""
+        """Add adapter paths and count changed ones; after a restart forget all and ask for the configuration again."""
         if metrics.started_at != self._started_at:
             self._load, self._paths, self._path_changes = EngineLoad(), {}, 0
             self._kv = await self._event_transport()
@@ -164,7 +164,7 @@ class EngineLoad:
         return self._scrape.running + self._scrape.waiting > 0
 
     def add(self, metrics: EngineMetrics, at_s: float) -> None:
-        """Replace the last metrics by those read at `at_s`, and update the learned rates."""
+        """Replace the last metrics by those read at `at_s`, note when they changed, and update the learned rates."""
         if self.read_at is not None and metrics != self._scrape:
             self.moved_at = at_s
         self._scrape, self.read_at = metrics, at_s
@@ -172,7 +172,7 @@ class EngineLoad:
         self.rates.add(EngineCounters(at_s=at_s, running=metrics.running, **counted))
 
     def forget_reading(self) -> None:
-        """Forget the last metrics of an engine that is gone; learned rates stay."""
+        """Forget the last metrics of an engine that is gone, and their times; learned rates stay."""
         self._scrape, self.read_at, self.moved_at = EngineMetrics(), None, None
 
     def current(self, now: float, *, load_seconds: float = 0.0) -> Load:

@@ -138,7 +138,7 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def last_value(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> str | None:
-    """The value of the last argument that is a flag: the part after its `=`, or else the next argument."""
+    """The value of the last argument that is a flag: the part after its `=`, or else the next argument; or None."""
     found = None
     for argument, following in pairwise((*arguments, "")):
         if is_flag(argument):

@@ -165,7 +165,10 @@ class EngineRates:
         self._update_rates()
 
     def _add_ended(self, last: EngineCounters, now: EngineCounters) -> None:
-        """Add what ended between two readings: requests, prefills that ran alone, seconds of prefill on the device."""
+        """Add what ended between two readings: requests, prefills that ran alone, seconds of prefill on the device.
+
+        Notes when requests last shared the engine. Nothing is added for a kind of which none ended.
+        """
         tokens = now.ended_prefill_tokens - last.ended_prefill_tokens
         seconds = now.ended_prefill_seconds - last.ended_prefill_seconds
         ended = now.ended - last.ended

@@ -59,7 +59,7 @@ class Signal:
         self._wake: Callable[[], None] | None = None
 
     def set(self) -> None:
-        """Wake the waiting coroutine in the next tick; one that comes later does not wait."""
+        """Set the signal, and wake the waiting coroutine in the next tick; one that comes later does not wait."""
         self.is_set = True
         wake, self._wake = self._wake, None
         if wake is not None:
@@ -108,9 +108,10 @@ class Stepper:
         self.is_begun = False
 
     def step(self) -> bool:
-        """Run one stage; True when the coroutine has another one for this batch. Does not raise.
+        """Run one stage; True when the coroutine has another one for this batch. Does not raise: errors are logged.
 
-        False: it has ended, waits for a Signal, which will resume it, or goes on in a task.
+        False: it has ended, waits for a Signal, which will resume it, or goes on in a task. One that awaits anything
+        else is ended by an error.
         """
         work = self._coroutine
         if work is None:
@@ -194,12 +195,12 @@ class Batches:
         self._is_due = False
 
     def begin(self, request: Stepper, loop: asyncio.AbstractEventLoop) -> None:
-        """Queue a new request: it is stepped in a batch of the next tick, or later behind others."""
+        """Queue a new request, and schedule the next tick: it is stepped in its batch, or later behind others."""
         self._new.append(request)
         self._schedule(loop)
 
     def resume(self, request: Stepper, loop: asyncio.AbstractEventLoop) -> None:
-        """Step a request that waited for a Signal in the next tick, before new ones."""
+        """Queue a request that waited for a Signal: it is stepped in the next tick, before new ones."""
         self._resumed.append(request)
         self._schedule(loop)
 
@@ -210,7 +211,7 @@ class Batches:
             loop.call_soon(self._run, loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Step the resumed requests, then one batch of new ones; the rest in the next tick."""
+        """Step the resumed requests, then one batch of new ones; schedules another tick for the rest."""
         self._is_due = False
         try:
             if self._resumed:
@@ -234,7 +235,10 @@ class Batches:
         return batch
 
     def _step_all(self, batch: list[Stepper]) -> None:
-        """Step each request once, and again those with another stage, until none is left; then flush."""
+        """Step each request once, and again those with another stage, until none is left; then flush the outbox.
+
+        Meanwhile the module's `_is_stepping` is set.
+        """
         global _is_stepping  # noqa: PLW0603  (the three awaitables are called without knowledge of their batch)
         self.outbox.is_due = True
         _is_stepping = True

@@ -160,7 +160,7 @@ class ClientConnection(ReadingProtocol):
     def on_answered(self, exchange: HttpExchange) -> None:
         """The response is written: release its exchange.
 
-        Then start the next one, wait for a request or its body, or close.
+        Then start the next one (flushes the outbox), wait for a request or its body, or close.
         """
         self.release(exchange)
         if self.queue:
@@ -313,7 +313,10 @@ class ClientConnection(ReadingProtocol):
         self.write_deadline = self.loop.time() + self.limits.send_stall_s
 
     def check_deadlines(self, now: float) -> None:
-        """Hang up on a client that read nothing by the write deadline; refuse or close at the read deadline."""
+        """Hang up on a client that read nothing by the write deadline; refuse or close at the read deadline.
+
+        A client that has read something gets another write deadline.
+        """
         if now > self.write_deadline:
             if self.transport.get_write_buffer_size() >= self.unsent_bytes:
                 self.hang_up()
@@ -323,7 +326,10 @@ class ClientConnection(ReadingProtocol):
             self._on_read_deadline()
 
     def _on_read_deadline(self) -> None:
-        """Refuse a message that came too slowly, or close an idle connection once it has read its last response."""
+        """Refuse (408) a head or body that came too slowly, or close an idle connection.
+
+        One that still reads its last response gets the write deadline first.
+        """
         if self.phase == HEAD:
             self.refuse(RefusedMessage(408, "request_timeout", f"no whole head within {self.limits.head_s:g} s"))
         elif self.phase == BODY:

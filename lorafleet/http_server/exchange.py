@@ -73,7 +73,9 @@ class HttpExchange(msgspec.Struct, eq=False):
         return self.connection is not None and self.connection.is_write_paused
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """Send the whole response, and end the exchange.
+        """Send the whole response, and end the exchange. Does nothing if the client has left.
+
+        A connection that cannot stay open gets `connection: close`.
 
         `headers`: lines of `name: value\\r\\n`, without those that frame it.
         """
@@ -95,7 +97,7 @@ class HttpExchange(msgspec.Struct, eq=False):
         connection.on_answered(self)
 
     def begin(self, status: int, headers: bytes) -> None:
-        """Prepare the head of a response in pieces: it goes out with the first one.
+        """Prepare the head of a response in pieces: it goes out with the first one. Not if the client has left.
 
         Ignores further input if it must close.
         """
@@ -136,7 +138,10 @@ class HttpExchange(msgspec.Struct, eq=False):
         connection.on_answered(self)
 
     def send_error(self, status: int, code: str, message: str) -> None:
-        """Respond with an error; break the connection off where a response has begun."""
+        """Respond with an error, a 503 with Retry-After; break the connection off where a response has begun.
+
+        Does nothing if the client has left.
+        """
         connection = self.connection
         if connection is None:
             return

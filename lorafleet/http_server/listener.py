@@ -96,7 +96,7 @@ class HttpListener:
             raise RefusedMessage(429, "saturated", f"{_FULL} of your requests as it may", retry_after_s=1.0)
 
     def release_body(self, caller: Caller, size_bytes: int) -> None:
-        """Count bytes of a body no longer."""
+        """Count bytes of a body no longer, in all and for the caller's tenant."""
         self.held_bytes -= size_bytes
         if self.limits.tenant_bytes is not None:
             tenant = caller.tenant or ""

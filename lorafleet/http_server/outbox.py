@@ -39,9 +39,9 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Write all now. Drops writes to connections closed meanwhile; aborts a connection whose write fails.
+        """Write all now, and count the flush. Drops writes to connections closed meanwhile.
 
-        Counts flushes.
+        A write that fails is logged, and its connection aborted.
         """
         self.flushed += 1
         self.is_due = False

@@ -198,7 +198,10 @@ class ReadingProtocol(HttpToolsProtocol):
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """A message begins: forget the last one's head. Raises StopReading where no message may wait."""
+        """A message begins: forget the last one's head, and a write deadline.
+
+        Raises StopReading where no message may wait.
+        """
         if self.ignores_input or self.is_app_busy() or (self.queue and len(self.queue) >= self.limits.pipelined):
             raise StopReading
         self.phase = HEAD
@@ -215,7 +218,7 @@ class ReadingProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete: check it, and make its exchange or give it to the app.
 
-        Raises RefusedMessage and StopReading.
+        A head that asks for an upgrade is kept, to be read again without it. Raises RefusedMessage and StopReading.
         """
         parser = self.parser
         if parser.should_upgrade():
@@ -285,7 +288,10 @@ class ReadingProtocol(HttpToolsProtocol):
             self.body += body
 
     def on_message_complete(self) -> None:
-        """The message is complete: start its exchange, queue it, or end the app's input."""
+        """The message is complete: start its exchange, queue it, or end the app's input.
+
+        Ends the read deadline, or starts the idle one. Where the connection is to close, further input is ignored.
+        """
         if self._plain_head:
             return  # it is to be read again
         self.phase = self._timed_phase = IDLE
@@ -316,7 +322,10 @@ class ReadingProtocol(HttpToolsProtocol):
     # The app's messages.
 
     def _begin_app_request(self, expects: bool) -> None:
-        """Give uvicorn the head of a message for the app. Raises StopReading while other exchanges are not answered."""
+        """Give uvicorn the head of a message for the app. Raises StopReading while other exchanges are not answered.
+
+        While the server stops or drains, the connection closes after it.
+        """
         if self.current is not None or self.queue:
             raise StopReading  # in order, after answers that are not done: it may come on a connection of its own
         url, headers = self.url, self.headers
@@ -350,7 +359,10 @@ class ReadingProtocol(HttpToolsProtocol):
     # Limits.
 
     def _stop_reading(self, exc: httptools.HttpParserError) -> None:
-        """The parser failed: refuse the message, or ignore further input where the client sent more than may wait."""
+        """The parser failed: refuse the message, or ignore further input where the client sent more than may wait.
+
+        An unexpected error is logged and refused with 500.
+        """
         cause = exc.__context__
         if isinstance(cause, RefusedMessage):
             self.refuse(cause)

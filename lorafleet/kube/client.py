@@ -66,11 +66,11 @@ class KubeClient:
         return self._access.url
 
     async def get(self, path: str, *, timeout_s: float = 10.0, **params: str | int) -> Json:
-        """GET `path` with `params` as its query; returns the answer's JSON object."""
+        """GET `path` with `params` as its query; returns the answer's JSON object. Raises KubeError."""
         return await self._call("GET", path, timeout_s=timeout_s, params=params)
 
     async def post(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
-        """POST `body`; returns the answer's JSON object."""
+        """POST `body`; returns the answer's JSON object. Raises KubeError."""
         return await self._call("POST", path, timeout_s=timeout_s, body=body)
 
     async def put(self, path: str, body: Json, *, timeout_s: float = 10.0) -> Json:
@@ -82,7 +82,10 @@ class KubeClient:
         return await self._call("PATCH", path, timeout_s=timeout_s, body=body, content_type=content_type)
 
     async def delete(self, path: str, body: Json | None = None, *, timeout_s: float = 10.0) -> Json:
-        """DELETE; `body` has DeleteOptions, such as preconditions. Returns the answer's JSON object."""
+        """DELETE; `body` has DeleteOptions, such as preconditions. Returns the answer's JSON object.
+
+        Raises KubeError.
+        """
         return await self._call("DELETE", path, timeout_s=timeout_s, body=body)
 
     @asynccontextmanager

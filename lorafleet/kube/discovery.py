@@ -80,7 +80,10 @@ class SliceWatch:
                     self._publish_timer.cancel()
 
     async def _connect_until_done(self, stack: AsyncExitStack) -> KubeClient:
-        """Connect, trying again every 5 s while no API server is configured; each failure calls `on_failure`."""
+        """Connect, trying again every 5 s while no API server is configured; each failure calls `on_failure`.
+
+        A new error is logged.
+        """
         last_error = ""
         while True:
             try:
@@ -122,7 +125,10 @@ class SliceWatch:
         )
 
     def _publish(self) -> None:
-        """Replace `workers` by the table's current workers and call `on_change`; ends a publish timer."""
+        """Replace `workers` by the table's current workers and call `on_change`; ends a publish timer.
+
+        Logs those gone.
+        """
         if self._publish_timer is not None:
             self._publish_timer.cancel()
             self._publish_timer = None

@@ -223,7 +223,10 @@ class BlockLedger:
     # --- stores --------------------------------------------------------------------------------------------------
 
     def _apply_store(self, event: BlocksStored) -> str | None:
-        """Apply a store event and call the sink; the reason if it is rejected. May drop the oldest blocks."""
+        """Apply a store event and call the sink; the reason if it is rejected, else None.
+
+        May drop the oldest blocks.
+        """
         medium = self._device if event.medium in _DEVICE else self._medium(event.medium)
         if medium is None:
             return "medium"
@@ -299,7 +302,7 @@ class BlockLedger:
             return "shape"
 
     def _add_known_copies(self, medium: _MediumBlocks, hashes: Sequence[EngineHash]) -> str | None:
-        """Add copies on another medium, of known blocks only; the reason if a block is unknown.
+        """Add copies on another medium, of known blocks only; the reason if a block is unknown, else None.
 
         Connectors' events leave out tokens, adapter or keys.
 
@@ -351,7 +354,10 @@ class BlockLedger:
     # --- removals ------------------------------------------------------------------------------------------------
 
     def _apply_removals(self, events: Iterable[BlocksRemoved]) -> None:
-        """Apply a run of removals: drop a copy of each block, call the sink, count each event."""
+        """Apply a run of removals: drop a copy of each block, call the sink, count each event.
+
+        Events of an unknown medium, group or block are counted as rejected.
+        """
         dropped: list[BlockHash] = []
         last = self._device
         for event in events:
@@ -378,7 +384,10 @@ class BlockLedger:
             self._sink.drop(last.tier, dropped)
 
     def _drop_copy(self, medium: _MediumBlocks, key: int, dropped: list[BlockHash]) -> bool:
-        """Drop one copy; false if there was none. A block without copies at its tier is appended to `dropped`."""
+        """Drop one copy; false if there was none. A block without copies at its tier is appended to `dropped`.
+
+        Forgets the adapter of a block without any copy.
+        """
         extra_copies = medium.extra_copies.get(key)
         if extra_copies is not None:
             if extra_copies == 1:
@@ -407,7 +416,7 @@ class BlockLedger:
         return self._media.get((medium or "GPU").upper())
 
     def _block_of(self, key: int) -> BlockHash | None:
-        """Our hash of an engine hash, on the device or any other medium."""
+        """Our hash of an engine hash, on the device or any other medium; None if it is unknown."""
         block = self._device.blocks.get(key)
         if block is not None:
             return block
@@ -415,7 +424,7 @@ class BlockLedger:
         return next((block for block in found if block is not None), None)
 
     def _root(self, adapter: str, salt: str) -> BlockHash:
-        """The parent hash of a prompt's first block with this adapter and salt, from a cache."""
+        """The parent hash of a prompt's first block with this adapter and salt, from a cache; a full one is cleared."""
         root = self._roots.get((adapter, salt))
         if root is None:
             if len(self._roots) >= _MAX_ROOTS:

@@ -299,7 +299,7 @@ class SubscriberHub:
         subscriber.close()
 
     async def close(self) -> None:
-        """Stop every subscriber and free the sockets."""
+        """Stop every subscriber, the ticks and the tail poller, and free the sockets."""
         self._tail_poller.cancel()
         if self._tick_at is not None:
             self._tick_at.cancel()
@@ -330,7 +330,10 @@ class SubscriberHub:
             self._tick_at = self.loop.call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Drain busy sockets in turn within the time budget; watch quiet ones again."""
+        """Drain busy sockets in turn within the time budget; watch quiet ones again.
+
+        Schedules the next tick if any is busy.
+        """
         self._tick_at = None
         until = self._clock() + _TICK_BUDGET_S
         todo = [subscriber for subscriber in self._busy if self._has_message(subscriber)]
@@ -369,7 +372,7 @@ class SubscriberHub:
         return False
 
     def _watch_socket(self, subscriber: RankSubscriber) -> None:
-        """Wake this subscriber when its socket becomes readable."""
+        """Wake this subscriber when its socket becomes readable, or at once if it is."""
         self.loop.add_reader(self._subscribers[subscriber], self.wake, subscriber)
         # ZMQ's descriptor signals changes only; earlier messages must be polled.
         if subscriber.is_readable():

@@ -119,7 +119,7 @@ class LocalFleet:
     # --- bringing up --------------------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """Start everything, wait until it is ready, print the ready line and run the demo."""
+        """Start everything, wait until it is ready, print the ready line and run the demo. Raises CommandFailed."""
         base, adapters = await asyncio.to_thread(self._prepare)
         async with httpx.AsyncClient(timeout=10, trust_env=False, headers=self._auth_headers()) as client:
             await self._start_service("orchestrator", self._orchestrator_command)
@@ -198,7 +198,7 @@ class LocalFleet:
         start_slots = asyncio.Semaphore(at_once)
 
         async def start(name: str) -> None:
-            """Start one worker and wait until it is ready."""
+            """Start one worker and wait until it is ready. Raises CommandFailed."""
             async with start_slots:
                 self.steps.begin(name, f"starting {self.options.engine}")
                 await self._start_process(name, lambda: self._agent_command(name, base, max_lora_rank))
@@ -354,7 +354,10 @@ class LocalFleet:
             await asyncio.sleep(_POLL_S)
 
     async def _start_process(self, name: str, command: Callable[[], list[str]]) -> None:
-        """Start a process with an empty log, and a task that restarts it whenever it ends."""
+        """Start a process with an empty log, and a task that restarts it whenever it ends.
+
+        Deletes its former port file first.
+        """
         log_path = self._folder / "logs" / f"{name}.log"
         service = commands.service_of(name)
         environment = clean_environment(self._mark, service) | commands.token_environment(name, self.token)

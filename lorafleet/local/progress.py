@@ -48,7 +48,7 @@ class StartProgress:
             self._out.flush()
 
     def begin(self, name: str, doing: str) -> None:
-        """Show a new step. Steps may overlap."""
+        """Show a new step in the live display, or print it. Steps may overlap."""
         self._shown_at[name] = time.monotonic()
         if self._live is not None:
             self._tasks[name] = self._live.add_task(f"{name}: {doing}", total=1)
@@ -64,7 +64,7 @@ class StartProgress:
             self.say(f"{name}: still {doing}")
 
     def finish(self, name: str, result: str) -> None:
-        """Show a step as finished."""
+        """Show a step as finished in the live display, or print its result."""
         if self._live is not None:
             self._live.update(self._tasks[name], description=f"{name}: {result}", completed=1)
         else:

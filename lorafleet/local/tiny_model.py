@@ -167,6 +167,8 @@ def make_adapter(
 ) -> Path:
     """Create one adapter for the tiny model in `into / lora_id`, in PEFT's layout, and return the folder.
 
+    An existing one is left as it is. Raises OSError.
+
     seed     of the weights; None derives it from `lora_id`, so that every name is another adapter
     section  part of the corpus with its preferred words: prose, sql, python, legal, chat
     """

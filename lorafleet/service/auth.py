@@ -215,7 +215,7 @@ def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]
 
 
 def metrics_dependencies(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
-    """The dependencies of a service's `/metrics`: none, or a key with the scope `metrics`."""
+    """The dependencies of a service's `/metrics`: none, or with `need_key` a key with the scope `metrics`."""
     return [Depends(requires(keys, "metrics"))] if need_key else []
 
 

@@ -93,7 +93,7 @@ class LogWriter:
         atexit.register(self.drain, _FLUSH_S)
 
     def _reset(self) -> None:
-        """Start with an empty queue and without a thread, also in a forked child."""
+        """Start with an empty queue, nothing dropped, and no thread, also in a forked child."""
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._lock = threading.RLock()  # a destructor may log in the middle of a line
@@ -106,7 +106,7 @@ class LogWriter:
         self.write_bytes(text.encode(errors="backslashreplace"))
 
     def write_bytes(self, line: bytes) -> None:
-        """As `write`, for bytes."""
+        """Queue a line for the thread, which is started if need be; a full queue drops and counts it."""
         with self._lock:
             if self._queue.qsize() < _MAX_LINES and self._queued_bytes < _MAX_BYTES:
                 self._queue.put(line)
@@ -119,7 +119,7 @@ class LogWriter:
         """Do nothing; loggers flush streams after each line."""
 
     def drain(self, within_s: float) -> None:
-        """Wait until all queued lines are written, for at most `within_s`."""
+        """Wait until all queued lines are written, for at most `within_s`; starts the thread if need be."""
         drained = threading.Event()
         with self._lock:
             self._queue.put(drained)

@@ -122,7 +122,7 @@ class DelayedCalls:
 
 
 def _make_calls(calls: Iterator[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
-    """Make calls for half a millisecond, then let other events run before the rest."""
+    """Make calls for half a millisecond, then let other events run before the rest. Errors are logged."""
     until = time.perf_counter() + _CALL_BATCH_S
     for call, args in calls:
         try:
@@ -142,7 +142,7 @@ class ChangeSignal:
         self._next: asyncio.Event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake all waiting tasks."""
+        """Wake all tasks that wait now; later ones wait for the next call."""
         woken, self._next = self._next, asyncio.Event()
         woken.set()
 

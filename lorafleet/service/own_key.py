@@ -51,7 +51,10 @@ class OwnKey(httpx.Auth):
         yield request
 
     def _read_if_changed(self, file: Path) -> None:
-        """Read the key file again if its stamp has changed; a read error is logged and the last good key stays."""
+        """Read the key file again if its stamp has changed; a read error is logged and the last good key stays.
+
+        A new key is logged.
+        """
         stamp = stamp_of(file)
         if stamp == self._stamp:
             return

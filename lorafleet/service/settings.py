@@ -106,6 +106,7 @@ def _as_json_list(text: str) -> str:
 def load(cls: type[S], argv: Sequence[str], *, prog: str) -> S:
     """Read the settings from flags, environment and file; `--help` prints and exits 0.
 
+    An unknown variable with the settings' prefix is refused.
     raises  SettingsError naming every unknown or invalid setting
     """
     prefix = cls.model_config["env_prefix"]

@@ -127,8 +127,10 @@ class AsciiBpeCache:
         return ids
 
     def _ids_between_spaces(self, stretch: str, encode: Callable[[str], list[int]]) -> bytes | None:
-        """The ids of a long stretch, from cached text between spaces; only unknown text is split by the pattern,
-        and then cached."""
+        """The ids of a long stretch, from cached text between spaces; None if the tokenizer must encode it.
+
+        Only unknown text is split by the pattern, and then cached; a full cache is cleared.
+        """
         spaced, texts = self.spaced_cache, stretch.split(" ")
         count = len(texts)
         found = list(map(spaced.get, texts))

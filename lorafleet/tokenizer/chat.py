@@ -222,7 +222,7 @@ class ChatTokenizer:
         return self._ascii_bpe.ids(piece, self._encode_word)
 
     def _encode_word(self, word: str) -> list[int]:
-        """Token ids of one word, without special tokens."""
+        """Token ids of one word, without special tokens. Raises Untokenizable."""
         return self.encode(word, add_special_tokens=False)
 
     def chat_ids(self, body: Mapping[str, Any]) -> list[int]:
@@ -272,7 +272,10 @@ def _parsed_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def _templates(files: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name, none if the model has none. As in Transformers, a file overrides the configuration."""
+    """Chat templates by name, none if the model has none. As in Transformers, a file overrides the configuration.
+
+    Raises Untokenizable for a file that is no JSON object.
+    """
     if "chat_template.jinja" in files:
         return {"default": files["chat_template.jinja"]}
     tokens = _parsed_object(files, "chat_template.json").get("chat_template") or config.get("chat_template")

@@ -69,7 +69,7 @@ class Untokenizable(ValueError):
 
 
 def read_tools(tools: Any) -> list[Message] | None:
-    """A request's tools as vLLM's pydantic models dump them; raises Untokenizable.
+    """A request's tools as vLLM's pydantic models dump them, None without any; raises Untokenizable.
 
     Declared keys only, in order, null where absent.
     """

@@ -161,7 +161,10 @@ class ConfigMapBackend:
         return self.mirror.is_synced
 
     def end_term(self) -> None:
-        """Stop being the writer: drop all pending writes, and read from the mirror again."""
+        """Stop being the writer: drop all pending writes, and read from the mirror again.
+
+        Forgets acceptances and statuses, and cancels the history timer.
+        """
         self.writer.drop_all()
         self._is_writing = False
         self._barrier, self._is_caught_up = 0, False
@@ -175,7 +178,7 @@ class ConfigMapBackend:
     def history(
         self, *, kinds: Sequence[str] = (), subject: str | None = None, before: int | None = None, limit: int
     ) -> list[HistoryEntry]:
-        """Matching history entries, newest first; from the mirror unless we write."""
+        """Matching history entries, newest first; unless we write, those of the mirror, reread if it has changed."""
         if not self._is_writing and self._journal_edition != self.mirror.edition:
             self._journal.load(self.mirror.objects)
             self._journal_edition = self.mirror.edition
@@ -293,10 +296,7 @@ class ConfigMapBackend:
                 self.tables.remembered = kept | reloaded
 
     def recreate_object(self, table: str, key: str) -> None:
-        """Have the row's object created again: it is gone, and no deletion was seen.
-
-        Written by the next write of the row.
-        """
+        """Have the row's object created again by its next write: it is gone, and no deletion was seen."""
         self.rendering.unwritten.add((table, key))
 
     def mark_lost(self, name: str) -> None:

@@ -178,7 +178,7 @@ class ObjectEdits:
     def _adopt_accepted(self, name: str, table: Any, key: str, value: Any) -> None:
         """Take over a row that another leader accepted, or that a restored cluster holds, and remember the adapter.
 
-        Does nothing if another object has the row, or a write of ours is pending. An alias brings its rollout.
+        Logged. Does nothing if another object has the row, or a write of ours is pending. An alias brings its rollout.
         """
         backend = self._backend
         known, home = getattr(backend.tables, table).get(key), backend.tables.object_names.get((table, key))
@@ -279,7 +279,8 @@ class ObjectEdits:
     def _end_missing(self, missing: list[str]) -> None:
         """Handle objects that do not exist: delete their rows, or create the objects again.
 
-        Mirror and row change in one step, as a write in between would create the object again.
+        Mirror and row change in one step, as a write in between would create the object again. Objects that exist after
+        all, or whose remembering object is unread, are left for later.
         """
         if not missing:
             return
@@ -315,7 +316,10 @@ class ObjectEdits:
         return found is not None and (found["metadata"].get("labels") or {}).get(FLEET) == self._backend.fleet
 
     def _end_row(self, table: str, key: str, name: str, *, is_explicit: bool) -> None:
-        """Handle a row whose object is gone: delete it after an explicit deletion, else create the object again."""
+        """Handle a row whose object is gone: delete it after an explicit deletion, else create the object again.
+
+        Logged.
+        """
         if table == "policy" or not is_explicit:
             log.warning("object gone without a deletion, created again", object=name)
             self._backend.recreate_object(table, key)
@@ -327,7 +331,7 @@ class ObjectEdits:
             self._registry.delete_alias(key, ACTOR)
 
     def _record_deletion(self, lora_id: str) -> None:
-        """Record the deletion of an adapter whose object was deleted while no orchestrator led."""
+        """Record, and log, the deletion of an adapter whose object was deleted while no orchestrator led; forget it."""
         digest = self._backend.tables.remembered[lora_id].digest
         log.info("adapter was deleted while no orchestrator led", lora_id=lora_id)
         self._store.record_deletion(lora_id, digest, ACTOR)

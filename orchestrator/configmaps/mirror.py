@@ -154,7 +154,10 @@ class ConfigMapMirror:
         self._check_proven()
 
     def forget(self, name: str, uid: str | None = None) -> None:
-        """Drop the object and mark it as changed; with `uid` only if it still is that object."""
+        """Drop the object, its doubt and its record, and mark it as changed.
+
+        With `uid` only if it still is that object. A state object then counts as unproven.
+        """
         was = self.objects.get(name)
         if uid is not None and (was is None or uid_of(was) != uid):
             return

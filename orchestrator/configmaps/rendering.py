@@ -279,7 +279,9 @@ class ObjectRendering:
         status: str,
         rollout: Rollout | None = None,
     ) -> DesiredObject | None:
-        """The object of a row. Its text is rewritten only if a REST caller has asked for other values.
+        """The object of a row, or None: nothing to write.
+
+        Its text is rewritten only if a REST caller has asked for other values.
 
         is_asked   whether callers have, since it was written last
 

@@ -173,7 +173,7 @@ class ObjectWriter:
         self._open.clear()
 
     async def _write_all_dirty(self) -> None:
-        """Write dirty keys in their order until none is left."""
+        """Write dirty keys until none is left: in their order, those of equal order together."""
         try:
             while self._dirty:
                 batch, self._dirty = self._dirty, {}

@@ -129,8 +129,8 @@ class Leadership:
     async def run(self) -> None:
         """Take, renew or watch the lease until cancelled. A term ends in time when the lease cannot be reached.
 
-        On a starved machine the lease may expire before it is read again. If the record is still ours, no other process
-        has led since, and the term goes on.
+        Errors are logged. On a starved machine the lease may expire before it is read again. If the record is still
+        ours, no other process has led since, and the term goes on.
         """
         while True:
             self._due.clear()

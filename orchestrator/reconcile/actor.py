@@ -93,9 +93,10 @@ class ActionRunner:
         self._clock = clock
 
     def start_action(self, action: WorkerAction) -> None:
-        """Start an action and record it as in progress.
+        """Log an action, start it and record it as in progress.
 
-        A drain of an adapter only changes the catalog; all others call an agent in a task.
+        A drain of an adapter only changes the catalog; all others call an agent in a task. Loads and unloads make the
+        worker busy.
         """
         where = {"lora_id": action.lora_id, "worker_id": action.worker_id}
         evict = action.evict or action.evict_after
@@ -298,7 +299,7 @@ class ActionRunner:
         return answers[0] if answers and all(answers) else None
 
     async def _forbidden_by(self, source: str, worker_id: str) -> InvalidAdapter | None:
-        """Ask this worker why it may not fetch the source; None if it may, or does not answer."""
+        """Ask this worker why it may not fetch the source; None if it may, does not answer, or fails otherwise."""
         try:
             await self._agents.check_source(self._agent_url(worker_id), source, timeout_s=_CHECK_S)
         except InvalidAdapter as exc:

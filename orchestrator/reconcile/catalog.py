@@ -79,7 +79,7 @@ class CatalogBook:
                 self.emit_event(kind, lora_id=mark.lora_id, worker_id=mark.worker_id)
 
     def _refresh_adapters(self, states: Mapping[str, tuple[str, str | None]]) -> None:
-        """Update the catalog's adapters from the store, with one event for each difference."""
+        """Update the catalog's adapters from the store, with one event for each difference, deletions included."""
         for lora_id in [name for name in self._adapters if name not in self._store.adapters]:
             del self._adapters[lora_id], self._sources[lora_id]
             self.emit_event("adapter_deleted", lora_id=lora_id)

@@ -131,7 +131,8 @@ class IntentStore:
     def together(self) -> Iterator[None]:
         """Send all writes of the block to the backend together. May be nested; the outermost block sends.
 
-        If the block or the backend raises, none of the writes is made, and the intent in memory is read again.
+        If the block or the backend raises, none of the writes is made, the intent in memory is read again, and the
+        error is raised.
         """
         self._depth += 1
         try:

@@ -255,9 +255,10 @@ class EngineConnection(asyncio.Protocol):
             self.lose("no_answer", "the engine closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of an answer, and give them to the sink.
+        """Parse bytes of an answer, and give them to the sink; end the request once it is complete.
 
-        Loses a request whose answer is not HTTP; closes without a request.
+        Loses a request whose answer is not HTTP, has too long a head, or came before it was sent. Closes without a
+        request.
         """
         sink = self.sink
         if sink is None:

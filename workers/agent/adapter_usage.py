@@ -68,7 +68,7 @@ class ReportedAdapterUsage:
         self._is_saved = self._installed.write_json(self._file, {"adapters": counts, "routers": routers})
 
     def _read_saved(self) -> None:
-        """Read the saved counts into memory; a damaged file is logged and ignored."""
+        """Read the saved counts into memory, also into the installed adapters; a damaged file is logged and ignored."""
         try:
             saved = json.loads(self._file.read_text())
             routers = {

@@ -135,7 +135,8 @@ class WorkerAgent:
     async def attach_engine(self, client: EngineClient, *, engine_boot_id: str, transport: Transport) -> None:
         """Use a healthy engine: load the wanted adapters, then become ready. Raises EngineError.
 
-        Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path.
+        Reads the base model's shapes and the engine's KV connector first, and waits for the first scan of lora_path. A
+        connector that mixes adapters is logged, and no adapter is loaded.
         """
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.folder.engine_url = transport.engine_url
@@ -184,7 +185,7 @@ class WorkerAgent:
     async def _wait_until_warm(self) -> None:
         """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`.
 
-        Sets the state to "starting". No-op without an orchestrator or deadline.
+        Sets the state to "starting"; a passed deadline is logged. No-op without an orchestrator or deadline.
         """
         settings = self.settings
         if not settings.orchestrator_url or not settings.warm_deadline_s:
@@ -226,7 +227,10 @@ class WorkerAgent:
         return False
 
     async def detach_engine(self, reason: str) -> None:
-        """Record and publish that the engine is down, with all its adapters; they stay wanted for the restart."""
+        """Record and publish that the engine is down, with all its adapters; they stay wanted for the restart.
+
+        Empties the slots, clears a suspicion, and closes the KV ledgers.
+        """
         was_up = self.engine.client is not None
         self._state, self._state_reason = "engine_down", reason  # before the first await: nobody may read "ready"
         await self.engine.detach(reason)

@@ -85,7 +85,10 @@ class CurrentEngine:
         return self.client is not None and await self.client.boot_mark() == self._boot_mark
 
     async def detach(self, reason: str) -> None:
-        """Forget the engine, its suspicion and load, set the rates' gauges to 0 and close the KV ledgers."""
+        """Forget the engine, its suspicion and load, set the rates' gauges to 0 and close the KV ledgers.
+
+        Keeps the reason.
+        """
         self.client, self.boot_id, self._down_reason = None, "", reason
         self.clear_suspicion()
         await self.close_ledgers()

@@ -43,7 +43,7 @@ class HeartbeatSender:
     async def run(self) -> None:
         """Send heartbeats until cancelled; after a failure try the next orchestrator, then back off.
 
-        Failures are counted. If no orchestrator accepts one, a warming worker becomes ready.
+        Failures are counted, and some are logged. If no orchestrator accepts one, a warming worker becomes ready.
         """
         failures = 0
         while True:

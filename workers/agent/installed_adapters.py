@@ -71,7 +71,7 @@ class InstalledAdapters:
         return self._adapters.get(engine_name)
 
     def all(self) -> tuple[InstalledAdapter, ...]:
-        """All installed adapters in load order, oldest load first."""
+        """All installed adapters in load order, oldest load first; sorted once after a change."""
         if self._sorted is None:
             self._sorted = tuple(sorted(self._adapters.values(), key=lambda adapter: adapter.order))
         return self._sorted
@@ -113,7 +113,10 @@ class InstalledAdapters:
             self.write_json(self._epoch_file, {"epoch": epoch}, is_flushed=True)
 
     def retry_writes(self) -> None:
-        """Write the adapters' files and the epoch again whose last write failed."""
+        """Write the adapters' files and the epoch again whose last write failed.
+
+        Another failure keeps them for later.
+        """
         if self._epoch_file in self._unwritten:
             self.write_json(self._epoch_file, {"epoch": self.epoch}, is_flushed=True)
         if self._unwritten:

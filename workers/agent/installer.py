@@ -192,7 +192,8 @@ class Installer:
     def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
         """The installed adapter that satisfies a request without a fetch: same digest, and no other source named.
 
-        The digest alone is not a permission: this lora_id's own source was verified here before.
+        None: it must be fetched. A request with neither gets the newest version, unless lora_path has the adapter. The
+        digest alone is not a permission: this lora_id's own source was verified here before.
         """
         requested_source = request.source or request.lora_path
         for adapter in reversed(self._installed.versions(request.lora_id)):

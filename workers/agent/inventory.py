@@ -153,7 +153,7 @@ class Inventory:
         return adapter
 
     def mark_unloaded(self, adapter: InstalledAdapter) -> None:
-        """Record and publish that the engine has unloaded the adapter; a restarted engine may still load it again."""
+        """Free the adapter's slot and publish its unload; a restarted engine may still load it again."""
         self.slots = self.slots.after_unload(adapter.engine_name)
         self.events.add(
             "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
@@ -203,7 +203,10 @@ class Inventory:
         self.mark_changed()
 
     def show_progress(self, lora_id: str, digest: str, state: str) -> None:
-        """Show a load ("downloading" or "loading") in /metadata, unless the engine has the adapter already."""
+        """Show a load ("downloading" or "loading") in /metadata, unless the engine has the adapter already.
+
+        Marks the inventory as changed.
+        """
         name = engine_name(lora_id, digest) if digest else ""
         if self.slots.has(name):
             return
@@ -220,7 +223,7 @@ class Inventory:
 
     @contextmanager
     def recording_failure(self, request: LoadRequest) -> Iterator[None]:
-        """Record a WorkerError raised in the block as a failed load; end the load's progress in any case."""
+        """Record a WorkerError of the block as a failed load, and raise it; end the load's progress in any case."""
         try:
             yield
         except WorkerError as exc:
@@ -230,7 +233,7 @@ class Inventory:
             self._progress.pop(request.lora_id, None)
 
     def record_failure(self, lora_id: str, digest: str, exc: WorkerError) -> None:
-        """Log, count and publish a failed load, and keep it for `failed_loads`.
+        """Log, count and publish a failed load, and keep it for `failed_loads`, where the oldest make room.
 
         Not kept if no slot was free, the load was cancelled, or the adapter is loaded.
         """

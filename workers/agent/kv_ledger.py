@@ -158,7 +158,7 @@ class KvLedgers:
     def flush(self) -> None:
         """Append a frame with the pending changes to the ring and wake the streams; no-op without changes.
 
-        Drops the oldest frames of a full ring.
+        Cancels the flush timer. Drops the oldest frames of a full ring, never the newest.
         """
         if self._flush_at is not None:
             self._flush_at.cancel()

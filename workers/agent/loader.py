@@ -88,7 +88,8 @@ class Loader:
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.
 
-        Requests that use it finish. Raises WorkerError, `not_loaded` if it was neither loaded nor being loaded.
+        Requests that use it finish. It is not loaded again after a restart. Raises WorkerError, `not_loaded` if it was
+        neither loaded nor being loaded.
         """
         check_lora_id(request.lora_id)
         was_loading = await self._operations.cancel(request.lora_id, request.digest)
@@ -147,7 +148,7 @@ class Loader:
         load_slots = asyncio.Semaphore(loads_at_once)
 
         async def restore_next() -> None:
-            """Restore adapters one after the other until none is left."""
+            """Restore adapters one after the other until none is left. Raises EngineError."""
             for adapter in adapters_in_order:
                 await self._restore_one(adapter, load_slots)
 
@@ -209,7 +210,7 @@ class Loader:
             self._inventory.confirm_list(listed_at)
 
     async def refetch_lost_files(self, digests: Collection[str]) -> None:
-        """Fetch deleted files of loaded adapters again; a failure is recorded.
+        """Fetch deleted files of loaded adapters again, and log each; a failure is recorded.
 
         The engine dies when it next reads them.
         """
@@ -339,7 +340,7 @@ class Loader:
     async def _evict_if_full(self, client: EngineClient, evict: str | None) -> InstalledAdapter | None:
         """Unload the named victim if no slot is free; returns it, None if there was room.
 
-        Raises EngineError `no_free_slot`.
+        It stays wanted. Raises EngineError, `no_free_slot` without a victim.
         """
         if self._inventory.slots.free > 0:
             return None

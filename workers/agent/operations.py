@@ -76,7 +76,10 @@ class AgentOperations:
         return bool(cancelled)
 
     def cancel_all(self) -> None:
-        """Cancel all operations that are not committed, because the process stops. Does not wait for their end."""
+        """Cancel all operations that are not committed, and refuse new ones, because the process stops.
+
+        Does not wait for their end.
+        """
         self._is_stopping = True
         for operation in [operation for operations in self._operations.values() for operation in operations]:
             operation.cancel_task()

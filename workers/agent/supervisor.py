@@ -62,7 +62,10 @@ class Supervisor:
         self._restarts = RestartBackoff(loop_after=settings.crash_loop_after, loop_retry_s=settings.crash_loop_retry_s)
 
     async def run(self) -> None:
-        """Start, watch and restart the engine until cancelled. It keeps running then: call `stop`."""
+        """Start, watch and restart the engine until cancelled, after which it keeps running: call `stop`.
+
+        Each failure is handed to the agent; unexpected ones are logged.
+        """
         while True:
             ready_at: float | None = None
             try:
@@ -123,8 +126,8 @@ class Supervisor:
     async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
         """Start the engine, wait until it is healthy and attach it to the agent.
 
-        Raises EngineError with its last output. With `engine_url` the running engine is attached. `stack` closes the
-        client at its end.
+        Raises EngineError with its last output, or if the port is taken. Port 0 picks a free one, which is kept. With
+        `engine_url` the running engine is attached. `stack` closes the client at its end.
         """
         if self._settings.engine_url:
             return await self._attach_running_engine(stack)

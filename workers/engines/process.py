@@ -88,7 +88,10 @@ class EngineProcess:
         return code
 
     async def stop(self, *, within_s: float) -> None:
-        """Send SIGTERM, wait at most `within_s` for the exit, then kill the process group and read its last output."""
+        """Send SIGTERM, wait at most `within_s` for the exit, then kill the process group and read its last output.
+
+        A late exit is logged. An engine that has exited is only cleared up.
+        """
         if not self.has_exited:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)

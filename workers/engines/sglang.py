@@ -122,7 +122,7 @@ class SglangClient(HttpEngineClient):
     async def kv_event_endpoints(self) -> KvEventEndpoints:
         """The KV event endpoints in the engine's --kv-events-config, read from /server_info.
 
-        Empty if absent or malformed.
+        Empty if absent or malformed. Raises EngineError.
         """
         try:
             content = dict(json.loads((await self._server_info()).get("kv_events_config") or "{}"))
@@ -159,7 +159,7 @@ class SglangClient(HttpEngineClient):
     async def boot_mark(self) -> str:
         """A hash of the durations of the engine's start and its random seed, from /server_info.
 
-        SGLang's metrics have no start time.
+        SGLang's metrics have no start time. Raises EngineError.
         """
         info = await self._server_info()
         marks = json.dumps([info.get("startup_time"), info.get("random_seed")], sort_keys=True)

@@ -80,7 +80,10 @@ class VllmClient(HttpEngineClient):
         return kv_event_endpoints(httpx.URL(self.url).host, configs)
 
     async def kv_connector(self) -> ConnectorVerdict:
-        """The verdict on the engine's KV connector, from `/server_info` if the engine has it, else from its metrics."""
+        """The verdict on the engine's KV connector, from `/server_info` if the engine has it, else from its metrics.
+
+        Raises EngineError.
+        """
         answer = await self._request("GET", SERVER_INFO, timeout_s=_INFO_TIMEOUT_S)
         config = transfer_config(answer.content) if answer.is_success else None
         scrape = await self.scrape()

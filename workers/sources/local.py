@@ -22,7 +22,10 @@ class LocalSource:
         self._allow_pickle = allow_pickle
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Copy the adapter's files from a folder below the roots, in a thread. See `Source.fetch`."""
+        """Copy the adapter's files from a folder below the roots, in a thread. Raises SourceError.
+
+        See `Source.fetch`.
+        """
         folder = self._existing_folder(ref)
         await finish_even_if_cancelled(
             asyncio.to_thread(self._copy_files, folder, into, transfer), on_cancel=transfer.cancel

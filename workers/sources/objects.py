@@ -66,7 +66,7 @@ class ObjectSource:
         parts.note.unlink()
 
     def _open_store(self, ref: str) -> None:
-        """Import the store's library and create its client at the first use. Raises SourceError."""
+        """Import the store's library and create its client at the first use, and keep it. Raises SourceError."""
         if self._store is not None:
             return
         module, name = _LIBRARIES[self._scheme]
@@ -130,7 +130,10 @@ class ObjectSource:
     async def _fetch_file(
         self, ref: str, path: str, size: int, target_path: Path, transfer: Transfer, parts: "_FetchedParts"
     ) -> None:
-        """Fetch the missing parts of a file, several at a time, and note each finished one. Raises SourceError."""
+        """Fetch the missing parts of a file, several at a time, and note each finished one. Raises SourceError.
+
+        The first failure cancels the other parts.
+        """
         part_slots = asyncio.Semaphore(self._limits.parts)
 
         async def fetch_part(fd: int, start: int) -> None:

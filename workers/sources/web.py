@@ -46,7 +46,8 @@ class WebSource:
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Download and unpack an archive, or download the adapter's two files. See `Source.fetch`.
 
-        Clears the folder first, but for a download to resume. Without safetensors takes a pickle, if allowed.
+        Clears the folder first, but for a download to resume. Without safetensors takes a pickle, if allowed. Raises
+        SourceError.
         """
         parts = parse_reference(ref)
         if not parts.hostname:
@@ -114,7 +115,7 @@ class WebSource:
 
 
 def _authorization(credential: str) -> dict[str, str]:
-    """The Authorization header of a credential: a whole value (`Basic …`) or a token.
+    """The Authorization header of a credential: a whole value (`Basic …`) or a token; none without a credential.
 
     httpx drops the header on redirects to another host.
     """

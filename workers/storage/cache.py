@@ -172,7 +172,8 @@ class AdapterCache:
     ) -> tuple[list[str], list[str]]:
         """Remove leftovers, renew the wanted leases, delete adapters beyond the limit and update the figures.
 
-        Returns the wanted and the other known digests that are not installed.
+        Returns the wanted and the other known digests that are not installed. Deletes none, and logs it, if the engine
+        does not answer.
         """
         missing_wanted = await asyncio.to_thread(self._clean_and_renew, wanted)
         if not await asyncio.to_thread(self.folder.has_room, 0):
@@ -208,7 +209,7 @@ class AdapterCache:
     def _install(self, partial: Path, digest: str) -> Path:
         """Make the files read-only, flush them and rename the folder; replaces a damaged copy. Returns the path.
 
-        Blocking.
+        Blocking. The digest then counts as verified. Raises OSError.
         """
         target = self.path(digest)
         for file in partial.iterdir():

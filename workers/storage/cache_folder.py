@@ -155,7 +155,7 @@ class CacheFolder:
     # --- deletion ------------------------------------------------------------------------------------------------
 
     def has_room(self, need_bytes: int) -> bool:
-        """Whether `need_bytes` more are within `max_bytes`."""
+        """Whether `need_bytes` more are within `max_bytes`; always without that limit. Measures the folder."""
         return not self.max_bytes or self.usage()[0] + need_bytes <= self.max_bytes
 
     def make_room(self, need_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
@@ -275,7 +275,7 @@ class CacheFolder:
         return leases.has_other_user(path, self._agent_id, now=now, lease_s=self._lease_s)
 
     def _is_idle(self, digest: str, wanted: frozenset[str]) -> bool:
-        """Whether no agent wants the adapter and its grace has passed."""
+        """Whether no agent wants the adapter and its grace has passed. Raises OSError if it is gone."""
         now = self._now()
         folder = self._cached_adapter(digest, wanted, now)
         return not folder.is_in_use and now - folder.used_at >= self._grace_s
@@ -295,9 +295,10 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock during the block, so that no other agent claims or deletes.
+        """Hold the folder's lock during the block, so that no other agent claims or deletes. Blocking.
 
-        After 5 s, or where there are no file locks, the block runs without it.
+        After 5 s, or where there are no file locks, the block runs without it. Raises OSError if the folder cannot be
+        made.
         """
         self._create_folder()
         handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -193,6 +193,9 @@ class FairQueue:
     def decide_or_enqueue(self, queued: QueuedRequest, now: float) -> Decision | None:
         """The decision, if this request may be sent at once; else None, and it is queued.
 
+        A request that overtakes is charged to its tenant. A queued one gets its expected wait, number and likely
+        replica. The first one in an empty queue starts the service rates.
+
         raises  NoReplica; Saturated when it may not wait, or would wait for too long; nothing is queued then
         """
         decision = self.decide(queued, self._backlog_s, now)

@@ -33,7 +33,10 @@ class SimServer(uvicorn.Server):
 
 
 async def serve(settings: SimSettings) -> None:
-    """Serve until SIGTERM or SIGINT, then finish requests in flight for at most `shutdown_timeout`."""
+    """Serve until SIGTERM or SIGINT, then finish requests in flight for at most `shutdown_timeout`.
+
+    The engine's death ends it, too. Raises OSError for unreadable model files.
+    """
     publisher = KVEventPublisher(settings.kv_events) if settings.kv_events.is_on else None
     stop = asyncio.Event()
     engine = SimEngine(settings, publisher, SimMetrics(settings), on_death=stop.set)

@@ -137,7 +137,7 @@ def make_app(handlers: SimHandlers, background: Callable[[], Awaitable[None]]) -
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        """Run `background` while the app runs."""
+        """Run `background` as a task while the app runs, then cancel it."""
         task = asyncio.ensure_future(background())
         try:
             yield

@@ -22,7 +22,7 @@ class ChainRoot:
     cache_salt: str | None = None
 
     def extra_keys(self, block: int) -> tuple[str, ...] | None:
-        """The extra keys of a block in events; the adapter's path is part of the hash, but not of the event."""
+        """The extra keys of a block in events, or None. The adapter's path is hashed, too, but not in the event."""
         salted = (self.cache_salt,) if block == 0 and self.cache_salt else ()
         name = (self.lora_name,) if self.lora_name else ()
         return (name + salted) or None
@@ -101,14 +101,17 @@ class BlockPool:
         return blocks + sum(not self.blocks[hit].references for hit in hits) <= len(self.free)
 
     def add_references(self, hits: Iterable[int]) -> None:
-        """Add a request's reference to each of `hits`, so that none is evicted."""
+        """Add a request's reference to each of `hits` and take it from the free ones, so that none is evicted."""
         for hit in hits:
             if not self.blocks[hit].references:
                 del self.free[hit]
             self.blocks[hit].references += 1
 
     def allocate(self, blocks: int) -> list[int]:
-        """Allocate blocks, evicting their content with events. Check `has_room_for` first."""
+        """Allocate free blocks with one reference each, evicting their content with events.
+
+        Check `has_room_for` first.
+        """
         allocated = []
         for _ in range(blocks):
             index, _none = self.free.popitem(last=False)
@@ -118,7 +121,10 @@ class BlockPool:
         return allocated
 
     def store(self, chain: BlockChain, table: Sequence[int], first: int, last: int) -> None:
-        """Cache blocks `first` to `last` of `chain`, with an event; `table[i]` is the index of its i-th block."""
+        """Cache blocks `first` to `last` of `chain`, with an event; `table[i]` is the index of its i-th block.
+
+        Does nothing for an empty range.
+        """
         if first >= last:
             return
         hashes = chain.update_hashes()
@@ -146,7 +152,10 @@ class BlockPool:
         )
 
     def release(self, table: Sequence[int]) -> None:
-        """Release a request's blocks, last block first, so that a long prompt's end is evicted before its start."""
+        """Release a request's blocks, last block first, so that a long prompt's end is evicted before its start.
+
+        Those without content are allocated first.
+        """
         emptied = []
         for index in reversed(table):
             block = self.blocks[index]

@@ -115,7 +115,7 @@ class SimEngine:
             self.metrics.count_finished(job)
 
     async def load(self, name: str, path: str) -> None:
-        """Read and load an adapter, stalling all requests meanwhile.
+        """Read and load an adapter, stalling all requests meanwhile; takes an adapter number even if it fails.
 
         raises  `NoAdapterFound`, `AdapterRefused`, `EngineDraining`
         """
@@ -140,7 +140,7 @@ class SimEngine:
         del self.adapters[name]
 
     async def drain(self) -> None:
-        """Refuse new requests; returns when the last request has ended."""
+        """Refuse new requests; returns when the last request has ended, or the engine has died."""
         self.is_draining = True
         while self.batch.has_work and not self.is_dead:
             await self._idle.wait()

@@ -124,7 +124,7 @@ class SimMetrics:
 
     @contextmanager
     def frozen_gauges(self) -> Iterator[None]:
-        """Keep the gauges' values during the block, as vLLM does during a load."""
+        """Keep the gauges' values during the block, as vLLM does during a load; afterwards they are live again."""
         self._frozen_values = self._gauge_values()
         try:
             yield

@@ -93,7 +93,10 @@ class HostAdapters:
         self.lru: OrderedDict[Hashable, None] = OrderedDict()
 
     def use(self, adapter: Hashable) -> bool:
-        """Make `adapter` the most recently used; returns True if it was absent and must be read from disk."""
+        """Make `adapter` the most recently used; returns True if it was absent and must be read from disk.
+
+        Where the cache is full, the longest unused adapter is dropped.
+        """
         missed = adapter not in self.lru
         if missed and len(self.lru) >= self.capacity:
             self.lru.popitem(last=False)
