@@ -22,12 +22,13 @@ from lorafleet.kube.discovery import SliceWatch
 from lorafleet.service.auth import ApiKeys, body_permission, refuse_open_server
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
+from lorafleet.service.openapi import change_document
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
 from orchestrator.api import build_router
-from orchestrator.api.examples import with_examples
+from orchestrator.api.examples import add_examples
 from orchestrator.config import OrchestratorSettings
 from orchestrator.configmaps.backend import ConfigMapBackend
 from orchestrator.configmaps.edits import ObjectEdits
@@ -190,7 +191,7 @@ def build(
         ),
     )
     install_error_handlers(app, OrchestratorError)
-    with_examples(app)
+    change_document(app, add_examples)
     app.add_middleware(
         LeaderForwarding,
         leadership=leadership,

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import structlog
@@ -21,6 +22,7 @@ from lorafleet.service import logs
 from lorafleet.service.auth import ApiKeys, KeyFileError, refuse_open_server
 from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
+from lorafleet.service.openapi import change_document
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.settings import load_or_exit
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
@@ -137,11 +139,14 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     if me is not None:
         processes = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=process_handlers(services))
     app = FastAPI(
-        title="lorafleet router", lifespan=lambda _app: run_services(services, control, agents, probes, http, processes)
+        title="lorafleet router",
+        version=version("lorafleet"),
+        description="Sends each request to the worker where its adapter and its prompt are hot.",
+        lifespan=lambda _app: run_services(services, control, agents, probes, http, processes),
     )
     add_routes(app, control_routes(services, processes), health_routes(services, own_metrics, processes))
+    change_document(app, describe_inference)
     install_error_handlers(app, RouterError)
-    describe_inference(app)
     may_ask = site_check(config.allowed_origins, trusts_preflight=True)
     guard(app, keys, allow_open=config.allow_open, may_ask=may_ask)
     if config.allowed_origins:

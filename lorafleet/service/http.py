@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.service.json_count import VALUES, has_more
+from lorafleet.service.openapi import change_document, describe_errors
 from lorafleet.service.settings import finding_message
 
 log = structlog.get_logger()
@@ -207,7 +208,10 @@ def add_routes(to: FastAPI | APIRouter, *parts: APIRouter) -> None:
 
 
 def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
-    """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500."""
+    """Answer every error of these trees, and the framework's own, in the error envelope; never a bare 500.
+
+    The app's OpenAPI document then has these answers.
+    """
 
     async def on_error(_request: Request, exc: Exception) -> JSONResponse:
         """The answer for an error of one of the trees."""
@@ -244,3 +248,4 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(RequestValidationError, on_invalid_request)
     app.add_exception_handler(Exception, on_unexpected_error)
+    change_document(app, describe_errors)

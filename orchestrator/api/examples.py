@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from fastapi import FastAPI
-
 _DIGEST = "3f9a1c2b77aa" + "0" * 52
 _AT = "2026-11-21T12:00:00.000Z"
 _TARGETS = [{"lora_id": "sql-expert/v1", "weight": 9}, {"lora_id": "sql-expert/v2", "weight": 1}]
@@ -183,16 +181,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def with_examples(app: FastAPI) -> None:
-    """Replace the app's `openapi` by one that adds our examples to the schemas that have none."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        """The app's OpenAPI document with the examples."""
-        document = plain()
-        for name, schema in document["components"]["schemas"].items():
-            if name in EXAMPLES and "examples" not in schema:
-                schema["examples"] = [EXAMPLES[name]]
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def add_examples(document: dict[str, Any]) -> None:
+    """Add our examples to the schemas of an OpenAPI document that have none."""
+    for name, schema in document["components"]["schemas"].items():
+        if name in EXAMPLES and "examples" not in schema:
+            schema["examples"] = [EXAMPLES[name]]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import generate_latest
 
 from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
+from lorafleet.service.openapi import Json
 from router.api.explain import decision_answer, replay_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
@@ -222,18 +223,10 @@ def health_routes(
     return api
 
 
-def describe_inference(app: FastAPI) -> None:
+def describe_inference(document: Json) -> None:
     """Add the inference routes, which the listener serves itself, to the app's OpenAPI document."""
-    describe = app.openapi
-
-    def with_inference() -> dict[str, Any]:
-        """The app's document, with the inference routes."""
-        schema = describe()
-        inference, own = openapi_paths(), schema["paths"]
-        schema["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
-        return schema
-
-    app.openapi = with_inference  # type: ignore[method-assign]
+    inference, own = openapi_paths(), document["paths"]
+    document["paths"] = {path: inference.get(path, {}) | own.get(path, {}) for path in inference | own}
 
 
 async def _fleet(services: Services) -> RouterFleet:

@@ -7,10 +7,9 @@ answer's keys against the second. Schemas say what the router reads and no more:
 from collections.abc import Mapping
 from typing import Any
 
+from lorafleet.service.openapi import ERROR_SCHEMA, Json
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route
-
-Json = dict[str, Any]
 
 _MODEL = "sql-expert/v1"
 _HELLO = [{"role": "user", "content": "Which customers ordered twice?"}]
@@ -167,22 +166,6 @@ EXAMPLES: Mapping[str, tuple[Json | None, Json]] = {
     ),
 }
 
-_ERROR: Json = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
-            },
-        }
-    },
-}
 _ERRORS: Mapping[str, str] = {
     "400": "The body is not what this call takes, or names a field that steers the engine",
     "401": "No such key",
@@ -259,7 +242,7 @@ def _sglang_generate_operation() -> Json:
 def _responses(content: Json) -> Json:
     """The OpenAPI responses: this content for 200, and the router's errors."""
     errors = {
-        status: {"description": why, "content": {"application/json": {"schema": _ERROR}}}
+        status: {"description": why, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
         for status, why in _ERRORS.items()
     }
     return {
