@@ -200,7 +200,10 @@ def lock_state_folder(state: Path) -> int:
 
 
 def cache_folder_of(settings: WorkerSettings) -> CacheFolder:
-    """Create and open the cache folder, under this agent's unique name, which survives restarts. Raises OSError."""
+    """Create and open the cache folder, under this agent's unique name, which a file keeps over restarts.
+
+    Raises OSError.
+    """
     file = settings.state / "agent_id"
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex[:12].encode())  # atomic: a truncated name might not be unique

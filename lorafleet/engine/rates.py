@@ -209,7 +209,10 @@ class EngineRates:
                 self._calm.append(step_s)
 
     def _add_busy(self, last: EngineCounters, now: EngineCounters) -> None:
-        """Extend the current busy window, and close it once it is long enough."""
+        """Extend the current busy window, and close it once it is long enough.
+
+        An idle reading drops it. The first busy readings belong to no window.
+        """
         if last.running == 0 or now.running == 0:
             self._window_start, self._busy_readings = None, 0
             return

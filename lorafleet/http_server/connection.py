@@ -114,7 +114,8 @@ class ClientConnection(ReadingProtocol):
     async def _answer(self, exchange: HttpExchange) -> None:
         """Run the request's handler.
 
-        Send an error where it fails or does not answer, and 503 where the server has stopped.
+        Send an error where it fails or does not answer, and 503 where the server has stopped or cancels it. A
+        cancellation is raised on.
         """
         if self.listener.has_stopped:
             exchange.send_error(503, "stopping", _NOT_BEGUN)

@@ -154,7 +154,10 @@ class ReadingProtocol(HttpToolsProtocol):
     # Called by the transport.
 
     def data_received(self, data: bytes) -> None:
-        """Parse these bytes; drop them where input is ignored, or keep them while the app ends its response."""
+        """Parse these bytes; drop them where input is ignored, or keep them while the app ends its response.
+
+        Hangs up on a client that sends too many to drop.
+        """
         if self.ignores_input:
             self.drained_bytes += len(data)
             if self.drained_bytes > self._max_lingering_bytes:

@@ -132,7 +132,10 @@ class RankSubscriber:
         self._live.close(linger=0)
 
     def _handle_message(self, frames: list[bytes]) -> None:
-        """Deliver a batch, ignore an old one or another topic's, or keep it and start filling the gap before it."""
+        """Deliver a batch, ignore an old one or another topic's, or keep it and start filling the gap before it.
+
+        A malformed message is reported to the listener.
+        """
         if len(frames) != 3 or len(frames[1]) != 8:
             self._listener.on_malformed()
             return

@@ -192,7 +192,10 @@ class LocalFleet:
     async def _start_workers(
         self, client: httpx.AsyncClient, base: commands.LocalBaseModel, max_lora_rank: int
     ) -> None:
-        """Start all workers and wait until they are ready."""
+        """Start all workers, engines other than the sim a few at a time, and wait until they are ready.
+
+        Raises a group of CommandFailed.
+        """
         # Starting one engine a core at a time is fastest; more only compete for the cores.
         at_once = self.options.workers if self.options.engine == "sim" else max(1, os.cpu_count() or 2)
         start_slots = asyncio.Semaphore(at_once)
@@ -373,7 +376,10 @@ class LocalFleet:
         self._keep_tasks.append(self._group.create_task(self._keep_running(child)))
 
     async def _keep_running(self, child: ChildProcess) -> None:
-        """Restart a process whenever it ends, with growing pauses; raises CommandFailed if it never starts at all."""
+        """Restart a process whenever it ends, with growing pauses, and print it.
+
+        Raises CommandFailed if it never starts at all.
+        """
         in_a_row = 0
         while True:
             assert child.process is not None

@@ -269,7 +269,10 @@ def _port(service: str, flag: int | None, given: ServiceOptions) -> int:
 
 
 def _text_list(values: Mapping[str, Any], name: str) -> list[str]:
-    """A setting that is a list of strings, JSON in the environment or YAML in a file. Raises SettingsError."""
+    """A setting that is a list of strings, JSON in the environment or YAML in a file; [] if unset.
+
+    Raises SettingsError.
+    """
     found = values.get(name) or []
     if isinstance(found, str):
         try:

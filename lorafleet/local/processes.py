@@ -35,7 +35,10 @@ class ChildProcess:
     started_at: float = field(default=0.0)
 
     async def start(self) -> None:
-        """Start the process and append its output to its log. Call on the main thread: the child dies with it."""
+        """Start the process, count the start, and append its output to its log.
+
+        Call on the main thread: the child dies with it.
+        """
         with self.log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command(),

@@ -170,7 +170,10 @@ class AsciiBpeCache:
             return self._learn_ids(words, encode)
 
     def _learn_ids(self, words: list[str], encode: Callable[[str], list[int]]) -> bytes | None:
-        """Encode and cache the unknown ones of these words; the ids of all, or None if too many are unknown."""
+        """Encode and cache the unknown ones of these words; the ids of all, or None if too many are unknown.
+
+        Uses up `_words_to_learn`. A full cache is cleared first.
+        """
         known = self.word_cache
         if len(known) > MAX_WORDS:
             known.clear()

@@ -167,7 +167,10 @@ def _read_message(message: Any, *, as_parts: bool) -> Message:
 
 
 def _read_content(role: str, content: Any, *, as_parts: bool) -> str | list[Message]:
-    """A message's content: text, or a list of parts with `as_parts`. Raises Untokenizable."""
+    """A message's content: text, or a list of parts with `as_parts`. Raises Untokenizable.
+
+    A system message loses its billing header. A tool's content of texts alone is always text.
+    """
     if isinstance(content, str):
         if not as_parts and not (role == "system" and content.startswith(_BILLING_HEADER)):
             return content

@@ -174,7 +174,7 @@ async def _wait_for_replicas(
     is_stopping: Callable[[], bool],
     clock: Callable[[], float],
 ) -> EnsureAnswer:
-    """Request replicas, repeatedly, until they are ready, the wait is over, or the adapter fits nowhere.
+    """Request replicas, repeatedly, until they are ready, the wait is over, the adapter fits nowhere, or we stop.
 
     Raises NotFound for an adapter that is being deleted, StateConflict for one that has failed.
     """

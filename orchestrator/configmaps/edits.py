@@ -146,7 +146,10 @@ class ObjectEdits:
     # -- present objects --------------------------------------------------------------------------------------------
 
     def _apply_object(self, name: str) -> None:
-        """Check one object: take over its accepted row, and accept or refuse its text unless it is the accepted one."""
+        """Check one object: take over its accepted row, and accept or refuse its text unless it is the accepted one.
+
+        Objects without our label or about to be deleted are left alone. One of an unknown kind gets an Event.
+        """
         found = self._mirror.objects[name]
         kind = kind_of(found)
         table = _TABLES.get(kind)
@@ -338,7 +341,10 @@ class ObjectEdits:
         self._backend.forget_adapter(lora_id)
 
     def _delete_adapter(self, lora_id: str) -> None:
-        """Delete the adapter as the REST route does, unless an alias targets it: then the alias gets an Event."""
+        """Delete the adapter as the REST route does, unless an alias targets it: then the alias gets an Event.
+
+        That deletion is tried again later. One that is done is forgotten.
+        """
         adapter = self._store.adapters.get(lora_id)
         if adapter is None or adapter.is_deleting:
             self._deleted.discard(lora_id)

@@ -110,7 +110,10 @@ class StoreTables:
 
 
 def tables_from_objects(mirror: ConfigMapMirror, fleet: str) -> StoreTables:
-    """The tables as the accepted records in the objects have them. Raises StoreError."""
+    """The tables as the accepted records in the objects have them; the oldest object of a row counts.
+
+    Raises StoreError.
+    """
     tables = StoreTables(fleet)
     for name in sorted(mirror.people_object_names(), key=lambda name: age_order(mirror.objects[name])):
         found, record = mirror.objects[name], mirror.accepted_record(name)

@@ -254,7 +254,10 @@ class ObjectWriter:
                 return
 
     async def _send_object(self, desired: DesiredObject) -> None:
-        """Delete, create or replace the object in the API server, and update the mirror. Raises KubeError."""
+        """Delete, create or replace the object in the API server, and update the mirror. Raises KubeError.
+
+        An unchanged object is not written.
+        """
         known = self._mirror.objects.get(desired.name)
         path = f"{self._folder}/{desired.name}"
         if desired.body is None:

@@ -80,10 +80,10 @@ class AdapterRegistry:
         return known
 
     def register(self, spec: AdapterSpec, actor: str = NOBODY) -> tuple[RegisteredAdapter, bool]:
-        """Store the adapter unless it is registered already; returns it, and whether it is new.
+        """Store the adapter, with a history entry, unless it is registered already; returns it, and whether it is new.
 
-        A registered adapter without digest or base model gets those of the spec.
-        Raises StateConflict, OrchestratorRequestError.
+        A registered adapter without digest or base model gets those of the spec. Raises StateConflict,
+        OrchestratorRequestError.
         """
         known = self.equal_registration(spec)
         if known is not None:
@@ -132,7 +132,7 @@ class AdapterRegistry:
     def patch_adapter(
         self, lora_id: str, patch: AdapterPatch, actor: str = NOBODY, *, if_match: str | None = None
     ) -> RegisteredAdapter:
-        """Store the fields that the patch names; a new secret also drops the adapter's failures.
+        """Store the fields that the patch names, with a history entry; a new secret also drops the adapter's failures.
 
         Raises NotFound, PreconditionFailed, OrchestratorRequestError.
         """
@@ -156,7 +156,7 @@ class AdapterRegistry:
         return adapter
 
     def delete_adapter(self, lora_id: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Mark the adapter as deleting, unless it is; it is dropped when no worker holds it any more.
+        """Mark the adapter as deleting, with a history entry, unless it is; dropped when no worker holds it any more.
 
         Raises NotFound, StateConflict while an alias or rollout points at it, PreconditionFailed.
         """
@@ -288,7 +288,10 @@ class AdapterRegistry:
         return self._replace_policy(changed_policy(self._store.rules, changes), if_match, actor)
 
     def _replace_policy(self, policy: Policy, if_match: str | None, actor: str) -> Policy:
-        """Store the policy if it differs; returns it. Raises PreconditionFailed, OrchestratorRequestError."""
+        """Store the policy, with a history entry, if it differs; returns it.
+
+        Raises PreconditionFailed, OrchestratorRequestError.
+        """
         _require_match(if_match, self.policy_etag(), "the policy")
         if policy.min_replicas > policy.max_replicas:
             raise OrchestratorRequestError(

@@ -55,9 +55,9 @@ class KubeLease:
         return None if self._known is None else record_in_lease(self._known)
 
     async def write(self, new: LeaseRecord, seen: LeaseRecord | None) -> bool:
-        """Create the Lease, or replace exactly the version last read; False after a conflict.
+        """Create the Lease, or replace exactly the version last read.
 
-        Raises LeaseUnreachable.
+        False after a conflict, or if that version is not `seen`. Raises LeaseUnreachable.
         """
         known = self._known
         if (None if known is None else record_in_lease(known)) != seen:

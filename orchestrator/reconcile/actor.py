@@ -395,7 +395,10 @@ class ActionRunner:
         self.forget_drain(worker_id)
 
     async def _undrain_worker(self, worker_id: str) -> None:
-        """Tell the agent to take requests again; a failure is only logged. A stale epoch ends our term."""
+        """Tell the agent to take requests again; then emit an event and request a pass.
+
+        A failure is only logged. A stale epoch ends our term.
+        """
         try:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)

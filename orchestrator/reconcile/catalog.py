@@ -43,7 +43,10 @@ class CatalogBook:
     def emit_event(
         self, kind: str, *, lora_id: str | None = None, worker_id: str | None = None, message: str = ""
     ) -> int:
-        """Add an event and notify followers; returns its revision."""
+        """Add an event under the store's next revision and notify followers; returns the revision.
+
+        Drops the oldest if full.
+        """
         if len(self._events) == self._events.maxlen:
             self._oldest = self._events[0].id
         revision = self._store.next_revision()

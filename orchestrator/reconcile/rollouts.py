@@ -59,7 +59,10 @@ class RolloutController:
         self._marks: dict[tuple[str, float], dict[str, RequestTally]] = {}
 
     def advance_all(self) -> None:
-        """Advance every active rollout as far as its observation allows, and store the progress."""
+        """Advance every active rollout as far as its observation allows, and store the progress.
+
+        Not before workers have had time to report. Forgets the counts of ended rollouts.
+        """
         going = [rollout for rollout in self._store.rollouts.values() if rollout.is_active]
         self._marks = {key: marks for key, marks in self._marks.items() if key in {_rollout_key(r) for r in going}}
         if going and self._is_settled():

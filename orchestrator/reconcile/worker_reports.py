@@ -89,7 +89,7 @@ class WorkerReports:
         return entry.report.agent_url if is_other else None
 
     def record_report(self, report: Metadata) -> ReportChange:
-        """Record an agent's report, which marks the worker as reached; returns what it changed."""
+        """Record an agent's report, which adds the worker or marks it as reached; returns what it changed."""
         now = self._clock()
         entry = self.workers.get(report.instance_id)
         if entry is None:

@@ -336,7 +336,10 @@ class Discovery:
             self.drains_begun.set()
 
     def _adopt_slices(self) -> None:
-        """Put the current workers of the EndpointSlices in force, and rebuild the fleet."""
+        """Put the current workers of the EndpointSlices in force, and rebuild the fleet.
+
+        A worker that slices name no longer is kept while it is followed.
+        """
         assert self.slices is not None
         now = self.slices.workers
         # A worker that the slices no longer list may be ending, or may only have lost a label: keep its last entry.

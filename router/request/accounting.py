@@ -119,7 +119,7 @@ def record(run: "RequestRun") -> None:
 def _hand_to_background(run: "RequestRun") -> bool:
     """Hand a response that its engine goes on with to `Background`, which ends the request later.
 
-    False: there is none.
+    Closes the attempt. False: there is none.
     """
     attempt, dispatched, granted, services, caller = run.attempt, run.dispatched, run.granted, run.services, run.caller
     if dispatched is None or run.usage is not None or (attempt is not None and attempt.status >= 400):

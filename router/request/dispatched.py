@@ -127,6 +127,8 @@ class DispatchedRequest:
     def compare(self, usage: EngineUsage, *, is_one_of_many: bool = False) -> None:
         """Compare predicted cached tokens with those in the engine's usage: update accuracy, feed, metrics and record.
 
+        Nothing is compared if the engine reports none, or the prompt was not hashed; of an approximate one only the
+        record changes.
         is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
         """
         cached = usage.cached_tokens

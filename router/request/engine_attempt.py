@@ -367,7 +367,10 @@ class EngineAttempt(msgspec.Struct, eq=False):
         self._end_relay()
 
     def _end_relay(self) -> None:
-        """End the relay: send the rest, set `failure` where the stream is not complete, and call `notify`."""
+        """End the relay: send the rest, set `failure` where the stream is not complete, and call `notify`.
+
+        Lets go of the client. Does nothing if no relay is under way.
+        """
         exchange = self._exchange
         if exchange is None:
             return  # the relay has not begun, or is over

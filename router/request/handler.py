@@ -58,7 +58,10 @@ class InferenceHandler:
         return caller if caller.may("infer") else None
 
     def find_handler(self, method: str, path: str) -> Handler | None:
-        """The handler of this method and path; None: it is no inference route."""
+        """The handler of this method and path, or of a known path's wrong method; None: it is no inference route.
+
+        Trailing slashes are ignored.
+        """
         handler = self._handlers.get((method, path))
         if handler is not None:
             return handler
@@ -113,7 +116,10 @@ class InferenceHandler:
             response.close()
 
     def _authenticate(self, route: Route, exchange: HttpExchange, trace: Trace | None) -> Caller:
-        """authenticate: the caller, who may send this. Raises HttpError; RateLimited for a key over its limits."""
+        """authenticate: the caller, who may send this from its site.
+
+        Raises HttpError; RateLimited for a key over its limits.
+        """
         headers = exchange.headers
         if trace is not None:
             trace.begin_stage("authenticate")

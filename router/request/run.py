@@ -272,7 +272,7 @@ class RequestRun(msgspec.Struct, eq=False):
     async def _open(self) -> None:
         """open: send the request, wait until its `attempt` is decided, and record the answer.
 
-        Raises ReplicaUnreachable.
+        Sets `engine_request`, `attempt` and, for a background response, its id. Raises ReplicaUnreachable.
         """
         dispatched, tokens = self.dispatched, self.tokens
         assert dispatched is not None

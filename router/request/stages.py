@@ -103,9 +103,12 @@ async def wait_for_adapter(
 ) -> RequestTarget:
     """The target, once a replica that may serve it holds its adapter: waits for a cold start, or a restart.
 
+    A request that must wait leaves its batch.
+
     excluded      the replicas that may not get this request now, see `exclusions`
     tokens        of the prompt, where they are known: a replica that takes fewer does not count
     is_displaced  every replica went away while the request was queued: a base model's are waited for, too
+    raises        see `ColdStarts.until_resident`
     """
 
     def unfit() -> Excluded:
@@ -301,6 +304,8 @@ async def dispatch(
     is_again: bool = False,
 ) -> DispatchedRequest:
     """match and decide: the request, counted at its replica, as soon as that has room.
+
+    A request that computes nothing is never queued.
 
     is_again  an attempt failed before: the request has waited its turn, and is not queued again
     raises    NoReplica, Saturated and Displaced, see RequestQueue.admit

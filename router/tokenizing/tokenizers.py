@@ -484,9 +484,9 @@ class Tokenizers:
         return NO_TOKENS if ids is None else Tokens(ids, "remote")
 
     async def _post_tokenize(self, body: Mapping[str, Any], engine_url: str) -> "array[int] | None":
-        """POST a body to /tokenize; the engine's ids, or None if it refuses. Raises httpx.HTTPError.
+        """POST a body to /tokenize; the engine's ids, or None if it refuses.
 
-        No model is named, so that the engine uses its base model.
+        Raises httpx.HTTPError, also for a 502 to 504. No model is named, so that the engine uses its base model.
         """
         request = {name: body[name] for name in _TOKENIZE_FIELDS if name in body}
         # Without our own key: the engine may be another party's.

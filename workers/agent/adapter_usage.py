@@ -33,9 +33,10 @@ class ReportedAdapterUsage:
             self._read_saved()
 
     def count_uses(self, report: UsageReport) -> list[str] | None:
-        """Add a router's report to the counts in memory; returns the engine names used since its last report.
+        """Add a router's report to the adapters' counts in memory; returns the engine names used since its last report.
 
-        None if the report was counted before.
+        Sets when they were last used. Forgets the router heard of longest ago beyond the bound. None if the report was
+        counted before.
         """
         key = (report.router_id, report.boot_id)
         last_seq, counts = self._routers.get(key, (-1, {}))

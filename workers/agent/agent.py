@@ -209,7 +209,8 @@ class WorkerAgent:
     async def check_trust(self, client: EngineClient) -> bool:
         """Check whether the engine works; marks a stalled engine as suspect, and trusts it again when it computes.
 
-        The health route of a hanging engine still answers, so a stalled engine must compute or return a token.
+        The health route of a hanging engine still answers, so a stalled engine must compute, or return a token on
+        request.
         """
         engine, timeout_s = self.engine, self.settings.health_timeout_s
         was_suspect, stalled_s = bool(engine.suspicion), engine.stalled_s()

@@ -351,7 +351,10 @@ class Loader:
         return victim
 
     async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter) -> None:
-        """Load an evicted adapter again, because the load that evicted it failed; another failure is only logged."""
+        """Load an evicted adapter again, because the load that evicted it failed; another failure is only logged.
+
+        A refused one is no longer wanted. Nothing is recorded if the engine was lost meanwhile.
+        """
         try:
             await client.load(victim.engine_name, Path(victim.path), timeout_s=self._settings.load_deadline_s)
         except EngineError as exc:

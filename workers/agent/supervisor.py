@@ -161,7 +161,10 @@ class Supervisor:
         return client
 
     async def _attach_running_engine(self, stack: contextlib.AsyncExitStack) -> EngineClient:
-        """Wait until the engine at `engine_url` is healthy and attach it to the agent. Raises EngineError."""
+        """Wait until the engine at `engine_url` is healthy and attach it to the agent. Raises EngineError.
+
+        `stack` closes the client at its end.
+        """
         client = engine_client(self._settings.engine, self._settings.engine_url.rstrip("/"))
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)

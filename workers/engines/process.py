@@ -48,8 +48,9 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, launch: LaunchCommand, *, state_dir: Path, echo: Echo | None = None) -> "EngineProcess":
-        """Start the engine under its guard; its output goes to `engine.log` and `echo`.
+        """Start the engine under its guard, and log the command; its output goes to `engine.log` and `echo`.
 
+        Removes an older pid file.
         raises  OSError if the command cannot be run
         """
         pid_file = state_dir / "engine.pid"
@@ -119,7 +120,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _copy_output(self, log_file: Path) -> None:
-        """Copy the engine's output to the log, the tail and `echo` until it closes."""
+        """Copy the engine's output to the log, the tail and `echo` until it closes; a line over 1 MiB is dropped."""
         assert self._process.stdout is not None
         with _EngineLog(log_file) as file:
             while True:

@@ -175,6 +175,7 @@ class TransientSourceError(Exception):
 async def with_retries(operation: Callable[[], Awaitable[T]], ref: str, limits: Limits) -> T:
     """Return the result of `operation`, which is repeated with backoff while it raises TransientSourceError.
 
+    An attempt that got further starts the count anew.
     raises  SourceError `source_failed` after the last attempt
     """
     delays = limits.retry.delays_s(limits.rng)
@@ -192,7 +193,7 @@ async def with_retries(operation: Callable[[], Awaitable[T]], ref: str, limits: 
 
 
 async def run_in_daemon_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function in a daemon thread and return its result; a cancellation does not end the thread.
+    """Call a function in a daemon thread; return its result or raise its error. A cancellation does not end the thread.
 
     Unlike a thread of `asyncio.to_thread`, a hanging library does not block the process's end.
     """

@@ -139,7 +139,7 @@ class _Download:
     tag: str = ""
 
     async def attempt(self, client: httpx.AsyncClient) -> None:
-        """Download the rest of the file and append it to `target`.
+        """Download the rest of the file and append it to `target`; nothing if it is whole already.
 
         raises  TransientSourceError if another attempt may resume it, SourceError if none can succeed
         """

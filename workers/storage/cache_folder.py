@@ -138,9 +138,9 @@ class CacheFolder:
         return missing
 
     def replace_adapter(self, digest: str, new_folder: Path) -> None:
-        """Replace a damaged or missing adapter by the folder `new_folder`, keeping its leases. Raises OSError.
+        """Replace a damaged or missing adapter by the folder `new_folder`, keeping its leases; takes our own.
 
-        The old folder is moved aside, not deleted, because an engine may have its files open.
+        Raises OSError. The old folder is moved aside, not deleted, because an engine may have its files open.
         """
         with self._locked():
             old = self.path(digest)

@@ -103,7 +103,10 @@ def _home_preference(adapter: RegisteredAdapter, worker: ObservedWorker, group: 
 
 
 def _can_move(context: PlacementContext, adapter: RegisteredAdapter, donor: ObservedWorker, to: ObservedWorker) -> bool:
-    """Whether the adapter may be moved from `donor` to `to` now."""
+    """Whether the adapter may be moved from `donor` to `to` now.
+
+    Not if it is pinned, young, requested or above its target, or while one of its copies is not ready.
+    """
     held = donor.adapters[adapter.lora_id]
     if adapter.pinned or held.state != "ready" or donor.id not in context.holders.get(adapter.lora_id, ()):
         return False

@@ -276,7 +276,10 @@ class _PlacementPass:
         return found
 
     def _inspections(self) -> Iterable[PlannedInspection]:
-        """Inspections of adapters without a known digest or rank, on their home among the able workers."""
+        """Inspections of adapters without a known digest or rank, on their home among the able workers.
+
+        Those that requests wait for come first; one that is in progress is not repeated.
+        """
         context = self.context
         ready = [w for w in context.workers if w.state == "ready" and w.max_lora_rank > 0]
         unknown = [

@@ -69,6 +69,7 @@ class PoisonRequests:
     def record_death(self, suspect_id: Hashable, engine: Incarnation, now: float, *, sent_at: float) -> float:
         """Record that an engine died with this suspect in flight; returns for how many seconds it is held back now.
 
+        Forgets the oldest suspect beyond the bound.
         sent_at  when the suspect was sent to that engine. Engines that were lost together with their node count once
         """
         suspect = self.suspects.pop(suspect_id, None) or _Suspect()

@@ -166,6 +166,7 @@ class Quotas:
     def take_batch(self, key_id: str, limits: RateLimits, now: float, items: int, *, at_once: int) -> BatchQuotaGrant:
         """Grant a batch of `items` requests, at most `at_once` at a time, and no more than the key may still run.
 
+        Publishes the account to other processes.
         raises  RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
@@ -286,7 +287,7 @@ class Quotas:
                     bucket.level, bucket.at = level, last.at
 
     def _publish(self, account: _KeyAccount, now: float) -> None:
-        """Pass an account's state to the other processes, if any."""
+        """Pass an account's state to the other processes, if any, as its newest: advances its time and turn."""
         if self.others is not None:
             # This clock may have been read before another process wrote: this state must come after that one.
             account.at, account.turn = max(account.at, now), account.turn + 1

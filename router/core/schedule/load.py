@@ -172,7 +172,10 @@ class LoadBook:
             self._rosters.clear()
 
     def apply_report(self, replica: Replica) -> None:
-        """Apply a worker's newest report: sequences beyond ours are other clients'. Another boot empties the book."""
+        """Apply a worker's newest report: sequences beyond ours are other clients'. Another boot empties the book.
+
+        A report seen before updates only sizes and KV use. Marks the load as changed.
+        """
         book = self._book_of(replica.id, replica.base_model)
         if book.boot_id != replica.engine_boot_id:
             if book.boot_id:
