@@ -243,7 +243,10 @@ class LocalFleet:
         )
 
     async def _worker_state(self, client: httpx.AsyncClient, name: str) -> str:
-        """Ask agent and orchestrator for the worker's state: `ready`, or another state with its reason."""
+        """Ask agent and orchestrator for the worker's state: `ready`, or another state with its reason.
+
+        Without an answer it is `starting`.
+        """
         if not self._port_file(name).exists():
             return "starting"
         try:

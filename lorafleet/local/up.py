@@ -111,7 +111,10 @@ def _lock_state_dir(state_dir: Path) -> Iterator[None]:
 
 
 async def _run_fleet(options: FleetOptions) -> int:
-    """Run the fleet until it ends or a signal comes, and stop it; 0, or 130 if stopped before it was ready."""
+    """Run the fleet until it ends or a signal comes, and stop it; 0, or 130 if stopped before it was ready.
+
+    A second signal kills the fleet and ends this process at once.
+    """
     stopping = asyncio.Event()
     fleet = LocalFleet(options)
     loop = asyncio.get_running_loop()

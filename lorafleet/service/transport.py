@@ -26,7 +26,10 @@ class DirectTransport(httpx.AsyncHTTPTransport):
         return all(connection.is_idle() for connection in self._pool.connections)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and return its answer; after an error close connections without a request."""
+        """Send a request and return its answer; after an error close connections without a request, and raise it.
+
+        A connection that the peer closes at once is an httpx.ConnectError.
+        """
         try:
             answer = await super().handle_async_request(request)
         except AttributeError as exc:

@@ -105,7 +105,7 @@ class AgentlessTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Do what the agent's route would do with the engine, and return the response that an agent would give.
 
-        Raises httpx.ConnectError when the engine does not answer.
+        Refusals and timeouts are error responses. Raises httpx.ConnectError when the engine does not answer.
         """
         driver = self._drivers.get(request.url.path.split("/")[1])
         verb = request.url.path.rpartition("/")[2]

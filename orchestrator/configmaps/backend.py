@@ -131,7 +131,8 @@ class ConfigMapBackend:
     async def catch_up(self) -> None:
         """Begin a term as the writer: rebuild the tables and the history from the mirror.
 
-        Reads the counters by name, so that they are raised from their present value. Raises OrchestratorUnavailable.
+        Reads the counters by name, so that they are raised from their present value. All objects of people are checked
+        again. Raises OrchestratorUnavailable.
         """
         if not self.mirror.is_synced:
             raise OrchestratorUnavailable("the ConfigMaps have not been listed yet", code="starting")

@@ -98,7 +98,11 @@ class ObjectEdits:
                 log.exception("object edits not applied")
 
     async def apply_edits(self) -> None:
-        """Apply all changed objects once, and end the rows of deleted ones. Only while we lead and are caught up."""
+        """Apply all changed objects once, and end the rows of deleted ones. Only while we lead and are caught up.
+
+        Reads doubtful objects first. Refused ones are tried again if intent has changed. Calls `on_changed` after a
+        write.
+        """
         if not self._is_leading() or not self._backend.is_caught_up:
             return
         if self._epoch != self._store.epoch:

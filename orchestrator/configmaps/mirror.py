@@ -191,7 +191,7 @@ class ConfigMapMirror:
     def _record_seen(self, found: Json) -> None:
         """Store an object from a list or watch event, unless it is older than the known one; ends its doubt.
 
-        Marked as changed unless it is our own write.
+        Marked as changed unless it is our own write. An object that we know to be deleted is ignored.
         """
         name, known = name_of(found), self.objects.get(name_of(found))
         if self._deleted.get(name) == uid_of(found):

@@ -116,7 +116,10 @@ def _unload_actions(
     busy: dict[str, int],
     now: float,
 ) -> list[WorkerAction]:
-    """Unloads of drained adapters, within the budget of each worker. Adds them to the counts in `busy`."""
+    """Unloads of drained adapters that did not fail there of late, within each worker's budget.
+
+    Adds to the counts in `busy`.
+    """
     actions: list[WorkerAction] = []
     for step in desired.removals:
         is_failing = observed.current_failure(step.lora_id, step.worker_id, now) is not None

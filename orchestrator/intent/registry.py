@@ -307,8 +307,9 @@ class AdapterRegistry:
     def set_worker(
         self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
     ) -> None:
-        """Store an operator's order for a worker: cordoned or draining; None takes it back. Raises NotFound.
+        """Store an operator's order for a worker, with a history entry: cordoned or draining; None takes it back.
 
+        An unchanged order is not stored again. Raises NotFound.
         drain_s  seconds after which a drain stops waiting for moves
         """
         if worker_id not in self._reports.workers and worker_id not in self._store.workers:

@@ -322,7 +322,7 @@ class ActionRunner:
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
         """Load the adapter on the worker; record the load and the eviction of its victim, and emit events.
 
-        Raises InvalidAdapter, WorkerFailed.
+        Ends the victim's drain, and remembers a copy that is owed. Raises InvalidAdapter, WorkerFailed.
         """
         began = self._clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name

@@ -134,6 +134,8 @@ class WorkerReports:
     def record_load(self, worker_id: str, lora: LoadedLora, evicted: str | None) -> None:
         """Add a loaded adapter to the worker's report, without waiting for the next report.
 
+        No-op for an unknown worker.
+
         evicted  engine name of the victim, which is removed
         """
         entry = self.workers.get(worker_id)

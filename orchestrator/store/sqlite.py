@@ -135,7 +135,7 @@ class SqliteBackend:
         )
 
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
-        """Write changes and history in one transaction, durable on return.
+        """Write changes and history in one transaction, durable on return; after an error none is written.
 
         Raises StoreError, OrchestratorUnavailable.
         """

@@ -274,7 +274,10 @@ class Discovery:
         return None if followed is None or followed.metadata is None else self.clock() - followed.heard_at
 
     async def _poll_catalog(self) -> None:
-        """Read and adopt the catalog, and record whether the orchestrator is reachable; raises what the read raises."""
+        """Read and adopt the catalog, and record whether the orchestrator is reachable; raises what the read raises.
+
+        Notifies `changes` in any case.
+        """
         self._catalog_read_began_at = began_at = self.clock()
         try:
             await self._fetch_catalog()
@@ -524,7 +527,10 @@ class Discovery:
             self._rebuild_timer = None
 
     def rebuild_fleet(self) -> None:
-        """Replace the snapshot `fleet` with one of the latest reports, and notify `changes`."""
+        """Replace the snapshot `fleet` with one of the latest reports, and notify `changes`; ends a scheduled rebuild.
+
+        Without an orchestrator, sets `has_catalog` once all workers have been polled.
+        """
         self._cancel_rebuild()
         replicas = {
             WorkerId(id_): self._replica_of(followed, followed.metadata)

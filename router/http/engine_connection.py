@@ -162,7 +162,10 @@ class EngineConnection(asyncio.Protocol):
     # Called by the router.
 
     def send(self, request: bytes, sink: ResponseSink) -> None:
-        """Send one request, head and body; `sink` receives the answer. Only on a connection fresh from the pool."""
+        """Send one request, head and body; `sink` receives the answer. Only on a connection fresh from the pool.
+
+        Goes out at the end of the tick. On a closed connection the sink is told of the loss in the next tick.
+        """
         assert self.sink is None
         if self.is_closed or self.transport.is_closing():
             # Closed since it left the pool. The sink receives `lost` later, as of every other loss.

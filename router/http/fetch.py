@@ -175,6 +175,7 @@ async def stream(
 ) -> AsyncIterator[FetchedStream]:
     """Send a GET of `path` below `url`; yields the answer once its head is read. Nothing for `idle_s`: it is lost.
 
+    The stream is closed at the end of the block.
     raises  EngineLost, and ValueError for a bad URL
     """
     origin = Origin.parse(url)

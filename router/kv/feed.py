@@ -328,7 +328,10 @@ class WorkerFeed:
     # --- the agent's ledger --------------------------------------------------------------------------------------
 
     async def _follow_ledger(self) -> None:
-        """Follow the agent's ledger until cancelled. After failures, fall back to the engine."""
+        """Follow the agent's ledger until cancelled.
+
+        After failures, which are logged and counted, fall back to the engine.
+        """
 
         async def step() -> None:
             """Follow the ledger once; a failure may drop the snapshot or start following the engine."""

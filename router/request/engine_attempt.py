@@ -412,8 +412,8 @@ class EngineAttempt(msgspec.Struct, eq=False):
 async def open_attempt(pool: EnginePool, request: EngineRequest, limits: AttemptLimits) -> EngineAttempt:
     """Send one request and wait until it is decided; once more, on a new connection, where an idle one was stale.
 
-    vLLM sends a streamed 200 head long before its first token, so the head decides nothing.
-
+    Leaves the batch where it must connect. vLLM sends a streamed 200 head long before its first token, so the head
+    decides nothing.
     raises  ReplicaUnreachable, see EngineAttempt.check
     """
     lost: EngineLost | None = None

@@ -83,7 +83,10 @@ class InferenceHandler:
         return {method: route.path for method, route in found.items() if route is not None}
 
     async def _handle(self, route: Route, exchange: HttpExchange) -> None:
-        """Answer one request, with an error where a stage raises one; `close` records it, however it ended."""
+        """Answer one request, with an error where a stage raises one; `close` records it, however it ended.
+
+        Begins its trace. Raises only when cancelled, after the client got an error.
+        """
         trace = None
         if self._services.tracer is not None:
             traceparent = exchange.headers.get(b"traceparent")

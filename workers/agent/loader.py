@@ -248,6 +248,7 @@ class Loader:
     async def reconcile_with_engine_list(self, is_settled: Callable[[], bool]) -> None:
         """Compare the engine's own list with the inventory and correct it; no-op while `is_settled` is False.
 
+        Also a no-op without an engine, or if it has restarted.
         raises  EngineError
         """
         async with self._engine.lock:

@@ -36,7 +36,10 @@ class HubSource:
         self._endpoint = endpoint
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Resolve the revision to a commit, which is pinned, and download its files. See `Source.fetch`."""
+        """Resolve the revision to a commit, which is pinned, and download its files. Raises SourceError.
+
+        See `Source.fetch`.
+        """
         reference = parse_hub_reference(ref)
         api = await asyncio.to_thread(self._hub_client, ref, transfer.credential)
 

@@ -14,7 +14,7 @@ _TORCH_MISSING, _NOT_WRITTEN = 3, 4
 
 
 async def convert_pickles(folder: Path) -> None:
-    """Replace pickled weights in the folder, if there are any, by safetensors.
+    """Replace pickled weights in the folder, if there are any, by safetensors; a process of its own reads them.
 
     raises  SourceError `adapter_pickled` if the file is no state dict, `source_extra_missing` without torch,
             `source_failed` if the conversion was killed; OSError if the result cannot be written

@@ -117,7 +117,11 @@ def _is_evictable(
     *,
     from_use: bool,
 ) -> bool:
-    """Whether this copy may be evicted for the adapter."""
+    """Whether this copy may be evicted for the adapter.
+
+    Never one that is pinned, deleting, of higher priority, needed first, failed there, or the last of its floor. One in
+    use or young may go only by `from_use`, or as surplus.
+    """
     known = context.intent.adapters.get(held.lora_id)
     if known is None or known.pinned or known.is_deleting or known.priority > adapter.priority:
         return False

@@ -275,7 +275,10 @@ class CircuitBreaker:
         return -inf if circuit is None else circuit.changed_at
 
     def forget_others(self, replicas: Iterable[Replica], now: float) -> None:
-        """Drop circuits of incarnations not among these, and circuits without recent failures."""
+        """Drop circuits of incarnations not among these, and circuits without recent failures.
+
+        Calls `on_change` for the open circuit of an engine that has restarted.
+        """
         if not self.circuits:
             return
         left = {replica.incarnation: replica for replica in replicas}

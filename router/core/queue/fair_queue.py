@@ -414,8 +414,8 @@ class FairQueue:
     def take_admissible(self, now: float) -> Iterator[tuple[QueuedRequest, Decision | NoReplica]]:
         """Take the requests that can be sent now out of the queue, in fair order, each with its decision.
 
-        Requests that no replica can serve any more come with NoReplica. Record each dispatch before asking for the next
-        request: it changes what has room.
+        Requests that no replica can serve any more come with NoReplica. Those left get their new likely replica;
+        service rates go on. Record each dispatch before asking for the next request: it changes what has room.
         """
         self.rates.advance(self._backlog_s, now)
         tenants = [name for name, tenant in self._tenants.items() if tenant.waiting]

@@ -147,6 +147,7 @@ class Quotas:
     def take(self, key_id: str, limits: RateLimits, now: float, tokens: int = 0) -> QuotaGrant:
         """Grant one request and charge the tokens that it is known to need; more may be charged later.
 
+        Publishes the account to other processes.
         raises  RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
@@ -217,6 +218,7 @@ class Quotas:
     ) -> None:
         """Settle a grant whose request is over: frees its slot and charges the final tokens. Safe to call twice.
 
+        Publishes the account to other processes.
         completion_tokens  tokens of the answer
         prompt_tokens      the engine's count, which replaces what was charged; 0 where no engine saw the request
         """

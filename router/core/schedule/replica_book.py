@@ -162,7 +162,10 @@ class ReplicaBook:
         self.placed_at = now
 
     def update_pace(self, entry: LoadEntry, now: float) -> None:
-        """Correct the prefill pace by a prefill that just ended: at once if its prediction was far too long."""
+        """Correct the prefill pace by a prefill that just ended: at once if its prediction was far too long.
+
+        Only a streamed one raises it again, slowly. A very short prediction says nothing.
+        """
         expected_s = entry.expected_s
         if expected_s < _LEAST_EXPECTED_S:
             return
