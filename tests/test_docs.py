@@ -21,6 +21,8 @@ from orchestrator.metrics import OrchestratorMetrics
 from router.app import build
 from router.config import RouterSettings
 from router.core.errors import RouterError
+from router.protocols.sglang_generate import MAX_PROMPTS
+from router.request.item_batch import MAX_ITEMS, MAX_RUNNING_ITEMS
 from router.telemetry.metrics import RouterMetrics
 from router.wire import RouteAnswer, ScoreItem
 from tests.patience import patience
@@ -101,6 +103,13 @@ def test_every_line_that_starts_a_fleet_is_one_that_the_command_takes(page):
             engine_arguments=words,
             environment={},
         )
+
+
+def test_the_limits_of_calls_with_many_prompts_are_those_of_the_code():
+    shown = f"| {MAX_PROMPTS:,}; {MAX_ITEMS:,}; {MAX_RUNNING_ITEMS} |"
+    assert shown in (DOCS / "operations.md").read_text()
+    changelog = " ".join((DOCS.parent / "CHANGELOG.md").read_text().split())
+    assert f"A `/generate` call has at most {MAX_PROMPTS:,} prompts" in changelog
 
 
 def test_every_page_is_in_the_navigation_of_the_site():

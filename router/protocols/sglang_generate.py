@@ -22,7 +22,7 @@ ITEM_PATH = "/v1/completions"
 
 _DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 # A guess; every item is a request of its own.
-_MAX_ITEMS = 1024
+MAX_PROMPTS = 1024
 
 _SAME_IN_VLLM = frozenset(
     {
@@ -210,8 +210,8 @@ def _prompts(body_fields: Mapping[str, Any]) -> tuple[list[Any], bool]:
     name, prompt = ("text", text) if ids is None else ("input_ids", ids)
     is_list = isinstance(prompt, list) and (name == "text" or (bool(prompt) and isinstance(prompt[0], list)))
     prompts: list[Any] = list(prompt) if isinstance(prompt, list) and is_list else [prompt]
-    if not prompts or len(prompts) > _MAX_ITEMS:
-        raise BadBody(f"{name} must have 1 to {_MAX_ITEMS} prompts, found {len(prompts)}", param=name)
+    if not prompts or len(prompts) > MAX_PROMPTS:
+        raise BadBody(f"{name} must have 1 to {MAX_PROMPTS} prompts, found {len(prompts)}", param=name)
     for item in prompts:
         is_right = isinstance(item, str) if name == "text" else _is_ids(item)
         if not is_right:

@@ -14,9 +14,9 @@ from router.request.run import RequestRun
 from router.request.services import Services
 
 # Items of one batch that run at a time; the rest queue.
-_MAX_RUNNING_ITEMS = 64
+MAX_RUNNING_ITEMS = 64
 # Items of one batch: each is read, and has a task, before the first is sent: about 30 us of the event loop.
-_MAX_ITEMS = 10_000
+MAX_ITEMS = 10_000
 _JSON = "content-type: application/json\r\n"
 
 JoinAnswers = Callable[[Sequence[bytes]], bytes]
@@ -45,8 +45,8 @@ async def serve_items(
 
 def _check_size(items: int, caller: Caller, param: str) -> None:
     """Raise BadBody for more items than one call may have, or the caller's key in a minute."""
-    if items > _MAX_ITEMS:
-        raise BadBody(f"{items} items are more than {_MAX_ITEMS}: send several calls", param=param)
+    if items > MAX_ITEMS:
+        raise BadBody(f"{items} items are more than {MAX_ITEMS}: send several calls", param=param)
     per_minute = None if caller.limits is None else caller.limits.requests_per_minute
     if per_minute is not None and items > per_minute:
         raise BadBody(f"{items} items are more than the {per_minute:g} requests a minute of this API key")
@@ -64,10 +64,10 @@ async def _serve_whole(
     With a quota for each item, a refusal half-way would waste what the others have computed.
     """
     if caller.limits is None:
-        await _serve_items(join, runs, response, _MAX_RUNNING_ITEMS)
+        await _serve_items(join, runs, response, MAX_RUNNING_ITEMS)
         return
     granted = services.quotas.take_batch(
-        caller.key_id, caller.limits, services.clock(), len(runs), at_once=_MAX_RUNNING_ITEMS
+        caller.key_id, caller.limits, services.clock(), len(runs), at_once=MAX_RUNNING_ITEMS
     )
     try:
         for run, item in zip(runs, granted.items, strict=True):
