@@ -128,7 +128,9 @@ class AgentlessEngine:
             return None  # only the development mode has it
 
     async def _event_transport(self) -> Transport:
-        """The configured KV event sockets, else those that the engine reports; without any its cache is estimated.
+        """The configured KV event sockets, else those that the engine reports when asked.
+
+        Without any its cache is estimated.
 
         source  vLLM 0.32 entrypoints/serve/instrumentator/basic.py: rank -> KVEventsConfig, ports resolved
         """

@@ -171,7 +171,10 @@ class ActionRunner:
         self._request_pass()
 
     def _record_end(self, action: WorkerAction, end: _ActionResult, requester: str, duration_s: float) -> None:
-        """Remove the action from the operations in progress; record it in metrics and audit log."""
+        """Remove the action from the operations in progress; record it in metrics and audit log.
+
+        A dropped action is not audited.
+        """
         operations = self._operations
         if action.operation == "inspect":
             operations.inspecting.pop(action.lora_id, None)
