@@ -263,7 +263,7 @@ class ConfigMapBackend:
             self.tables.object_names[table, key] = former_name
 
     def set_status(self, name: str, status: str) -> None:
-        """Set an object's status and queue its write; "" restores the default one."""
+        """Set an object's status and queue its write, if it changed; "" restores the default one."""
         if status != self.rendering.statuses.get(name, ""):
             if status:
                 self.rendering.statuses[name] = status
@@ -318,7 +318,10 @@ class ConfigMapBackend:
         return self.rendering.is_deleting(name)
 
     def remember_adapter(self, lora_id: str) -> None:
-        """Remember the adapter's object and queue that write, so that a deletion without an orchestrator is noticed."""
+        """Remember the adapter's object and queue that write, so that a deletion without an orchestrator is noticed.
+
+        No write if nothing changed.
+        """
         adapter, name = self.tables.adapters[lora_id], self.tables.object_name("adapters", lora_id)
         known = RememberedAdapter(name, uid_of(self.mirror.objects[name]), adapter.digest)
         if self.tables.remembered.get(lora_id) != known:

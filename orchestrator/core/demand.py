@@ -231,14 +231,17 @@ class DemandBook:
     def mark_abandoned(self, lora_id: str) -> None:
         """Mark the adapter's open request for replicas as abandoned, because a waiting client has gone.
 
-        Other waiting clients renew it when they repeat their `ensure`.
+        Other waiting clients renew it when they repeat their `ensure`. Ignored without an open request.
         """
         asked = self._open_wants.get(lora_id)
         if asked is not None:
             asked.last = -math.inf
 
     def record_load_started(self, lora_id: str, now: float) -> None:
-        """Record that a load of the adapter has begun: a turn of each tenant that waits for it."""
+        """Record that a load of the adapter has begun: a turn of each tenant that waits for it.
+
+        Ignored if none waits.
+        """
         asked = self._open_wants.get(lora_id)
         if asked is not None:
             self._last_load_at |= dict.fromkeys(asked.want.tenants, now)

@@ -113,7 +113,10 @@ class AdapterRegistry:
             self.patch_adapter(spec.lora_id, whole, actor)
 
     def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY) -> None:
-        """Register an orphan with all that its agent has reported. Nothing is loaded. Raises StateConflict."""
+        """Register an orphan with all that its agent has reported, and record it in the history. Nothing is loaded.
+
+        Raises StateConflict for a taken name.
+        """
         self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
             self._store.put_adapter(adapter)
@@ -235,7 +238,7 @@ class AdapterRegistry:
         return found
 
     def delete_alias(self, name: str, actor: str = NOBODY, *, if_match: str | None = None) -> None:
-        """Delete the alias and its rollout. Raises NotFound, PreconditionFailed."""
+        """Delete the alias and its rollout, and record it in the history. Raises NotFound, PreconditionFailed."""
         was = self.alias(name)
         _require_match(if_match, self.alias_etag(name), f"alias {name!r}")
         with self._store.together():

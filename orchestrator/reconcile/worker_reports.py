@@ -150,7 +150,7 @@ class WorkerReports:
             self._update_ready_since(entry, self._clock())
 
     def record_unload(self, worker_id: str, engine_name: str) -> None:
-        """Remove an unloaded adapter from the worker's report without waiting for the next."""
+        """Remove an unloaded adapter from a known worker's report without waiting for the next."""
         entry = self.workers.get(worker_id)
         if entry is not None:
             others = tuple(held for held in entry.report.lora.loaded_loras if held.engine_name != engine_name)

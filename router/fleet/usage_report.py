@@ -62,7 +62,10 @@ class HeldRequests:
     _holds: dict[str, _HoldCounts] = field(default_factory=dict)
 
     def record_hold(self, lora_id: str, hold_s: float, now: float) -> None:
-        """Count one request for an adapter whose wait here has ended, after `hold_s`."""
+        """Count one request for an adapter whose wait here has ended, after `hold_s`.
+
+        Ignored without an adapter ("").
+        """
         if lora_id:
             hold = self._counts_of(lora_id, now)
             hold.held += 1
@@ -74,7 +77,7 @@ class HeldRequests:
             self._counts_of(lora_id, now).waiting += 1
 
     def end_wait(self, lora_id: str, hold_s: float, now: float) -> None:
-        """Count a request that waits in the queue no longer, and its wait."""
+        """Count a request that waits in the queue no longer, and its wait. Ignored without an adapter ("")."""
         if lora_id:
             self._counts_of(lora_id, now).waiting -= 1
             self.record_hold(lora_id, hold_s, now)

@@ -136,13 +136,13 @@ class Background:
             self._end(running, usage_of("responses", body))
 
     def record_shown_tokens(self, response_id: str, tokens: int) -> None:
-        """Record how many tokens of a response a client has been sent."""
+        """Keep the most tokens of a response that a client has been sent; ignored unless it is followed."""
         running = self._running.get(response_id)
         if running is not None:
             running.shown_tokens = max(running.shown_tokens, tokens)
 
     async def close(self) -> None:
-        """Stop following, and end all responses without usage."""
+        """Stop following: end all responses without usage, and wait until their cancelled tasks are over."""
         self._is_closed = True
         found = list(self._running.values())
         for running in found:

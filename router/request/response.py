@@ -59,7 +59,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         return within_deadline(self.services, run.request, self._serve(run))
 
     async def _serve(self, run: RequestRun) -> None:
-        """Run the stages from resolve to the end of the answer, and record its usage."""
+        """Run the stages from resolve to the end of the answer, and record its usage. Raises RouterError."""
         await run.reach_engine()
         await next_stage()
         await self._relay(run)

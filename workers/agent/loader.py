@@ -63,7 +63,10 @@ class Loader:
             raise
 
     async def _install_and_load(self, request: LoadRequest) -> LoadedLora:
-        """Install and load under the adapter's lock, publishing progress and recording a failure."""
+        """Install and load under the adapter's lock, publishing progress.
+
+        A WorkerError is recorded as a failed load, and raised.
+        """
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request):
                 adapter = await self._installer.install(request)

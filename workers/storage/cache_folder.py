@@ -263,7 +263,7 @@ class CacheFolder:
         return CachedAdapter(digest, size, leases.last_used_at(path), is_in_use)
 
     def _size(self, digest: str) -> int:
-        """Size of an installed adapter's files, cached as they never change."""
+        """Size of an installed adapter's files, cached as they never change. Raises OSError if its folder is gone."""
         size_bytes = self._sizes.get(digest)
         if size_bytes is None:
             files = [file for file in self.path(digest).iterdir() if is_adapter_file(file.name)]

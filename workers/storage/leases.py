@@ -55,7 +55,10 @@ def engine_using(adapter: Path, agent_id: str, served_digests: ServedDigests) ->
 
 
 def last_used_at(adapter: Path) -> float:
-    """Time when a lease on the adapter was last taken, renewed or removed; before the first, the folder's mtime."""
+    """Time when a lease on the adapter was last taken, renewed or removed; before the first, the folder's mtime.
+
+    Raises FileNotFoundError if that folder is gone.
+    """
     users = adapter / USERS
     try:
         return max(path.stat().st_mtime for path in (users, *users.iterdir()))

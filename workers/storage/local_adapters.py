@@ -57,7 +57,7 @@ class LocalAdapters:
         return None if adapters is None else adapters[1]
 
     def path(self, lora_id: str) -> Path | None:
-        """The adapter's folder, even if it was added after the last scan; None without one."""
+        """The adapter's folder, not verified, even if it was added after the last scan; None without one."""
         if self.folder is None:
             return None
         path = self.folder / lora_id

@@ -188,7 +188,10 @@ class KvIndex:
         return self._add(self._entry(worker), hashes, tier, is_chain=is_chain)
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
-        """Drop these blocks of a worker at a tier; returns how many were not stored there."""
+        """Drop these blocks of a worker at a tier; returns how many were not stored there (all for an unknown worker).
+
+        Clears the cached walk.
+        """
         self._walked = _NO_WALK
         blocks = tuple(dict.fromkeys(hashes))
         entry = self._workers.get(worker)
@@ -214,7 +217,10 @@ class KvIndex:
         self._add(draft, hashes, tier)
 
     def adopt(self, worker: WorkerId, draft: IndexDraft) -> None:
-        """Replace a worker's stored blocks by those of a draft; `sweep` removes the old ones. Pending blocks stay."""
+        """Replace a worker's stored blocks by those of a draft; `sweep` removes the old ones. Pending blocks stay.
+
+        Clears the cached walk and worker names.
+        """
         entry = self._entry(worker)
         self._retire(entry)
         entry.bit, entry.blocks = draft.bit, draft.blocks

@@ -63,7 +63,10 @@ class PredictionAccuracy:
         self._workers[worker] = _WorkerAccuracy(mode)
 
     def record_lost_events(self, worker: WorkerId) -> None:
-        """Record that KV events are lost for good: the worker is degraded until predictions agree again."""
+        """Record that KV events are lost for good: the worker is degraded until predictions agree again.
+
+        Ignored for an unknown worker, and for one without an exact feed.
+        """
         entry = self._workers.get(worker)
         if entry is not None and entry.mode == "exact":
             entry.errors = _FULL

@@ -132,7 +132,7 @@ class ServiceRates:
             speed.passed_s = speed.passed_s * fading + passed_s
 
     def record_served(self, line: str, work_s: float) -> None:
-        """Count the seconds of work of a request of this line that was sent."""
+        """Count the seconds of work of a request of this line that was sent. Ignored for an unmeasured line."""
         speed = self._speeds.get(line)
         if speed is not None:
             speed.work_s += work_s

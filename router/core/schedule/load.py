@@ -102,7 +102,10 @@ class LoadBook:
             book.leave_prefill(entry, now)
 
     def record_data(self, worker: WorkerId, at: float) -> None:
-        """Record that data of some answer arrived from a worker at a time: its engine is alive."""
+        """Record that data of some answer arrived from a worker at a time: its engine is alive. The latest time counts.
+
+        Ignored for an unknown worker.
+        """
         book = self._books.get(worker)
         if book is not None:
             book.data_at = max(book.data_at, at)
