@@ -121,7 +121,7 @@ def build(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        """Run the supervisor, background loops and heartbeats while the app serves.
+        """Remove leftovers, then run the supervisor, background loops and heartbeats while the app serves.
 
         At the end: send a last heartbeat, save unwritten state and counts, stop the engine and free the state folder.
         """

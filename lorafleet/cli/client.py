@@ -34,6 +34,7 @@ class RestClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close the HTTP client."""
         self._client.close()
 
     def call(

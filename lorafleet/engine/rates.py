@@ -305,7 +305,10 @@ def _alone_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
 
 
 def _fitted_rate(prefills: Iterable[_RateWindow], token_s: float) -> float:
-    """The rate fitted to prefills of different lengths, with a cost for each; 0.0 if the fit is poor."""
+    """The rate fitted to prefills of different lengths, with a cost for each.
+
+    0.0 if the fit is poor, the tokens are few or a token's time is unknown.
+    """
     used = [prefill for prefill in prefills if prefill.seconds >= _MIN_PREFILL_S * prefill.steps]
     fit = _least_squares(used) if sum(prefill.tokens for prefill in used) >= _MIN_TOLD_TOKENS else None
     if fit is None or fit.error > _MAX_ERROR or not token_s or fit.token_s > _MIN_TOKEN_TIMES * token_s:

@@ -194,7 +194,10 @@ class ListWatchLoop:
         self.version, self.list_reason = "", _relist_reason(exc)
 
     def _log_failure(self, exc: KubeError) -> None:
-        """Log an outage at its start, and the 1st, 10th and every 100th of other failures; never KubeGone."""
+        """Log an outage at its start, and the 1st, 10th and every 100th of other failures; never KubeGone.
+
+        Sets `away_since` at an outage's start.
+        """
         if isinstance(exc, KubeUnreachable) and self.away_since is None:
             self.away_since = self.clock()
             log.warning("API server away", path=self.path, error=str(exc))

@@ -17,6 +17,7 @@ class StartProgress:
     """Shows the steps of `lorafleet up` on stderr; stdout has the ready line and what follows."""
 
     def __init__(self, out: TextIO | None = None) -> None:
+        """Spinners are only drawn on a terminal."""
         self._out = out or sys.stderr
         self._began = time.monotonic()
         self._live: Progress | None = None
@@ -27,11 +28,13 @@ class StartProgress:
             self._live = Progress(*columns, console=Console(file=self._out))
 
     def __enter__(self) -> "StartProgress":
+        """Start the spinners, where they are drawn."""
         if self._live is not None:
             self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Stop the spinners."""
         self.close()
 
     def close(self) -> None:

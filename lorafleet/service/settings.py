@@ -78,6 +78,7 @@ class _MappingSource(PydanticBaseSettingsSource):
         return self._values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
+        """All values of the mapping."""
         return self._values
 
 

@@ -75,6 +75,7 @@ class _ResponseBody(httpx.AsyncByteStream):
         self._stream = cast("httpx.AsyncByteStream", answer.stream)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
+        """The body's chunks as they come."""
         return self._stream.__aiter__()
 
     async def aclose(self) -> None:

@@ -72,6 +72,7 @@ class AsciiBpeCache:
     _words_to_learn: int = 0
 
     def __post_init__(self) -> None:
+        """Begin the stretch cache with the added tokens."""
         self.stretch_cache = dict(self.added_ids)
 
     @classmethod

@@ -280,7 +280,10 @@ def _with_keys_first(fields: Mapping[str, Any], first: Sequence[str]) -> Message
 
 
 def merge_developer_into_system(messages: list[Message]) -> list[Message]:
-    """The messages for a template without a developer role: developer and system messages become one, in front."""
+    """The messages for a template without a developer role: developer and system messages become one, in front.
+
+    Tools of a developer message are left out.
+    """
     converted = []
     for message in messages:
         if message["role"] == "developer":

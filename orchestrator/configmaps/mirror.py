@@ -69,7 +69,7 @@ class ConfigMapMirror:
     def on_list(self, items: list[Json]) -> None:
         """Take a full list. Objects that it lacks or has in an older version become doubtful; none is dropped.
 
-        Then the mirror is synced.
+        Then the mirror is synced and calls `on_news`. Deletions seen before are forgotten.
         """
         names = set()
         self._deleted.clear()  # a restored cluster has deleted objects again, with their uids

@@ -115,7 +115,10 @@ class ObjectRendering:
         return taken is not None and taken.mark == text_mark(text_of(found, KINDS[row[0]]))
 
     def fix_accepted_values(self, row: Row) -> None:
-        """Store the row's present values as those that its text asks for; later differences come from REST."""
+        """Store the row's present values as those that its text asks for; later differences come from REST.
+
+        Does nothing unless the row is newly accepted and has none yet.
+        """
         taken = self.accepting.get(row)
         if taken is not None and taken.asked is None:
             self.accepting[row] = taken._replace(asked=self._asked_values(row))

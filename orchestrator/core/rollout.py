@@ -258,7 +258,7 @@ def paused_rollout(rollout: Rollout, now: float) -> Rollout:
 
 
 def resumed_rollout(rollout: Rollout, now: float) -> Rollout:
-    """The rollout, resumed; the time of the pause does not count."""
+    """The rollout, resumed; the time of the pause does not count. Unchanged if it is not paused."""
     if rollout.paused_at is None:
         return rollout
     return replace(rollout, since=rollout.since + now - rollout.paused_at, paused_at=None)

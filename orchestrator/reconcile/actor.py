@@ -232,7 +232,7 @@ class ActionRunner:
 
         The failure blocks this worker only, as the digest was found right elsewhere; with two exceptions:
         no worker ever found good bytes and none is left to try: all workers are blocked until it expires;
-        engines refuse the registered bytes: see `failure_scope`.
+        engines refuse the registered bytes: `failure_scope` may block all workers, or quarantine the adapter.
         """
         self._record_failure(action, exc.code, str(exc), None)
         adapter = self._store.adapters.get(action.lora_id)

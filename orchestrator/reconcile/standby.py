@@ -39,7 +39,8 @@ class StandbyFollower:
     async def sync_workers(self) -> None:
         """Read the leader's catalog, ask the agents of unknown workers and record their reports.
 
-        Does nothing while we lead or no leader is known. Raises httpx.HTTPError, ValidationError.
+        Keeps the catalog's ETag unless an agent did not answer. Does nothing for an unchanged catalog, while we lead,
+        or if no leader is known. Raises httpx.HTTPError, ValidationError.
         """
         leader = self._leadership.other_holder
         if leader is None or not leader.url:

@@ -308,7 +308,10 @@ class WorkerReports:
 
 
 def worker_state(entry: KnownWorker, intent: WorkerIntent | None) -> str:
-    """The worker's state. Reachability outweighs the agent's report, which outweighs a cordon or drain by REST."""
+    """The worker's state. Reachability outweighs the agent's report, which outweighs a cordon or drain by REST.
+
+    A ready worker is draining while its pod is terminated, and cordoned while a load hangs in its engine.
+    """
     if entry.reach == "lost":
         return entry.reach
     if entry.is_terminating and entry.report.state in ("ready", "draining"):

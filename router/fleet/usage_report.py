@@ -72,7 +72,7 @@ class HeldRequests:
             hold.hold_s += hold_s
 
     def start_wait(self, lora_id: str, now: float) -> None:
-        """Count one more request that waits in the queue."""
+        """Count one more request that waits in the queue. Ignored without an adapter ("")."""
         if lora_id:
             self._counts_of(lora_id, now).waiting += 1
 

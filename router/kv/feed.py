@@ -117,6 +117,7 @@ class _EngineRankFeed:
     """One rank of an engine whose sockets we follow: receives its batches (a RankListener), keeps its ledger."""
 
     def __init__(self, feed: "WorkerFeed", rank: int) -> None:
+        """Without an agent, a load is taken to make the engine forget the adapter's blocks."""
         source = feed.source
         self.is_open = False
         self._feed = feed

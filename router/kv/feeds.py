@@ -148,7 +148,8 @@ class KvFeeds:
     def follow(self, source: KvSource) -> None:
         """Start a feed from this source; the worker's former, different one is forgotten with its blocks.
 
-        Does nothing if this source is followed already.
+        Its gauge says not degraded, and maintenance starts if it does not run. Does nothing if this source is followed
+        already.
         """
         running = self.running.get(source.worker)
         if running is not None and running.source == source:

@@ -264,7 +264,10 @@ class _MetricsPage:
         return page
 
     def add(self, other: "_MetricsPage") -> None:
-        """Merge another process's page into this one: the largest of the gauges in LARGEST, else the sum."""
+        """Merge another process's page into this one by summing the values.
+
+        Of a gauge in LARGEST the largest value stays, of a creation time the earliest.
+        """
         for family, values in other._values.items():
             self._heads.setdefault(family, other._heads[family])
             self._types.setdefault(family, other._types[family])

@@ -127,6 +127,7 @@ class Route:
     fields: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Set the fields that follow from the others: `has_body`, `computes`, `fields`."""
         stored_fields = frozenset({"previous_response_id", "background"}) if self.state == "makes" else frozenset()
         object.__setattr__(self, "has_body", self.state != "needs")
         object.__setattr__(self, "computes", self.adapter == "runs")

@@ -117,9 +117,9 @@ def record(run: "RequestRun") -> None:
 
 
 def _hand_to_background(run: "RequestRun") -> bool:
-    """Hand a response that its engine goes on with to `Background`, which ends the request later.
+    """Hand a response that its engine goes on with to `Background`, which ends the request later. Closes the attempt.
 
-    Closes the attempt. False: there is none.
+    False, with nothing done, if no engine goes on: none has the request, its usage is known, or the engine refused it.
     """
     attempt, dispatched, granted, services, caller = run.attempt, run.dispatched, run.granted, run.services, run.caller
     if dispatched is None or run.usage is not None or (attempt is not None and attempt.status >= 400):

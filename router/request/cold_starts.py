@@ -105,6 +105,7 @@ class ColdStarts:
     loads_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASURED_LOADS))
 
     def __post_init__(self) -> None:
+        """Set `held`, the usage of waiting requests, by the limits."""
         self.held = QueueUsage(QueueLimits(self.max_held, self.max_held_bytes, self.tenant_share))
 
     @property

@@ -48,7 +48,7 @@ class InferenceHandler:
         self._handlers["POST", sglang_generate.PATH] = partial(self._handle, GENERATE)
 
     def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller | None:
-        """The caller by these headers; None: it may not send inference requests."""
+        """The caller by these headers; None: it may not send inference requests, or the Host header is refused."""
         try:
             if self._check_host is not None:
                 self._check_host(headers.get(b"host", b""))

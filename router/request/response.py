@@ -149,7 +149,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     def send_error(self, exc: RouterError | HttpError) -> None:
         """Send an error in the route's shape, and set `code`.
 
-        In a stream it is the last event, unless the client has that.
+        In a stream it is the last event. If the client has the stream's last event already, the answer is only ended.
         """
         run = self.run
         if run is not None and run.attempt is not None and run.attempt.is_done_sent:

@@ -122,8 +122,9 @@ class RequestRun(msgspec.Struct, eq=False):
         """resolve and authorise: set `target`, and take the request's quota from the caller's key.
 
         Waits for the fleet where this router has just started. Asks the orchestrator about a name that is unknown here.
+        For a response that its engine keeps, see `_prepare_stored_response`.
 
-        raises  RateLimited, HeldBack, and what `resolve_target` raises
+        raises  RateLimited, HeldBack, and what `resolve_target` and `_prepare_stored_response` raise
         """
         trace, services, limits = self.trace, self.services, self.caller.limits
         discovery = services.discovery

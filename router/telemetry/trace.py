@@ -55,7 +55,7 @@ class Trace:
         self.marks.append((name, time.monotonic(), attributes or None))
 
     def fail_stage(self, reason: str) -> None:
-        """Mark the current stage as failed; the request may continue."""
+        """Mark the current stage as failed, if there is one; the request may continue."""
         if self.marks:
             name, at, attributes = self.marks[-1]
             self.marks[-1] = name, at, {**(attributes or {}), "error.type": reason}

@@ -32,7 +32,7 @@ class TokenizerAgreement:
         self._engines: dict[WorkerId, _EngineAgreement] = {}
 
     def add_engine(self, base_model: str, incarnation: Incarnation) -> None:
-        """Add an engine boot, in place of the worker's earlier boots."""
+        """Add an engine boot, in place of the worker's earlier boots; does nothing for a known one."""
         worker, boot_id = incarnation
         known = self._engines.get(worker)
         if known is None or (known.base_model, known.boot_id) != (base_model, boot_id):

@@ -230,7 +230,7 @@ class Tokenizers:
     ) -> bool:
         """Compare this engine with our tokenizer, or load and adopt one of its files; whether either was done.
 
-        Raises httpx.HTTPError.
+        True while another call loads one. Raises httpx.HTTPError.
         """
         local = self._local.get(base_model)
         if local is not None:

@@ -179,6 +179,7 @@ def _progress_bar_class(transfer: Transfer) -> type:
             return self
 
         def __exit__(self, *_: object) -> None:
+            """Close the bar."""
             self.close()
 
     return Bar

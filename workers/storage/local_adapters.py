@@ -32,6 +32,7 @@ class LocalAdapters:
     """The adapters in one folder: every subfolder with an `adapter_config.json`; its relative path is the lora_id."""
 
     def __init__(self, folder: Path | None, rules: AdapterRules) -> None:
+        """Scans nothing yet; without a folder, the first scan counts as done."""
         self.folder = folder
         self.rules = rules
         self.revision = 0  # grows with every scan that finds a change
@@ -118,7 +119,7 @@ class LocalAdapters:
 
 
 def _folder_stamp(path: Path) -> _Stamp:
-    """Names, sizes and modification times of an adapter's files."""
+    """Names, sizes and modification times of an adapter's files. Raises OSError."""
     rows = []
     for file in sorted(path.iterdir()):
         if is_adapter_file(file.name) and mode_of(file):

@@ -65,6 +65,7 @@ class PlacementContext:
     def __init__(
         self, intent: Intent, observed: ObservedFleet, demand: DemandSnapshot, policy: PlacementPolicy, now: float
     ) -> None:
+        """Collect each adapter's holders, and the failures that still keep it off a worker."""
         self.intent = intent
         self.observed = observed
         self.demand = demand

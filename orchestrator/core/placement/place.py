@@ -121,9 +121,9 @@ class _PlacementPass:
         )
 
     def _plan_loads(self, unplaced: dict[str, str]) -> list[PlannedLoad]:
-        """Loads of missing replicas, each applied to the context.
+        """Loads of missing replicas, at most MOST_LOADS, each applied to the context.
 
-        Fills `unplaced`: lora_id -> why a replica cannot be placed.
+        A load that nobody asked for is a step. Fills `unplaced`: lora_id -> why a replica cannot be placed.
         """
         context = self.context
         loads: list[PlannedLoad] = []

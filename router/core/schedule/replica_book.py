@@ -206,7 +206,11 @@ class ReplicaBook:
             self._count_as_reported(entry)
 
     def remove(self, entry: LoadEntry) -> None:
-        """Forget a request that has ended and left prefill, its tokens and adapter; call `leave_prefill` first."""
+        """Forget a request that has ended and left prefill, its tokens and adapter; call `leave_prefill` first.
+
+        Tokens of one that began before the last report count as freed. Clears `engine_names` with an adapter's last
+        one.
+        """
         self.entries.discard(entry)
         self.sequences -= entry.sequences
         if entry.is_unreported:

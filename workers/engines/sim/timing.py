@@ -208,7 +208,7 @@ class EngineBatch:
     def _start_job(self, job: EngineJob, budget: int) -> int:
         """Allocate a waiting job's blocks, reusing cached ones; returns its tokens to compute in this step.
 
-        0 if its prompt does not fit in the pool.
+        0 if its prompt does not fit in the pool. Reused blocks are announced if the job reports them.
         """
         hits = self.pool.cached_prefix(job.chain)
         if job.report_reused and hits:

@@ -26,7 +26,11 @@ class KvLoraPolicy:
     name: ClassVar[str] = "kv_lora"
 
     def choose(self, request: RoutingRequest, snapshot: FleetSnapshot) -> tuple[int, ReplicaScore]:
-        """Position in the roster and score of the chosen replica: least cost; raises NoReplica."""
+        """Position in the roster and score of the chosen replica: least cost; raises NoReplica.
+
+        Ties are broken at random. An approximate prompt goes to its home, see `home_choice`. With a temperature the
+        choice is random, see `weighted_choice`.
+        """
         able = snapshot.able(request)
         if snapshot.loads.without_slot:
             able = within_slots(request, snapshot, able)
