@@ -81,7 +81,7 @@ class FleetQueries:
         return table
 
     def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
-        """Whether the adapter on the worker serves requests now."""
+        """Whether the adapter on the worker serves requests now: ready, not draining, right digest and base model."""
         if lora.state != "ready" or (lora.lora_id, worker_id) in self._operations.drains:
             return False
         adapter = self._store.adapters.get(lora.lora_id)

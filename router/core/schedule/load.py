@@ -208,7 +208,7 @@ class LoadBook:
     def forget_report(self, worker: WorkerId) -> None:
         """Forget a worker's last report, because its reports have stopped: other clients' work and KV use are unknown.
 
-        Marks its load as changed.
+        Marks its load as changed. Ignored for an unknown worker.
         """
         book = self._books.get(worker)
         if book is not None:

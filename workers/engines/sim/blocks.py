@@ -66,7 +66,10 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, int_hashes: bool = True) -> None:
-        """`int_hashes`: 64-bit hashes in events instead of 32 bytes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
+        """`int_hashes`: 64-bit hashes in events instead of 32 bytes (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES).
+
+        Raises ValueError for fewer than 2 blocks.
+        """
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks can hold nothing: give at least 2 (one is never used)")
         self.block_size = block_size

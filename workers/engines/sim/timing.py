@@ -254,7 +254,10 @@ class EngineBatch:
         job.stored = 0
 
     def _add_to_step(self, step: EngineStep, job: EngineJob, tokens: int) -> int:
-        """Add a job's tokens to the step, and mark its adapter as used; returns the number of tokens."""
+        """Add a job's tokens to the step, and mark its adapter as used; returns the number of tokens.
+
+        An adapter that has left the host memory is added to `step.reloads`.
+        """
         step.work.append((job, tokens))
         if job.is_decoding:
             step.decoding += 1
