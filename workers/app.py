@@ -31,6 +31,7 @@ from workers.agent.event_log import AgentEventLog
 from workers.agent.heartbeat import HeartbeatSender
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.inventory import timestamp
+from workers.agent.lora_manager import AgentLoraManager
 from workers.agent.supervisor import Supervisor
 from workers.api import build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
@@ -40,13 +41,20 @@ from workers.core.manifest import AdapterRules
 from workers.core.retry import RetryPolicy
 from workers.engines.kv_connector import connector_from_command
 from workers.metrics import WorkerMetrics
-from workers.plugin import LoraManager
+from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
 from workers.sources.objects import ObjectSource
-from workers.sources.plugins import PluginSource, create_manager, entry_point_sources, event_forwarder
+from workers.sources.plugins import (
+    DEFAULT_DOWNLOADER,
+    PluginSource,
+    create_downloader,
+    entry_point_sources,
+    event_forwarder,
+    start_downloader,
+)
 from workers.sources.web import WebSource
 from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
@@ -90,10 +98,14 @@ def build(
     state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
     rules = rules_of(settings)
-    manager = create_manager(settings.lora_downloader_plugin) if settings.lora_downloader_plugin else None
+    cache_folder = cache_folder_of(settings)
+    sources = sources_of(settings, rng)
+    downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
+    if downloader is not None:
+        sources[PLUGIN_SCHEME] = PluginSource(downloader, limits_of(settings, rng))
     cache = AdapterCache(
-        cache_folder_of(settings),
-        sources=sources_of(settings, manager, rng),
+        cache_folder,
+        sources=sources,
         rules=rules,
         fetch_deadline_s=settings.fetch_deadline_s,
         source_prefixes=settings.source_prefixes,
@@ -106,9 +118,10 @@ def build(
         installed=InstalledAdapters(settings.state),
         events=AgentEventLog(
             boot_id=boot_id,
+            instance_id=settings.instance_id,
             size=settings.event_buffer,
             now=timestamp,
-            on_event=event_forwarder(manager) if manager else lambda _: None,
+            on_event=event_forwarder(downloader, cache_folder.path) if downloader else lambda _: None,
         ),
         metrics=metrics,
         boot_id=boot_id,
@@ -127,6 +140,8 @@ def build(
         """
         await asyncio.to_thread(cache.folder.remove_leftovers)
         await cache.update_free_bytes()
+        if downloader is not None:
+            start_downloader(downloader, AgentLoraManager(agent))
         async with httpx.AsyncClient(transport=DirectTransport(), trust_env=False) as client:
             tasks = [
                 asyncio.create_task(supervisor.run()),
@@ -229,9 +244,18 @@ def _served_digests(engine_url: str) -> frozenset[str]:
         return frozenset()
 
 
-def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Random) -> dict[str, Source]:
-    """Create the sources by scheme: built in, from the plugin, and from installed packages. Raises SettingsError."""
-    limits = Limits(
+def _downloader_of(settings: WorkerSettings, hub: Source, folder: Path) -> LoraDownloaderBase | None:
+    """The downloader plugin: the one that is set, else the hub's where `lora_path` is not set. Raises SettingsError.
+
+    A worker with a `lora_path` does not look on a hub for a name that it lacks: anyone may own that name there.
+    """
+    plugin = settings.lora_downloader_plugin or (DEFAULT_DOWNLOADER if settings.lora_path is None else "")
+    return create_downloader(plugin, hub=hub, folder=folder) if plugin else None
+
+
+def limits_of(settings: WorkerSettings, rng: Random) -> Limits:
+    """The limits of this worker's sources."""
+    return Limits(
         max_bytes=settings.max_adapter_bytes,
         timeout_s=settings.source_timeout_s,
         parts=settings.source_parts,
@@ -239,6 +263,11 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         retry=RetryPolicy(attempts=settings.source_attempts),
         rng=rng,
     )
+
+
+def sources_of(settings: WorkerSettings, rng: Random) -> dict[str, Source]:
+    """Create the sources by scheme: built in, and from installed packages. Raises SettingsError."""
+    limits = limits_of(settings, rng)
     roots = [*settings.lora_roots, *([settings.lora_path] if settings.lora_path else [])]
     allowed = parse_networks(settings.source_networks)
     sources: dict[str, Source] = {
@@ -251,8 +280,6 @@ def sources_of(settings: WorkerSettings, manager: LoraManager | None, rng: Rando
         "hf": HubSource(limits, token_file=settings.hf_token_file),
         **{scheme: ObjectSource(scheme, limits) for scheme in ("s3", "gs", "az")},
     }
-    if manager is not None:
-        sources[PLUGIN_SCHEME] = PluginSource(manager, limits)
     return sources | entry_point_sources(limits, frozenset({*sources, PLUGIN_SCHEME}))
 
 

@@ -127,7 +127,9 @@ class WorkerSettings(ServiceSettings):
     parallel_fetches: int = Field(default=4, ge=1, description="adapters fetched at a time")
     source_parts: int = Field(default=4, ge=1, description="parts of one object-store file fetched at a time")
     lora_downloader_plugin: str = Field(
-        default="", description="package.module.Class of a workers.plugin.LoraManager that fetches adapters by name"
+        default="",
+        description="package.module.Class of a workers.plugin.LoraDownloaderBase that fetches adapters by name;"
+        " default: workers.plugin.HuggingFaceDownloader, unless lora_path is set",
     )
     preload_loras: tuple[str, ...] = Field(
         default=(), description="adapters of lora_path that are loaded before the worker is ready"

@@ -1,10 +1,25 @@
-"""Interface of downloader plugins: subclass `LoraManager` and name the class with `--lora-downloader-plugin`."""
+"""Interface of downloader plugins: subclass `LoraDownloaderBase`, and name the class with `--lora-downloader-plugin`.
 
+The names are those of Dynamo's LoRA proposal.
+"""
+
+import asyncio
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
+
+from workers.core.errors import SourceError
+from workers.core.references import parse_hub_reference
+from workers.sources.base import Limits, Source, Transfer
+from workers.sources.hub import HubSource
+
+_LARGEST_BYTES = 8 << 30
 
 
 class LoraStatus(StrEnum):
@@ -17,6 +32,10 @@ class LoraStatus(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    # The proposal's names. An adapter that the engine has loaded is ready for use.
+    DOWNLOADED = "on_disk"
+    LOADED = "ready"
+    READY_FOR_USE = "ready"
 
 
 class CacheLocation(StrEnum):
@@ -29,7 +48,7 @@ class CacheLocation(StrEnum):
 
 
 class LoraEventType(StrEnum):
-    """The agent's events that a manager receives."""
+    """The agent's events that a downloader receives."""
 
     DOWNLOADING = "DOWNLOADING"
     DOWNLOADED_TO_DISK = "DOWNLOADED_TO_DISK"
@@ -42,41 +61,96 @@ class LoraEventType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraModel:
-    """A downloaded adapter. `path` is a folder with `adapter_config.json` and `*.safetensors`.
+    """An adapter on a worker.
 
-    The agent reads `path` only; the other fields are for the plugin's own use.
+    local_path  its folder, with `adapter_config.json` and `*.safetensors`; None: not on this disk
+    digest      "" while it is not known
+    pinned      of a download: the plugin's name for exactly these bytes, under which the agent fetches them again;
+                "": the same name
+    path        the old name of `local_path`, for one more release
+
+    Of a downloaded adapter the agent reads `local_path` and `pinned` only.
     """
 
     name: str
-    path: Path
+    status: LoraStatus = LoraStatus.ON_DISK
+    cache_location: CacheLocation = CacheLocation.DISK
+    local_path: Path | None = None
     base_model: str = ""
     size_bytes: int = 0
-    status: LoraStatus = LoraStatus.ON_DISK
-    location: CacheLocation = CacheLocation.DISK
+    digest: str = ""
+    pinned: str = ""
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Give `local_path` and `path` one value: that of the given one."""
+        folder = self.local_path if self.local_path is not None else self.path
+        object.__setattr__(self, "local_path", folder)
+        object.__setattr__(self, "path", folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraEvent:
-    """An event of any adapter of this worker; `at` is ISO 8601 in UTC.
+    """An event of any adapter of this worker; `timestamp` is in UTC.
 
-    digest                   "" while it is not known
+    instance_id              the worker's
     done_bytes, total_bytes  of DOWNLOADING, about once a second; None if the source does not report it
     error                    of the failure events: an error code and a sentence
     """
 
-    type: LoraEventType
-    name: str
-    digest: str
-    at: str
+    event_type: LoraEventType
+    lora_model: LoraModel
+    timestamp: datetime
+    instance_id: str
     done_bytes: int | None = None
     total_bytes: int | None = None
     error: str | None = None
 
+    @property
+    def type(self) -> LoraEventType:
+        """The old name of `event_type`, for one more release."""
+        return self.event_type
 
-class LoraManager(ABC):
+    @property
+    def name(self) -> str:
+        """The old name of `lora_model.name`, for one more release."""
+        return self.lora_model.name
+
+    @property
+    def digest(self) -> str:
+        """The old name of `lora_model.digest`, for one more release."""
+        return self.lora_model.digest
+
+    @property
+    def at(self) -> str:
+        """`timestamp` as ISO 8601, under its old name, for one more release."""
+        return self.timestamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class LoraManager(Protocol):
+    """The adapters of one worker, as its downloader sees them. The agent is the manager; see `on_start`.
+
+    Not abstract: plugins of earlier releases are subclasses of this class.
+    """
+
+    def lora_models(self) -> Sequence[LoraModel]:
+        """The worker's adapters, on disk and in the engine, sorted by name."""
+
+    def load_lora(self, name: str) -> Awaitable[LoraModel]:
+        """Load an adapter into a free slot of the engine, fetched first if needed. Raises WorkerError."""
+
+    def unload_lora(self, name: str) -> Awaitable[LoraModel]:
+        """Unload an adapter; its files stay on disk.
+
+        Raises WorkerError, `epoch_required` where an orchestrator decides.
+        """
+
+
+class LoraDownloaderBase(ABC):
     """Fetches adapters by name. The agent creates one instance, without arguments, when it starts.
 
-    Both methods may be coroutines; plain methods run in a thread. Several names may be fetched at a time.
+    Both download methods may be coroutines; plain methods run in a thread. Several names may be fetched at a time; one
+    name is fetched once at a time.
     """
 
     @abstractmethod
@@ -88,9 +162,51 @@ class LoraManager(ABC):
         """
 
     @abstractmethod
-    def delete_lora_from_disk(self, name: str) -> Awaitable[None] | None:
-        """Called when the agent no longer needs the folder: it has its copy, or the fetch failed. May keep it."""
+    def delete_lora_from_disk(self, name: str) -> LoraModel | Awaitable[LoraModel | None] | None:
+        """Called when the agent no longer needs the folder: it has its copy, or the fetch failed. May keep it.
+
+        The answer is for other callers; the agent ignores it.
+        """
+
+    def on_start(self, manager: LoraManager) -> None:
+        """Receive this worker's manager. Called once in the agent's event loop, so it must return at once."""
+        del manager
 
     def on_event(self, event: LoraEvent) -> None:
         """Receive an event. Called in the agent's event loop, so it must return at once."""
         del event
+
+
+class HuggingFaceDownloader(LoraDownloaderBase):
+    """Downloads `org/repo[/folder][@revision]` from a Hugging Face hub, by the agent's own `hf://` source.
+
+    The agent's default where `lora_path` is not set.
+    """
+
+    def __init__(self, hub: Source | None = None, folder: Path | None = None) -> None:
+        """`hub`: the source of `hf://`, with the agent's limits and token. `folder`: for downloads; default: TMPDIR."""
+        self._hub = hub or HubSource(Limits(max_bytes=_LARGEST_BYTES))
+        self._folder = folder
+        self._downloads: dict[str, Path] = {}
+
+    async def download_lora_to_disk(self, name: str) -> LoraModel:
+        """Download an adapter into a folder of its own, which `delete_lora_from_disk` deletes; `pinned` is its commit.
+
+        raises  FileNotFoundError if the name is no hub repository's; SourceError of the hub
+        """
+        try:
+            reference = parse_hub_reference(f"hf://{name}")
+        except SourceError as exc:
+            raise FileNotFoundError(str(exc)) from exc
+        # In cache_dir, `.partial-` folders that a crash left behind are deleted after an hour.
+        folder = self._downloads[name] = Path(tempfile.mkdtemp(prefix=".partial-hub-", dir=self._folder))
+        transfer = Transfer()
+        await self._hub.fetch(f"hf://{name}", folder, transfer)
+        pinned = transfer.pinned.removeprefix("hf://")
+        return LoraModel(name=reference.repo, local_path=folder, size_bytes=transfer.progress.done_bytes, pinned=pinned)
+
+    async def delete_lora_from_disk(self, name: str) -> LoraModel:
+        """Delete an adapter's download, if there is one."""
+        if folder := self._downloads.pop(name, None):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return LoraModel(name=name, status=LoraStatus.REMOTE, cache_location=CacheLocation.REMOTE)

@@ -292,11 +292,15 @@ class AgentEvent(_WorkerMessage):
 
     done_bytes, total_bytes  of DOWNLOADING, about once a second; `total_bytes` is None until the source reports it
     source                   of DOWNLOADED_TO_DISK: as in `AvailableLora`
+    instance_id              the worker's
+    timestamp                the same as `at`
     """
 
     id: int
     type: AgentEventType
     at: str
+    timestamp: str = ""
+    instance_id: str = ""
     lora_id: str | None = None
     digest: str | None = None
     engine_name: str | None = None

@@ -5,10 +5,10 @@ import tempfile
 from pathlib import Path
 
 from tests.workers.source_servers import SECRET
-from workers.plugin import LoraEvent, LoraManager, LoraModel
+from workers.plugin import LoraDownloaderBase, LoraEvent, LoraManager, LoraModel
 
 
-class CopyingManager(LoraManager):
+class CopyingDownloader(LoraDownloaderBase):
     """A plugin that copies from a folder into its own, and records its events."""
 
     root = Path()
@@ -16,30 +16,55 @@ class CopyingManager(LoraManager):
     def __init__(self) -> None:
         self.events: list[LoraEvent] = []
         self.downloads: dict[str, Path] = {}
+        self.manager: LoraManager | None = None
 
     def download_lora_to_disk(self, name: str) -> LoraModel:
         if name == "secret":
             raise RuntimeError(SECRET)
+        if name in self.downloads:
+            raise RuntimeError("one name is fetched once at a time")
         folder = Path(tempfile.mkdtemp(dir=self.root))
         self.downloads[name] = folder / "copy"
         shutil.copytree(self.root / name, folder / "copy")
-        return LoraModel(name=name, path=folder / "copy")
+        return LoraModel(name=name, local_path=folder / "copy")
 
     def delete_lora_from_disk(self, name: str) -> None:
         shutil.rmtree(self.downloads.pop(name, Path("/nonexistent")), ignore_errors=True)
+
+    def on_start(self, manager: LoraManager) -> None:
+        self.manager = manager
+        raise RuntimeError("started")
 
     def on_event(self, event: LoraEvent) -> None:
         self.events.append(event)
         raise RuntimeError("told")
 
 
-class AsyncCopyingManager(CopyingManager):
+class AsyncCopyingDownloader(CopyingDownloader):
     async def download_lora_to_disk(self, name: str) -> LoraModel:
-        return CopyingManager.download_lora_to_disk(self, name)
+        return CopyingDownloader.download_lora_to_disk(self, name)
 
     async def delete_lora_from_disk(self, name: str) -> None:
-        CopyingManager.delete_lora_from_disk(self, name)
+        CopyingDownloader.delete_lora_from_disk(self, name)
 
 
-class NotAManager:
-    """A class that is no LoraManager."""
+class OldCopyingManager(LoraManager):
+    """A plugin as it was written for earlier releases."""
+
+    root = Path()
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, str, str]] = []
+
+    def download_lora_to_disk(self, name: str) -> LoraModel:
+        return LoraModel(name=name, path=self.root / name)
+
+    def delete_lora_from_disk(self, name: str) -> None:
+        self.seen.append(("deleted", name, "", ""))
+
+    def on_event(self, event: LoraEvent) -> None:
+        self.seen.append((event.type, event.name, event.digest, event.at))
+
+
+class NotADownloader:
+    """A class that is no LoraDownloaderBase."""

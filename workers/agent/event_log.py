@@ -16,6 +16,7 @@ class AgentEventLog:
         self,
         *,
         boot_id: str,
+        instance_id: str = "",
         size: int,
         now: Callable[[], str],
         on_event: Callable[[AgentEvent], None] = lambda _: None,
@@ -25,6 +26,7 @@ class AgentEventLog:
         `on_event` is called with each event in the event loop; it must return at once and raise nothing.
         """
         self._boot_id = boot_id
+        self._instance_id = instance_id
         self._now = now
         self._on_event = on_event
         self._kept: deque[AgentEvent] = deque(maxlen=size)
@@ -46,10 +48,13 @@ class AgentEventLog:
     ) -> None:
         """Number an event, keep it (a full buffer drops its oldest), wake the streams and call `on_event`."""
         self._last += 1
+        now = self._now()
         event = AgentEvent(
             id=self._last,
             type=kind,
-            at=self._now(),
+            at=now,
+            timestamp=now,
+            instance_id=self._instance_id,
             lora_id=lora_id,
             digest=digest,
             engine_name=engine_name,

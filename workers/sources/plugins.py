@@ -1,19 +1,31 @@
-"""Third-party sources: a `LoraManager` plugin, and entry points of the group `lorafleet.sources`."""
+"""Third-party sources: a downloader plugin, and entry points of the group `lorafleet.sources`."""
 
+import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
+from datetime import datetime
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
 from lorafleet.service.settings import SettingsError
 from workers.core.errors import SourceError, WorkerError
 from workers.core.references import redacted
-from workers.plugin import LoraEvent, LoraEventType, LoraManager, LoraModel
-from workers.sources.base import Limits, Source, Transfer, run_in_daemon_thread
+from workers.plugin import (
+    CacheLocation,
+    HuggingFaceDownloader,
+    LoraDownloaderBase,
+    LoraEvent,
+    LoraEventType,
+    LoraManager,
+    LoraModel,
+    LoraStatus,
+)
+from workers.sources.base import PLUGIN_SCHEME, Limits, Source, Transfer, run_in_daemon_thread
 from workers.sources.local import LocalSource
 from workers.wire import AgentEvent
 
@@ -21,60 +33,123 @@ log = structlog.get_logger()
 
 GROUP = "lorafleet.sources"
 
+DEFAULT_DOWNLOADER = f"{HuggingFaceDownloader.__module__}.{HuggingFaceDownloader.__qualname__}"
+"""The downloader where neither a plugin nor `lora_path` is set."""
+
+_DOWNLOADS = ("download_lora_to_disk", "delete_lora_from_disk")
+
+_AFTER_EVENT = {
+    LoraEventType.DOWNLOADING: (LoraStatus.DOWNLOADING, CacheLocation.REMOTE),
+    LoraEventType.DOWNLOADED_TO_DISK: (LoraStatus.ON_DISK, CacheLocation.DISK),
+    LoraEventType.DELETED_FROM_DISK: (LoraStatus.REMOTE, CacheLocation.REMOTE),
+    LoraEventType.LOADED_TO_DEVICE: (LoraStatus.READY, CacheLocation.DEVICE),
+    LoraEventType.UNLOADED_FROM_DEVICE: (LoraStatus.ON_DISK, CacheLocation.DISK),
+    LoraEventType.LOAD_FAILED: (LoraStatus.FAILED, CacheLocation.DISK),
+    LoraEventType.UNLOAD_FAILED: (LoraStatus.READY, CacheLocation.DEVICE),
+}
+"""An adapter's status and location after each event."""
+
 
 class PluginSource:
-    """`plugin://name`: copies the folder that a `LoraManager` downloads, and then lets it delete that folder."""
+    """`plugin://name`: copies the folder that a downloader downloads, and then lets it delete that folder."""
 
-    def __init__(self, manager: LoraManager, limits: Limits) -> None:
-        self._manager = manager
+    def __init__(self, downloader: LoraDownloaderBase, limits: Limits) -> None:
+        self._downloader = downloader
         self._limits = limits
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
         """Have the plugin download the adapter, copy its files into `into`, then let the plugin delete its folder.
 
-        Raises SourceError, also for a plugin's wrong result. See `Source.fetch`.
+        A second fetch of the name waits for the first. Raises SourceError, also for a plugin's wrong result. See
+        `Source.fetch`.
         """
         name = ref.partition("://")[2]
-        try:
-            model = await self._call_plugin(ref, self._manager.download_lora_to_disk, name)
-            if not isinstance(model, LoraModel):
-                message = f"source {redacted(ref)}: the plugin returned a {type(model).__name__}, not a LoraModel"
-                raise SourceError("source_failed", message)
-            local = LocalSource([model.path], max_bytes=self._limits.max_bytes, allow_pickle=self._limits.allow_pickle)
-            await local.fetch(str(model.path), into, transfer)
-        finally:
-            await self._call_plugin(ref, self._manager.delete_lora_from_disk, name)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            try:
+                model = await self._call_plugin(ref, self._downloader.download_lora_to_disk, name)
+                if not isinstance(model, LoraModel) or model.local_path is None:
+                    what = "LoraModel without a local_path" if isinstance(model, LoraModel) else type(model).__name__
+                    message = f"source {redacted(ref)}: the plugin returned a {what}, not a LoraModel with its folder"
+                    raise SourceError("source_failed", message)
+                folder, limits = model.local_path, self._limits
+                local = LocalSource([folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle)
+                await local.fetch(str(folder), into, transfer)
+                transfer.pinned = f"{PLUGIN_SCHEME}://{model.pinned or name}"
+            finally:
+                await self._call_plugin(ref, self._downloader.delete_lora_from_disk, name)
 
     async def _call_plugin(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
         """Call a method of the plugin, in a thread unless it is a coroutine. Raises SourceError."""
         try:
-            if inspect.iscoroutinefunction(function):
-                return await function(name)
-            result = await run_in_daemon_thread(function, name)
-            return await result if inspect.isawaitable(result) else result
+            return await _call(function, name)
         except WorkerError:
             raise
         except FileNotFoundError:
             raise SourceError("source_not_found", f"source {redacted(ref)}: the plugin knows no such adapter") from None
         except Exception as exc:  # noqa: BLE001  (third-party code)
-            failure = f"{type(self._manager).__name__}.{getattr(function, '__name__', 'method')}: {type(exc).__name__}"
+            owner, method = type(self._downloader).__name__, getattr(function, "__name__", "method")
+            failure = f"{owner}.{method}: {type(exc).__name__}"
             raise SourceError("source_failed", f"source {redacted(ref)}: {failure}", retry_after_s=30) from None
 
 
-def create_manager(path: str) -> LoraManager:
-    """Import and create the plugin `package.module.Class`. Raises SettingsError unless it is a LoraManager."""
+def create_downloader(path: str, *, hub: Source, folder: Path) -> LoraDownloaderBase:
+    """Import and create the plugin `package.module.Class`. Raises SettingsError unless it is a downloader.
+
+    hub, folder  for a HuggingFaceDownloader: the source of `hf://`, and where to download
+
+    A LoraManager that downloads, the form of earlier releases, is accepted and logged.
+    """
     module, _, name = path.rpartition(".")
     try:
-        manager_class = getattr(importlib.import_module(module), name)
+        plugin = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: {exc}; expected package.module.Class") from exc
-    if not (isinstance(manager_class, type) and issubclass(manager_class, LoraManager)):
-        raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraManager")
+    is_old = _is_class_of(plugin, LoraManager) and all(hasattr(plugin, method) for method in _DOWNLOADS)
+    if not is_old and not _is_class_of(plugin, LoraDownloaderBase):
+        raise SettingsError(f"lora_downloader_plugin {path!r}: must be a subclass of workers.plugin.LoraDownloaderBase")
     try:
-        manager: LoraManager = manager_class()
+        instance = plugin(hub, folder) if _is_class_of(plugin, HuggingFaceDownloader) else plugin()
     except TypeError as exc:
         raise SettingsError(f"lora_downloader_plugin {path!r}: cannot be made without arguments: {exc}") from exc
-    return manager
+    if isinstance(instance, LoraDownloaderBase):
+        return instance
+    log.warning("a downloader plugin is a LoraManager", path=path, expected="LoraDownloaderBase")
+    return _OldDownloader(instance)
+
+
+def _is_class_of(value: object, base: type) -> bool:
+    """Whether a value is a class with this class among its bases."""
+    return isinstance(value, type) and base in value.__mro__
+
+
+class _OldDownloader(LoraDownloaderBase):
+    """A plugin of earlier releases, whose base class was `LoraManager`."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    async def download_lora_to_disk(self, name: str) -> LoraModel:
+        """The plugin's own download, in a thread unless it is a coroutine."""
+        model: LoraModel = await _call(self._plugin.download_lora_to_disk, name)
+        return model
+
+    async def delete_lora_from_disk(self, name: str) -> None:
+        """The plugin's own deletion, in a thread unless it is a coroutine."""
+        await _call(self._plugin.delete_lora_from_disk, name)
+
+    def on_event(self, event: LoraEvent) -> None:
+        """Pass the event on, if the plugin wants events."""
+        if (receive := getattr(self._plugin, "on_event", None)) is not None:
+            receive(event)
+
+
+async def _call(function: Callable[[str], Any], name: str) -> Any:
+    """A method's result, called in a thread unless it is a coroutine."""
+    if inspect.iscoroutinefunction(function):
+        return await function(name)
+    result = await run_in_daemon_thread(function, name)
+    return await result if inspect.isawaitable(result) else result
 
 
 def entry_point_sources(limits: Limits, taken_schemes: frozenset[str]) -> dict[str, Source]:
@@ -90,25 +165,47 @@ def entry_point_sources(limits: Limits, taken_schemes: frozenset[str]) -> dict[s
     return sources
 
 
-def event_forwarder(manager: LoraManager) -> Callable[[AgentEvent], None]:
-    """A callback that passes adapter events to the manager and logs errors of `on_event`."""
-    kinds = {kind.value for kind in LoraEventType}
+def start_downloader(downloader: LoraDownloaderBase, manager: LoraManager) -> None:
+    """Pass this worker's manager to the downloader; logs errors of `on_start`."""
+    try:
+        downloader.on_start(manager)
+    except Exception as exc:  # noqa: BLE001  (third-party code)
+        log.warning("the downloader plugin failed at its start", error=type(exc).__name__)
+
+
+def event_forwarder(
+    downloader: LoraDownloaderBase, path_of: Callable[[str], Path] = Path
+) -> Callable[[AgentEvent], None]:
+    """A callback that passes adapter events to the downloader and logs errors of `on_event`.
+
+    path_of  the folder of a verified adapter, by its digest
+    """
+    types = {kind.value for kind in LoraEventType}
 
     def listen(event: AgentEvent) -> None:
-        """Pass an adapter's event to the manager; other events are ignored, the manager's errors logged."""
-        if event.type not in kinds or event.lora_id is None:
+        """Pass an adapter's event to the downloader; other events are ignored, the downloader's errors logged."""
+        if event.type not in types or event.lora_id is None:
             return
+        digest = event.digest or ""
+        status, location = _AFTER_EVENT[LoraEventType(event.type)]
+        location = location if digest else CacheLocation.REMOTE
         lora_event = LoraEvent(
-            type=LoraEventType(event.type),
-            name=event.lora_id,
-            digest=event.digest or "",
-            at=event.at,
+            event_type=LoraEventType(event.type),
+            lora_model=LoraModel(
+                name=event.lora_id,
+                status=status,
+                cache_location=location,
+                local_path=None if location is CacheLocation.REMOTE else path_of(digest),
+                digest=digest,
+            ),
+            timestamp=datetime.fromisoformat(event.at),
+            instance_id=event.instance_id,
             done_bytes=event.done_bytes,
             total_bytes=event.total_bytes,
             error=event.error,
         )
         try:
-            manager.on_event(lora_event)
+            downloader.on_event(lora_event)
         except Exception as exc:  # noqa: BLE001  (third-party code)
             log.warning("the downloader plugin failed on an event", type=event.type, error=type(exc).__name__)
 
