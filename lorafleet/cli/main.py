@@ -223,7 +223,7 @@ for commands in (worker_commands.app, decisions.app, plan.app):
 
 
 def main() -> None:
-    """Run the command line; a CommandFailed becomes one line on stderr and its exit status."""
+    """Run the command line; a CommandFailed becomes one line on stderr and its exit status, an interrupt status 130."""
     try:
         app()
     except CommandFailed as exc:

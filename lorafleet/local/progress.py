@@ -43,7 +43,7 @@ class StartProgress:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """Print one line."""
+        """Print one line, above the spinners; where none are drawn, with the seconds since the start."""
         if self._live is not None:
             self._live.console.print(line, highlight=False, markup=False)
         else:

@@ -86,7 +86,7 @@ class ConfigMapMirror:
         self.on_news()
 
     def on_event(self, kind: str, found: Json) -> None:
-        """Take one watch event. A deleted object becomes doubtful; it is dropped by `forget`."""
+        """Take one watch event. A deleted object becomes doubtful; it is dropped by `forget`. Calls `on_news`."""
         name = name_of(found)
         if kind != "DELETED":
             self._record_seen(found)

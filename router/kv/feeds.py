@@ -193,7 +193,10 @@ class KvFeeds:
         sent.record_served(name, hashes, began_at=began_at, now=now, most_blocks=most_blocks)
 
     def correct_estimate(self, guess: PredictedCache, cached_blocks: int) -> None:
-        """Correct the estimate of a worker without KV events by an answer's `cached_tokens`."""
+        """Correct the estimate of a worker without KV events by an answer's `cached_tokens`.
+
+        Ignored for any other worker.
+        """
         estimated = self._estimated.get(guess.worker)
         if estimated is not None:
             estimated.by.correct_estimate(guess, cached_blocks)

@@ -334,7 +334,8 @@ class Tokenizers:
     ) -> "Tokens | SlowTokens":
         """Tokenize piece by piece, only pieces that are not cached; raises _TOKENIZE_ERRORS.
 
-        The word cache is tried first, then the tokenizer: here if the rest is short, else in a thread.
+        The word cache is tried first, then the tokenizer: here if the rest is short, else in a thread. NO_TOKENS for a
+        text that is far too long for the model.
         """
         tokenizer = local.tokenizer
         pieces, special = tokenizer.prompt_pieces(body)
