@@ -187,6 +187,7 @@ def build(
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,
             clock=clock,
+            wall=wall,
             metrics_need_key=settings.metrics_need_key,
         ),
     )

@@ -530,12 +530,39 @@ class AdoptRequest(_PersonWrittenModel):
 # -- workers -------------------------------------------------------------------------------------------------
 
 
+class WorkerDrainProgress(_OrchestratorModel):
+    """How far a worker's drain is.
+
+    phase       moving (it serves on until its adapters are elsewhere), finishing (it takes no new requests), drained
+    began_at    when an operator asked for it; null for a worker that drains by itself
+    deadline    when the drain stops waiting for moves, and in how many seconds; null where nothing sets one
+    moves       adapters that had to be moved when it began, `moved` of which are ready elsewhere; `move_bytes`: of all
+    left        adapters that are not ready elsewhere yet, `left_bytes` in all; `expected_s`: seconds until they are
+    stuck       lora_id -> why no worker takes it; requests for it wait for a load once the worker is drained
+    requests    requests that its engine has, or routers have sent it
+    """
+
+    phase: Literal["moving", "finishing", "drained"]
+    began_at: str | None = None
+    deadline: str | None = None
+    deadline_in_s: float | None = None
+    moves: int
+    moved: int
+    move_bytes: int
+    left: tuple[str, ...] = ()
+    left_bytes: int = 0
+    expected_s: float = 0.0
+    stuck: dict[str, str] = {}
+    requests: int = 0
+
+
 class WorkerItem(_OrchestratorModel):
     """A worker.
 
     orphans         adapters that it holds and that are not registered
     is_terminating  Kubernetes is terminating its pod, so it drains
     refusal         why it takes no adapters at all; empty: it takes them
+    drain           how far its drain is; null for a worker that does not drain
     """
 
     id: str
@@ -550,6 +577,7 @@ class WorkerItem(_OrchestratorModel):
     orphans: tuple[str, ...] = ()
     is_terminating: bool = False
     refusal: str = ""
+    drain: WorkerDrainProgress | None = None
 
 
 class WorkerList(_OrchestratorModel):
@@ -558,7 +586,11 @@ class WorkerList(_OrchestratorModel):
 
 
 class WorkerDrain(_PersonWrittenModel):
-    """`POST /v1/workers/{id}/drain`. `deadline_s`: how long its adapters may take to be ready elsewhere."""
+    """`POST /v1/workers/{id}/drain`.
+
+    deadline_s  how long its adapters may take to be ready elsewhere; null: twice the time that the loads should take by
+                those measured, and the policy's `drain_deadline_s`
+    """
 
     deadline_s: float | None = Field(default=None, ge=0, le=86400)
 

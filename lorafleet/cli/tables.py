@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from lorafleet.cli.drain import drain_text
 from lorafleet.service.failure import printable
 
 _WIDE = 4000
@@ -96,16 +97,18 @@ def placements(items: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def workers(items: Iterable[Mapping[str, Any]]) -> Table:
-    """Workers. Zone, node and the reason for taking no adapters are columns only if some worker has them."""
+    """Workers. Drain, zone, node and the reason for taking no adapters are columns only if some worker has them."""
     found = sorted(items, key=lambda item: str(item["id"]))
     places = [name for name in ("zone", "node") if any(item[name] for item in found)]
     refusals = ["takes no adapters"] if any(item.get("refusal") for item in found) else []
+    drains = ["drain"] if any(item.get("drain") for item in found) else []
     return table(
-        ["worker", "state", *places, "base model", "adapters", "free slots", "agent", "engine", *refusals],
+        ["worker", "state", *drains, *places, "base model", "adapters", "free slots", "agent", "engine", *refusals],
         [
             (
                 item["id"],
                 f"{item['state']}, pod ends" if item.get("is_terminating") else item["state"],
+                *(drain_text(item.get("drain")) for _ in drains),
                 *(item[name] for name in places),
                 item["base_model"],
                 ", ".join(item["adapters"]),

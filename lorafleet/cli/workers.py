@@ -2,7 +2,7 @@
 
 # ruff: noqa: PLC0415  (rich tables are imported when a command needs them)
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -62,22 +62,39 @@ def workers_drain(
     context: typer.Context,
     worker: str,
     deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="longest time for moving its adapters, in seconds")
+        float | None,
+        typer.Option(min=0, help="longest time for moving its adapters, in seconds; default: by what is to be moved"),
     ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="show the progress, and return when the worker is drained")
+    ] = False,
 ) -> None:
-    """Move a worker's adapters to other workers and send it no more requests.
+    """Move a worker's adapters to other workers and send it no more requests. Repeating it changes nothing.
 
-    Example: lorafleet workers drain w1 --deadline-s 60
+    With --wait, the exit status is 1 if adapters are left at the deadline: requests for them wait for a load then.
+
+    Examples:
+
+      lorafleet workers drain w1
+
+      lorafleet workers drain w1 --wait
+
+      lorafleet workers drain w1 --deadline-s 60
     """
-    _post_worker_action(
-        context, worker, "drain", "is draining", {} if deadline_s is None else {"deadline_s": deadline_s}
-    )
+    from lorafleet.cli import drain
+
+    body = {} if deadline_s is None else {"deadline_s": deadline_s}
+    with context.obj.orchestrator() as api:
+        item = api.call("POST", f"/v1/workers/{url_path(worker)}/drain", body)
+        typer.echo(drain.drain_line(item))
+        if wait:
+            drain.follow_drain(api, item)
 
 
-def _post_worker_action(context: typer.Context, worker: str, action: str, result: str, body: Any = None) -> None:
+def _post_worker_action(context: typer.Context, worker: str, action: str, result: str) -> None:
     """POST an action of a worker, then print the worker's name and `result`."""
     with context.obj.orchestrator() as api:
-        api.call("POST", f"/v1/workers/{url_path(worker)}/{action}", body)
+        api.call("POST", f"/v1/workers/{url_path(worker)}/{action}")
     typer.echo(f"{worker} {result}")
 
 

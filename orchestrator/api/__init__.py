@@ -34,10 +34,11 @@ def build_router(
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
     metrics_need_key: bool = False,
 ) -> APIRouter:
     """All routes of the API. Also connects the gauges of the fleet in `metrics` to the reconciler's state."""
-    views = WireViews(reconciler, clock)
+    views = WireViews(reconciler, clock, wall)
     metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures)
     api = APIRouter()
     add_routes(

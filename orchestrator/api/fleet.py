@@ -80,17 +80,21 @@ def fleet_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcile
         actor: Actor,
         body: Annotated[WorkerDrain, Body(examples=[{"deadline_s": 60}])] = WorkerDrain(),  # noqa: B008
     ) -> WorkerItem:
-        """Move the worker's adapters elsewhere, make before break, then let it take no more requests."""
-        deadline_s = reconciler.store.rules.drain_deadline_s if body.deadline_s is None else body.deadline_s
-        return await _set_worker(worker_id, "draining", actor, drain_s=deadline_s)
+        """Move the worker's adapters elsewhere, make before break, then let it take no more requests.
 
-    async def _set_worker(worker_id: str, state: str | None, actor: str, *, drain_s: float | None = None) -> WorkerItem:
+        Without `deadline_s` the drain waits as long as the moves should take. A repeated call changes nothing.
+        """
+        return await _set_worker(worker_id, "draining", actor, deadline_s=body.deadline_s)
+
+    async def _set_worker(
+        worker_id: str, state: str | None, actor: str, *, deadline_s: float | None = None
+    ) -> WorkerItem:
         """Store the operator's order, start or take back a drain, publish the change; returns the worker."""
-        registry.set_worker(worker_id, state, drain_s=drain_s, actor=actor)
-        if state == "draining":
-            reconciler.runner.forget_drain(worker_id)
-        else:
+        is_changed = registry.set_worker(worker_id, state, deadline_s=deadline_s, actor=actor)
+        if state != "draining":
             reconciler.runner.resume_worker(worker_id)
+        elif is_changed:
+            reconciler.runner.forget_drain(worker_id)
         await reconciler.publish_change(("workers", worker_id))
         return views.worker(worker_id) if worker_id in reconciler.reports.workers else _unknown_worker(worker_id)
 

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from starlette.background import BackgroundTask
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Limit
+from orchestrator.api.views import timestamp
 from orchestrator.core.errors import OrchestratorRequestError
 from orchestrator.store.backend import HistoryEntry
 from orchestrator.store.store import KINDS, IntentStore
@@ -82,7 +82,11 @@ def history_page(
 
 def _history_item(entry: HistoryEntry) -> HistoryItem:
     """A history entry as wire model."""
-    at = datetime.fromtimestamp(entry.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return HistoryItem(
-        id=entry.id, at=at, kind=entry.kind, subject=entry.subject, actor=entry.actor, body=dict(entry.body)
+        id=entry.id,
+        at=timestamp(entry.at),
+        kind=entry.kind,
+        subject=entry.subject,
+        actor=entry.actor,
+        body=dict(entry.body),
     )

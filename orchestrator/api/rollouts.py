@@ -1,12 +1,12 @@
 """Routes for rollouts: an alias moves to another version in steps, and back on a regression."""
 
-from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Response
 
 from lorafleet.service.auth import ApiKeys, requires
 from orchestrator.api.parameters import Actor
+from orchestrator.api.views import timestamp
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, Targets, WeightStep, current_targets
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.reconcile.reconciler import Reconciler
@@ -91,8 +91,8 @@ def rollout_item(rollout: Rollout, rollouts: RolloutController) -> RolloutItem:
             "paused": rollout.paused_at is not None,
             "step": rollout.step,
             "weight": round(sum(shares.get(lora_id, 0.0) for lora_id in rollout.new_ids) / total, 6),
-            "began_at": _timestamp(rollout.began_at),
-            "since": _timestamp(rollout.since),
+            "began_at": timestamp(rollout.began_at),
+            "since": timestamp(rollout.since),
             "lacks": rollouts.missing_for(rollout),
             "old": _wire_tally(rollout.old),
             "new": _wire_tally(rollout.new),
@@ -110,8 +110,8 @@ def pending_of(rollout: Rollout | None, rollouts: RolloutController) -> AliasPen
         {
             "targets": _wire_targets(rollout.after),
             "state": rollout.phase,
-            "since": _timestamp(rollout.began_at),
-            "deadline": _timestamp(rollout.began_at + rollout.place_s),
+            "since": timestamp(rollout.began_at),
+            "deadline": timestamp(rollout.began_at + rollout.place_s),
             "lacks": rollouts.missing_for(rollout),
             "error": rollout.reason or None,
         }
@@ -132,8 +132,3 @@ def _wire_tally(tally: RequestTally) -> RolloutTally:
         first_tokens=round(tally.first_tokens),
         mean_first_token_s=tally.mean_first_token_s,
     )
-
-
-def _timestamp(at: float) -> str:
-    """Unix seconds as ISO 8601 text in UTC."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,7 +1,7 @@
 """Wire models of stored intent and reported state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
+from datetime import UTC, datetime
 
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
@@ -14,7 +14,8 @@ from orchestrator.intent.orphans import is_orphan
 from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
 from orchestrator.reconcile.reconciler import Reconciler
-from orchestrator.reconcile.worker_reports import worker_state
+from orchestrator.reconcile.worker_reports import KnownWorker, worker_state
+from orchestrator.store.backend import WorkerIntent
 from orchestrator.wire import (
     ActionItem,
     AdapterItem,
@@ -25,6 +26,7 @@ from orchestrator.wire import (
     Replicas,
     SecretRef,
     TargetChange,
+    WorkerDrainProgress,
     WorkerItem,
 )
 
@@ -32,9 +34,10 @@ from orchestrator.wire import (
 class WireViews:
     """Builds wire models from the reconciler's state."""
 
-    def __init__(self, reconciler: Reconciler, clock: Callable[[], float]) -> None:
+    def __init__(self, reconciler: Reconciler, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._reconciler = reconciler
         self._clock = clock
+        self._wall = wall
 
     def adapter(self, adapter: RegisteredAdapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
         """The adapter as wire model. `ready`: lora_id -> ready workers, computed once for many adapters."""
@@ -87,7 +90,35 @@ class WireViews:
                 "orphans": sorted(orphans),
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
+                "drain": self._drain_of(entry, store.workers.get(worker_id)),
             }
+        )
+
+    def _drain_of(self, entry: KnownWorker, intent: WorkerIntent | None) -> WorkerDrainProgress | None:
+        """How far the worker's drain is; None without one, or while nothing may be decided yet."""
+        report = entry.report
+        progress = self._reconciler.drain_progress(report.instance_id)
+        if progress is None:
+            return None
+        at_engine = report.load.running + report.load.waiting
+        requests = max(at_engine, self._reconciler.router_in_flight(report.instance_id))
+        last_phase = "finishing" if requests else "drained"
+        unplaced = self._reconciler.queries.last_pass.desired.unplaced
+        since = None if intent is None else intent.since
+        deadline_in_s = None if progress.deadline is None else progress.deadline - self._clock()
+        return WorkerDrainProgress(
+            phase=last_phase if report.state == "draining" else "moving",
+            requests=requests,
+            began_at=None if since is None else timestamp(since),
+            deadline=None if deadline_in_s is None else timestamp(self._wall() + deadline_in_s),
+            deadline_in_s=None if deadline_in_s is None else round(max(0.0, deadline_in_s), 3),
+            moves=progress.moves,
+            moved=max(0, progress.moves - len(progress.left)),
+            move_bytes=progress.move_bytes,
+            left=progress.left,
+            left_bytes=progress.left_bytes,
+            expected_s=progress.expected_s,
+            stuck={lora_id: unplaced[lora_id] for lora_id in progress.left if lora_id in unplaced},
         )
 
     def placements(self) -> list[PlacementItem]:
@@ -119,7 +150,7 @@ class WireViews:
 
     def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
         """The actions as a wire plan with their cost; `desired` gives the adapters that find no place."""
-        load_s = self.load_s()
+        load_s = self._reconciler.queries.load_figures().seconds
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._reconciler.store.adapters.items()}
         steps = [
             SimulatedStep(action=action, pass_index=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
@@ -141,14 +172,6 @@ class WireViews:
         }
         plan = _wire_plan(outcome.steps, outcome.unplaced, outcome.seconds)
         return plan.model_copy(update={"targets": targets, "is_settled": outcome.is_settled})
-
-    def load_s(self) -> float:
-        """Expected seconds of a load: as measured here, else the median that agents report, else 1 s, a guess."""
-        measured = self._reconciler.queries.expected_s("")
-        if measured is not None:
-            return measured
-        reported = [entry.report.load.load_seconds for entry in self._reconciler.reports.workers.values()]
-        return median([seconds for seconds in reported if seconds > 0] or [1.0])
 
     def ensure_answer(self, adapter: RegisteredAdapter, replicas: int) -> EnsureAnswer:
         """The answer to an `ensure` of so many replicas: the adapter's state, its workers, and the expected seconds."""
@@ -243,3 +266,8 @@ def _wire_plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seco
         seconds=round(seconds, 3),
     )
     return Plan(actions=items, unplaced=tuple(sorted(unplaced)), reasons=dict(unplaced), cost=cost)
+
+
+def timestamp(at: float) -> str:
+    """Unix seconds as ISO 8601 text in UTC, with milliseconds."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

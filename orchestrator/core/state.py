@@ -108,6 +108,51 @@ def lora_id_of_held(held: ReportedAdapter) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDrainOrder:
+    """An operator's order to drain a worker.
+
+    deadline    when the drain stops waiting for moves, at the earliest; None: not computed yet
+    is_fixed    the operator named the deadline, so what must be moved does not change it
+    moves       adapters that had to be moved when the drain began, and their bytes; None: not counted yet
+    """
+
+    began_at: float
+    deadline: float | None = None
+    is_fixed: bool = False
+    moves: int | None = None
+    move_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainProgress:
+    """How far a worker's drain is.
+
+    moves, move_bytes  adapters that had to be moved when the drain began, and their bytes
+    left               adapters that are not ready elsewhere yet
+    expected_s         seconds until they are, by the loads measured
+    deadline           when the drain stops waiting for them; None without an operator's order
+    """
+
+    moves: int
+    move_bytes: int
+    left: tuple[str, ...]
+    left_bytes: int
+    expected_s: float
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFigures:
+    """Median duration and bytes of the last loads; 1 s is a guess, for a fleet that has loaded nothing.
+
+    size_bytes  0: not known, so that every adapter counts as one of the median size
+    """
+
+    seconds: float = 1.0
+    size_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorker:
     """A worker as last reported.
 
@@ -116,7 +161,7 @@ class ObservedWorker:
     running         requests in the engine, its queue included
     refusal         why the worker takes no adapters at all; empty: it takes them
     adapters        lora_id -> adapter on the worker, in any state
-    drain_deadline  when the worker has to drain even if adapters are still to be moved
+    drain           an operator's order to drain it; None without one
     is_agent_draining  the agent has been told to drain
     is_terminating  Kubernetes is ending its pod: nothing is done there, and its adapters are needed elsewhere
     reported_at     when the report was made, so that "nothing runs" differs from "nothing ran a while ago"
@@ -133,7 +178,7 @@ class ObservedWorker:
     node: str = ""
     running: int = 0
     load: float = 0.0
-    drain_deadline: float | None = None
+    drain: WorkerDrainOrder | None = None
     is_agent_draining: bool = False
     is_terminating: bool = False
     reported_at: float = 0.0
@@ -223,6 +268,7 @@ class ObservedFleet:
     """(lora_id, worker_id) that leaves once drained -> adapter whose load took the reserve slot instead of waiting"""
     loading_victims: frozenset[Pair] = frozenset()
     """victims of loads in progress: the agent unloads the victim as part of the load"""
+    load_figures: LoadFigures = field(default_factory=LoadFigures)
     memory: PassMemory = field(default_factory=PassMemory)
     """`DesiredPlacement.memory` of the last pass"""
 
@@ -345,6 +391,7 @@ class DesiredPlacement:
     unplaced          lora_id -> why fewer replicas than the target can be placed, or none at all
     fits_nowhere      lora_id -> error code of an adapter that no worker could hold, however empty
     workers_to_drain  workers that may be told to drain now: no adapter there has to be moved any more
+    drains            worker_id -> how far the drain of a draining worker is
     frozen_reason     why the churn limiter stops moves; None while they are allowed
     memory            `PassMemory` for the next pass
     """
@@ -357,5 +404,6 @@ class DesiredPlacement:
     unplaced: Mapping[str, str] = field(default_factory=dict)
     fits_nowhere: Mapping[str, str] = field(default_factory=dict)
     workers_to_drain: tuple[str, ...] = ()
+    drains: Mapping[str, DrainProgress] = field(default_factory=dict)
     frozen_reason: str | None = None
     memory: PassMemory = field(default_factory=PassMemory)

@@ -308,23 +308,30 @@ class AdapterRegistry:
         return policy
 
     def set_worker(
-        self, worker_id: str, state: str | None, *, drain_s: float | None = None, actor: str = NOBODY
-    ) -> None:
+        self, worker_id: str, state: str | None, *, deadline_s: float | None = None, actor: str = NOBODY
+    ) -> bool:
         """Store an operator's order for a worker, with a history entry: cordoned or draining; None takes it back.
 
-        An unchanged order is not stored again. Raises NotFound.
-        drain_s  seconds after which a drain stops waiting for moves
+        Returns whether the order differs from the present one; an equal one changes nothing. Raises NotFound.
+
+        deadline_s  seconds after which a drain stops waiting for moves; None: it follows what must be moved
         """
         if worker_id not in self._reports.workers and worker_id not in self._store.workers:
             known = ", ".join(sorted(self._reports.workers)) or "none"
             raise NotFound(f"worker {worker_id!r} has not registered; known: {known}", code="worker_not_found")
-        until = None if drain_s is None else self._wall() + drain_s
-        intent = None if state is None else WorkerIntent(state, until)
-        if intent == self._store.workers.get(worker_id):
-            return
+        order = self._store.workers.get(worker_id)
+        present = (None, None) if order is None else (order.state, order.deadline_s)
+        if present == (state, deadline_s):
+            return False
+        now = self._wall()
+        until = None if deadline_s is None else now + deadline_s
+        intent = None if state is None else WorkerIntent(state, until, since=now, deadline_s=deadline_s)
+        if intent is not None and order is not None and order.state == intent.state:  # a drain with a new deadline
+            intent = replace(intent, moves=order.moves, move_bytes=order.move_bytes)
         with self._store.together():
             self._store.put_worker(worker_id, intent)
-            self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": drain_s}, actor)
+            self._store.record(f"worker_{state or 'uncordoned'}", worker_id, {"drain_s": deadline_s}, actor)
+        return True
 
 
 def _require_no_secret(source: str) -> None:

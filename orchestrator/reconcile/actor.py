@@ -340,7 +340,7 @@ class ActionRunner:
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
         lora = await self._agents.load(url, ask, key=_idempotency_key(action), timeout_s=timeout_s)
         _check_loaded(lora, adapter)
-        self._operations.load_seconds.append(self._clock() - began)
+        self._operations.measured_loads.append((self._clock() - began, adapter.size_bytes or 0))
         self._reports.record_load(action.worker_id, lora, evicted)
         if action.evict_after is not None:
             self._operations.reserve_victims[action.evict_after, action.worker_id] = action.lora_id
@@ -386,8 +386,9 @@ class ActionRunner:
         return "capacity" if intent is not None and intent.state == "draining" else "ttl"
 
     def forget_drain(self, worker_id: str) -> None:
-        """Forget that the worker was told to drain, so that it may be told again."""
+        """Forget that the worker was told to drain, so that it may be told again, and how far its drain was."""
         self._operations.draining_workers.discard(worker_id)
+        self._queries.forget_drain(worker_id)
 
     def resume_worker(self, worker_id: str) -> None:
         """Take back a drain: in a task, tell the agent to take requests again if it drains or was told to."""

@@ -24,7 +24,7 @@ class FleetOperations:
     drains            (lora_id, worker_id) -> drain of an adapter that takes no new requests there
     reserve_victims   (lora_id, worker_id) that leaves once drained -> adapter whose load took a reserve slot
     failures          failures that block loads
-    load_seconds      durations of the last hundred loads
+    measured_loads    duration and bytes of the last hundred loads; 0 bytes where the size is not known
     """
 
     busy: Counter[str] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class FleetOperations:
     drains: dict[Pair, AdapterDrain] = field(default_factory=dict)
     reserve_victims: dict[Pair, str] = field(default_factory=dict)
     failures: FailureBook = field(default_factory=FailureBook)
-    load_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    measured_loads: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=100))
 
     def clear(self) -> None:
         """Forget drains and reserve victims at the end of a term. Cancelled actions remove their own entries."""

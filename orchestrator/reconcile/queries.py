@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
-from orchestrator.core.state import DesiredPlacement, ObservedFleet, PlannedLoad, RegisteredAdapter
+from orchestrator.core.state import DesiredPlacement, LoadFigures, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
@@ -56,7 +56,26 @@ class FleetQueries:
             loading_victims=operations.loading_victims,
             digests=self.digest,
         )
-        return replace(observed, memory=self.last_pass.desired.memory)
+        return replace(observed, memory=self.last_pass.desired.memory, load_figures=self.load_figures())
+
+    def load_figures(self) -> LoadFigures:
+        """Median duration and bytes of the last loads: as measured here, else as agents report; else a guess."""
+        measured = self._operations.measured_loads
+        if measured:
+            sizes = [size_bytes for _, size_bytes in measured if size_bytes]
+            return LoadFigures(
+                seconds=statistics.median(seconds for seconds, _ in measured),
+                size_bytes=statistics.median(sizes) if sizes else 0.0,
+            )
+        reported = [entry.report.load.load_seconds for entry in self._reports.workers.values()]
+        known = [seconds for seconds in reported if seconds > 0]
+        return LoadFigures(seconds=statistics.median(known)) if known else LoadFigures()
+
+    def forget_drain(self, worker_id: str) -> None:
+        """Forget the worker's drain progress as of the last pass, because the order to drain has changed."""
+        desired = self.last_pass.desired
+        drains = {name: progress for name, progress in desired.drains.items() if name != worker_id}
+        self.last_pass = replace(self.last_pass, desired=replace(desired, drains=drains))
 
     def digest(self, lora_id: str) -> str | None:
         """The registered or inspected digest; None while it is not known."""
@@ -99,9 +118,9 @@ class FleetQueries:
         lora_id  "" for a load that starts now
         """
         operations = self._operations
-        if not operations.load_seconds:
+        if not operations.measured_loads:
             return None
-        median = statistics.median(operations.load_seconds)
+        median = statistics.median(seconds for seconds, _ in operations.measured_loads)
         began = [at for (name, _), at in operations.load_began.items() if name == lora_id]
         return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
 

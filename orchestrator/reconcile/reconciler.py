@@ -23,6 +23,7 @@ from orchestrator.core.placement.warm_up import warm_up_loads
 from orchestrator.core.plan import WorkerAction, diff, is_drained, required_drains
 from orchestrator.core.state import (
     DesiredPlacement,
+    DrainProgress,
     ObservedFleet,
     Pair,
     PlannedLoad,
@@ -38,7 +39,7 @@ from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.queries import FleetQueries, LastPass
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.tasks import BackgroundTasks
-from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.reconcile.worker_reports import WorkerReports, worker_state
 from orchestrator.store.audit import AuditLog
 from orchestrator.store.backend import Subject
 from orchestrator.store.store import NOBODY, IntentStore
@@ -83,7 +84,7 @@ class Reconciler:
         self.router_queues = RouterQueues()
         self.catalog = catalog
         self._metrics = metrics
-        self._clock = clock
+        self._clock, self._wall = clock, wall
         self._rng = rng or Random()
         self.leadership = leadership
         self._started_at = self._term_began_at = clock()
@@ -297,6 +298,7 @@ class Reconciler:
             log.warning("moves frozen", reason=desired.frozen_reason)
         self.queries.last_pass = LastPass(observed, desired, warming)
         self._end_drains(desired)
+        self._count_moves(desired)
         for action in actions:
             self.runner.start_action(action)
             if action.operation == "load":
@@ -414,6 +416,35 @@ class Reconciler:
             for pair, lora_id in self.operations.reserve_victims.items()
             if pair in wanted or self.operations.busy[pair[1]]
         }
+
+    def _count_moves(self, desired: DesiredPlacement) -> None:
+        """Store what drains that have just begun must move, and until when they wait for that."""
+        for worker_id, progress in desired.drains.items():
+            intent = self.store.workers.get(worker_id)
+            if intent is None or intent.state != "draining" or intent.moves is not None or progress.deadline is None:
+                continue
+            until = self._wall() + progress.deadline - self._clock() if intent.until is None else intent.until
+            counted = replace(intent, until=until, moves=progress.moves, move_bytes=progress.move_bytes)
+            self.store.put_worker(worker_id, counted)
+            log.info(
+                "worker drains",
+                worker_id=worker_id,
+                adapters=progress.moves,
+                size_bytes=progress.move_bytes,
+                expected_s=progress.expected_s,
+                deadline_s=round(progress.deadline - self._clock(), 1),
+            )
+
+    def drain_progress(self, worker_id: str) -> DrainProgress | None:
+        """How far the worker's drain is, by the last pass, or by one decided now where that did not know of the drain.
+
+        None without a drain, or while nothing may be decided.
+        """
+        entry = self.reports.workers.get(worker_id)
+        if entry is None or worker_state(entry, self.store.workers.get(worker_id)) != "draining":
+            return None
+        known = self.queries.last_pass.desired.drains.get(worker_id)
+        return known or self.planned_actions()[0].drains.get(worker_id)
 
     def _usage_by_adapter(self) -> Mapping[str, tuple[float, float]]:
         """lora_id -> (requests since our start, requests a second now)."""

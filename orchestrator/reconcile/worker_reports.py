@@ -10,7 +10,15 @@ from datetime import UTC, datetime
 
 from lorafleet.kube.slices import DiscoveredWorker
 from orchestrator.core.placement.warm_up import WARMING
-from orchestrator.core.state import OCCUPYING, AdapterFailure, ObservedFleet, ObservedWorker, Pair, ReportedAdapter
+from orchestrator.core.state import (
+    OCCUPYING,
+    AdapterFailure,
+    ObservedFleet,
+    ObservedWorker,
+    Pair,
+    ReportedAdapter,
+    WorkerDrainOrder,
+)
 from orchestrator.store.backend import WorkerIntent
 from workers.wire import LoadedLora, LoraInfo, Metadata
 
@@ -238,7 +246,6 @@ class WorkerReports:
         report = entry.report
         held = {} if entry.reach == "lost" else self._adapters_on(entry, digests)
         capacity = report.lora.capacity
-        until = None if intent is None or intent.until is None else self._clock() + intent.until - self._wall()
         return ObservedWorker(
             id=report.instance_id,
             state=WARMING if is_warming(entry, intent) else worker_state(entry, intent),
@@ -251,10 +258,25 @@ class WorkerReports:
             node=report.node,
             running=report.load.running + report.load.waiting,
             load=report.load.running + report.load.waiting,
-            drain_deadline=until,
+            drain=self._drain_order(intent),
             is_agent_draining=report.state == "draining",
             is_terminating=entry.is_terminating,
             reported_at=entry.heard_at,
+        )
+
+    def _drain_order(self, intent: WorkerIntent | None) -> WorkerDrainOrder | None:
+        """The operator's order to drain, by our monotonic clock; None without one."""
+        if intent is None or intent.state != "draining":
+            return None
+        ahead_s = self._clock() - self._wall()
+        deadline = None if intent.until is None else intent.until + ahead_s
+        return WorkerDrainOrder(
+            began_at=self._clock() if intent.since is None else intent.since + ahead_s,
+            deadline=deadline,
+            # An order of an older version has no `since`, and its deadline was fixed.
+            is_fixed=intent.since is None or intent.deadline_s is not None,
+            moves=intent.moves,
+            move_bytes=intent.move_bytes,
         )
 
     def _adapters_on(self, entry: KnownWorker, digests: Callable[[str], str | None]) -> dict[str, ReportedAdapter]:

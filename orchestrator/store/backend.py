@@ -13,11 +13,18 @@ from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 class WorkerIntent:
     """An operator's order for a worker: cordoned or draining.
 
-    until  Unix time at which a drain stops waiting for moves
+    until       Unix time at which a drain stops waiting for moves, at the earliest; None: not computed yet
+    since       Unix time of the order; None in orders of older versions
+    deadline_s  seconds for moves, as the operator named them; None: they follow what must be moved
+    moves       adapters that had to be moved when the drain began, and their bytes; None: not counted yet
     """
 
     state: str
     until: float | None = None
+    since: float | None = None
+    deadline_s: float | None = None
+    moves: int | None = None
+    move_bytes: int = 0
 
 
 class Tombstone(NamedTuple):

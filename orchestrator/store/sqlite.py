@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import astuple, fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,12 @@ _MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE adapters ADD COLUMN secret TEXT;
     ALTER TABLE adapters ADD COLUMN pinned_source TEXT;
+    """,
+    """
+    ALTER TABLE workers ADD COLUMN since REAL;
+    ALTER TABLE workers ADD COLUMN deadline_s REAL;
+    ALTER TABLE workers ADD COLUMN moves INTEGER;
+    ALTER TABLE workers ADD COLUMN move_bytes INTEGER NOT NULL DEFAULT 0;
     """,
 )
 SCHEMA = len(_MIGRATIONS)
@@ -123,8 +129,8 @@ class SqliteBackend:
                 for alias, body in rows("SELECT alias, body FROM rollouts")
             },
             workers={
-                worker_id: typed({"state": state, "until": until}, WorkerIntent, f"worker {worker_id!r}")
-                for worker_id, state, until in rows("SELECT id, state, until FROM workers")
+                row["id"]: typed(dict(row), WorkerIntent, f"worker {row['id']!r}")
+                for row in rows("SELECT * FROM workers")
             },
             tombstones={
                 lora_id: Tombstone(typed(digest, str, lora_id), typed(at, float, f"deletion of {lora_id!r}"))
@@ -370,8 +376,8 @@ def _row_of_change(change: StoreChange) -> tuple[Any, ...]:
             return _adapter_row(adapter)
         case Rollout() as rollout:
             return change.key, json.dumps(rollout_json(rollout))
-        case WorkerIntent(state, until):
-            return change.key, state, until
+        case WorkerIntent() as intent:
+            return change.key, *astuple(intent)
         case Tombstone(digest, at):
             return change.key, digest, at
         case PlacementPolicy() as rules:

@@ -51,14 +51,20 @@ def next_load(context: PlacementContext, adapter: RegisteredAdapter) -> PlannedL
 
 
 def can_evict(context: PlacementContext, adapter: RegisteredAdapter) -> bool:
-    """Whether the adapter may evict others: a request waits, its minimum is not met, or demand needs more copies."""
+    """Whether the adapter may evict others.
+
+    A request waits, its minimum is not met, demand needs more copies, or its only copies, which are in use of late, are
+    on workers that drain.
+    """
     want = context.demand.wants.get(adapter.lora_id)
     if want is not None and want.may_evict:
         return True
     copies = context.copy_count(adapter.lora_id)
-    return context.replica_floor(adapter) > copies or (
-        want is None and copies > 0 and adapter.lora_id not in context.draining_ids
-    )
+    if context.replica_floor(adapter) > copies:
+        return True
+    if adapter.lora_id in context.draining_ids:
+        return not copies and context.demand.rates.get(adapter.lora_id, 0.0) > 0
+    return want is None and copies > 0
 
 
 def _worth_limit(context: PlacementContext, adapter: RegisteredAdapter) -> float | None:

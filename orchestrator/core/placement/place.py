@@ -4,6 +4,7 @@
 2. `tenant_order.py`: the order in which missing replicas are placed.
 3. `choose.py`: a worker for each, and `victims.py`: the adapter that makes room on a full worker.
 4. `moves.py`: moves and removals of surplus copies, unless `churn.py` limits them.
+5. `drains.py`: how far each draining worker is, and until when its drain waits.
 
 State between passes is in `ObservedFleet.memory` and nowhere else.
 """
@@ -22,14 +23,15 @@ from orchestrator.core.placement.choose import (
     unplaced_reason,
 )
 from orchestrator.core.placement.context import PlacementContext, is_registered_digest, usable_slots
+from orchestrator.core.placement.drains import drain_progress, has_moved, ready_elsewhere
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
 from orchestrator.core.state import (
     OCCUPYING,
-    SERVING,
     DemandSnapshot,
     DesiredPlacement,
+    DrainProgress,
     Intent,
     ObservedFleet,
     ObservedWorker,
@@ -107,6 +109,7 @@ class _PlacementPass:
         kept = churn.history_after(
             self.churn_history, frozenset(self.steps), context.policy, is_held=self.is_frozen, now=context.now
         )
+        drains = drain_progress(context)
         return DesiredPlacement(
             replicas={lora_id: tuple(sorted(held)) for lora_id, held in context.holders.items() if held},
             targets=context.targets,
@@ -115,7 +118,8 @@ class _PlacementPass:
             inspections=tuple(islice(self._inspections(), MOST_INSPECTIONS)),
             unplaced=unplaced,
             fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
-            workers_to_drain=tuple(self._workers_to_drain()),
+            workers_to_drain=tuple(self._workers_to_drain(drains)),
+            drains=drains,
             frozen_reason=why,
             memory=PassMemory(standing_targets=scales, moves=moves, churn=kept),
         )
@@ -228,27 +232,18 @@ class _PlacementPass:
             and not worker.is_terminating
             and not adapter.quarantine
             and is_registered_digest(adapter, held)
+            and has_moved(context, adapter, worker.id)
         ):
-            ready = self._ready_elsewhere(adapter, worker.id)
-            if ready >= max(1, min(context.replica_floor(adapter), context.max_replicas(adapter))):
-                return f"moved: {ready} ready elsewhere, this worker drains"
+            return f"moved: {ready_elsewhere(context, adapter, worker.id)} ready elsewhere, this worker drains"
         return None
 
-    def _ready_elsewhere(self, adapter: RegisteredAdapter, worker_id: str) -> int:
-        """Number of other workers that serve the adapter."""
-        lora_id = adapter.lora_id
-        return sum(
-            w.id != worker_id and w.state in SERVING and w.adapters[lora_id].state == "ready"
-            for w in self.context.workers
-            if lora_id in w.adapters and w.can_serve(adapter.base_model)
-        )
-
-    def _workers_to_drain(self) -> Iterable[str]:
+    def _workers_to_drain(self, drains: Mapping[str, DrainProgress]) -> Iterable[str]:
         """Draining workers without adapters to move, or past their deadline."""
         for worker in self.context.workers:
             if worker.state == "draining" and not worker.is_agent_draining and not worker.is_terminating:
                 is_empty = not any(held.lora_id in self.context.draining_ids for held in worker.adapters.values())
-                is_late = worker.drain_deadline is not None and self.context.now >= worker.drain_deadline
+                deadline = drains[worker.id].deadline
+                is_late = deadline is not None and self.context.now >= deadline
                 if is_empty or is_late:
                     yield worker.id
 

@@ -181,7 +181,7 @@ def _cloned_worker(
         node=name,
         running=0,
         load=0.0,
-        drain_deadline=None,
+        drain=None,
         is_agent_draining=False,
         reported_at=now,
     )

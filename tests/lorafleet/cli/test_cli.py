@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -482,6 +483,65 @@ def routed(run: Run, router: str) -> Run:
 
 def row_of(result: CliResult, word: str) -> list[str]:
     return next(line for line in result.out.splitlines() if word in line).split()
+
+
+def draining(phase: str, moved: int, *left: str, state: str = "draining", **more: object) -> dict[str, object]:
+    """A worker with a drain of three adapters, as the orchestrator answers it."""
+    drain = {"phase": phase, "moves": 3, "moved": moved, "left": left, "left_bytes": 30_000_000, "expected_s": 12.4}
+    drain |= {"deadline_in_s": 54.6, "stuck": {}, "requests": 2} | more
+    return WORKERS[0] | {"id": "w0", "state": state, "drain": drain if state == "draining" else None}
+
+
+@contextmanager
+def answering(*answers: dict[str, object]) -> Iterator[str]:
+    """A server that gives these answers in turn, the last one for ever; yields its URL."""
+    waiting = list(answers)
+
+    class WorkerHandler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(waiting.pop(0) if len(waiting) > 1 else waiting[0]).encode()
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815  (the base's name)
+
+    with HTTPServer(("127.0.0.1", 0), WorkerHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_drain_shows_its_progress_and_its_deadline(run: Run) -> None:
+    with answering(draining("moving", 1, "a", "b", stuck={"b": "rank"})) as url:
+        result = run("--orchestrator-url", url, "workers", "drain", "w0")
+        assert result.out == (
+            "w0 is draining: 1 of 3 adapters moved, 30 MB left, about 12 s, at most 55 s, 1 fit nowhere now\n"
+        )
+        assert result.status == 0
+    listing = {"data": [draining("moving", 1, "a", "b"), WORKERS[1]], "next": None}
+    with answering(listing) as url:
+        assert "1 of 3 adapters moved" in run("--orchestrator-url", url, "workers", "list").out
+
+
+def test_a_drain_that_is_waited_for_ends_when_the_worker_is_drained(run: Run) -> None:
+    steps = [draining("moving", 2, "a"), draining("moving", 2, "a"), draining("finishing", 3), draining("drained", 3)]
+    with answering(*steps) as url:
+        result = run("--orchestrator-url", url, "workers", "drain", "w0", "--wait")
+    assert [line.partition(": ")[2].partition(", ")[0] for line in result.out.splitlines()] == [
+        "2 of 3 adapters moved",
+        "3 of 3 adapters moved",
+        "drained",
+    ]
+    assert result.status == 0
+    with answering(draining("moving", 2, "a"), draining("drained", 2, "a")) as url:
+        left = run("--orchestrator-url", url, "workers", "drain", "w0", "--wait")
+    assert (left.status, "these adapters of w0 are ready nowhere else: a\n" in left.err) == (1, True)
+    with answering(draining("moving", 2, "a"), draining("", 0, state="ready")) as url:
+        back = run("--orchestrator-url", url, "workers", "drain", "w0", "--wait")
+    assert (back.status, "w0 is ready: its drain was taken back" in back.err) == (1, True)
 
 
 @pytest.mark.fleet
