@@ -21,12 +21,14 @@ from workers.wire import (
     DrainAnswer,
     DrainRequest,
     InspectRequest,
+    LoadAnswer,
     LoadedLora,
     LoadedLoras,
     LoadRequest,
     Metadata,
     ModelFiles,
     UndrainRequest,
+    UnloadAnswer,
     UnloadRequest,
 )
 
@@ -76,8 +78,8 @@ def _state_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
 
     @api.get("/v1/admin/loras")
     async def loaded() -> LoadedLoras:
-        """Loaded, loading and failed adapters."""
-        return LoadedLoras(data=agent.report.loaded())
+        """Loaded, loading and failed adapters, and the engine's slots."""
+        return LoadedLoras(loaded_loras=agent.report.loaded(), capacity=agent.report.capacity())
 
     @api.post("/v1/usage")
     async def usage(body: UsageReport) -> JSONResponse:
@@ -137,20 +139,27 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
     @api.post("/v1/admin/load_lora")
     async def load_lora(
         body: LoadRequest, caller: Annotated[Caller, Depends(load)], epoch: Annotated[int | None, Depends(_epoch_of)]
-    ) -> LoadedLora:
+    ) -> LoadAnswer:
         """Fetch an adapter if needed and load it into the engine; an epoch or `evict` needs scope `admin`."""
         # An epoch needs `admin` too: it is stored, and lower epochs are refused from then on.
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
-        return await agent.load(body)
+        lora = await agent.load(body)
+        message = f"{lora.lora_id} is loaded as {lora.engine_name}"
+        return LoadAnswer(**lora.model_dump(), message=message)
 
     @api.post("/v1/admin/unload_lora", dependencies=operator)
-    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> LoadedLoras:
+    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> UnloadAnswer:
         """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=True)
-        await agent.unload(body)
-        return LoadedLoras(data=agent.report.loaded())
+        names = await agent.unload(body)
+        return UnloadAnswer(
+            lora_id=body.lora_id,
+            message=f"{body.lora_id} is unloaded: {', '.join(names) or 'its load was cancelled'}",
+            loaded_loras=agent.report.loaded(),
+            capacity=agent.report.capacity(),
+        )
 
     @api.post("/v1/admin/inspect_lora", dependencies=operator)
     async def inspect_lora(body: InspectRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> AvailableLora:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, computed_field
 
 from lorafleet.identity import KV_HASHING, AdapterLocation, Tier
 
@@ -113,8 +113,12 @@ class LoadedLora(_WorkerMessage):
 
 
 class LoraCapacity(_WorkerMessage):
-    """The engine's adapter slots. `available_slots` more adapters can be loaded without evicting one."""
+    """The engine's adapter slots. `available_slots` more adapters can be loaded without evicting one.
 
+    max_loras  adapters that one batch of the engine can run, the same as `device_slots`; more may be loaded
+    """
+
+    max_loras: int = 0
     loaded_count: int = 0
     available_slots: int = 0
     device_slots: int = 0
@@ -271,10 +275,38 @@ class DrainAnswer(_WorkerMessage):
 
 
 class LoadedLoras(_WorkerMessage):
-    """`GET /v1/admin/loras`: loaded, loading and failed adapters."""
+    """`GET /v1/admin/loras`: loaded, loading and failed adapters, and the engine's slots.
 
-    data: tuple[LoadedLora, ...]
+    data  the same as `loaded_loras`; the former name, which a later release will drop
+    """
+
+    loaded_loras: tuple[LoadedLora, ...]
+    capacity: LoraCapacity = LoraCapacity()
     next: str | None = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def data(self) -> tuple[LoadedLora, ...]:
+        """The same as `loaded_loras`."""
+        return self.loaded_loras
+
+
+class LoadAnswer(LoadedLora):
+    """The answer to `POST /v1/admin/load_lora`: the loaded adapter. `message`: its name at the engine, in words."""
+
+    status: Literal["success"] = "success"
+    message: str = ""
+
+
+class UnloadAnswer(LoadedLoras):
+    """The answer to `POST /v1/admin/unload_lora`: what is still loaded.
+
+    message  the unloaded names at the engine, in words
+    """
+
+    status: Literal["success"] = "success"
+    lora_id: str = ""
+    message: str = ""
 
 
 class AvailableLoras(_WorkerMessage):

@@ -281,5 +281,5 @@ def _lora_info(
         list_age_s=0.0,
         refusal=refusal,
         is_salted=verdict.separation == "salted",
-        capacity=LoraCapacity(loaded_count=len(loaded), device_slots=metrics.max_loras),
+        capacity=LoraCapacity(max_loras=metrics.max_loras, loaded_count=len(loaded), device_slots=metrics.max_loras),
     )

@@ -20,11 +20,11 @@ from workers.wire import (
     DrainRequest,
     InspectRequest,
     LoadedLora,
-    LoadedLoras,
     LoadRequest,
     LoraCapacity,
     Metadata,
     UndrainRequest,
+    UnloadAnswer,
     UnloadRequest,
 )
 
@@ -123,7 +123,10 @@ class AgentlessEngineDriver:
                 "max_lora_rank": _MOST_RANK if takes_loads or (is_allowed and report.lora.refusal) else 0,
                 "loaded_loras": loaded,
                 "capacity": LoraCapacity(
-                    loaded_count=len(loaded), available_slots=max(0, slots - len(loaded)), host_slots=slots
+                    max_loras=report.lora.max_loras,
+                    loaded_count=len(loaded),
+                    available_slots=max(0, slots - len(loaded)),
+                    host_slots=slots,
                 ),
             }
         )
@@ -176,7 +179,7 @@ class AgentlessEngineDriver:
                     raise refusal or AgentlessRefusal(422, "adapter_refused", no)
         return held[name]
 
-    async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> LoadedLoras:
+    async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> UnloadAnswer:
         """Unload the adapter in all versions that match the request. Raises AgentlessRefusal if there is none."""
         async with self._lock:
             found = [
@@ -188,7 +191,8 @@ class AgentlessEngineDriver:
                 await self._unload(name)
         if not found:
             raise AgentlessRefusal(404, "not_loaded", f"adapter {ask.lora_id!r} is not loaded on {self.worker.id}")
-        return LoadedLoras(data=(await self.metadata()).lora.loaded_loras)
+        lora = (await self.metadata()).lora
+        return UnloadAnswer(lora_id=ask.lora_id, loaded_loras=lora.loaded_loras, capacity=lora.capacity)
 
     async def drain(self, _ask: DrainRequest, _epoch: int) -> DrainAnswer:
         """Report the engine as draining, so that routers send it nothing new. The engine itself does not drain.

@@ -138,7 +138,9 @@ def refuse_adapter_fields(body: RawFields) -> None:
 
     Drops such fields from the body where they are empty.
     """
-    for name in body.keys() - _ORDINARY:
+    if _ORDINARY.issuperset(body):
+        return
+    for name in [name for name in body if name not in _ORDINARY]:
         if is_adapter_name(name):
             if not is_empty(body[name]):
                 raise adapter_field_error(name)

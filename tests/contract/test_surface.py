@@ -646,6 +646,24 @@ async def test_background_response_counts_as_in_flight_until_its_engine_finishes
             assert output_tokens(parts) == before + 100
 
 
+async def test_completion_with_an_adapter_for_each_prompt_answers_each_as_alone(
+    direct: DirectEngine, model_dir: Path
+) -> None:
+    adapters, shared = ["sql/v1", None], {"max_tokens": 4, "temperature": 0, "model": BASE}
+    async with routed(direct, model_dir) as (client, _parts):
+        ask = shared | {"prompt": ["hello", "hello"], "lora_path": adapters}
+        whole = (await client.post(COMPLETIONS, json=ask)).json()
+        alone = [
+            (await client.post(COMPLETIONS, json=shared | {"prompt": "hello", "lora_id": adapter})).json()
+            for adapter in adapters
+        ]
+    texts = [choice["text"] for answer in alone for choice in answer["choices"]]
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == list(enumerate(texts))
+    assert texts[0] != texts[1]
+    assert whole["model"] == BASE
+    assert whole["usage"]["total_tokens"] == sum(answer["usage"]["total_tokens"] for answer in alone)
+
+
 async def test_batch_of_generate_mixes_adapters_and_the_base_model(direct: DirectEngine, model_dir: Path) -> None:
     params = {"max_new_tokens": 4, "temperature": 0}
     ask = {"text": ["hello", "hello"], "lora_path": ["sql/v1", None], "sampling_params": params, "rid": "me"}

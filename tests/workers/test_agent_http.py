@@ -47,6 +47,26 @@ async def test_loaded_adapter_answers_and_unloaded_adapter_does_not(worker):
         assert (await metadata_of(client)).lora.capacity.ghosts == 1
 
 
+async def test_loads_and_unloads_answer_in_words_and_the_list_has_the_engines_slots(worker):
+    async with worker.together() as client:
+        empty = (await client.get("/v1/admin/loras")).json()
+        assert (empty["loaded_loras"], empty["capacity"]["loaded_count"]) == ([], 0)
+        answer = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()
+        name = answer["engine_name"]
+        assert (answer["status"], answer["lora_id"], name in answer["message"]) == ("success", "sql-expert/v1", True)
+        listed = (await client.get("/v1/admin/loras")).json()
+        assert [lora["engine_name"] for lora in listed["loaded_loras"]] == [name]
+        assert listed["data"] == listed["loaded_loras"]
+        lora = (await metadata_of(client)).lora
+        assert listed["capacity"] == lora.capacity.model_dump()
+        assert listed["capacity"]["max_loras"] == lora.max_loras > 0
+        assert listed["capacity"]["available_slots"] == empty["capacity"]["available_slots"] - 1
+        gone = (await post(client, "unload_lora", lora_id="sql-expert/v1")).json()
+        assert (gone["status"], gone["lora_id"], name in gone["message"]) == ("success", "sql-expert/v1", True)
+        assert gone["loaded_loras"] == gone["data"] == []
+        assert gone["capacity"]["loaded_count"] == 0
+
+
 @pytest.mark.fleet
 async def test_metadata_has_the_engines_shape_and_the_adapters_in_lora_path(worker):
     async with worker.inside("--block-size", "64", "--num-gpu-blocks-override", "100") as client:

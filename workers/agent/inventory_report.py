@@ -39,7 +39,7 @@ class InventoryReport:
 
     def info(self) -> LoraInfo:
         """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
-        settings, slots, refusal = self._settings, self._inventory.slots, self._inventory.kv_connector.refusal
+        settings, refusal = self._settings, self._inventory.kv_connector.refusal
         count, digest = self._available_summary()
         listed_at = self._inventory.listed_at
         return LoraInfo(
@@ -54,14 +54,20 @@ class InventoryReport:
             list_age_s=None if listed_at is None else self._clock() - listed_at,
             refusal=refusal,
             is_salted=self._inventory.kv_connector.separation == "salted",
-            capacity=LoraCapacity(
-                loaded_count=len(slots.registered),
-                available_slots=0 if refusal else slots.free,
-                device_slots=settings.max_loras,
-                host_slots=settings.max_cpu_loras,
-                ghosts=slots.ghosts,
-                disk_free_bytes=self._cache.free_bytes,
-            ),
+            capacity=self.capacity(),
+        )
+
+    def capacity(self) -> LoraCapacity:
+        """The engine's slots, and this disk's free bytes. A worker that takes no adapters has no available slot."""
+        settings, slots = self._settings, self._inventory.slots
+        return LoraCapacity(
+            max_loras=settings.max_loras,
+            loaded_count=len(slots.registered),
+            available_slots=0 if self._inventory.kv_connector.refusal else slots.free,
+            device_slots=settings.max_loras,
+            host_slots=settings.max_cpu_loras,
+            ghosts=slots.ghosts,
+            disk_free_bytes=self._cache.free_bytes,
         )
 
     def loaded(self) -> tuple[LoadedLora, ...]:
