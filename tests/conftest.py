@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Generator
@@ -53,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let tests take longer on a slow machine, and choose the seed of a thorough run, so that it can be printed."""
     config.stash[_FEW_CERTIFICATES] = _trust_few()
     os.environ.setdefault("PYTEST_TIMEOUT", str(float(config.getini("timeout")) * SLOWNESS))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # Under nohup. An ignored signal would be ignored in every process that a test starts; a handled one is not.
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if THOROUGH:
         seed = os.environ.setdefault("LORAFLEET_TEST_SEED", str(random.SystemRandom().randrange(1 << 32)))
         config.option.hypothesis_seed = config.option.hypothesis_seed or seed

@@ -16,7 +16,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: Engine
     lines: list[str] = []
 
     def read() -> None:
-        with httpx.stream("POST", f"{bench.engine.url}{COMPLETIONS}", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{bench.engine.url}{COMPLETIONS}", json=body, timeout=patience(60)) as answer:
             lines.extend(answer.iter_lines())  # line by line
 
     reader = Thread(target=read)
@@ -25,13 +25,15 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(bench: Engine
     bench.engine.process.terminate()
 
     def refusal() -> httpx.Response | None:
-        answer = httpx.post(f"{bench.engine.url}{COMPLETIONS}", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+        answer = httpx.post(
+            f"{bench.engine.url}{COMPLETIONS}", json={"prompt": "x", "max_tokens": 1}, timeout=patience(60)
+        )
         return answer if answer.status_code != 200 else None
 
     answer = wait_until(refusal, what="a refusal")
     fault = "cannot schedule new futures after shutdown"
     assert (answer.status_code, answer.json()) == (500, envelope(fault, "InternalServerError", 500))
     assert httpx.get(f"{bench.engine.url}/health").status_code == 200
-    reader.join(patience(30))
+    reader.join(patience(120))
     assert lines[-2:] == ["data: [DONE]", ""]
     assert bench.engine.process.wait(patience(30)) == 0

@@ -122,7 +122,7 @@ async def test_a_rejected_held_request_counts_as_hold_and_shed(ensure, headers, 
         assert "sql/v1" in answer.json()["error"]["message"]
         (hold,) = parts.usage.report(1, time.monotonic()).holds
         assert (hold.lora_id, hold.held, hold.sheds) == ("sql/v1", 1, 1)
-        assert 0.04 <= hold.hold_s < patience(10)
+        assert 0 < hold.hold_s < patience(10)  # a part of the deadline may have passed before the hold began
 
 
 def test_a_report_counts_up_and_what_another_version_leaves_out_is_zero():

@@ -101,7 +101,7 @@ async def test_second_agent_on_the_same_state_folder_is_refused(worker):
             sys.executable, "-P", "-m", "workers", *worker.flags, stderr=asyncio.subprocess.PIPE
         )
         try:
-            _, message = await asyncio.wait_for(second.communicate(), patience(10))
+            _, message = await asyncio.wait_for(second.communicate(), patience(60))
         finally:
             if second.returncode is None:
                 second.kill()
