@@ -199,7 +199,10 @@ def verdict_of_running_engine(
 
 
 def offloading_config(backend: str) -> Mapping[str, Any]:
-    """The `--kv-transfer-config` that vLLM derives from `--kv-offloading-size` with this backend."""
+    """The connector's name, as a `--kv-transfer-config`, for `--kv-offloading-size` with this backend.
+
+    An unknown backend gives a placeholder that names the option.
+    """
     names = {"native": "OffloadingConnector", "lmcache": "LMCacheMPConnector"}
     return {"kv_connector": names.get(backend, f"of --kv-offloading-backend {backend}")}
 

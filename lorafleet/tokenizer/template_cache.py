@@ -115,7 +115,10 @@ def _parts_of(value: object) -> tuple[Part, ...]:
 
 
 def _join(values: Iterable[Any]) -> Any:
-    """As `"".join`, for text and stand-ins; raises _TextInspected for other values."""
+    """As `"".join`, but with a stand-in among the values the result is a stand-in.
+
+    A value that is neither raises _TextInspected beside a stand-in, and TypeError without one.
+    """
     items = list(values)
     questions = next((value._questions for value in items if isinstance(value, _StandIn)), None)
     if questions is None:

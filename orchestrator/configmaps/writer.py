@@ -186,9 +186,9 @@ class ObjectWriter:
                 self._work = None
 
     async def _write_and_settle(self, key: WriteKey, pending: list[_PendingWrite]) -> None:
-        """Write one key within `give_up_s`, call `on_written` or `on_refused`, and wake callers that wait for it.
+        """Write one key within `give_up_s` of its turn, and wake the callers that wait for it.
 
-        A failure is logged, not raised.
+        Calls `on_written`, or `on_refused` for every failure, timeouts included. A failure is logged, not raised.
         """
         error: OrchestratorError | None = None
         try:

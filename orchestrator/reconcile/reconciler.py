@@ -367,9 +367,9 @@ class Reconciler:
             self._finish_deletions()
 
     def finish_deletions(self) -> None:
-        """While we lead, drop deleted adapters that no worker holds and request a pass.
+        """While we lead and may decide, drop deleted adapters that no worker holds, and request a pass in any case.
 
-        Without a whole pass, because thousands may be deleted in a row.
+        The adapters are dropped at once, not in the pass, because thousands may be deleted in a row.
         """
         if self.leadership.is_leading and self._can_decide:
             self._finish_deletions()

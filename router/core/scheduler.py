@@ -164,7 +164,10 @@ class Scheduler:
         return sum(budget.refused for budget in self._budgets.values())
 
     def _run_shadows(self, decision: Decision) -> None:
-        """Let each shadow policy decide, and report its choice to `on_shadow`, an error to `on_shadow_failure`."""
+        """Let each shadow policy decide on the same snapshot.
+
+        `on_shadow` gets whether it chose the same replica, and both costs; `on_shadow_failure` gets an error.
+        """
         for policy in self.shadows:
             try:
                 shadow = decide(policy, decision.request, decision.snapshot)

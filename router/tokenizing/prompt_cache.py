@@ -115,5 +115,5 @@ class BlockHashCache:
 
 
 def _chain_key(ids: "array[int]", blocks: int, block_size: int, root: BlockHash) -> tuple[int, int]:
-    """The cache key of a prefix of this many blocks."""
+    """The cache key of a prefix of this many blocks: the block size, and a hash of its ids seeded with `root`."""
     return block_size, xxh3_64_intdigest(memoryview(ids)[: blocks * block_size], root)

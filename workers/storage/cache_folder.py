@@ -161,7 +161,8 @@ class CacheFolder:
     def make_room(self, need_bytes: int, wanted: frozenset[str]) -> tuple[list[str], int]:
         """Delete adapters until `need_bytes` more are within `max_bytes`; returns deleted digests and missing bytes.
 
-        Nothing is deleted if it would not be enough.
+        If `need_bytes` cannot be freed, nothing is deleted. With 0, as much of the excess as possible is.
+        Without `max_bytes` there is no limit.
         """
         if not self.max_bytes:
             return [], 0
