@@ -239,8 +239,8 @@ class CircuitBreaker:
     def record_probe(self, replica: Replica, now: float, rng: Random, *, is_well: bool) -> None:
         """Record a health probe's result. No effect on an engine without recorded failures.
 
-        A failed probe opens the circuit unless it is open, and lets the next error be probed at once. A good one closes the
-        circuit, or clears the failures of a closed one.
+        A failed probe opens the circuit unless it is open, and lets the next error be probed at once. A good one closes
+        the circuit, or clears the failures of a closed one.
         """
         circuit = self.circuits.get(replica.incarnation)
         if circuit is None:
