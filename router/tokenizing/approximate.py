@@ -168,7 +168,7 @@ def _system_and_turns(raw: msgspec.Raw, decoded_value: Any) -> tuple[list[_Piece
 
 
 def _text_pieces(text: bytes) -> list[_Piece]:
-    """A text's first `_HEAD_BYTES`, which identify its conversation, and the rest up to `_MAX_BYTES`; the end is cut."""
+    """A text's first `_HEAD_BYTES`, which identify its conversation, and the rest up to `_MAX_BYTES`."""
     return [(text[:_HEAD_BYTES], False), (text[_HEAD_BYTES:_MAX_BYTES], True)]
 
 

@@ -620,5 +620,5 @@ def _order_key(queued: QueuedRequest) -> tuple[float, int]:
 
 
 def _work_s(decision: Decision) -> float:
-    """Seconds of prefill and adapter loading of the decided request, at least a millisecond. Decoding does not count."""
+    """Seconds of prefill and adapter loading of the decided request, at least a millisecond; decoding is left out."""
     return max(_LEAST_WORK_S, decision.score.prefill_s + decision.score.adapter_s)
