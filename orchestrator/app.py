@@ -24,6 +24,7 @@ from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error
 from lorafleet.service.loops import forever
 from lorafleet.service.openapi import change_document
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.request_log import RequestLog
 from lorafleet.service.transport import DirectTransport
 from orchestrator.agentless.engine import AgentlessLoadRules, AgentlessWorker
 from orchestrator.agentless.transport import SCHEME, AgentlessTransport
@@ -64,6 +65,7 @@ class OrchestratorService:
     """The app and the parts that tests and `main` need."""
 
     app: FastAPI
+    requests: RequestLog
     reconciler: Reconciler
     store: IntentStore
     leadership: Leadership
@@ -177,7 +179,9 @@ def build(
         description="Decides which adapter lives on which worker, and makes it so.",
         lifespan=lifespan,
     )
-    service = OrchestratorService(app, reconciler, store, leadership, client, agentless)
+    service = OrchestratorService(
+        app, RequestLog("orchestrator", settings.access_log), reconciler, store, leadership, client, agentless
+    )
     add_routes(
         app,
         build_router(
@@ -211,7 +215,7 @@ def build(
         most_values=_MOST_VALUES,
         larger=_LARGER_BODIES,
     )
-    guard(app, keys, allow_open=settings.allow_open)
+    guard(app, keys, allow_open=settings.allow_open, requests=service.requests)
     return service
 
 
@@ -354,4 +358,11 @@ async def main(settings: OrchestratorSettings) -> None:
         sock.close()
         raise
     log.info("serving", host=settings.host, port=port, epoch=service.store.epoch, adapters=len(service.store.adapters))
-    await serve(service.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=service.stop)
+    await serve(
+        service.app,
+        sock,
+        port_file=settings.port_file,
+        grace_s=settings.stop_grace_s,
+        on_stop=service.stop,
+        requests=service.requests,
+    )

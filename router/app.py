@@ -24,6 +24,7 @@ from lorafleet.service.files import make_folder
 from lorafleet.service.http import add_routes, install_error_handlers
 from lorafleet.service.openapi import change_document
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.request_log import RequestLog
 from lorafleet.service.settings import load_or_exit
 from router.api.control import control_routes, describe_inference, health_routes, metrics_text, process_handlers
 from router.config import RouterSettings
@@ -123,6 +124,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
         poison_requests=PoisonRequests("this request was", enough=2, hold_s=config.deadly_hold_s),
         poison_adapters=PoisonRequests("requests for this adapter were", enough=3, hold_s=config.deadly_hold_s),
         quotas=Quotas(SharedQuotas(me.accounts, me.slot, me.processes) if me else None),
+        requests=RequestLog("router", config.access_log),
         tracer=make_tracer(
             config.otlp_endpoint,
             ratio=config.trace_ratio,
@@ -133,7 +135,9 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     # What listens.
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)
-    http = HttpListener(handler.find_handler, limits, handler.caller_of, origins, outbox, error_body)
+    http = HttpListener(
+        handler.find_handler, limits, handler.caller_of, origins, outbox, error_body, requests=services.requests
+    )
     own_metrics = partial(metrics_text, services, http)
     processes = None
     if me is not None:
@@ -148,7 +152,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     change_document(app, describe_inference)
     install_error_handlers(app, RouterError)
     may_ask = site_check(config.allowed_origins, trusts_preflight=True)
-    guard(app, keys, allow_open=config.allow_open, may_ask=may_ask)
+    guard(app, keys, allow_open=config.allow_open, may_ask=may_ask, requests=services.requests)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, **cors_middleware_options(config.allowed_origins))
     app.state.http = http

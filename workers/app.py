@@ -25,6 +25,7 @@ from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.request_log import RequestLog
 from lorafleet.service.transport import DirectTransport
 from workers.agent.agent import WorkerAgent
 from workers.agent.event_log import AgentEventLog
@@ -75,6 +76,7 @@ class WorkerService:
 
     app: FastAPI
     agent: WorkerAgent
+    requests: RequestLog
 
     def stop(self) -> None:
         """Start the agent's stop: report "draining", cancel loads and end the streams, so that the server can stop."""
@@ -172,11 +174,12 @@ def build(
         description="The agent beside one engine: starts and watches it, and holds its adapters.",
         lifespan=lifespan,
     )
+    requests = RequestLog("worker", settings.access_log)
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
     app.add_middleware(JsonBodyMiddleware, may_send=body_permission(keys, "load", "drain"), most_values=_MOST_VALUES)
-    guard(app, keys, allow_open=settings.allow_open)
-    return WorkerService(app, agent)
+    guard(app, keys, allow_open=settings.allow_open, requests=requests)
+    return WorkerService(app, agent, requests)
 
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
@@ -303,7 +306,14 @@ async def main(settings: WorkerSettings, own_command: Sequence[str] = ()) -> Non
     port = sock.getsockname()[1]
     worker = build(settings, port=port, own_command=own_command)
     log.info("serving", host=settings.host, port=port, instance_id=settings.instance_id)
-    await serve(worker.app, sock, port_file=settings.port_file, grace_s=settings.stop_grace_s, on_stop=worker.stop)
+    await serve(
+        worker.app,
+        sock,
+        port_file=settings.port_file,
+        grace_s=settings.stop_grace_s,
+        on_stop=worker.stop,
+        requests=worker.requests,
+    )
 
 
 async def _repeat(name: str, step: Callable[[], Awaitable[object]], every_s: float, metrics: WorkerMetrics) -> None:

@@ -271,11 +271,16 @@ class ClientConnection(ReadingProtocol):
 
         Behind a response of the app, or within it, no error is sent.
         """
-        self.listener.refusals[refusal.code] += 1
         is_for_app = self.phase == BODY and self._reading is None
-        path = self.url.partition(b"?")[0].decode("latin-1")
+        caller = None if self.phase != BODY or self._reading is None else self._reading.caller
+        path, name = self.url.partition(b"?")[0].decode("latin-1"), self.message_id()
+        method = (self.parser.get_method() or b"").decode("latin-1") if path else ""
+        self.listener.refusals[refusal.code] += 1
+        self.listener.log_refusal(
+            name, method, path, refusal.status, refusal.code, str(refusal), caller=caller, client=self.client
+        )
         body = self.listener.error_body(refusal.status, refusal.code, str(refusal), path)
-        response = _error_response(refusal, self._extra_headers(), body)
+        response = _error_response(refusal, name, self._extra_headers(), body)
         self.ignore_further_input()
         if is_for_app:
             self._refuse_app_request(response)
@@ -344,9 +349,9 @@ class ClientConnection(ReadingProtocol):
             self.close_when_sent()
 
 
-def _error_response(refusal: RefusedMessage, extra_headers: bytes, body: bytes) -> bytes:
-    """The bytes of a refusal, which closes the connection."""
-    extra = error_headers(refusal.status, refusal.retry_after_s)
+def _error_response(refusal: RefusedMessage, name: str, extra_headers: bytes, body: bytes) -> bytes:
+    """The bytes of a refusal, which closes the connection. `name`: the request's id."""
+    extra = {"x-request-id": name} | error_headers(refusal.status, refusal.retry_after_s)
     lines = b"".join(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in extra.items())
     head = STATUS_LINE[refusal.status] + JSON + lines + extra_headers + b"content-length: %d\r\n" % len(body) + CLOSE
     return head + b"\r\n" + body

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from lorafleet.http_server.batches import Stepper
 from lorafleet.service.auth import Caller
 from lorafleet.service.http import envelope
+from lorafleet.service.request_log import ID_HEADER, request_id
 
 if TYPE_CHECKING:
     from lorafleet.http_server.connection import ClientConnection
@@ -36,6 +37,8 @@ class HttpExchange(msgspec.Struct, eq=False):
 
     headers        names in lower case; of a name that came twice, the first value
     caller         its body is held on the caller's account; None: no access, and the body was thrown away
+    client         address and port
+    request_id     the request's name, once `name` was called, or as the handler found it
     status         of the response, once its head is on its way
     extra_headers  header lines that every response to this request has
     on_pause, on_resume  called when the client reads too slowly, and when it reads again; set them before `send`
@@ -53,6 +56,8 @@ class HttpExchange(msgspec.Struct, eq=False):
     chunked: bool
     keeps_connection: bool
     caller: Caller | None
+    client: tuple[str, int] | None = None
+    request_id: str = ""
     body: bytes = b""
     received_at: float = 0.0
     status: int | None = None
@@ -61,6 +66,13 @@ class HttpExchange(msgspec.Struct, eq=False):
     extra_headers: bytes = b""
     stepper: Stepper | None = None
     _head: bytes = b""
+
+    def name(self) -> str:
+        """The request's id: the client's own where it is valid, else a new one. Sets `request_id` at the first call."""
+        if not self.request_id:
+            given = self.headers.get(ID_HEADER)
+            self.request_id = request_id(None if given is None else given.decode("latin-1"))
+        return self.request_id
 
     @property
     def is_over(self) -> bool:
@@ -148,12 +160,19 @@ class HttpExchange(msgspec.Struct, eq=False):
         if self.status is not None:
             self.abort()
             return
-        headers = JSON + b"retry-after: 1\r\n" if status == 503 else JSON
-        self.respond(status, headers, connection.listener.error_body(status, code, message, self.path))
+        listener = connection.listener
+        headers = b"%b%b: %b\r\n" % (JSON, ID_HEADER, self.name().encode())
+        if status == 503:
+            headers += b"retry-after: 1\r\n"
+            listener.refusals[code] += 1
+        listener.log_refusal(
+            self.name(), self.method, self.path, status, code, message, caller=self.caller, client=self.client
+        )
+        self.respond(status, headers, listener.error_body(status, code, message, self.path))
 
     def send_unexpected(self, exc: Exception) -> None:
         """Log an exception that no handler expected, and respond with 500."""
-        log.error("unexpected error", path=self.path, exc_info=exc)
+        log.error("unexpected error", path=self.path, request_id=self.name(), exc_info=exc)
         message = f"{self.path}: internal error ({type(exc).__name__}); the log has the traceback"
         self.send_error(500, "internal_error", message)
 

@@ -4,16 +4,22 @@ from fastapi import FastAPI
 
 from lorafleet.http_server.cross_site import CheckSite, SiteCheck, site_check
 from lorafleet.http_server.lenient import Lenient
+from lorafleet.http_server.track import track_requests
 from lorafleet.service.auth import ApiKeys, host_check
 from lorafleet.service.http import HostCheckMiddleware
+from lorafleet.service.request_log import RequestLog
 
 
-def guard(app: FastAPI, keys: ApiKeys, *, allow_open: bool, may_ask: SiteCheck | None = None) -> None:
+def guard(
+    app: FastAPI, keys: ApiKeys, *, allow_open: bool, may_ask: SiteCheck | None = None, requests: RequestLog
+) -> None:
     """Add the checks as the outermost middleware: they run before all middleware that the app has so far.
 
     allow_open  accept any Host on a server without keys, because something else guards the server
     may_ask     decides which cross-site requests pass; None: those that change nothing
+    requests    logs what the app answers; the app's answers have `x-request-id`
     """
     app.add_middleware(Lenient)
     app.add_middleware(CheckSite, check=may_ask or site_check())
     app.add_middleware(HostCheckMiddleware, check=host_check(keys, allow_open=allow_open))
+    track_requests(app, requests)

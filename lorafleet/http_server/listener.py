@@ -12,6 +12,7 @@ from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.outbox import Outbox
 from lorafleet.service.auth import ANYONE, Caller
+from lorafleet.service.request_log import RequestLine, RequestLog
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -30,7 +31,7 @@ CorsHeaders = Callable[[bytes], bytes]
 class HttpListener:
     """Makes the protocol of each client connection, for `uvicorn.Config(http=...)`.
 
-    refusals     requests that were refused before any handler had them, by error code
+    refusals     requests that were refused before any handler had them, or not begun at a stop, by error code
     is_draining  every response closes its connection: clients and proxies have moved to another router by the time this
                  one closes its socket, and send nothing into that moment
     has_stopped  no request is begun any more
@@ -46,17 +47,21 @@ class HttpListener:
         cors_headers: CorsHeaders | None = None,
         outbox: Outbox | None = None,
         error_body: ErrorBody = plain_error,
+        *,
+        requests: RequestLog | None = None,
     ) -> None:
         """
         cors_headers  None: no CORS. Preflight requests (OPTIONS) go to the ASGI app
         outbox        shared with other writers of the same event loop
         error_body    makes the body of a refusal, by the path
+        requests      logs the requests that no handler had; None: nothing does
         """
         self.find_handler = find_handler
         self.limits = limits
         self.caller_of = caller_of
         self.cors_headers = cors_headers
         self.error_body = error_body
+        self._requests = requests
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0
         self.held_of_tenant: Counter[str] = Counter()
@@ -104,6 +109,35 @@ class HttpListener:
             if not self.held_of_tenant[tenant]:
                 del self.held_of_tenant[tenant]
 
+    def log_refusal(
+        self,
+        request_id: str,
+        method: str,
+        path: str,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        caller: Caller | None = None,
+        client: tuple[str, int] | None = None,
+    ) -> None:
+        """Log a request that was refused before any handler had it, or that its handler left unanswered."""
+        if self._requests is None:
+            return
+        line = RequestLine(
+            request_id=request_id,
+            method=method,
+            path=path,
+            status=status,
+            duration_s=0.0,
+            code=code,
+            cause=message,
+            client=client[0] if client else "",
+            key=caller.key_id if caller is not None else "",
+            tenant=(caller.tenant or "") if caller is not None else "",
+        )
+        self._requests.record(line, is_failure=True)
+
     def add(self, connection: ClientConnection) -> None:
         """Enter a new connection, and start the timer that checks all connections' deadlines."""
         self.connections.add(connection)
@@ -138,6 +172,6 @@ class HttpListener:
         self._timer = loop.call_at(self._sweep_at, self._sweep, loop)
 
 
-def listener_for_app(limits: ClientLimits) -> HttpListener:
+def listener_for_app(limits: ClientLimits, requests: RequestLog | None = None) -> HttpListener:
     """A listener without hot routes: the ASGI app answers all requests that keep to the limits."""
-    return HttpListener(lambda _method, _path: None, limits)
+    return HttpListener(lambda _method, _path: None, limits, requests=requests)

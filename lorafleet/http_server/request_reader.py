@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.limits import ClientLimits
+from lorafleet.service.request_log import ID_HEADER, request_id
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +48,7 @@ class ReadingProtocol(HttpToolsProtocol):
 
     Any other message is the ASGI app's: uvicorn reads and answers it, as its `cycle`.
 
+    app_request_id   the id of the message that the app answers
     current, queue   the exchange being answered, and complete ones that wait behind it
     phase            the part of a message that is being read
     body_bytes       of the message being read
@@ -67,6 +69,7 @@ class ReadingProtocol(HttpToolsProtocol):
         "_read_bytes",
         "_reading",
         "_timed_phase",
+        "app_request_id",
         "bare_bytes",
         "body",
         "body_bytes",
@@ -115,6 +118,7 @@ class ReadingProtocol(HttpToolsProtocol):
         self.kept_input = b""
         # The message being read.
         self.url = b""
+        self.app_request_id = ""
         self._plain_head = b""  # of a message that asked for an Upgrade: read once more, without it
         self.phase = self._timed_phase = IDLE
         self._read_bytes = 0  # of this read
@@ -253,6 +257,7 @@ class ReadingProtocol(HttpToolsProtocol):
                 is_1_1,
                 keep,
                 listener.caller_of(fields),
+                self.client,
             )
             if cors_headers is not None and b"origin" in fields:
                 exchange.extra_headers = cors_headers(fields[b"origin"])
@@ -335,6 +340,7 @@ class ReadingProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.url = url
         self.headers += headers  # the list that is in the scope
+        self.app_request_id = _put_id(self.headers)
         self.expect_100_continue = expects
         super().on_headers_complete()
         if self.is_stopping or self.listener.is_draining:
@@ -359,6 +365,14 @@ class ReadingProtocol(HttpToolsProtocol):
             later, self.kept_input = self.kept_input, b""
             self.data_received(later)
 
+    def message_id(self) -> str:
+        """The id of the message being read: the client's own where it has come, and is valid. The same at each call."""
+        if self.phase == BODY:
+            return self.app_request_id if self._reading is None else self._reading.name()
+        if not self.headers:
+            self.headers = []
+        return _put_id(self.headers)
+
     # Limits.
 
     def _stop_reading(self, exc: httptools.HttpParserError) -> None:
@@ -375,7 +389,7 @@ class ReadingProtocol(HttpToolsProtocol):
             if self.is_app_busy():
                 self.cycle.keep_alive = False
         elif isinstance(exc, httptools.HttpParserCallbackError):
-            log.error("unexpected error", exc_info=cause)
+            log.error("unexpected error", request_id=self.message_id(), exc_info=cause)
             self.refuse(RefusedMessage(500, "internal_error", "internal error; the log has the traceback"))
         else:
             self.refuse(RefusedMessage(400, "invalid_http", f"not a valid HTTP/1.1 request: {exc}"))
@@ -434,6 +448,15 @@ class ReadingProtocol(HttpToolsProtocol):
 
 class StopReading(Exception):
     """Nothing more is read of this client, and the messages before are well."""
+
+
+def _put_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The request's id: the client's own where it is valid, else a new one, which replaces it in the headers."""
+    given = dict(headers).get(ID_HEADER)
+    name = request_id(None if given is None else given.decode("latin-1"))
+    if given is None or given != name.encode():
+        headers[:] = [*[header for header in headers if header[0] != ID_HEADER], (ID_HEADER, name.encode())]
+    return name
 
 
 def _is_preflight(method: str, fields: Mapping[bytes, bytes]) -> bool:

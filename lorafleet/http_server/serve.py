@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.listener import listener_for_app
 from lorafleet.service import signals
+from lorafleet.service.request_log import RequestLog
 from lorafleet.service.sockets import bind_socket
 
 log = structlog.get_logger()
@@ -28,7 +29,7 @@ ProtocolFactory = Callable[..., asyncio.Protocol]
 _SIGNAL_CHECK_S = 0.1
 # A router's report with 100,000 (worker, adapter) pairs is 10 MB. 70 MB of JSON keep a process busy for 15 s, longer
 # than a lease lasts.
-_MAX_BODY_BYTES = 16 * 2**20
+DEFAULT_LIMITS = ClientLimits(body_bytes=16 * 2**20)
 
 
 class PortInUse(OSError):
@@ -79,13 +80,16 @@ async def serve(
     drain_s: float = 0.0,
     grace_s: float = 30.0,
     on_stop: Callable[[], None] | None = None,
+    requests: RequestLog | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; then call `on_stop`, finish requests for up to `grace_s`, and return.
 
     Writes the port file first. Raises PortFileError.
 
-    drain_s  seconds to serve on after SIGTERM: load balancers learn of it late
+    drain_s   seconds to serve on after SIGTERM: load balancers learn of it late
+    requests  logs the requests that the app never gets; with `http` its listener does
     """
+    http = http or listener_for_app(DEFAULT_LIMITS, requests)
     server = DrainingServer(uvicorn_config(app, grace_s=grace_s, http=http), on_stop, drain_s)
     if port_file is not None:
         write_port_file(port_file, sock.getsockname()[1])
@@ -108,7 +112,7 @@ def uvicorn_config(app: ASGIApp, *, grace_s: float, http: ProtocolFactory | None
     """uvicorn's settings for every service. `http` makes protocols, for a service with hot routes or own limits."""
     return uvicorn.Config(
         app,
-        http=http or listener_for_app(ClientLimits(body_bytes=_MAX_BODY_BYTES)),  # type: ignore[arg-type]  # uvicorn calls it as it would a class
+        http=http or listener_for_app(DEFAULT_LIMITS),  # type: ignore[arg-type]  # uvicorn calls it as it would a class
         ws="none",
         lifespan="on",
         log_config=None,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 # The protocol class of each connection; ClientConnection is a subclass.
 PROTOCOL_ATTRIBUTES = ("expect_100_continue", "flow", "headers", "loop", "parser", "tasks", "transport")
-PROTOCOL_SET_LATER = ("cycle", "url")
+PROTOCOL_SET_LATER = ("client", "cycle", "url")
 PROTOCOL_METHODS = (
     "connection_lost",
     "connection_made",

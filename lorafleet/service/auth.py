@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 from lorafleet.service import yamls
 from lorafleet.service.files import Stamp, stamp_of
 from lorafleet.service.http import HttpError
+from lorafleet.service.request_log import NOTES, RequestNotes
 
 log = structlog.get_logger()
 
@@ -209,6 +210,9 @@ def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]
         found = keys.caller(request.headers.get("authorization"))
         check_scope(found, scope)
         request.state.caller = found
+        notes = request.scope.get(NOTES)
+        if isinstance(notes, RequestNotes):
+            notes.key, notes.tenant = found.key_id, found.tenant or ""
         return found
 
     return caller

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorafleet.service.json_count import VALUES, has_more
 from lorafleet.service.openapi import change_document, describe_errors
+from lorafleet.service.request_log import NOTES, RequestNotes, cause_of
 from lorafleet.service.settings import finding_message
 
 log = structlog.get_logger()
@@ -86,11 +87,36 @@ def error_headers(status: int, retry_after_s: float | None) -> dict[str, str]:
     return headers | ({"www-authenticate": "Bearer"} if status == 401 else {})
 
 
-def error_response(exc: Any) -> JSONResponse:
+class ErrorResponse(JSONResponse):
+    """An error in the envelope. When it is sent, its code and cause are noted for the request's line in the log."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        cause: str = "",
+    ) -> None:
+        super().__init__(envelope(status, code, message, param), status, headers)
+        self._code = code
+        self._cause = cause or message
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes = scope.get(NOTES)
+        if isinstance(notes, RequestNotes):
+            notes.code, notes.cause = self._code, self._cause
+        await super().__call__(scope, receive, send)
+
+
+def error_response(exc: Any) -> ErrorResponse:
     """The answer for an exception that has `status`, `code` and perhaps `param` and `retry_after_s`."""
-    retry_after_s = getattr(exc, "retry_after_s", None)
-    body = envelope(exc.status, exc.code, str(exc), getattr(exc, "param", None))
-    return JSONResponse(body, exc.status, error_headers(exc.status, retry_after_s))
+    headers = error_headers(exc.status, getattr(exc, "retry_after_s", None))
+    return ErrorResponse(
+        exc.status, exc.code, str(exc), param=getattr(exc, "param", None), headers=headers, cause=cause_of(exc)
+    )
 
 
 class HostCheckMiddleware:
@@ -222,7 +248,7 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
         assert isinstance(exc, HTTPException)
         code = _CODES.get(exc.status_code, "http_error")
         message = _no_route_message(request, exc) if code in ("not_found", "method_not_allowed") else str(exc.detail)
-        return JSONResponse(envelope(exc.status_code, code, message), exc.status_code, exc.headers)
+        return ErrorResponse(exc.status_code, code, message, headers=exc.headers)
 
     async def on_invalid_request(request: Request, exc: Exception) -> JSONResponse:
         """The answer 400 for a request that does not fit its model."""
@@ -231,16 +257,17 @@ def install_error_handlers(app: FastAPI, *trees: type[Exception]) -> None:
         if isinstance(first.get("input"), bytes):  # the body was not parsed
             found = request.headers.get("content-type") or "missing"
             message = f"the header content-type is {found}, expected application/json"
-            return JSONResponse(envelope(400, "invalid_request", message, "content-type"), 400)
+            return ErrorResponse(400, "invalid_request", message, param="content-type")
         field = ".".join(str(part) for part in first["loc"] if part != "body")
         message = validation_message(exc.errors())
-        return JSONResponse(envelope(400, "invalid_request", message, field or None), 400)
+        return ErrorResponse(400, "invalid_request", message, param=field or None)
 
     async def on_unexpected_error(request: Request, exc: Exception) -> JSONResponse:
         """Log an unexpected error; the answer 500."""
-        log.error("unexpected error", path=request.url.path, exc_info=exc)
+        name = request.headers.get("x-request-id", "")
+        log.error("unexpected error", path=request.url.path, request_id=name, exc_info=exc)
         message = f"{request.url.path}: internal error ({type(exc).__name__}); the log has the traceback"
-        return JSONResponse(envelope(500, "internal_error", message), 500)
+        return ErrorResponse(500, "internal_error", message, cause=repr(exc))
 
     all_trees: tuple[type[Exception], ...] = (HttpError, *trees)
     for tree in all_trees:

@@ -20,6 +20,7 @@ from pydantic_settings import (
 from pydantic_settings.exceptions import SettingsError as Unparsed
 
 from lorafleet.service import yamls
+from lorafleet.service.request_log import AccessLogMode
 from lorafleet.service.urls import checked_key, is_http, without_secrets
 
 S = TypeVar("S", bound="ServiceSettings")
@@ -62,6 +63,9 @@ class ServiceSettings(BaseSettings):
     log_format: str = Field(default="json", pattern="^(json|console)$", description="json or console")
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="lowest level that is logged"
+    )
+    access_log: AccessLogMode = Field(
+        default="off", description="requests to write to stderr, one JSON object a line: off, errors (4xx, 5xx) or all"
     )
     port_file: Path | None = Field(default=None, description="write the listening port here once serving")
 

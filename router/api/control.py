@@ -15,6 +15,7 @@ from lorafleet.http_server.listener import HttpListener
 from lorafleet.service.auth import AuthFirstRoute, Caller, metrics_dependencies, requires
 from lorafleet.service.http import HttpError
 from lorafleet.service.openapi import Json
+from lorafleet.service.request_log import request_id
 from router.api.explain import decision_answer, replay_answer, undecided_answer
 from router.api.openapi import openapi_paths
 from router.core.errors import ModelNotFound, NoReplica
@@ -22,7 +23,7 @@ from router.core.fleet import ReplicaState, RoutableAdapter, RouterFleet
 from router.core.resolve import usable_adapters
 from router.processes.aggregate import Answer, WorkerProcesses
 from router.protocols.routes import likely_route
-from router.request.parsed_request import parse_request, request_id
+from router.request.parsed_request import parse_request
 from router.request.services import RequestRecord, Services
 from router.request.stages import hash_prompt, resolve_target, tokenize
 from router.wire import DecisionList, ReplayBody, RouteAnswer

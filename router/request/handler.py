@@ -16,8 +16,7 @@ from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
 from router.request.completion_batch import serve_completion_batch
 from router.request.engine_attempt import AttemptLimits
 from router.request.generate_batch import GENERATE, serve_generate_batch
-from router.request.parsed_request import request_id
-from router.request.reader import InferenceRequestReader, text_header
+from router.request.reader import InferenceRequestReader
 from router.request.response import ClientResponse
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -91,8 +90,8 @@ class InferenceHandler:
         if self._services.tracer is not None:
             traceparent = exchange.headers.get(b"traceparent")
             trace = self._services.tracer.begin(route.path, exchange.received_at, traceparent, method=route.method)
-        given_id = text_header(exchange.headers, b"x-request-id")
-        response = ClientResponse(self._services, exchange, route, request_id(given_id), trace)
+        exchange.name()
+        response = ClientResponse(self._services, exchange, route, trace)
         try:
             caller = self._authenticate(route, exchange, trace)
             if route.state == "needs":
@@ -161,8 +160,9 @@ class InferenceHandler:
         offered = self._offered(exchange.path)
         methods = " or ".join(sorted(offered))
         route = Route(path=min(offered.values()), summary="")
+        exchange.name()
         allow = f"allow: {methods}\r\n"
-        response = ClientResponse(self._services, exchange, route, request_id(None), extra_headers=allow)
+        response = ClientResponse(self._services, exchange, route, extra_headers=allow)
         message = f"{route.path} takes {methods}, found {exchange.method}"
         response.send_failure(HttpError(405, "method_not_allowed", message))
         response.close()

@@ -1,9 +1,7 @@
 """read: what a client asks for, parsed no deeper than routing needs."""
 
-import re
 from collections.abc import Mapping
 from math import inf
-from random import getrandbits
 from typing import Any
 
 import msgspec
@@ -19,7 +17,6 @@ from router.request.services import Services
 # Seconds that the client waits for the whole answer.
 TIMEOUT_HEADER = "x-lorafleet-timeout-s"
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # A longer session name is replaced by its hash: each of the thousand kept decisions has one.
 _MAX_SESSION_CHARS = 200
 
@@ -136,11 +133,6 @@ def request_digest(request: ParsedRequest) -> int:
             found.update(name.encode())
             found.update(raw)
     return found.intdigest()
-
-
-def request_id(given: str | None) -> str:
-    """The client's own id where it has plain characters only, else a new one."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"
 
 
 def reads_prefix_cache(request: ParsedRequest) -> bool:

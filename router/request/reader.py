@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lorafleet.service.request_log import request_id
 from router.core.errors import BadBody
 from router.protocols.adapter_fields import refuse_adapter_headers
 from router.protocols.routes import Route
 from router.request.engine_body import FORWARDED_HEADERS
-from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, parse_request, request_id
+from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest, parse_request
 from router.request.response import ClientResponse
 from router.request.services import Services
 from router.telemetry.trace import Trace
@@ -35,7 +36,7 @@ class InferenceRequestReader:
             return request
         # vLLM names its answer by the header first, and the router always sends that header.
         if isinstance(own_id, str) and request_id(own_id) == own_id:
-            response.request_id = own_id
+            response.exchange.request_id = own_id
         return msgspec.structs.replace(request, request_id=response.request_id)
 
     def read_item(self, response: ClientResponse, route: Route, body: bytes, item: int) -> ParsedRequest:

@@ -11,6 +11,7 @@ from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.auth import Caller
 from lorafleet.service.http import HttpError, envelope, error_headers
+from lorafleet.service.request_log import cause_of
 from router.core.errors import DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
 from router.http.error_shapes import shaped
 from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, error_event, refusal_event
@@ -19,6 +20,7 @@ from router.protocols.usage import UsageFilter
 from router.request.accounting import record, record_usage
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import EngineAttempt
+from router.request.line import record_line
 from router.request.parsed_request import TIMEOUT_HEADER, ParsedRequest
 from router.request.run import RequestRun
 from router.request.services import Services
@@ -36,6 +38,7 @@ class ClientResponse(msgspec.Struct, eq=False):
     """The response to one request: a head, pieces and an end, or one error. Then `close`.
 
     code            of the error; "": none
+    cause           of it, for the log
     extra_headers   header lines of every answer
     next_keep_alive the timer of the next comment in a stream that has no event yet
     """
@@ -43,12 +46,17 @@ class ClientResponse(msgspec.Struct, eq=False):
     services: Services
     exchange: HttpExchange
     route: Route
-    request_id: str
     trace: Trace | None = None
     code: str = ""
+    cause: str = ""
     extra_headers: str = ""
     run: RequestRun | None = None
     next_keep_alive: asyncio.TimerHandle | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, as its exchange has it."""
+        return self.exchange.request_id
 
     def serve(self, run: RequestRun) -> Coroutine[Any, Any, None]:
         """The coroutine of this request's stages, up to the end of its answer or its deadline. `close` records the end.
@@ -125,12 +133,9 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.begin(status, self._all_headers(headers + "cache-control: no-cache\r\n"))
 
     def finish_stream(self, attempt: EngineAttempt) -> None:
-        """End a stream, with an error event, and a line in the log, where its engine broke off."""
+        """End a stream, with an error event where its engine broke off."""
         broken = attempt.failure
         if isinstance(broken, StreamBroken):
-            log.warning(
-                "stream broken", request_id=self.request_id, error=str(broken), cause=str(broken.__cause__ or "")
-            )
             self.send_error(broken)
         else:
             self.exchange.finish()
@@ -155,7 +160,7 @@ class ClientResponse(msgspec.Struct, eq=False):
         if run is not None and run.attempt is not None and run.attempt.is_done_sent:
             self.exchange.finish()
             return
-        self.code = exc.code
+        self.code, self.cause = exc.code, cause_of(exc)
         errors = self.route.errors
         body = shaped(envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param), exc.status, errors)
         if self.exchange.status is not None:
@@ -181,6 +186,8 @@ class ClientResponse(msgspec.Struct, eq=False):
             record(run)
         status = self.exchange.status or 499
         self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
+        if status >= 400 or self.code or self.services.requests.has_all:
+            record_line(self, run, status)
         if self.trace is not None:
             self.trace.end(status, self.code)
 

@@ -62,6 +62,7 @@ class RequestRun(msgspec.Struct, eq=False):
     attempt                       the attempt that was answered
     background_id                 a response that its engine goes on with after our answer, or without its client
     is_computed                   an engine has computed an answer that the client does not get
+    last_worker                   of the last failed attempt
     is_trial                      the attempt tries a replica whose circuit is half-open
     """
 
@@ -88,6 +89,7 @@ class RequestRun(msgspec.Struct, eq=False):
     is_computed: bool = False
     is_trial: bool = False
     is_in_background: bool = False
+    last_worker: str = ""
     _may_wait: bool = True
     _last_failure: str = ""
 
@@ -325,6 +327,7 @@ class RequestRun(msgspec.Struct, eq=False):
         if record_failure(self, exc, dispatched):
             self.deaths = MAX_DEATHS
         self.dispatched = self.engine_request = self.attempt = self.hashed = None
+        self.last_worker = replica.id
         failure = FailedAttempt(exc.reason, services.clock(), has_start_time(replica.engine_boot_id))
         self.excluded |= {replica.incarnation}
         self.failures = {**self.failures, replica.incarnation: failure}

@@ -12,6 +12,7 @@ import msgspec
 
 from lorafleet.service.auth import ApiKeys
 from lorafleet.service.loops import DelayedCalls
+from lorafleet.service.request_log import RequestLog
 from router.config import RouterSettings
 from router.core.failover.poison import PoisonRequests
 from router.core.fleet import Incarnation
@@ -100,6 +101,7 @@ class Services:
     poison_requests: PoisonRequests
     poison_adapters: PoisonRequests
     quotas: Quotas = field(default_factory=Quotas)
+    requests: RequestLog = field(default_factory=lambda: RequestLog("router"))
     tracer: Tracer | None = None
     cache_disclosure: CacheDisclosure = field(default_factory=CacheDisclosure)
     chain_cache: BlockHashCache = field(default_factory=BlockHashCache)

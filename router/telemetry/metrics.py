@@ -90,7 +90,10 @@ class RouterMetrics:
         self.connections = Gauge("client_connections", "Open connections of clients.", **on)
         self.engine_connections = Gauge("engine_connections", "Open connections to engines, including idle ones.", **on)
         self.refused = Counter(
-            "refused_requests", "Requests refused as invalid, too large or too slow, by code.", ("code",), **on
+            "refused_requests",
+            "Requests refused as invalid, too large or too slow, or not begun at a stop, by code.",
+            ("code",),
+            **on,
         )
         self.traces = Counter("traces", "Traced requests, by outcome of sending.", ("outcome",), **on)
         self.replicas = Gauge("replicas", "Replicas known, by state.", ("state",), **on)

@@ -20,7 +20,9 @@ def asking(app):
 
 
 def heads(answer) -> dict:
-    return {name: value for name, value in answer.headers.items() if name not in {"date", "content-length"}}
+    return {
+        name: value for name, value in answer.headers.items() if name not in {"date", "content-length", "x-request-id"}
+    }
 
 
 async def same_without_body(client, path) -> None:

@@ -93,7 +93,9 @@ async def test_stream_has_the_clients_model_name_at_any_cut():
 @pytest.mark.parametrize("is_in_task", [True, False])
 async def test_stream_cut_off_by_a_stopping_router_ends_with_its_error(monkeypatch, is_in_task):
     made = []
-    monkeypatch.setattr("router.app.HttpListener", lambda *args: made.append(HttpListener(*args)) or made[0])
+    monkeypatch.setattr(
+        "router.app.HttpListener", lambda *args, **more: made.append(HttpListener(*args, **more)) or made[0]
+    )
     engine = EngineDouble("w0")
     async with fleet(engine, tokenizer="off") as (client, _, parts):
         if not is_in_task:

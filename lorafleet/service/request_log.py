@@ -1,0 +1,186 @@
+"""The id of every request, and its lines in the logs: one for a request that failed, one in the access log.
+
+A request that succeeds costs nothing here unless the access log has all requests.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from random import getrandbits
+from typing import Literal
+
+import msgspec
+import structlog
+
+from lorafleet.service.logs import unlogged_output
+
+log = structlog.get_logger()
+
+AccessLogMode = Literal["off", "errors", "all"]
+
+ID_HEADER = b"x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# Failures of one code that are logged in one window; the others are counted.
+MOST_LINES = 10
+WINDOW_S = 10.0
+# Codes with a window of their own; further ones share one. Ours are about fifty.
+_MAX_CODES = 256
+# Of a cause: an engine's or peer's message may be long.
+_MAX_CAUSE_CHARS = 500
+
+
+def request_id(given: str | None) -> str:
+    """The client's own id where it has plain characters only, else a new one."""
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"
+
+
+class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the logs say of one request.
+
+    status      499: the client left before an answer began
+    code        of the error; "": none, or an engine's own error
+    duration_s  from the whole request to the end of its answer
+    waited_s    until it was sent to an engine, or failed before
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    duration_s: float
+    code: str = ""
+    cause: str = ""
+    client: str = ""
+    key: str = ""
+    tenant: str = ""
+    adapter: str = ""
+    worker: str = ""
+    attempts: int = 0
+    waited_s: float | None = None
+    first_data_s: float | None = None
+    body_bytes: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class RequestNotes(msgspec.Struct):
+    """What an ASGI app's layers found out about a request, for its line; in the scope, under `NOTES`."""
+
+    code: str = ""
+    cause: str = ""
+    key: str = ""
+    tenant: str = ""
+
+
+NOTES = "lorafleet.notes"
+
+
+class FailureLimiter:
+    """How many failures of each code may be logged: MOST_LINES in WINDOW_S. Pure: time is an argument."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _FailureWindow] = {}
+
+    def admit(self, code: str, now: float) -> bool:
+        """Whether this failure is logged; one that is not is counted until `take_omitted`."""
+        window = self._windows.get(code)
+        if window is None:
+            shared = "" if len(self._windows) >= _MAX_CODES else code
+            window = self._windows.setdefault(shared, _FailureWindow(now))
+        if now - window.began_at >= WINDOW_S:
+            window.began_at, window.lines = now, 0
+        window.lines += 1
+        if window.lines <= MOST_LINES:
+            return True
+        window.omitted += 1
+        return False
+
+    def take_omitted(self) -> dict[str, int]:
+        """Failures by code that were not logged since the last call."""
+        found = {code: window.omitted for code, window in self._windows.items() if window.omitted}
+        for code in found:
+            self._windows[code].omitted = 0
+        return found
+
+
+class _FailureWindow(msgspec.Struct):
+    """The lines of one code since `began_at`, and the failures that got none."""
+
+    began_at: float
+    lines: int = 0
+    omitted: int = 0
+
+
+class RequestLog:
+    """Writes the lines of requests: failures into the log, and by its mode the access log.
+
+    The access log is one JSON object a line, on stderr, with a queue of its own: it drops no other log lines.
+    """
+
+    def __init__(
+        self,
+        component: str,
+        access: AccessLogMode = "off",
+        *,
+        write: Callable[[bytes], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        write  takes a line of the access log; None: stderr
+        """
+        self._component = component
+        self._access = access
+        self._clock = clock
+        self._write = write or (unlogged_output("access log lines").write_bytes if access != "off" else _drop)
+        self._limiter = FailureLimiter()
+        self._timer: asyncio.TimerHandle | None = None
+        self.has_all = access == "all"
+
+    def record(self, line: RequestLine, *, is_failure: bool) -> None:
+        """Write the line into the access log by its mode, and a failure into the log, unless its code has many."""
+        if self.has_all or (self._access == "errors" and (line.status >= 400 or line.code)):
+            head = {"timestamp": _now_text(), "component": self._component, "event": "request"}
+            self._write(msgspec.json.encode(head | msgspec.to_builtins(line)) + b"\n")
+        if is_failure:
+            self._log_failure(line)
+
+    def flush(self) -> None:
+        """Log how many failures were left out since the last such line."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        for code, count in self._limiter.take_omitted().items():
+            log.warning("failed requests were not logged", code=code, count=count, within_s=WINDOW_S)
+
+    def _log_failure(self, line: RequestLine) -> None:
+        """Log one failed request, or count it and have the count logged when the window is over."""
+        code = line.code or str(line.status)
+        if not self._limiter.admit(code, self._clock()):
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self.flush)
+            return
+        fields = msgspec.to_builtins(line) | {"code": code, "cause": line.cause[:_MAX_CAUSE_CHARS]}
+        if code == "stream_broken":
+            log.warning("stream broken", **fields)
+        elif 400 <= line.status < 500:
+            log.info("request failed", **fields)
+        else:
+            log.warning("request failed", **fields)
+
+
+def cause_of(exc: BaseException) -> str:
+    """The error's message, and that of the error behind it; with addresses, so for the log only."""
+    behind = exc.__cause__
+    return str(exc) if behind is None else f"{exc} ({behind!r})"
+
+
+def _drop(_line: bytes) -> None:
+    """Write nothing."""
+
+
+def _now_text() -> str:
+    """The time now, as all log lines have it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
