@@ -754,6 +754,7 @@ class UsageReport(_OrchestratorModel):
     """`POST /v1/usage`: a router's cumulative counts; `seq` tells repeated and late reports.
 
     waits_s  worker_id -> seconds until the requests queued in the router for it have been sent, where not 0
+    is_last  the router stops, and has no requests any more
     """
 
     router_id: str
@@ -764,6 +765,7 @@ class UsageReport(_OrchestratorModel):
     uses: Annotated[tuple[AdapterUse, ...], FailFast()] = ()
     holds: Annotated[tuple[AdapterHold, ...], FailFast()] = ()
     waits_s: dict[str, Seconds] = {}
+    is_last: bool = False
     wire: int = WIRE
 
     @field_validator("waits_s", mode="before")

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import inf
 
 import httpx
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 USAGE_EVERY_S = 1.0
 _WATCH_EVERY_S = 1.0
+_LAST_REPORT_S = 1.0  # an orchestrator that does not answer delays a stop by this
 # A tokenizing thread gives the GIL back to the event loop within this time; Python's default is 5 ms.
 _SWITCH_EVERY_S = 0.001
 # Objects made and not freed between two garbage collections: mostly of requests in flight and kept decisions.
@@ -82,6 +83,8 @@ async def run_services(
             await asyncio.gather(*running, return_exceptions=True)
             await services.feeds.close()
             await services.pool.close()
+            if services.config.orchestrator_url:
+                await _send_last_usage(control, services)
             await agents.close()
             services.tokenizers.close()
             if services.tracer is not None:
@@ -149,6 +152,16 @@ def _move_requests_from(hung: Replica, scheduler: Scheduler, pool: EnginePool, n
     if others:
         served_elsewhere = {name for replica in others for name in replica.residents if name not in replica.draining}
         pool.give_up(hung.engine_url, lambda sink: isinstance(sink, EngineAttempt) and sink.can_move(served_elsewhere))
+
+
+async def _send_last_usage(client: httpx.AsyncClient, services: Services) -> None:
+    """Tell the orchestrator that this router has no requests any more; gives up after a second and raises nothing."""
+    url, discovery = services.config.orchestrator_url.rstrip("/"), services.discovery
+    with suppress(Exception):  # the orchestrator then takes the router for a silent one
+        async with asyncio.timeout(_LAST_REPORT_S):
+            await send_usage(
+                client, url, services.usage, lambda: discovery.fleet.revision, time.monotonic, is_last=True
+            )
 
 
 async def _report_usage(

@@ -100,6 +100,7 @@ def router_routes(
             report.revision_seen,
             [_adapter_usage(use) for use in report.uses if "@" in use.engine_name],
             clock(),
+            is_last=report.is_last,
             holds=[AdapterQueueing(**{name: getattr(hold, name) for name in _HOLDS}) for hold in report.holds],
         )
         if accepted:

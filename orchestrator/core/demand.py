@@ -80,6 +80,8 @@ class RouterCounts:
     revision_seen: int
     reported_at: float
     uses: Mapping[tuple[str, str], AdapterUsage]
+    has_ended: bool = False
+    """Whether it was the last report of a router that stops."""
     waiting: Mapping[str, int] = field(default_factory=dict)
     """lora_id -> requests that wait for room"""
     counted: dict[_CountKey, AdapterUsage | AdapterQueueing] = field(default_factory=dict)
@@ -90,6 +92,10 @@ class RouterCounts:
         """The router's requests for the engine name that run on the worker; 0 if it reports none."""
         use = self.uses.get((engine_name, worker_id))
         return 0 if use is None else use.in_flight
+
+    def in_flight_at(self, worker_id: str) -> int:
+        """The router's requests for all engine names that run on the worker."""
+        return sum(use.in_flight for use in self.uses.values() if use.worker_id == worker_id)
 
 
 @dataclass(slots=True)
@@ -133,8 +139,11 @@ class DemandBook:
         now: float,
         *,
         holds: Iterable[AdapterQueueing] = (),
+        is_last: bool = False,
     ) -> bool:
         """Record a router's cumulative counts, and add their growth to the adapters' sums.
+
+        is_last  the router stops: it has no requests any more, and is neither live nor silent from now on
 
         False for a report that was recorded before or is out of date; it changes nothing.
         """
@@ -164,6 +173,7 @@ class DemandBook:
             uses=table,
             waiting={hold.lora_id: hold.waiting for hold in holds if hold.waiting > 0},
             counted=counted | fresh,
+            has_ended=is_last,
             old_boots=old[-_BOOTS_REMEMBERED:],
         )
         return True
@@ -274,7 +284,18 @@ class DemandBook:
 
     def live_routers(self, now: float) -> list[RouterCounts]:
         """Routers whose last report is younger than `ROUTER_LIVE_S`."""
-        return [router for router in self._routers.values() if now - router.reported_at < ROUTER_LIVE_S]
+        return [router for router in self._running_routers() if now - router.reported_at < ROUTER_LIVE_S]
+
+    def silent_routers(self, now: float) -> list[RouterCounts]:
+        """Routers that have not reported for `ROUTER_LIVE_S` without a last report: killed, or cut off from us.
+
+        One that is cut off serves on, and may have requests that nobody reports.
+        """
+        return [router for router in self._running_routers() if now - router.reported_at >= ROUTER_LIVE_S]
+
+    def _running_routers(self) -> Iterable[RouterCounts]:
+        """Routers of the last hour that have not said that they stop."""
+        return (router for router in self._routers.values() if not router.has_ended)
 
     def snapshot(self, now: float) -> DemandSnapshot:
         """The demand now. Drops expired requests for replicas, old sums and old routers first."""

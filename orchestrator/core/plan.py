@@ -3,7 +3,7 @@
 An adapter is unloaded only where `place` names it with a reason, and only after it has drained there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,21 +47,34 @@ class AdapterDrain:
     reason: str
 
 
-def is_drained(drain: AdapterDrain, routers: Iterable[RouterCounts], worker: ObservedWorker, now: float) -> bool:
+def is_drained(
+    drain: AdapterDrain,
+    live: Collection[RouterCounts],
+    silent: Collection[RouterCounts],
+    worker: ObservedWorker,
+    now: float,
+) -> bool:
     """Whether no request for the adapter is in flight on the worker any more, or the deadline has passed.
 
-    Every live router must have reported that after it saw the drain's catalog revision. Without a live router the
-    engine must report no running request after the drain began.
+    Every live router must have confirmed that. For routers that are silent and have not confirmed it, and where no
+    router is live, the engine's own count decides: after the drain began it must report no request beyond those of the
+    live routers.
+
+    live, silent  as in `DemandBook`
     """
     if now >= drain.deadline:
         return True
-    routers = list(routers)
-    if not routers:
-        return worker.running == 0 and worker.reported_at > drain.since
-    return all(
-        router.revision_seen >= drain.revision and router.in_flight(drain.engine_name, drain.worker_id) == 0
-        for router in routers
-    )
+    if not all(_has_confirmed(drain, router) for router in live):
+        return False
+    if live and all(_has_confirmed(drain, router) for router in silent):
+        return True
+    known = sum(router.in_flight_at(worker.id) for router in live)
+    return worker.running <= known and worker.reported_at > drain.since
+
+
+def _has_confirmed(drain: AdapterDrain, router: RouterCounts) -> bool:
+    """Whether the router saw the drain's catalog revision, and reported no request for the adapter there since."""
+    return router.revision_seen >= drain.revision and not router.in_flight(drain.engine_name, drain.worker_id)
 
 
 def required_drains(desired: DesiredPlacement) -> dict[Pair, str]:

@@ -345,9 +345,10 @@ class Reconciler:
 
     def _drain_results(self, observed: ObservedFleet) -> dict[Pair, bool]:
         """(lora_id, worker_id) of each drain -> whether it has finished."""
-        now, routers = self._clock(), self.demand.live_routers(self._clock())
+        now = self._clock()
+        routers = self.demand.live_routers(now), self.demand.silent_routers(now)
         return {
-            pair: pair not in self.operations.unloading and (worker is None or is_drained(drain, routers, worker, now))
+            pair: pair not in self.operations.unloading and (worker is None or is_drained(drain, *routers, worker, now))
             for pair, drain in self.operations.drains.items()
             for worker in (observed.workers.get(drain.worker_id),)
         }

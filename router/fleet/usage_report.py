@@ -131,8 +131,8 @@ class UsageCounts:
         for key in [key for key in self._uses if key[0] == worker]:
             del self._uses[key]
 
-    def report(self, revision_seen: int, now: float) -> UsageReport:
-        """All counts so far, numbered; drops entries that were unused for 15 minutes.
+    def report(self, revision_seen: int, now: float, *, is_last: bool = False) -> UsageReport:
+        """All counts so far, numbered; drops entries that were unused for 15 minutes. `is_last`: the router stops.
 
         The receiver takes differences, so a lost report loses nothing.
         """
@@ -165,13 +165,23 @@ class UsageCounts:
             uses=uses,
             holds=self.holds.report(now),
             waits_s={str(worker): round(wait_s, 3) for worker, wait_s in self.waits_s().items()},
+            is_last=is_last,
         )
 
 
 async def send_usage(
-    client: httpx.AsyncClient, url: str, usage: UsageCounts, revision: Callable[[], int], now: Callable[[], float]
+    client: httpx.AsyncClient,
+    url: str,
+    usage: UsageCounts,
+    revision: Callable[[], int],
+    now: Callable[[], float],
+    *,
+    is_last: bool = False,
 ) -> None:
-    """Send one report to the orchestrator; raises httpx.HTTPError if it does not arrive."""
-    body = usage.report(revision(), now()).model_dump_json()
+    """Send one report to the orchestrator; raises httpx.HTTPError if it does not arrive.
+
+    is_last  the router stops
+    """
+    body = usage.report(revision(), now(), is_last=is_last).model_dump_json()
     answer = await client.post(f"{url}/v1/usage", content=body, headers={"content-type": "application/json"})
     answer.raise_for_status()

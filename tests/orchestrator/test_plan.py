@@ -21,13 +21,13 @@ MARK = AdapterDrain(
 IDLE = ObservedWorker(id="w0", state="ready", base_model="q", slots=8, max_lora_rank=8, running=0, reported_at=101.0)
 
 
-def routers(*words, now=105.0):
-    """Live routers at `now`, from (revision_seen, in_flight, heard_at)."""
+def routers(*words, now=105.0, ended=()):
+    """Live and silent routers at `now`, from (revision_seen, in_flight, heard_at), some of them stopped."""
     book = DemandBook()
     for number, (revision_seen, in_flight, heard_at) in enumerate(words):
         use = AdapterUsage(lora_id="a", worker_id="w0", engine_name="a@1", requests=1, in_flight=in_flight)
-        book.record_report(f"r{number}", "b", 1, revision_seen, [use], heard_at)
-    return book.live_routers(now)
+        book.record_report(f"r{number}", "b", 1, revision_seen, [use], heard_at, is_last=number in ended)
+    return book.live_routers(now), book.silent_routers(now)
 
 
 @pytest.mark.parametrize(
@@ -38,22 +38,52 @@ def routers(*words, now=105.0):
         ([(49, 0, 104.0)], False),
         ([(50, 1, 104.0)], False),
         ([(50, 0, 104.0), (50, 2, 104.0)], False),
-        ([(50, 0, 104.0), (40, 2, 90.0)], True),
+        ([(50, 0, 104.0), (51, 0, 90.0)], True),
+        ([(50, 0, 104.0), (40, 2, 90.0)], False),
     ],
 )
-def test_a_drain_ends_when_every_live_router_confirms_it(words, is_over):
-    assert is_drained(MARK, routers(*words), replace(IDLE, running=9), 105.0) is is_over
+def test_a_drain_ends_when_every_router_confirms_it(words, is_over):
+    assert is_drained(MARK, *routers(*words), replace(IDLE, running=9), 105.0) is is_over
 
 
 def test_without_a_router_only_a_newer_report_ends_a_drain():
-    assert is_drained(MARK, [], IDLE, 105.0)
-    assert not is_drained(MARK, [], replace(IDLE, running=1), 105.0)
-    assert not is_drained(MARK, [], replace(IDLE, reported_at=100.0), 105.0)
+    assert is_drained(MARK, [], [], IDLE, 105.0)
+    assert not is_drained(MARK, [], [], replace(IDLE, running=1), 105.0)
+    assert not is_drained(MARK, [], [], replace(IDLE, reported_at=100.0), 105.0)
+
+
+@pytest.mark.parametrize("silent", [(40, 1, 90.0), (40, 0, 90.0), (60, 1, 90.0)])
+def test_the_engines_own_count_decides_for_a_silent_router_while_others_are_live(silent):
+    live_and_silent = routers((50, 0, 104.0), silent)
+    assert is_drained(MARK, *live_and_silent, IDLE, 105.0)
+    # A request that no live router knows of is the silent router's.
+    assert not is_drained(MARK, *live_and_silent, replace(IDLE, running=1), 105.0)
+    assert not is_drained(MARK, *live_and_silent, replace(IDLE, reported_at=100.0), 105.0)
+
+
+def test_requests_of_live_routers_do_not_count_as_a_silent_ones():
+    book = DemandBook()
+    mine = [
+        AdapterUsage(lora_id="b", worker_id=name, engine_name="b@1", requests=9, in_flight=3) for name in ("w0", "w1")
+    ]
+    book.record_report("live", "b", 1, 50, mine, 104.0)
+    book.record_report("silent", "b", 1, 40, [], 90.0)
+    both = book.live_routers(105.0), book.silent_routers(105.0)
+    assert is_drained(MARK, *both, replace(IDLE, running=3), 105.0)
+    assert not is_drained(MARK, *both, replace(IDLE, running=4), 105.0)
+
+
+def test_a_router_that_has_said_that_it_stops_is_neither_live_nor_silent():
+    assert routers((40, 1, 90.0), ended={0}) == routers((40, 1, 104.0), ended={0}) == ([], [])
+    book = DemandBook()
+    book.record_report("r0", "b", 1, 40, [], 90.0, is_last=True)
+    book.record_report("r0", "c", 1, 41, [], 91.0)
+    assert [router.revision_seen for router in book.live_routers(95.0)] == [41]
 
 
 def test_the_deadline_ends_every_drain():
-    assert not is_drained(MARK, routers((0, 9, 129.0), now=129.9), IDLE, 129.9)
-    assert is_drained(MARK, routers((0, 9, 129.0), now=130.0), IDLE, 130.0)
+    assert not is_drained(MARK, *routers((0, 9, 129.0), now=129.9), IDLE, 129.9)
+    assert is_drained(MARK, *routers((0, 9, 129.0), now=130.0), IDLE, 130.0)
 
 
 def many(count, worker_id="w0"):

@@ -189,3 +189,13 @@ def test_counts_of_a_long_stream_are_kept_for_a_while_after_its_end():
     assert (entry.output_tokens, entry.work_s, entry.errors, entry.in_flight) == (50_000, 60.0, 1, 0)
     assert usage.report(1, 5899.0).uses
     assert usage.report(1, 5901.0).uses == ()
+
+
+async def test_a_router_that_stops_says_so_in_its_last_report():
+    async with fleet(EngineDouble("w0", streamed), control=with_sql("w0")) as (client, control, _):
+        assert (await client.post("/v1/chat/completions", json=SQL)).status_code == 200
+        await until(lambda: control.usage and control.usage[-1]["uses"])
+        assert not any(report["is_last"] for report in control.usage)
+    last = control.usage[-1]
+    assert (last["is_last"], [use["in_flight"] for use in last["uses"]]) == (True, [0])
+    assert last["seq"] > control.usage[-2]["seq"]
