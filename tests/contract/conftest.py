@@ -30,7 +30,9 @@ def engine_of(model_dir: Path) -> Iterator[Callable[[Kind], RunningEngine]]:
 
     def engine(kind: Kind) -> RunningEngine:
         if kind not in started or started[kind].process.poll() is not None:
-            only_vllm = {"flags": GENERATE_FLAGS, "environment": STORE} if kind == "vllm" else {}
+            # float32, so that log-probabilities can be compared with a reference
+            flags = (*GENERATE_FLAGS, "--dtype", "float32")
+            only_vllm = {"flags": flags, "environment": STORE} if kind == "vllm" else {}
             started[kind] = start_engine(kind, model_dir, **only_vllm)
         return started[kind]
 
