@@ -1,6 +1,6 @@
-"""Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments, and SGLang's stub.
+"""Real engine processes for tests: the sim and vLLM on the CPU, started with the same arguments, and two stubs.
 
-With LORAFLEET_SGLANG_PYTHON, a Python with SGLang, real SGLang replaces the stub.
+With LORAFLEET_SGLANG_PYTHON, a Python with SGLang, real SGLang replaces its stub; likewise LORAFLEET_SGL_JAX_PYTHON.
 """
 
 import json
@@ -21,16 +21,23 @@ from typing import Literal
 from lorafleet.service.sockets import bind_socket
 from tests.patience import patience
 
-Kind = Literal["sim", "vllm", "sglang"]
+Kind = Literal["sim", "vllm", "sglang", "sgl-jax"]
 
 SGLANG_PYTHON = os.environ.get("LORAFLEET_SGLANG_PYTHON", "")
+SGL_JAX_PYTHON = os.environ.get("LORAFLEET_SGL_JAX_PYTHON", "")
 MODULES = {
     "sim": "workers.engines.sim",
     "vllm": "vllm.entrypoints.openai.api_server",
     "sglang": "sglang.launch_server" if SGLANG_PYTHON else "tests.sglang_stub",
+    "sgl-jax": "sgl_jax.launch_server" if SGL_JAX_PYTHON else "tests.sgl_jax_stub",
 }
 # vLLM: 25-60 s alone on 2 cores, longer beside other work
-START_WITHIN_S = {"sim": 20.0, "vllm": 120.0, "sglang": 600.0 if SGLANG_PYTHON else 20.0}
+START_WITHIN_S = {
+    "sim": 20.0,
+    "vllm": 120.0,
+    "sglang": 600.0 if SGLANG_PYTHON else 20.0,
+    "sgl-jax": 600.0 if SGL_JAX_PYTHON else 20.0,
+}
 
 # The smallest vLLM 0.32 on 2 cores; the sim ignores some of the flags.
 FLAGS: Sequence[str] = (
@@ -43,6 +50,11 @@ SGLANG_FLAGS: Sequence[str] = (
     "--lora-target-modules", "all", "--context-length", "2048", "--chunked-prefill-size", "2048",
     "--max-running-requests", "8", "--page-size", "32", "--max-total-tokens", "8192", "--enable-metrics",
     "--enable-cache-report",
+)  # fmt: skip
+SGL_JAX_FLAGS: Sequence[str] = (
+    "--max-loras-per-batch", "3", "--max-lora-rank", "16", "--lora-target-modules", "all", "--context-length", "2048",
+    "--chunked-prefill-size", "2048", "--max-running-requests", "8", "--page-size", "32", "--max-total-tokens", "8192",
+    "--enable-cache-report", *(("--device", "cpu") if SGL_JAX_PYTHON else ()),
 )  # fmt: skip
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     SGLANG_FLAGS = (*SGLANG_FLAGS, "--lora-backend", "torch_native")
@@ -110,10 +122,13 @@ def start_engine(
     python, model_flag, own = sys.executable, "--model", FLAGS
     if kind == "sglang":
         python, model_flag, own = SGLANG_PYTHON or python, "--model-path", SGLANG_FLAGS
+    elif kind == "sgl-jax":
+        python, model_flag, own = SGL_JAX_PYTHON or python, "--model-path", SGL_JAX_FLAGS
     else:
         events["enable_kv_cache_events"] = True
     command = [python, "-P", "-m", MODULES[kind], model_flag, str(model_dir), "--served-model-name", served_model_name]
-    command += ["--host", host, "--port", str(port), *own, "--kv-events-config", json.dumps(events), *flags]
+    publishing = [] if kind == "sgl-jax" else ["--kv-events-config", json.dumps(events)]
+    command += ["--host", host, "--port", str(port), *own, *publishing, *flags]
     log = folder / "log"
     began = time.monotonic()
     with log.open("wb") as out:

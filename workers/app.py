@@ -184,7 +184,7 @@ def build(
 
 def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> ConnectorVerdict | None:
     """The KV connector that the engine's command names; None if it names none. Raises CommandError."""
-    if settings.engine_url or settings.engine == "sglang":
+    if settings.engine_url or settings.engine in {"sglang", "sgl-jax"}:
         return None
     return connector_from_command((*own_command, *settings.engine_args))
 

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import ServiceSettings, Url, checked_url
 from lorafleet.service.sockets import UNIX_PATH_BYTES
-from workers.engines.base import STATIC_ENGINES
+from workers.engines.base import UNSUPPORTED_ENGINES
 
 
 def _user_folder(kind: str) -> Path:
@@ -59,7 +59,7 @@ class WorkerSettings(ServiceSettings):
     node: str = Field(default="", description="machine; the orchestrator spreads replicas over machines")
     namespace: str = Field(default="default", description="namespace in the metadata")
 
-    engine: Literal["vllm", "sglang", "sim"] = Field(
+    engine: Literal["vllm", "sglang", "sgl-jax", "sim"] = Field(
         default="vllm", description="kind of the engine that is started or runs at engine_url; see docs/engines.md"
     )
     engine_url: Url = Field(default="", description="use this running engine instead of starting one")
@@ -132,7 +132,8 @@ class WorkerSettings(ServiceSettings):
         " default: workers.plugin.HuggingFaceDownloader, unless lora_path is set",
     )
     preload_loras: tuple[str, ...] = Field(
-        default=(), description="adapters of lora_path that are loaded before the worker is ready"
+        default=(),
+        description="adapters of lora_path that are loaded before the worker is ready; at sgl-jax all that it serves",
     )
     cache_dir: Path = Field(
         default=_user_folder("cache"),
@@ -210,12 +211,12 @@ class WorkerSettings(ServiceSettings):
 
     @field_validator("engine", mode="before")
     @classmethod
-    def _refuse_static_engine(cls, kind: object) -> object:
-        """Raises ValueError for a kind of engine that no agent can load adapters into."""
-        if isinstance(kind, str) and (traits := STATIC_ENGINES.get(kind)):
+    def _refuse_unsupported_engine(cls, kind: object) -> object:
+        """Raises ValueError for a kind of engine that no agent can drive."""
+        if isinstance(kind, str) and (traits := UNSUPPORTED_ENGINES.get(kind)):
             raise ValueError(
                 f"{kind} takes adapters {traits.takes_adapters} alone, so no agent can load them; an agent drives vllm,"
-                " sglang or sim; see docs/engines.md"
+                " sglang, sgl-jax or sim; see docs/engines.md"
             )
         return kind
 
@@ -244,6 +245,11 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("model: give the base model's folder, or engine_url of a running engine")
         if self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}")
+        if self.engine == "sgl-jax" and not self.engine_url and len(self.preload_loras) > self.max_loras:
+            raise ValueError(
+                f"preload_loras names {len(self.preload_loras)} adapters, and sgl-jax keeps all of them on the device:"
+                f" max_loras {self.max_loras} must be at least that"
+            )
         for network in self.source_networks:
             ip_network(network)  # its ValueError says what is wrong
         path = str(self.socket_path("replay"))

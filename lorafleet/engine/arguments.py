@@ -26,7 +26,14 @@ _SGLANG = {
     "--chunked-prefill-size": "max_num_batched_tokens",
     "--served-model-name": "served_model_name",
 }
-SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {"vllm": _VLLM, "sim": _VLLM, "sglang": _SGLANG}
+# sgl-jax keeps no adapters besides those on the device.
+_SGL_JAX = {flag: name for flag, name in _SGLANG.items() if name != "max_cpu_loras"}
+SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {
+    "vllm": _VLLM,
+    "sim": _VLLM,
+    "sglang": _SGLANG,
+    "sgl-jax": _SGL_JAX,
+}
 # A running engine reports its block size, block count and longest request itself, so these need not agree.
 _VLLM_SHAPE = {
     "--block-size": "block_size",
@@ -42,6 +49,7 @@ _SHAPE_SETTING_OF_FLAG: Mapping[str, Mapping[str, str]] = {
     "vllm": _VLLM_SHAPE,
     "sim": _VLLM_SHAPE,
     "sglang": _SGLANG_SHAPE,
+    "sgl-jax": _SGLANG_SHAPE,
 }
 
 _PLAIN_HTTP = "the agent and the routers speak plain HTTP with the engine; end TLS before the router"
@@ -88,12 +96,12 @@ def check_engine_arguments(arguments: Sequence[str], engine: str, environment: M
 def settings_in_arguments(arguments: Sequence[str], engine: str) -> dict[str, str]:
     """The agent's settings that the engine's arguments set, as text: those that agent and engine must agree on.
 
-    SGLang counts the base model as an adapter; `max_loras` is without it.
+    SGLang and sgl-jax count the base model as an adapter; `max_loras` is without it.
     """
     found = {
         name: text for flag, name in SETTING_OF_FLAG[engine].items() if (text := value_of(arguments, flag)) is not None
     }
-    of_both = value_of(arguments, BASE_INCLUDED) if engine == "sglang" else None
+    of_both = value_of(arguments, BASE_INCLUDED) if BASE_INCLUDED in SETTING_OF_FLAG[engine] else None
     if of_both is not None and of_both.isdigit():
         found["max_loras"] = str(int(of_both) - 1)
     return found

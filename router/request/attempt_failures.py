@@ -7,8 +7,12 @@ from router.http.engine_connection import EngineLost
 from router.request.engine_request import EngineRequest
 
 _SHUTTING_DOWN, _DEAD = SHUTTING_DOWN.encode(), tuple(map(str.encode, ENGINE_DEAD))
-# SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path: it has no 404.
-_NOT_LOADED = (b"Got LoRA adapter that has never been loaded", b"Failed to implicitly load LoRA adapter")
+# SGLang 0.5.23 managers/tokenizer_manager.py _resolve_lora_path, and sgl-jax lora/lora_registry.py: they have no 404.
+_NOT_LOADED = (
+    b"Got LoRA adapter that has never been loaded",
+    b"Failed to implicitly load LoRA adapter",
+    b"requested LoRA adapters are not loaded",
+)
 # Engines get no client's key, so these refuse the router's: vLLM's --api-key, or a mesh or proxy in front of it.
 _KEY_REFUSALS = frozenset({401, 403, 407})
 LOSS_MESSAGES = {

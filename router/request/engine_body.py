@@ -33,6 +33,8 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "custom_logit_processor": "it is code, run inside the engine",
     "data_parallel_rank": _RANK,
     "disagg_prefill_dp_rank": _RANK,
+    "disagg_transfer_id": _CACHES,
+    "dp_rank": _RANK,
     "extra_key": "use cache_salt",
     "http_worker_ipc": _RANK,
     "kv_router_hint": _CACHES,
@@ -116,6 +118,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     prompt       how the body holds its prompt
     prompt_ids   token ids that replace it, see `may_send_ids`; None: the engine tokenizes
     cache_salt   replaces the client's own; empty: that stays
+    adapter      the engine's name of the adapter, for engines that do not select it by `model`; empty: the base model
     """
 
     ask_usage: bool = False
@@ -124,6 +127,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     prompt: PromptKind = "none"
     prompt_ids: "array[int] | None" = None
     cache_salt: str = ""
+    adapter: str = ""
 
 
 NO_OPTIONS = EngineOptions()
@@ -162,13 +166,26 @@ def sglang_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> 
     return msgspec.json.encode(_with_options(body, model, options))
 
 
+def sgl_jax_body(body: Body, model: str, options: EngineOptions = NO_OPTIONS) -> bytes:
+    """The body for sgl-jax, which selects an adapter by `lora_path`, and calls a salt `extra_key`.
+
+    model  the base model's served name
+    """
+    engine_body = _with_options(body, model, options)
+    if options.adapter:
+        engine_body["lora_path"] = _quoted(options.adapter)
+    if "cache_salt" in engine_body:
+        engine_body["extra_key"] = engine_body.pop("cache_salt")
+    return msgspec.json.encode(engine_body)
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """How requests to one kind of engine are written.
 
     model  (the base model's served name, engine name or "") -> value of `model` in request and answer
     body   (client's fields, that name, options) -> the bytes to send
-    paths  where that name selects the adapter; None: everywhere. At other paths the base model answers under its name
+    paths  where an adapter is selected; None: everywhere. At other paths the base model answers under its name
     """
 
     model: Callable[[str, str], str]
@@ -208,10 +225,20 @@ _SGLANG_PATHS = frozenset(
     }
 )
 
+# sgl-jax, read in its source: of its OpenAI routes this one alone hands `lora_path` on. Chat is the base model's.
+_SGL_JAX_PATHS = frozenset({"/v1/completions"})
+
+
+def _base_model(model_name: str, engine_name: str) -> str:  # noqa: ARG001  (other dialects name the adapter)
+    """The base model's served name, also for an adapter."""
+    return model_name
+
+
 # By the kind that a worker's agent reports (`transport.dialect` of its metadata). The sim speaks vLLM's.
 DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(_vllm_model, vllm_body),
     "sglang": Dialect(_sglang_model, sglang_body, _SGLANG_PATHS),
+    "sgl-jax": Dialect(_base_model, sgl_jax_body, _SGL_JAX_PATHS),
 }
 
 
@@ -225,7 +252,7 @@ def dialect_of(kind: str, engine_name: str, path: str = "/v1/completions") -> Di
     if known is not None:
         if engine_name and known.paths is not None and path not in known.paths:
             message = f"this adapter is served by {kind}, which runs no adapter at {path}"
-            raise BadBody(f"{message}; there are /v1/chat/completions, /v1/completions and /v1/messages", param="model")
+            raise BadBody(f"{message}; there is {', '.join(sorted(known.paths))}", param="model")
         return known
     if engine_name:
         raise ReplicaUnreachable(

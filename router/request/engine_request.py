@@ -96,6 +96,7 @@ def engine_request(
         route.prompt,
         tokens.ids if _sends_ids(services, request, dispatched, tokens) else None,
         salt_for(route, routing.engine_name, request.decoded.get("cache_salt")) if replica.is_salted else "",
+        routing.engine_name,
     )
     endpoint = endpoint_of(replica, services.config.engine_key)
     body = dialect.body(request.fields, model, options)

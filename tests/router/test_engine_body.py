@@ -45,8 +45,8 @@ def spellings(name: str) -> list[str]:
 # Said again here, so that no name leaves the tables unseen.
 STEERING = (
     "bootstrap_host bootstrap_pair_key bootstrap_port bootstrap_room custom_logit_processor data_parallel_rank "
-    "disagg_prefill_dp_rank ec_transfer_params extra_key http_worker_ipc id_slot kv_cache_report_mode kv_router_hint "
-    "kv_transfer_params nvext routed_dp_rank session_params"
+    "disagg_prefill_dp_rank disagg_transfer_id dp_rank ec_transfer_params extra_key http_worker_ipc id_slot "
+    "kv_cache_report_mode kv_router_hint kv_transfer_params nvext routed_dp_rank session_params"
 )
 
 
@@ -266,6 +266,18 @@ def test_sglang_serves_its_base_model_everywhere_and_adapters_at_some_paths():
         dialect_of("sglang", engine_name="sql/v1@1", path="/v1/responses")
 
 
+def test_sgl_jax_gets_an_adapter_as_lora_path_at_completions_and_nowhere_else():
+    jax = dialect_of("sgl-jax", engine_name="sql/v1@1")
+    options = EngineOptions(adapter="sql/v1@1", prompt_ids=IDS, report_full=True)
+    sent = json.loads(jax.body(body('{"prompt":"x","cache_salt":"s"}'), jax.model("base", "sql/v1@1"), options))
+    assert sent == {"prompt": "x", "model": "base", "lora_path": "sql/v1@1", "extra_key": "s"}
+    assert "lora_path" not in json.loads(jax.body(body("{}"), "base", EngineOptions()))
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/tokenize"):
+        assert dialect_of("sgl-jax", engine_name="", path=path).model("base", "") == "base"
+        with pytest.raises(BadBody, match="there is /v1/completions"):
+            dialect_of("sgl-jax", engine_name="sql/v1@1", path=path)
+
+
 def test_sglang_hears_nothing_that_only_vllm_understands():
     options = EngineOptions(report_full=True, ask_usage=True, response_id="r", prompt="chat", prompt_ids=IDS)
     sent = json.loads(sglang_body(body('{"lora_id":"x","messages":[]}'), "base:a", options=options))
@@ -278,7 +290,7 @@ def test_base_model_named_like_an_sglang_adapter_is_not_sent():
 
 
 def test_an_unknown_kind_of_engine_gets_no_adapter_but_the_base_model():
-    with pytest.raises(ReplicaUnreachable, match="kind 'mlx'; known: sglang, vllm"):
+    with pytest.raises(ReplicaUnreachable, match="kind 'mlx'; known: sgl-jax, sglang, vllm"):
         dialect_of("mlx", engine_name="sql/v1@1")
     plain = dialect_of("mlx", engine_name="")
     assert json.loads(plain.body(body("{}"), plain.model("base", ""), options=EngineOptions(report_full=True))) == {

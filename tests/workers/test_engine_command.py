@@ -57,6 +57,7 @@ def test_settings_that_agree_stay_as_they_are():
         ({}, ("--api-server-count", "2"), "--api-server-count 2"),
         ({}, ("--served-model-name", "a", "b", "--seed", "1"), "--served-model-name a b"),
         ({"engine_url": "http://127.0.0.1:1"}, (), "give only one of them"),
+        ({"engine": "sgl-jax", "preload_loras": ("a",)}, ("--lora-paths", "b=/b"), "give only one"),
     ],
 )
 def test_command_that_contradicts_a_setting_is_refused_by_name(more, words, message):

@@ -81,6 +81,19 @@ def test_sglang_on_a_cpu_gets_neither_gpu_timer_nor_triton(monkeypatch):
         assert flag(start.command, "--lora-backend") == "torch_native"
 
 
+def test_sgl_jax_gets_its_adapters_and_no_kv_events():
+    given = settings(engine="sgl-jax", max_loras=3, max_lora_rank=32, device_profile="cpu")
+    adapters = {"sql/v1@1": Path("/cache/1"), "law/v2@2": Path("/cache/2")}
+    command = launch_command(given, port=9, topic="t", adapters=adapters).command
+    assert command[1:4] == ("-P", "-m", "sgl_jax.launch_server")
+    at = command.index("--lora-paths")
+    assert command[at + 1 : at + 3] == ("sql/v1@1=/cache/1", "law/v2@2=/cache/2")
+    assert (flag(command, "--max-loras-per-batch"), flag(command, "--max-lora-rank")) == ("4", "32")
+    assert (flag(command, "--device"), flag(command, "--page-size")) == ("cpu", "16")
+    assert "--kv-events-config" not in command
+    assert not [each for each in launch_command(given, port=9, topic="t").command if "lora" in each]
+
+
 def test_own_sglang_command_may_use_either_model_flag():
     own = ("python", "-m", "sglang.launch_server", "--model", "/other", "--page-size=64")
     command = launch_command(settings(engine="sglang"), port=9, topic="t", own_command=own).command
@@ -112,7 +125,15 @@ def test_engine_arguments_must_be_single_words():
         settings(engine_args=("--seed 1",))
 
 
-@pytest.mark.parametrize("wrong", [{"max_loras": 4, "max_cpu_loras": 2}, {"model": ""}, {"max_lora_rank": 12}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_loras": 4, "max_cpu_loras": 2},
+        {"model": ""},
+        {"max_lora_rank": 12},
+        {"engine": "sgl-jax", "max_loras": 1, "preload_loras": ("a", "b")},
+    ],
+)
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ValidationError):
         settings(**wrong)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -27,6 +28,7 @@ from workers.agent.loader import Loader
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
+from workers.engines.kinds import engine_traits
 from workers.metrics import WorkerMetrics
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
@@ -111,6 +113,11 @@ class WorkerAgent:
         self._warming: asyncio.Event | None = None
 
     @property
+    def _takes_loads(self) -> bool:
+        """Whether the engine loads and unloads adapters while it runs."""
+        return engine_traits(self.settings.engine).takes_adapters == "while running"
+
+    @property
     def is_warming(self) -> bool:
         """Whether the worker waits for the orchestrator to load adapters before it becomes ready."""
         return self._warming is not None
@@ -162,9 +169,21 @@ class WorkerAgent:
         adapters = len(self.inventory.slots.registered)
         log.info("ready", engine=client.url, engine_boot_id=engine_boot_id, adapters=adapters)
 
+    async def adapters_at_start(self) -> dict[str, Path]:
+        """Install the adapters of `preload_loras` for an engine that starts with them: engine name -> folder.
+
+        An adapter at fault is logged and left out.
+        """
+        return {adapter.engine_name: Path(adapter.path) for adapter in await self._loader.install_preloads()}
+
     async def _load_wanted_adapters(self) -> None:
-        """Load the adapters from before a restart and `preload_loras`; a new worker then waits until it is warm."""
+        """Load the adapters from before a restart and `preload_loras`; a new worker then waits until it is warm.
+
+        An engine that takes adapters at its start alone has them already.
+        """
         await self._loader.adopt_engine_list()
+        if not self._takes_loads:
+            return
         await self._loader.restore()
         is_new = not self.inventory.slots.registered
         await self._loader.preload()
@@ -291,6 +310,12 @@ class WorkerAgent:
             raise EngineError("not_ready", f"this worker is {self.state}{reason}; try again soon", retry_after_s=5)
         if refusal := self.inventory.kv_connector.refusal:
             raise EngineError("adapters_refused", f"this worker takes no adapters: {refusal}; load on another one")
+        if not self._takes_loads and not self.inventory.has_loaded(request.lora_id, request.digest):
+            raise EngineError(
+                "adapters_refused",
+                f"{self.settings.engine} takes adapters at its start alone: add {request.lora_id!r} to preload_loras"
+                " and restart this worker, or load on another one",
+            )
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)

@@ -267,6 +267,12 @@ class Inventory:
             (adapter for adapter in self.loaded_adapters() if evict in {adapter.engine_name, adapter.lora_id}), None
         )
 
+    def has_loaded(self, lora_id: str, digest: str | None) -> bool:
+        """Whether the engine has the adapter loaded, with this digest; None: any."""
+        return any(
+            adapter.lora_id == lora_id and digest in {None, adapter.digest} for adapter in self.loaded_adapters()
+        )
+
     def no_free_slot_error(self) -> EngineError:
         """The error of a load for which no slot is free."""
         # Routers pass it on to tenants, so it names no adapter: they may belong to other tenants.

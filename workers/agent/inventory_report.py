@@ -9,6 +9,7 @@ from statistics import median
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
 from workers.config import WorkerSettings
+from workers.engines.kinds import engine_traits
 from workers.storage.cache import AdapterCache
 from workers.storage.local_adapters import LocalAdapters
 from workers.wire import AvailableLora, LoadedLora, LoraCapacity, LoraInfo
@@ -37,13 +38,19 @@ class InventoryReport:
         self._clock = clock
         self._summary_cache: tuple[tuple[int, int], tuple[int, str]] = ((-1, -1), (0, ""))
 
+    @property
+    def _takes_loads(self) -> bool:
+        """Whether the engine loads adapters while it runs, and its KV connector allows them."""
+        takes_adapters = engine_traits(self._settings.engine).takes_adapters
+        return takes_adapters == "while running" and not self._inventory.kv_connector.refusal
+
     def info(self) -> LoraInfo:
         """The adapters' part of /metadata: limits, adapters on disk and in the engine, free slots."""
         settings, refusal = self._settings, self._inventory.kv_connector.refusal
         count, digest = self._available_summary()
         listed_at = self._inventory.listed_at
         return LoraInfo(
-            enabled=not refusal,
+            enabled=self._takes_loads,
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
             max_lora_rank=settings.max_lora_rank,
@@ -58,12 +65,12 @@ class InventoryReport:
         )
 
     def capacity(self) -> LoraCapacity:
-        """The engine's slots, and this disk's free bytes. A worker that takes no adapters has no available slot."""
+        """The engine's slots, and this disk's free bytes. A worker that takes no loads has no available slot."""
         settings, slots = self._settings, self._inventory.slots
         return LoraCapacity(
             max_loras=settings.max_loras,
             loaded_count=len(slots.registered),
-            available_slots=0 if self._inventory.kv_connector.refusal else slots.free,
+            available_slots=slots.free if self._takes_loads else 0,
             device_slots=settings.max_loras,
             host_slots=settings.max_cpu_loras,
             ghosts=slots.ghosts,

@@ -16,8 +16,9 @@ from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.operations import AgentOperations
 from workers.config import WorkerSettings
-from workers.core.errors import AgentRequestError, EngineError, SourceError
+from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
 from workers.engines.base import EngineClient
+from workers.engines.kinds import refusal_at_start
 from workers.metrics import WorkerMetrics
 from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
@@ -236,6 +237,25 @@ class Loader:
                 if not await self._is_adapters_fault(exc):
                     raise
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
+
+    async def install_preloads(self) -> list[InstalledAdapter]:
+        """Install the adapters of `preload_loras` without loading them; an adapter's fault is logged and recorded."""
+        installed = []
+        for lora_id in self._settings.preload_loras:
+            request = LoadRequest(lora_id=lora_id)
+            try:
+                async with self._lock(lora_id):
+                    with self._inventory.recording_failure(request):
+                        adapter = await self._installer.install(request)
+                        if refusal := await asyncio.to_thread(
+                            refusal_at_start, self._settings.engine, Path(adapter.path)
+                        ):
+                            message = f"load {adapter.engine_name}: {refusal}; see docs/engines.md"
+                            raise EngineError("adapter_refused", message)
+                        installed.append(adapter)
+            except WorkerError as exc:
+                log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
+        return installed
 
     async def _is_adapters_fault(self, exc: EngineError) -> bool:
         """Whether a failed load is the adapter's fault: a refusal, or a timeout of an otherwise healthy engine.

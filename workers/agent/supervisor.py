@@ -23,7 +23,7 @@ from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.restarts import RestartBackoff
 from workers.engines.base import EngineClient
-from workers.engines.kinds import engine_client
+from workers.engines.kinds import engine_client, engine_traits
 from workers.engines.launch import kv_events_config, launch_command
 from workers.engines.process import Echo, EngineProcess, is_listening, is_port_taken
 from workers.wire import Transport
@@ -143,19 +143,22 @@ class Supervisor:
             self._release_port()
             raise EngineError("engine_start_failed", message)
         _make_private_folder(self._settings.ipc_dir)
-        start = launch_command(self._settings, port=self._port, topic=topic, own_command=self._own_command)
+        traits = engine_traits(self._settings.engine)
+        adapters = await self._agent.adapters_at_start() if traits.takes_adapters == "at its start" else {}
+        start = launch_command(
+            self._settings, port=self._port, topic=topic, own_command=self._own_command, adapters=adapters
+        )
         self._process = await EngineProcess.start(start, state_dir=self._settings.state, echo=self._echo)
         client = engine_client(self._settings.engine, self._engine_url())
         stack.push_async_callback(client.aclose)
         await self._wait_until_healthy(client)
-        kv = kv_events_config(self._settings, topic)
         transport = Transport(
-            engine_url=self._settings.engine_advertise_url or client.url,
-            dialect=client.traits.dialect,
-            kv_events=(str(kv["endpoint"]),),
-            kv_replay=(str(kv["replay_endpoint"]),),
-            kv_topic=topic,
+            engine_url=self._settings.engine_advertise_url or client.url, dialect=traits.dialect, kv_topic=topic
         )
+        if traits.publishes_kv_events:
+            kv = kv_events_config(self._settings, topic)
+            sockets = {"kv_events": (str(kv["endpoint"]),), "kv_replay": (str(kv["replay_endpoint"]),)}
+            transport = transport.model_copy(update=sockets)
         # If the process dies while adapters are loaded, fail at once, not after a timeout.
         await self._run_unless_exited(self._agent.attach_engine(client, engine_boot_id=boot_id, transport=transport))
         return client

@@ -20,12 +20,12 @@ class EngineTraits:
     takes_adapters: Literal["while running", "with a request", "at its start"] = "while running"
     loads_at_once: int = 1
     """Concurrent loads while the engine serves no requests; more than one only if measured to be faster."""
+    publishes_kv_events: bool = True
 
 
-# Engines that no agent can load adapters into (docs/engines.md).
-STATIC_ENGINES: Mapping[str, EngineTraits] = {
+# Engines that no agent can drive (docs/engines.md).
+UNSUPPORTED_ENGINES: Mapping[str, EngineTraits] = {
     "llama.cpp": EngineTraits("llama.cpp", keeps_ghosts=False, takes_adapters="at its start"),
-    "sgl-jax": EngineTraits("sgl-jax", keeps_ghosts=False, takes_adapters="at its start"),
     "tgi": EngineTraits("tgi", keeps_ghosts=False, takes_adapters="at its start"),
     "lorax": EngineTraits("lorax", keeps_ghosts=False, takes_adapters="with a request"),
     "tensorrt-llm": EngineTraits("tensorrt-llm", keeps_ghosts=False, takes_adapters="with a request"),

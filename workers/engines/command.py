@@ -35,6 +35,9 @@ def settings_from_command(
         arguments.check_engine_arguments(words, settings.engine, environment)
     except EngineArgumentsError as exc:
         raise CommandError(str(exc)) from exc
+    if settings.preload_loras and arguments.has_flag(words, "--lora-paths"):
+        message = "the engine's command has --lora-paths, and preload_loras names adapters: give only one"
+        raise CommandError(message)
     flags = {name: flag for flag, name in arguments.SETTING_OF_FLAG[settings.engine].items()}
     changes: dict[str, Any] = {}
     for name, value in arguments.settings_in_arguments(words, settings.engine).items():
@@ -47,7 +50,11 @@ def settings_from_command(
             )
         changes[name] = value
         log.info("taken from the engine's command", setting=name, value=value)
-    if settings.engine != "sglang" and _has_ranks(words) and value_of(words, "--api-server-count") is None:
+    if (
+        settings.engine not in {"sglang", "sgl-jax"}
+        and _has_ranks(words)
+        and value_of(words, "--api-server-count") is None
+    ):
         # The default is the number of ranks, with which vLLM refuses to load adapters at run time.
         log.info("added to the engine's command", flag="--api-server-count 1")
         changes["engine_args"] = (*settings.engine_args, "--api-server-count", "1")

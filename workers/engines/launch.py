@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -17,10 +18,11 @@ MODULES = {
     "vllm": "vllm.entrypoints.openai.api_server",
     "sim": "workers.engines.sim",
     "sglang": "sglang.launch_server",
+    "sgl-jax": "sgl_jax.launch_server",
 }
 log = structlog.get_logger()
 
-_Flags = list[tuple[str, str | None]]
+_Flags = list[tuple[str, str | list[str] | None]]
 
 # Settings for vLLM 0.32 on a CPU with few cores; not set on a GPU.
 _CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -33,8 +35,8 @@ _SGLANG_ENVIRONMENT = {"DO_NOT_TRACK": "1"}
 # Measures GPU seconds in prefill, for the prefill rate. Only on a GPU: on a CPU SGLang 0.5.23 crashes with it.
 _SGLANG_GPU_ENVIRONMENT = {"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
 _SGLANG_CPU = "SGLANG_USE_CPU_ENGINE"  # without it SGLang looks for a GPU (srt/platforms/__init__.py)
-# Other names of our flags in a user's command (SGLang 0.5.23 server_args.py).
-_ALIASES = {"--model-path": ("--model-path", "--model")}
+# Other names of our flags in a user's command (SGLang 0.5.23 and sgl-jax server_args.py).
+_ALIASES = {"--model-path": ("--model-path", "--model"), "--tp-size": ("--tp-size", "--tensor-parallel-size")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,18 @@ class LaunchCommand:
 
 
 def launch_command(
-    settings: WorkerSettings, *, port: int, topic: str, own_command: Sequence[str] = ()
+    settings: WorkerSettings,
+    *,
+    port: int,
+    topic: str,
+    own_command: Sequence[str] = (),
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> LaunchCommand:
     """The command that starts the engine: `own_command` or `python -m ...`, with the flags that it lacks.
 
     Flags added to `own_command` are logged.
+
+    adapters  engine name -> folder, for an engine that takes adapters at its start alone
     """
     is_cpu = settings.engine == "vllm" and is_cpu_build(settings)
     base = tuple(own_command) or (sys.executable, "-P", "-m", MODULES[settings.engine])
@@ -59,6 +68,9 @@ def launch_command(
         on_cpu = is_sglang_on_cpu(settings)
         flags = _sglang_flags(settings, port=port, topic=topic, is_cpu=on_cpu)
         environment = _SGLANG_ENVIRONMENT | ({_SGLANG_CPU: "1"} if on_cpu else _SGLANG_GPU_ENVIRONMENT)
+    elif settings.engine == "sgl-jax":
+        flags = _sgl_jax_flags(settings, port=port, adapters=adapters)
+        environment = dict(_SGLANG_ENVIRONMENT)
     else:
         flags = _vllm_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
         environment = dict(_VLLM_ENVIRONMENT)
@@ -67,7 +79,7 @@ def launch_command(
         if not any(has_flag(base, name) for name in _ALIASES.get(flag, (flag,))) and not (
             flag == "--model" and "serve" in base
         ):
-            added += [flag] if value is None else [flag, value]
+            added += [flag, *([value] if isinstance(value, str) else value or ())]
     if own_command:
         log.info("added to the engine's command", flags=" ".join(added))
     command += added
@@ -165,6 +177,40 @@ def _sglang_flags(settings: WorkerSettings, *, port: int, topic: str, is_cpu: bo
         ("--enable-metrics", None),
         ("--enable-cache-report", None),
         ("--kv-events-config", json.dumps(kv_events_config(settings, topic), separators=(",", ":"))),
+        *((flag, str(value)) for flag, value in optional if value is not None),
+    ]
+
+
+def _sgl_jax_flags(settings: WorkerSettings, *, port: int, adapters: Mapping[str, Path]) -> _Flags:
+    """sgl-jax's flags (srt/server_args.py).
+
+    --max-loras-per-batch counts the base model, too, and is the most adapters that it takes at all, plus one.
+    """
+    block_size = settings.block_size or _SGLANG_BLOCK_SIZE
+    blocks = settings.num_gpu_blocks_override
+    is_cpu = settings.device_profile == "cpu"
+    optional: list[tuple[str, object]] = [
+        ("--context-length", settings.max_model_len),
+        ("--max-total-tokens", blocks * block_size if blocks else None),
+        ("--device", "cpu" if is_cpu else None),
+    ]
+    loras: _Flags = [
+        ("--enable-lora", None),
+        ("--lora-paths", [f"{name}={folder}" for name, folder in adapters.items()]),
+        ("--max-loras-per-batch", str(settings.max_loras + 1)),
+        ("--max-lora-rank", str(settings.max_lora_rank)),
+        ("--lora-target-modules", "all"),
+    ]
+    return [
+        ("--model-path", settings.model),
+        ("--served-model-name", settings.model_name),
+        ("--host", settings.engine_host),
+        ("--port", str(port)),
+        ("--page-size", str(block_size)),
+        ("--max-running-requests", str(settings.max_num_seqs)),
+        ("--chunked-prefill-size", str(settings.max_num_batched_tokens)),
+        ("--enable-cache-report", None),
+        *(loras if adapters else []),
         *((flag, str(value)) for flag, value in optional if value is not None),
     ]
 

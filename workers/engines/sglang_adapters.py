@@ -1,7 +1,8 @@
-"""Adapters that pass the agent's checks but that SGLang 0.5.23 does not serve correctly.
+"""Adapters that pass the agent's checks but that SGLang 0.5.23 or sgl-jax does not serve correctly.
 
 SGLang loads most of them with 200. Then the first request kills it, or is answered with wrongly scaled weights
-(lora/lora.py LoRAAdapter, lora/mem_pool.py load_lora_weight_to_buffer).
+(lora/lora.py LoRAAdapter, lora/mem_pool.py load_lora_weight_to_buffer). sgl-jax scales in the same way (its
+lora/lora.py) and does not fuse modules.
 """
 
 import json
@@ -23,38 +24,60 @@ def sglang_refusal(folder: Path, base: Path | None) -> str:
 
     base  the base model's folder, or None
     """
+    if (read := _read_adapter(folder)) is None:
+        return ""
+    config, ranks = read
+    return (
+        _scaling_refusal(config, "SGLang")
+        or _rank_refusal(config, ranks, "SGLang")
+        or _fused_module_refusal(ranks, _gate_test(base))
+    )
+
+
+def sgl_jax_refusal(folder: Path) -> str:
+    """Why sgl-jax must not start with the adapter, or "". Reads as `sglang_refusal` does."""
+    if (read := _read_adapter(folder)) is None:
+        return ""
+    config, ranks = read
+    return _scaling_refusal(config, "sgl-jax") or _rank_refusal(config, ranks, "sgl-jax")
+
+
+def _read_adapter(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, int]] | None:
+    """The adapter's config, and the rank of each module by its tensor header; None for unreadable files."""
     try:
         config = json.loads((folder / CONFIG_NAME).read_bytes())
         tensors = read_tensors(folder / WEIGHTS_NAME)
     except (OSError, ValueError, SourceError):
-        return ""
+        return None
     if not isinstance(config, dict):
-        return ""
+        return None
     ranks = {
         name.removeprefix(_PREFIX).removesuffix(suffix): tensor.shape[0]
         for name, tensor in tensors.items()
         for suffix in _A
         if name.endswith(suffix) and tensor.shape
     }
-    return _scaling_refusal(config) or _rank_refusal(config, ranks) or _fused_module_refusal(ranks, _gate_test(base))
+    return config, ranks
 
 
-def _scaling_refusal(config: Mapping[str, Any]) -> str:
-    """A refusal of configs whose scale is not lora_alpha / r, as SGLang always uses that; or ""."""
+def _scaling_refusal(config: Mapping[str, Any], engine: str) -> str:
+    """A refusal of configs whose scale is not lora_alpha / r, as these engines always use that; or ""."""
     if config.get("use_rslora") and config.get("r") != 1:
-        return "use_rslora: SGLang scales by lora_alpha / r all the same; accepted is lora_alpha times sqrt(r) instead"
+        return (
+            f"use_rslora: {engine} scales by lora_alpha / r all the same; accepted is lora_alpha times sqrt(r) instead"
+        )
     alphas = config.get("alpha_pattern") or {}
     if isinstance(alphas, dict) and any(alpha != config.get("lora_alpha") for alpha in alphas.values()):
-        return "alpha_pattern: SGLang scales every module by lora_alpha / r; accepted is one lora_alpha"
+        return f"alpha_pattern: {engine} scales every module by lora_alpha / r; accepted is one lora_alpha"
     return ""
 
 
-def _rank_refusal(config: Mapping[str, Any], ranks: Mapping[str, int]) -> str:
+def _rank_refusal(config: Mapping[str, Any], ranks: Mapping[str, int], engine: str) -> str:
     """Why an adapter with more than one rank is refused; "" if all its modules have the config's `r`."""
     other = next((module for module, rank in ranks.items() if rank != config.get("r")), None)
     if other is None:
         return ""
-    message = f"module {other} has rank {ranks[other]}, r is {config.get('r')!r}: SGLang crashes with it"
+    message = f"module {other} has rank {ranks[other]}, r is {config.get('r')!r}: {engine} expects that everywhere"
     return f"{message}; accepted is one rank"
 
 

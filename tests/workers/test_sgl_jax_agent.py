@@ -1,0 +1,188 @@
+"""A real agent with sgl-jax's stub, started by the agent or attached: its adapters are those of its start."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from lorafleet.local.tiny_model import make_adapter
+from orchestrator.app import build as build_orchestrator
+from orchestrator.config import OrchestratorSettings
+from router.app import build as build_router
+from router.config import RouterSettings
+from tests.engines import start_engine
+from tests.patience import patience, until
+from tests.serving import client_of, serving
+from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
+from workers.config import AgentTimers
+
+pytestmark = pytest.mark.fleet
+
+ROOT = Path(__file__).parents[2]
+STUB = ("--", sys.executable, "-P", "-m", "tests.sgl_jax_stub")
+SQL, LEGAL, EXTRA = "sql-expert/v1", "legal/v2", "extra/v1"
+FLAGS = ("--engine", "sgl-jax", "--max-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
+PRELOAD = ("--preload-loras", f'["{SQL}", "{LEGAL}"]')
+
+
+@pytest.fixture(autouse=True)
+def stub_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+@pytest.fixture
+def worker(agent_model, agent_adapters, tmp_path) -> RunningWorker:
+    return RunningWorker(agent_model, agent_adapters, tmp_path, *FLAGS)
+
+
+async def engine_info(client: httpx.AsyncClient) -> dict[str, Any]:
+    """The arguments of the worker's engine."""
+    url = (await metadata_of(client)).transport.engine_url
+    async with client_of(url) as engine:
+        return (await engine.get("/get_server_info")).json()
+
+
+async def test_engine_starts_with_the_preloaded_adapters_under_their_digests(worker):
+    async with worker.inside(*PRELOAD, *STUB, "--tp-size", "2") as client:
+        metadata, info = await metadata_of(client), await engine_info(client)
+        names = {each.engine_name: each for each in metadata.lora.loaded_loras}
+        assert {each.lora_id for each in names.values()} == {SQL, LEGAL}
+        assert all(each.engine_name == f"{each.lora_id}@{each.digest[:12]}" for each in names.values())
+        paths = {ref["lora_name"]: Path(ref["lora_path"]) for ref in info["lora_paths"]}
+        assert {name: path.name for name, path in paths.items()} == {n: each.digest for n, each in names.items()}
+        assert (info["max_loras_per_batch"], info["max_lora_rank"], info["tp_size"]) == (4, 16, 2)
+        assert (metadata.transport.dialect, metadata.transport.kv_events) == ("sgl-jax", ())
+        assert (metadata.lora.enabled, metadata.lora.capacity.available_slots) == (False, 0)
+
+
+async def test_nothing_is_loaded_or_unloaded_while_the_engine_runs(worker):
+    async with worker.inside(*PRELOAD, *STUB) as client:
+        assert (await post(client, "load_lora", lora_id=SQL)).status_code == 200
+        refused = await post(client, "load_lora", lora_id=EXTRA)
+        assert (refused.status_code, code(refused)) == (409, "adapters_refused")
+        assert "preload_loras" in refused.text
+        refused = await post(client, "unload_lora", lora_id=SQL)
+        assert (refused.status_code, code(refused)) == (409, "adapters_refused")
+        assert await loaded(client) == {SQL, LEGAL}
+
+
+async def test_killed_engine_restarts_with_the_same_adapters_and_another_boot_id(worker):
+    async with worker.inside(*PRELOAD, *STUB) as client:
+        before = await metadata_of(client)
+        os.kill(worker.engine_pid, 9)
+
+        async def is_another() -> bool:
+            now = await metadata_of(client)
+            return now.engine_boot_id != before.engine_boot_id and now.state == "ready"
+
+        await until(is_another)
+        assert await loaded(client) == {SQL, LEGAL}
+
+
+async def test_preloaded_adapter_at_fault_is_left_out_and_shown(agent_model, tmp_path):
+    """The engine would not start with a missing one, and would serve the other with the wrong scale."""
+    make_adapter(tmp_path, SQL)
+    config = make_adapter(tmp_path, "scaled/v1") / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_rslora": True}))
+    worker = RunningWorker(agent_model, tmp_path, tmp_path, *FLAGS)
+    async with worker.inside("--preload-loras", f'["{SQL}", "nowhere/v1", "scaled/v1"]', *STUB) as client:
+        assert await loaded(client) == {SQL}
+        failed = {
+            each.lora_id: each.error for each in (await metadata_of(client)).lora.loaded_loras if each.state == "failed"
+        }
+        assert failed.keys() == {"nowhere/v1", "scaled/v1"}
+        assert "sgl-jax scales by lora_alpha / r" in failed["scaled/v1"]
+
+
+async def test_attached_engine_is_served_with_the_names_of_its_own_command(worker, agent_model, agent_adapters):
+    flags = ("--lora-paths", f"mine={agent_adapters / SQL}")
+    first = start_engine("sgl-jax", agent_model, flags=flags)
+    try:
+        async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
+            before = await metadata_of(client)
+            assert before.transport.dialect == "sgl-jax"
+            assert await loaded(client) == {"mine"}
+            first.process.kill()
+            await asyncio.to_thread(first.process.wait)
+            port = urlsplit(first.url).port
+            second = await asyncio.to_thread(start_engine, "sgl-jax", agent_model, flags=flags, port=port)
+            try:
+
+                async def is_another() -> bool:
+                    now = await metadata_of(client)
+                    return now.engine_boot_id != before.engine_boot_id and now.state == "ready"
+
+                await until(is_another)
+            finally:
+                second.stop()
+    finally:
+        first.stop()
+
+
+@asynccontextmanager
+async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, ...]]:
+    """Clients of a router and an orchestrator with this worker, which has two adapters."""
+    settings = OrchestratorSettings(store=folder / "store.db", settle_s=0.2)
+    async with (
+        serving(build_orchestrator(settings).app) as url,
+        client_of(url, timeout=patience(30)) as operator,
+        worker.inside("--orchestrator-url", url, *PRELOAD, *STUB),
+    ):
+        app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
+        async with serving(app, http=app.state.http) as router, client_of(router, timeout=patience(30)) as client:
+            assert await parts.discovery.changes.until(
+                lambda: any(each.residents for each in parts.discovery.fleet.replicas.values()),
+                timeout_s=patience(20),
+            )
+            yield client, operator
+
+
+async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_the_base_model(
+    worker, agent_adapters, tmp_path
+):
+    async with through_a_fleet(worker, tmp_path) as (client, operator):
+        for lora_id in (SQL, LEGAL):
+            spec = {"lora_id": lora_id, "source": str(agent_adapters / lora_id)}
+            (await operator.post("/v1/adapters", json=spec)).raise_for_status()
+
+        async def is_ready() -> bool:
+            items = (await operator.get("/v1/adapters")).json()["data"]
+            return {each["state"] for each in items} == {"ready"}
+
+        await until(is_ready)
+
+        async def text(**body: Any) -> str:
+            answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 8, **body})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == body["model"]
+            return answer.json()["choices"][0]["text"]
+
+        base, sql, legal = [await text(model=model) for model in ("tiny-qwen", SQL, LEGAL)]
+        assert len({base, sql, legal}) == 3
+        # SGLang's native form, which sgl-jax's own clients use.
+        native = {"text": ["Once"] * 3, "lora_path": [None, SQL, LEGAL], "sampling_params": {"max_new_tokens": 8}}
+        answer = await client.post("/generate", json=native)
+        assert [each["text"] for each in answer.json()] == [base, sql, legal]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+        assert (await client.post("/v1/chat/completions", json={"model": "tiny-qwen", **chat})).status_code == 200
+        for stream in (False, True):
+            refused = await client.post("/v1/chat/completions", json={"model": SQL, "stream": stream, **chat})
+            assert (refused.status_code, code(refused)) == (400, "invalid_request_body")
+            assert "runs no adapter at /v1/chat/completions; there is /v1/completions" in refused.text
+        (await operator.delete(f"/v1/adapters/{SQL}")).raise_for_status()
+        assert (await operator.get(f"/v1/adapters/{SQL}")).json()["state"] == "deleting"
+
+        async def is_gone() -> bool:
+            gone = {"model": SQL, "prompt": "Once", "max_tokens": 8}
+            return (await client.post("/v1/completions", json=gone)).status_code == 404
+
+        await until(is_gone)
+        assert await text(model=LEGAL) == legal
