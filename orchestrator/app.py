@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +20,7 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kube.client import KubeClient, connect
 from lorafleet.kube.discovery import SliceWatch
-from lorafleet.service.auth import ApiKeys, body_permission, refuse_open_server
+from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
 from lorafleet.service.openapi import change_document
@@ -211,7 +212,7 @@ def build(
     # The outermost middleware, so that forwarded requests are checked too.
     app.add_middleware(
         JsonBodyMiddleware,
-        may_send=body_permission(keys, "load", "register"),
+        may_send=partial(check_route_scopes, app),
         most_values=_MOST_VALUES,
         larger=_LARGER_BODIES,
     )

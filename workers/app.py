@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from lorafleet.http_server.guard import guard
 from lorafleet.http_server.serve import bind, serve
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.service import logs
-from lorafleet.service.auth import ApiKeys, body_permission, refuse_open_server
+from lorafleet.service.auth import ApiKeys, check_route_scopes, refuse_open_server
 from lorafleet.service.files import make_folder, write_atomically
 from lorafleet.service.http import JsonBodyMiddleware, add_routes, install_error_handlers
 from lorafleet.service.loops import forever
@@ -177,7 +178,7 @@ def build(
     requests = RequestLog("worker", settings.access_log)
     add_routes(app, build_router(agent, keys, metrics_need_key=settings.metrics_need_key))
     install_error_handlers(app, WorkerError)
-    app.add_middleware(JsonBodyMiddleware, may_send=body_permission(keys, "load", "drain"), most_values=_MOST_VALUES)
+    app.add_middleware(JsonBodyMiddleware, may_send=partial(check_route_scopes, app), most_values=_MOST_VALUES)
     guard(app, keys, allow_open=settings.allow_open, requests=requests)
     return WorkerService(app, agent, requests)
 

@@ -9,16 +9,19 @@ import hashlib
 import ipaddress
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import structlog
-from fastapi import Depends, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.params import Depends as Depended
 from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Scope
 
 from lorafleet.service import yamls
 from lorafleet.service.files import Stamp, stamp_of
@@ -199,23 +202,34 @@ class ApiKeys:
         self._trouble = trouble
 
 
-def requires(keys: ApiKeys, scope: str) -> Callable[[Request], Awaitable[Caller]]:
-    """A FastAPI dependency that returns the caller and sets `request.state.caller`.
+class ScopeCheck:
+    """A FastAPI dependency that returns the caller and sets `request.state.caller`. `requires` makes one."""
 
-    It raises HttpError: 401 without a known key, 403 without the scope.
-    """
+    def __init__(self, keys: ApiKeys, scope: str) -> None:
+        self._keys = keys
+        self.scope = scope
 
-    async def caller(request: Request) -> Caller:
+    async def __call__(self, request: Request) -> Caller:
         """The request's caller, kept in `request.state`; raises HttpError without a valid key or the scope."""
-        found = keys.caller(request.headers.get("authorization"))
-        check_scope(found, scope)
-        request.state.caller = found
+        request.state.caller = found = self.check(request)
+        return found
+
+    def check(self, request: Request) -> Caller:
+        """The request's caller, noted for its line in the log. Raises HttpError without a valid key or the scope."""
+        found = self._keys.caller(request.headers.get("authorization"))
         notes = request.scope.get(NOTES)
         if isinstance(notes, RequestNotes):
             notes.key, notes.tenant = found.key_id, found.tenant or ""
+        check_scope(found, self.scope)
         return found
 
-    return caller
+
+def requires(keys: ApiKeys, scope: str) -> ScopeCheck:
+    """A FastAPI dependency that returns the caller.
+
+    It raises HttpError: 401 without a known key, 403 without the scope.
+    """
+    return ScopeCheck(keys, scope)
 
 
 def metrics_dependencies(keys: ApiKeys, *, need_key: bool) -> list[Depended]:
@@ -240,19 +254,26 @@ class AuthFirstRoute(APIRoute):
         return check_and_answer
 
 
-def body_permission(keys: ApiKeys, *scopes: str) -> Callable[[str | None], None]:
-    """A check of an `Authorization` header that raises HttpError unless its key has one of these scopes."""
+def check_route_scopes(app: FastAPI, scope: Scope) -> bool:
+    """Run the scope checks of the route that takes this request; False: none takes it. Raises HttpError.
 
-    def check(authorization: str | None) -> None:
-        """Raises HttpError unless the header's key has one of the scopes."""
-        caller = keys.caller(authorization)
-        if not any(map(caller.may, scopes)):
-            wanted, scopes_held = " or ".join(map(repr, scopes)), ", ".join(sorted(caller.scopes))
-            raise HttpError(
-                403, "scope_missing", f"a body is taken from keys with scope {wanted}; yours has: {scopes_held}"
-            )
+    So a body need not be read, nor a request forwarded, for a key that its route will refuse.
+    """
+    for route in app.routes:
+        if route.matches(scope)[0] is Match.FULL:
+            request = Request(scope)
+            for check in _scope_checks(route.dependant) if isinstance(route, APIRoute) else ():
+                check.check(request)
+            return True
+    return False
 
-    return check
+
+def _scope_checks(dependant: Dependant) -> Iterator[ScopeCheck]:
+    """The scope checks among a route's dependencies, also those of its parameters."""
+    for each in dependant.dependencies:
+        if isinstance(each.call, ScopeCheck):
+            yield each.call
+        yield from _scope_checks(each)
 
 
 def check_scope(caller: Caller, scope: str) -> None:

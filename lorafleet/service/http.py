@@ -147,13 +147,13 @@ class JsonBodyMiddleware:
         self,
         app: ASGIApp,
         *,
-        may_send: Callable[[str | None], None] = lambda _: None,
+        may_send: Callable[[Scope], bool],
         most_values: int,
         larger: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """
-        may_send     raises HttpError for an `Authorization` header whose body must not be read: parsing 16 MiB of JSON
-                     blocks a process for seconds
+        may_send     raises HttpError for a caller whose body must not be read: parsing 16 MiB of JSON blocks a process
+                     for seconds. False: no route takes the request, and the app says so without its body
         most_values  limit for strings, objects, lists and commas in a body
         larger       path -> another such limit
         """
@@ -173,9 +173,12 @@ class JsonBodyMiddleware:
             return
         if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
             try:
-                self._may_send(headers.get("authorization"))
+                is_taken = self._may_send(scope)
             except HttpError as exc:
                 await error_response(exc)(scope, receive, send)
+                return
+            if not is_taken:
+                await self._app(scope, receive, send)
                 return
         parts, is_more = [], True
         while is_more:

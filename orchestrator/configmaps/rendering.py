@@ -42,7 +42,7 @@ from orchestrator.configmaps.tables import (
     workers_data,
 )
 from orchestrator.configmaps.writer import DesiredObject, WriteKey
-from orchestrator.core.errors import StateConflict
+from orchestrator.core.errors import OrchestratorUnavailable, StateConflict
 from orchestrator.core.rollout import Rollout
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 
@@ -165,9 +165,11 @@ class ObjectRendering:
         return DesiredObject(name, None, uid) if found is not None and uid_of(found) == uid else None
 
     def render(self, key: WriteKey) -> DesiredObject | None:
-        """The object to write for this key; None: unchanged. Raises StateConflict after a change by others.
+        """The object to write for this key; None: unchanged.
 
         For tombstones and remembered adapters it calls `on_state` first.
+
+        raises  StateConflict after a change by others, OrchestratorUnavailable after the end of our term
         """
         match key.table:
             case "adapters":
@@ -206,12 +208,14 @@ class ObjectRendering:
         return DesiredObject(name, {**found, "data": data(known)})
 
     def _render_counters(self) -> DesiredObject | None:
-        """The object of the counters. Raises StateConflict if another process has taken our epoch."""
+        """The object of the counters. Raises OrchestratorUnavailable if another process has taken our epoch."""
         wish = self._render_state("counters", lambda _: counters_data(self.tables) | {"writer": self.term_mark})
         known = self.mirror.objects.get(wish.name)
         epoch, writer = counters_in_object(known).get("epoch", 0), ((known or {}).get("data") or {}).get("writer")
         if writer != self.term_mark and epoch >= self.tables.counters.get("epoch", 0) > 0:
-            raise StateConflict(f"another process has written epoch {epoch}, so we do not lead", code="not_leading")
+            raise OrchestratorUnavailable(
+                f"another process has written epoch {epoch}, so we do not lead", code="not_leading"
+            )
         return wish
 
     def _render_adapter(self, lora_id: str) -> DesiredObject | None:

@@ -15,6 +15,9 @@ OrchestratorError
 └── StoreError               the store cannot be used; the process refuses to start and leaves the file unchanged
 """
 
+# Retry-After of an error that ends with the next leader, where no lease's times are at hand: a guess.
+NOT_LEADING_RETRY_S = 1.0
+
 
 class OrchestratorError(Exception):
     """The root. `status` and `code` are what a REST caller sees."""
@@ -85,11 +88,13 @@ class InvalidAdapter(OrchestratorError):
 class LeaseLost(OrchestratorError):
     status = 503
     code = "not_leading"
+    retry_after_s = NOT_LEADING_RETRY_S
 
 
 class LeaseUnreachable(OrchestratorError):
     status = 503
     code = "lease_unreachable"
+    retry_after_s = NOT_LEADING_RETRY_S
 
 
 class StoreError(OrchestratorError):

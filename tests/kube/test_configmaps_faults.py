@@ -8,7 +8,7 @@ import pytest
 
 from lorafleet.kube.errors import KubeError
 from orchestrator.configmaps.objects import adapter_object_name, alias_object_name
-from orchestrator.core.errors import OrchestratorUnavailable, StateConflict, StoreError
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.wire import AdapterSpec
 from tests.patience import patience, until
@@ -331,7 +331,7 @@ async def test_when_two_raise_the_epoch_at_once_only_one_leads(instances):
     a.store.raise_epoch(0)
     await a.store.wait_durable()
     b.store.raise_epoch(0)
-    with pytest.raises(StateConflict, match="another process has written epoch 1, so we do not lead"):
+    with pytest.raises(OrchestratorUnavailable, match="another process has written epoch 1, so we do not lead"):
         await b.store.wait_durable()
     assert (await instances.lead()).store.epoch == 2
 

@@ -101,8 +101,8 @@ def test_preflighted_requests_are_trusted_if_configured(more, passes):
 
 
 @contextlib.asynccontextmanager
-async def orchestrator(tmp_path):
-    whole = build(OrchestratorSettings(store=tmp_path / "store.db"))
+async def orchestrator(tmp_path, **more):
+    whole = build(OrchestratorSettings(store=tmp_path / "store.db", **more))
     whole.leadership.lead_until(math.inf)
     try:
         yield whole.app
@@ -112,9 +112,9 @@ async def orchestrator(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def agent(tmp_path):
+async def agent(tmp_path, **more):
     folders = {"state_dir": tmp_path / "state", "cache_dir": tmp_path / "cache"}
-    yield build_worker(WorkerSettings(engine_url="http://127.0.0.1:1", **folders), port=0).app
+    yield build_worker(WorkerSettings(engine_url="http://127.0.0.1:1", **folders, **more), port=0).app
 
 
 @pytest.mark.parametrize("service", [orchestrator, agent])

@@ -1,17 +1,21 @@
 """The lease protocol, the file lease, and competing orchestrators."""
 
+import ast
 import asyncio
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.errors import LeaseUnreachable, StoreError
+import orchestrator
+from lorafleet.service.http import error_response
+from orchestrator.core.errors import LeaseLost, LeaseUnreachable, OrchestratorUnavailable, StoreError
 from orchestrator.core.lease import LeaseCandidate, LeaseRecord
 from orchestrator.leadership.file_lease import FileLease
 from orchestrator.leadership.leadership import Leadership
@@ -405,3 +409,22 @@ async def test_only_a_killed_holder_is_known_to_be_gone(tmp_path):
     assert await me.write(LeaseRecord(holder="me", url="", duration_s=5.0), None)
     assert sorted(tmp_path.iterdir()) == [path, path.with_name("lease.me")]
     me.close()
+
+
+@pytest.mark.parametrize("error", [LeaseLost("x"), LeaseUnreachable("x"), OrchestratorUnavailable("x")])
+def test_every_error_that_ends_with_the_next_leader_says_when_to_come_back(error):
+    answer = error_response(error)
+    assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
+
+
+def is_code(keyword: ast.keyword) -> bool:
+    return keyword.arg == "code" and getattr(keyword.value, "value", "") == "not_leading"
+
+
+def test_not_leading_is_never_said_without_retry_after():
+    """Of another class than these the answer would have another status, or no Retry-After."""
+    trees = [ast.parse(file.read_text()) for file in Path(orchestrator.__file__).parent.rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    said = [ast.unparse(call.func) for call in calls if any(is_code(each) for each in call.keywords)]
+    assert said
+    assert set(said) == {"OrchestratorUnavailable"}

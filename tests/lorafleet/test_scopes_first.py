@@ -1,0 +1,71 @@
+"""A key without a route's scope is refused before anything of its body is read, at all three services."""
+
+import contextlib
+import json
+
+import pytest
+from fastapi.routing import APIRoute
+
+from lorafleet.service.auth import SCOPES, Caller, ScopeCheck, hash_key
+from router.app import build
+from router.config import RouterSettings
+from tests.lorafleet.test_cross_site import agent, orchestrator
+
+
+@contextlib.asynccontextmanager
+async def router(_folder, **more):
+    yield build(RouterSettings(**more))[0]
+
+
+def wanted_scopes(route) -> list[str]:
+    found, pending = [], list(route.dependant.dependencies)
+    while pending:
+        each = pending.pop()
+        pending += each.dependencies
+        found += [each.call.scope] if isinstance(each.call, ScopeCheck) else []
+    return found
+
+
+class BodyRead(Exception):
+    """The app has asked for the body."""
+
+
+async def response_to(app, method, path, key) -> tuple[int, str]:
+    """(status, code) of the answer to a request whose body nobody may read."""
+    sent = []
+
+    async def receive():
+        raise BodyRead
+
+    async def send(message):
+        sent.append(message)
+
+    fields = {"content-type": "application/json", "content-length": "16000000", "host": "localhost"}
+    headers = [(name.encode(), value.encode()) for name, value in {**fields, "authorization": f"Bearer {key}"}.items()]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    await app({**scope, "headers": headers, "client": None, "server": None}, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]
+
+
+@pytest.mark.parametrize("service", [orchestrator, agent, router])
+async def test_a_body_of_a_key_without_the_scope_is_never_read(service, tmp_path):
+    path = tmp_path / "keys.yaml"
+    entries = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
+    path.write_text(json.dumps({"keys": entries}))
+    tried = 0
+    async with service(tmp_path, key_files=(path,)) as app:
+        for route in app.routes:
+            methods = route.methods & {"POST", "PUT", "PATCH", "DELETE"} if isinstance(route, APIRoute) else set()
+            called = route.path.replace("{", "").replace("}", "") if methods else ""
+            for wanted in wanted_scopes(route) if methods else []:
+                for scope in SCOPES:
+                    if not Caller(None, frozenset({scope})).may(wanted):
+                        found = await response_to(
+                            app, min(methods), route.path.replace("{", "").replace("}", ""), scope
+                        )
+                        assert found == (403, "scope_missing"), (route.path, scope)
+                        tried += 1
+                found = await response_to(app, min(methods), called, "nobody's")
+                assert found == (401, "invalid_api_key"), route.path
+        assert tried > 3
+        assert (await response_to(app, "POST", "/v1/nowhere", "admin"))[0] == 404
