@@ -38,6 +38,7 @@ from orchestrator.configmaps.events import KubeEvents
 from orchestrator.configmaps.failure_statuses import FailureStatuses
 from orchestrator.core.demand import DemandBook
 from orchestrator.core.errors import OrchestratorError
+from orchestrator.intent.record_file import RecordFile
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.file_lease import FileLease, Lease
 from orchestrator.leadership.forward import LeaderForwarding
@@ -46,6 +47,7 @@ from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.reconcile.agent_client import AgentClient
 from orchestrator.reconcile.catalog import CatalogBook
+from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.kube_workers import KubeWorkerFinder
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.reconcile.standby import StandbyFollower
@@ -57,7 +59,7 @@ log = structlog.get_logger()
 # JSON values in a body. Parsing so many blocks the event loop for a tenth of a second.
 _MOST_VALUES = 200_000
 # A router's report of a hundred thousand (worker, adapter), 25 values each.
-_LARGER_BODIES = {"/v1/usage": 3_000_000}
+_LARGER_BODIES = {"/v1/usage": 3_000_000, "/v1/import": 1_000_000}
 _FIRST_LIST_S = 2.0  # a single orchestrator leads from its first response; an absent API server blocks no start
 
 
@@ -156,8 +158,8 @@ def build(
             await configmaps.wait_until_listed(_FIRST_LIST_S)
         await leadership.start()
         follow = forever(standby.sync_workers, name="standby", every_s=settings.heartbeat_interval_s)
-        loops += [asyncio.create_task(work) for work in (leadership.run(), reconciler.run(), follow)]
-        loops.append(asyncio.create_task(agentless.run(reconciler.monitor.record_heartbeat)))
+        works = (leadership.run(), reconciler.run(), follow, agentless.run(reconciler.monitor.record_heartbeat))
+        loops += [*map(asyncio.create_task, works), *_record_loops(settings, store, leadership)]
         loops += [asyncio.create_task(finder.run())] if finder is not None else []
         try:
             yield
@@ -189,6 +191,7 @@ def build(
             keys=keys,
             registry=registry,
             reconciler=reconciler,
+            relay=_file_relay(settings, client, reports, agents),
             metrics=metrics,
             is_stopping=lambda: service.is_stopping,
             clock=clock,
@@ -218,6 +221,36 @@ def build(
     )
     guard(app, keys, allow_open=settings.allow_open, requests=service.requests)
     return service
+
+
+def _file_relay(
+    settings: OrchestratorSettings, client: httpx.AsyncClient, reports: WorkerReports, agents: AgentClient
+) -> FileRelay:
+    """The relay of adapter files, with the keys for our agents and for other fleets."""
+    return FileRelay(
+        client,
+        reports,
+        own_key=agents.own_key,
+        peers=settings.peer_fleets,
+        peer_key=OwnKey("", settings.peer_token_file),
+        probe_timeout_s=settings.probe_timeout_s,
+    )
+
+
+def _record_loops(
+    settings: OrchestratorSettings, store: IntentStore, leadership: Leadership
+) -> "list[asyncio.Task[object]]":
+    """The running loop that writes the readable record while we lead; none without such a file."""
+    if settings.record_path is None:
+        return []
+    record = RecordFile(settings.record_path, store)
+
+    async def write_record() -> None:
+        """Write the record if it has changed. Only the leader knows the newest."""
+        if leadership.is_leading:
+            await record.write_if_changed()
+
+    return [asyncio.create_task(forever(write_record, name="record", every_s=1.0))]
 
 
 def _agentless_workers(settings: OrchestratorSettings, finder: KubeWorkerFinder | None) -> list[AgentlessWorker]:

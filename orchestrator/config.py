@@ -37,6 +37,19 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         gt=0,
         description="with backend configmaps: time after which a write that the API server does not accept is given up",
     )
+    record: Path | None = Field(
+        default=None,
+        description="JSON file with a readable copy of the stored intent, written within a second of each change;"
+        " default: beside `store`, as <store>.record.json; with backend configmaps none",
+    )
+    peer_fleets: tuple[Url, ...] = Field(
+        default=(),
+        description="URLs of other fleets' orchestrators that adapters' files may be fetched from by digest",
+    )
+    peer_token_file: Path | None = Field(
+        default=None,
+        description="file with the key for them, of scope `export` there; re-read when it changes",
+    )
     engine_slots: int = Field(
         default=0,
         ge=0,
@@ -106,6 +119,13 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         if not all(root.is_absolute() for root in self.engine_roots):
             raise ValueError(f"engine_roots: {', '.join(map(str, self.engine_roots))} must be absolute paths")
         return self
+
+    @property
+    def record_path(self) -> Path | None:
+        """Where the readable copy of the stored intent is; None without one."""
+        if self.record is not None or self.backend == "configmaps":
+            return self.record
+        return self.store.with_name(f"{self.store.name}.record.json")
 
     @model_validator(mode="after")
     def _lease_times_fit(self) -> Self:

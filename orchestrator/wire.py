@@ -497,7 +497,8 @@ class Plan(_OrchestratorModel):
 class OrphanItem(_OrchestratorModel):
     """An adapter that workers hold and that is not registered with this digest.
 
-    problem  why it cannot be adopted
+    problem     why it cannot be adopted
+    is_foreign  another client loaded it into the engine; `digest` is that of its files, as the worker has read them
     """
 
     lora_id: str
@@ -509,6 +510,7 @@ class OrphanItem(_OrchestratorModel):
     source: str
     workers: tuple[str, ...]
     problem: str | None = None
+    is_foreign: bool = False
 
 
 class OrphanList(_OrchestratorModel):
@@ -525,6 +527,84 @@ class AdoptRequest(_PersonWrittenModel):
     tenants: Tenants = Field(
         default=(), description="tenants that may use them, besides operators and servers without keys; null: everyone"
     )
+
+
+# -- the record: export, import, sync ------------------------------------------------------------------------
+
+
+class RecordedAdapter(_OrchestratorModel):
+    """An adapter in a fleet's record. `source`: the immutable reference that workers fetch from there."""
+
+    lora_id: LoraId
+    source: str = Field(min_length=1, max_length=2000)
+    base_model: str | None = None
+    digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    rank: int | None = None
+    size_bytes: int | None = None
+    policy: AdapterPolicy = AdapterPolicy()
+    tenants: Tenants = None
+    secret_ref: Secret = None
+
+
+class RecordedAlias(_OrchestratorModel):
+    """An alias in a fleet's record."""
+
+    name: LoraId
+    targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
+
+
+class FleetRecord(_OrchestratorModel):
+    """`GET /v1/export`: a fleet's intent as one document. `revision`: of the fleet that wrote it.
+
+    policy  null: the document has no policy
+    """
+
+    adapters: tuple[RecordedAdapter, ...] = Field(default=(), max_length=20_000)
+    aliases: tuple[RecordedAlias, ...] = Field(default=(), max_length=20_000)
+    policy: Policy | None = None
+    revision: int = 0
+    wire: int = WIRE
+
+
+RecordPart = Literal["adapters", "aliases", "policy"]
+
+
+class ImportRequest(_PersonWrittenModel):
+    """`POST /v1/import`."""
+
+    record: FleetRecord
+    from_fleet: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        max_length=300,
+        description="the other fleet's orchestrator, whose workers have the files by digest; null: each by its source",
+    )
+    keep_sources: bool = Field(
+        default=False, description="with from_fleet: fetch hf, s3, gs, az and https sources from there all the same"
+    )
+    parts: tuple[RecordPart, ...] = Field(default=("adapters", "aliases", "policy"), min_length=1)
+    prune: bool = Field(default=False, description="delete adapters and aliases that the record does not have")
+
+
+class RecordChange(_OrchestratorModel):
+    """One difference between this fleet and a record.
+
+    fields  field -> [here, in the record]
+    reason  why it is removed, or why it is blocked: then nothing is changed
+    """
+
+    subject: Literal["adapter", "alias", "policy"]
+    name: str
+    change: Literal["add", "change", "remove", "blocked"]
+    fields: dict[str, list[Any]] = {}
+    reason: str = ""
+
+
+class ImportAnswer(_OrchestratorModel):
+    """The differences, in order; none: this fleet meets the record. `is_done`: false for a dry run."""
+
+    changes: tuple[RecordChange, ...]
+    is_done: bool = False
 
 
 # -- workers -------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.params import Depends as Depended
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from lorafleet.service.auth import ApiKeys, Caller, check_scope, metrics_dependencies, requires
 from lorafleet.service.http import add_routes
@@ -15,6 +16,7 @@ from workers.agent.agent import WorkerAgent
 from workers.core.errors import AgentRequestError, EngineError
 from workers.storage.verify import model_folder
 from workers.wire import (
+    AdapterFiles,
     AvailableLora,
     AvailableLoras,
     ClaimRequest,
@@ -35,6 +37,7 @@ from workers.wire import (
 _MSGPACK = "application/vnd.msgpack"
 EPOCH_HEADER = "x-lorafleet-epoch"
 _MOST_LISTED = 10_000
+Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
 _EPOCH_DIGITS = 15  # exact in every JSON parser and database
 
 
@@ -145,7 +148,8 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
-        lora = await agent.load(body)
+        # A digest grants no access: only the leader, which knows what was verified, may have it stand for the source.
+        lora = await agent.load(body if epoch is not None else body.model_copy(update={"from_fleet": False}))
         message = f"{lora.lora_id} is loaded as {lora.engine_name}"
         return LoadAnswer(**lora.model_dump(), message=message)
 
@@ -166,6 +170,17 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         """Fetch, verify and install an adapter without loading it into the engine. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=False)
         return await agent.inspect(body)
+
+    @api.get("/v1/files/{digest}", dependencies=operator)
+    async def files(digest: Digest) -> AdapterFiles:
+        """The files of a verified adapter on this worker's disk."""
+        return await agent.adapter_files(digest)
+
+    @api.get("/v1/files/{digest}/{name}", dependencies=operator, response_class=FileResponse)
+    async def file(digest: Digest, name: str) -> FileResponse:
+        """One file of a verified adapter; takes ranges. Its ETag is the digest, the same on every worker."""
+        path = await agent.adapter_file(digest, name)
+        return FileResponse(path, media_type="application/octet-stream", headers={"etag": f'"{digest}"'})
 
     @api.get("/v1/admin/source", dependencies=operator, status_code=204, response_class=Response)
     async def source(source: str) -> Response:

@@ -45,6 +45,7 @@ from workers.engines.kv_connector import connector_from_command
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
+from workers.sources.fleet import FLEET_SCHEMES, FleetSource
 from workers.sources.guard import GuardedTransport
 from workers.sources.hub import HubSource
 from workers.sources.local import LocalSource
@@ -103,6 +104,8 @@ def build(
     rules = rules_of(settings)
     cache_folder = cache_folder_of(settings)
     sources = sources_of(settings, rng)
+    fleet = FleetSource(limits_of(settings, rng), orchestrator_urls=settings.orchestrator_urls, own_key=own)
+    sources |= dict.fromkeys(FLEET_SCHEMES, fleet)
     downloader = _downloader_of(settings, sources["hf"], cache_folder.folder)
     if downloader is not None:
         sources[PLUGIN_SCHEME] = PluginSource(downloader, limits_of(settings, rng))
@@ -131,6 +134,7 @@ def build(
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
         connector=connector,
         timers=timers,
+        fleet=fleet if settings.orchestrator_urls else None,
     )
     echo = logs.unlogged_output("lines of the engine's output").write_bytes if settings.engine_output else None
     supervisor = Supervisor(settings, agent, own_command=own_command, echo=echo, rng=rng)
@@ -151,6 +155,7 @@ def build(
                 asyncio.create_task(_repeat("scrape", agent.engine.scrape, settings.scrape_s, metrics)),
                 asyncio.create_task(_repeat("tidy", agent.sweep, settings.tidy_s, metrics)),
                 asyncio.create_task(_repeat("look", agent.reconcile, settings.scan_s, metrics)),
+                asyncio.create_task(_repeat("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
             ]
             heartbeats = HeartbeatSender(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
             if heartbeats is not None:

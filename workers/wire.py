@@ -92,7 +92,11 @@ class AvailableLora(_WorkerMessage):
 
 
 class LoadedLora(_WorkerMessage):
-    """An adapter that is loaded, being loaded, or failed to load (see `error`)."""
+    """An adapter that is loaded, being loaded, or failed to load (see `error`).
+
+    files_digest  of an adapter that another client loaded: digest of the files at its path. `digest` is empty then,
+                  because the engine may have read other bytes
+    """
 
     lora_id: str
     digest: str
@@ -110,6 +114,7 @@ class LoadedLora(_WorkerMessage):
     request_count: int = 0
     load_seconds: float | None = None
     error: str | None = None
+    files_digest: str = ""
 
 
 class LoraCapacity(_WorkerMessage):
@@ -210,6 +215,7 @@ class LoadRequest(_WorkerMessage):
     """`POST /v1/admin/load_lora`.
 
     evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
+    from_fleet  if the source fails, fetch the files of `digest` from the fleet's other workers: needs an epoch
     secret  name/key of the credential for the source, a file below this worker's `secrets_dir`
     """
 
@@ -220,14 +226,19 @@ class LoadRequest(_WorkerMessage):
     digest: str | None = None
     secret: str | None = None
     evict: str | None = None
+    from_fleet: bool = False
     wire: int = WIRE
 
 
 class UnloadRequest(_WorkerMessage):
-    """`POST /v1/admin/unload_lora`. Without a digest all versions of the adapter are unloaded."""
+    """`POST /v1/admin/unload_lora`. Without a digest all versions of the adapter are unloaded.
+
+    engine_name  of an adapter that another client loaded: then only that one is unloaded
+    """
 
     lora_id: str
     digest: str | None = None
+    engine_name: str | None = None
     wire: int = WIRE
 
 
@@ -340,6 +351,21 @@ class AgentEvent(_WorkerMessage):
     source: str | None = None
     done_bytes: int | None = None
     total_bytes: int | None = None
+
+
+class AdapterFile(_WorkerMessage):
+    """One file of an adapter."""
+
+    name: str
+    size_bytes: int = Field(ge=0)
+
+
+class AdapterFiles(_WorkerMessage):
+    """`GET /v1/files/{digest}`: the files of a verified adapter. Each is at `/v1/files/{digest}/{name}`."""
+
+    digest: str
+    files: Annotated[tuple[AdapterFile, ...], FailFast()]
+    wire: int = WIRE
 
 
 class ModelFiles(_WorkerMessage):

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lorafleet.cli import adapters as adapter_commands
-from lorafleet.cli import decisions, plan, rollout
+from lorafleet.cli import decisions, plan, record, rollout
 from lorafleet.cli import workers as worker_commands
 from lorafleet.cli.context import FleetAddress
 from lorafleet.service.failure import CommandFailed
@@ -180,7 +180,7 @@ def keys_new(
     scopes: Annotated[
         str,
         typer.Option(
-            help="comma-separated: infer, load, register, drain, metrics, admin; a tenant's key has infer alone"
+            help="comma-separated: infer, load, register, drain, metrics, export, admin; a tenant's key has infer alone"
         ),
     ] = "infer",
     note: Annotated[str, typer.Option(help="a comment in the file")] = "",
@@ -218,7 +218,7 @@ for name, group in (
     ("keys", keys_app),
 ):
     app.add_typer(group, name=name)
-for commands in (worker_commands.app, decisions.app, plan.app):
+for commands in (worker_commands.app, decisions.app, plan.app, record.app):
     app.add_typer(commands)
 
 

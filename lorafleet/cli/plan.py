@@ -70,7 +70,7 @@ def plan(  # noqa: PLR0917  (Typer passes by name)
 
 @orphans_app.command("list")
 def orphans_list(context: typer.Context) -> None:
-    """List adapters on workers that are not registered, as after a lost, replaced or restored store.
+    """List adapters on workers that are not registered: another client loaded them, or the store was lost or restored.
 
     Example: lorafleet orphans list
     """
@@ -91,7 +91,10 @@ def orphans_adopt(
     ] = None,
     everyone: Annotated[bool, typer.Option("--everyone", help="every tenant may")] = False,
 ) -> None:
-    """Register orphans under their own names; nothing is loaded or unloaded.
+    """Register orphans under their own names, for the whole fleet.
+
+    Those that another client loaded into an engine are loaded again, under the fleet's engine name, and then unloaded
+    under the old one. All others stay where they are.
 
     Their tenants were lost with the store: without --tenant or --everyone no tenant may use them. In a fleet without
     keys everyone may.

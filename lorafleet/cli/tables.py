@@ -157,10 +157,40 @@ def plan_lines(answer: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_SHOWN = 60
+_DIGEST_DIGITS = 64
+
+
+def record_changes(changes: Iterable[Mapping[str, Any]]) -> Table:
+    """What an import changes, one row each, with the values here and in the record."""
+    return table(
+        ["change", "subject", "name", "here", "there", "reason"],
+        [
+            (
+                change["change"],
+                change["subject"],
+                change["name"],
+                ", ".join(f"{name}={_short(here)}" for name, (here, _) in change["fields"].items()),
+                ", ".join(f"{name}={_short(there)}" for name, (_, there) in change["fields"].items()),
+                change["reason"],
+            )
+            for change in changes
+        ],
+    )
+
+
+def _short(value: Any) -> str:
+    """A value as text of at most 60 characters; a digest by its first 12, as everywhere."""
+    text = "-" if value is None else str(value)
+    if len(text) == _DIGEST_DIGITS and text.isalnum():
+        return text[:12]
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
 def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
     """A table of unregistered adapters on workers, one row each, with the problem of those that cannot be adopted."""
     return table(
-        ["lora_id", "digest", "workers", "base model", "rank", "source", "cannot be adopted because"],
+        ["lora_id", "digest", "workers", "base model", "rank", "source", "loaded by", "cannot be adopted because"],
         [
             (
                 item["lora_id"],
@@ -169,6 +199,7 @@ def orphans(items: Iterable[Mapping[str, Any]]) -> Table:
                 item["base_model"],
                 item["rank"],
                 item["source"],
+                "another client" if item["is_foreign"] else "the fleet",
                 item["problem"],
             )
             for item in items

@@ -37,6 +37,7 @@ _SATISFIED_BY = {
     "register": frozenset({"register", "admin"}),
     "drain": frozenset({"drain", "admin"}),
     "metrics": frozenset({"metrics", "admin"}),
+    "export": frozenset({"export", "admin"}),
     "admin": frozenset({"admin"}),
 }
 SCOPES = tuple(_SATISFIED_BY)

@@ -17,12 +17,14 @@ from orchestrator.api.health import health_routes
 from orchestrator.api.history import history_routes
 from orchestrator.api.placements import placement_routes
 from orchestrator.api.policy import policy_routes
+from orchestrator.api.record import record_routes
 from orchestrator.api.rollouts import rollout_routes
 from orchestrator.api.routers import router_routes
 from orchestrator.api.ui import ui_routes
 from orchestrator.api.views import WireViews
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.metrics import OrchestratorMetrics
+from orchestrator.reconcile.file_relay import FileRelay
 from orchestrator.reconcile.reconciler import Reconciler
 
 
@@ -31,6 +33,7 @@ def build_router(
     keys: ApiKeys,
     registry: AdapterRegistry,
     reconciler: Reconciler,
+    relay: FileRelay,
     metrics: OrchestratorMetrics,
     is_stopping: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
@@ -54,6 +57,7 @@ def build_router(
         history_routes(keys, reconciler.store),
         heartbeat_routes(keys, reconciler),
         fleet_routes(keys, registry, reconciler, views),
+        record_routes(keys, registry, reconciler, relay),
         placement_routes(keys, registry, reconciler, views, clock),
     )
     return api

@@ -58,6 +58,19 @@ _ORPHAN = {
     "source": "file:///srv/adapters/sql-expert/v1",
     "workers": ["w0"],
 }
+_RECORD = {
+    "adapters": [
+        {
+            "lora_id": "sql-expert/v1",
+            "source": "file:///srv/adapters/sql-expert/v1",
+            "base_model": "tiny-qwen",
+            "digest": _DIGEST,
+            "rank": 16,
+        }
+    ],
+    "aliases": [{"name": "sql-expert", "targets": [{"lora_id": "sql-expert/v1"}]}],
+    "revision": 1794900000000,
+}
 _TALLY = {"requests": 400, "errors": 1, "error_rate": 0.0025, "first_tokens": 399, "mean_first_token_s": 0.21}
 _METADATA = {
     "instance_id": "w0",
@@ -166,6 +179,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "RolloutPatch": {"paused": True},
     "RolloutSpec": {"to": "sql-expert/v2", "steps": [{"weight": 0.05, "for_s": 300}, {"weight": 1.0}]},
+    "FleetRecord": _RECORD,
+    "ImportRequest": {"record": _RECORD, "from_fleet": "https://orchestrator.eu.example", "parts": ["adapters"]},
+    "ImportAnswer": {
+        "changes": [
+            {"subject": "adapter", "name": "sql-expert/v1", "change": "add", "fields": {"digest": [None, _DIGEST]}}
+        ],
+        "is_done": True,
+    },
     "Status": {"status": "ready", "epoch": 7, "revision": 1794900000000},
     "UsageAnswer": {"accepted": True, "revision": 1794900000000},
     "UsageReport": {

@@ -96,7 +96,7 @@ def placement_routes(
     @api.get("/v1/orphans")
     async def list_orphans(limit: Limit = 1000, cursor: Cursor = None) -> OrphanList:
         """Adapters that workers hold and that are not registered; they serve no requests and are not removed."""
-        rows = {f"{item.lora_id} {item.digest}": item for item in orphans(reports, store)}
+        rows = {f"{item.lora_id} {item.digest} {item.engine_name}": item for item in orphans(reports, store)}
         page, following = page_after(sorted(rows), limit, cursor)
         return OrphanList(data=tuple(rows[key] for key in page), next=following)
 
@@ -105,12 +105,16 @@ def placement_routes(
         actor: Actor,
         ask: Annotated[AdoptRequest, Body(examples=[{"lora_ids": ["sql-expert/v1"]}])] = AdoptRequest(),  # noqa: B008
     ) -> BatchAnswer:
-        """Register orphans as they are, all or those named, without moving anything; one result each.
+        """Register orphans as they are, all or those named; one result each. Answers once they are stored.
 
-        Answers once they are stored.
+        Only those that another client loaded are loaded again, on as many workers as had them, under the fleet's name.
         """
+        foreign = {item.lora_id: len(item.workers) for item in orphans(reports, store) if item.is_foreign}
         results = adopt(ask, reports, store, registry, actor)
         await reconciler.publish_change(*(("adapters", result.lora_id) for result in results))
+        for lora_id in [each.lora_id for each in results if each.error is None and each.lora_id in foreign]:
+            replicas = reconciler.allowed_replicas(lora_id, foreign[lora_id])
+            reconciler.ensure_replicas(lora_id, replicas, actor)
         return BatchAnswer(data=tuple(results))
 
     return api

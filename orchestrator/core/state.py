@@ -92,7 +92,10 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedAdapter:
-    """An adapter on a worker, as the worker's agent reported it. `since`: when it became ready there."""
+    """An adapter on a worker, as the worker's agent reported it. `since`: when it became ready there.
+
+    is_foreign  another client loaded it: the digest is that of its files, and routers send it nothing
+    """
 
     lora_id: str
     digest: str
@@ -100,10 +103,19 @@ class ReportedAdapter:
     state: str
     location: str = "device"
     since: float = 0.0
+    is_foreign: bool = False
+
+
+def foreign_key(engine_name: str) -> str:
+    """The key, in place of a lora_id, of an adapter that another client loaded. It is never equal to a lora_id."""
+    return engine_name if "@" in engine_name else f"{engine_name}@"
 
 
 def lora_id_of_held(held: ReportedAdapter) -> str:
-    """The lora_id of an adapter on a worker. A second version there is keyed by its engine name, `lora_id@digest12`."""
+    """The lora_id of an adapter on a worker. A second version there is keyed by its engine name, `lora_id@digest12`.
+
+    The key of an adapter that another client loaded is returned as it is, because it is no registered one.
+    """
     return lora_id_of(held.lora_id)
 
 

@@ -1,14 +1,16 @@
 """Orphans: adapters that workers hold and the store does not know. They are kept, listed, and adopted on request.
 
-Orphans remain when a store was lost, restored from a backup, or exchanged for another one.
+Orphans remain when a store was lost, restored from a backup, or exchanged for another one. Others come from clients
+that call an engine's own load route: those are foreign, because the engine has them under a name of the client's.
+An adopted foreign one is registered, loaded under the fleet's engine name, and then unloaded under the old name.
 """
 
 from collections.abc import Iterable, Iterator
 
 from orchestrator.core.errors import NotFound, OrchestratorError, StateConflict
-from orchestrator.core.state import OCCUPYING, RegisteredAdapter
+from orchestrator.core.state import OCCUPYING, RegisteredAdapter, foreign_key
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.reconcile.worker_reports import WorkerReports
+from orchestrator.reconcile.worker_reports import WorkerReports, is_foreign
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import AdoptRequest, BatchResult, OrphanItem, checked_lora_id
 from workers.wire import LoadedLora
@@ -16,6 +18,8 @@ from workers.wire import LoadedLora
 
 def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
     """Whether an adapter on a worker is not registered. One whose registration has no digest yet may be meant."""
+    if is_foreign(lora):
+        return not store.intent.is_deleted(foreign_key(lora.engine_name), _digest_of(lora))
     known = store.adapters.get(lora.lora_id)
     if known is not None:
         return known.digest is not None and known.digest != lora.digest
@@ -24,22 +28,26 @@ def is_orphan(lora: LoadedLora, store: IntentStore) -> bool:
 
 def orphans(reports: WorkerReports, store: IntentStore) -> list[OrphanItem]:
     """All orphans, by lora_id and digest, each with the workers that hold it."""
-    found: dict[tuple[str, str], list[tuple[str, LoadedLora]]] = {}
+    found: dict[tuple[str, str, bool], list[tuple[str, LoadedLora]]] = {}
     for worker_id, entry in sorted(reports.workers.items()):
         if entry.reach != "lost":
             for lora in entry.report.lora.loaded_loras:
                 if lora.state in OCCUPYING and is_orphan(lora, store):
-                    found.setdefault((lora.lora_id, lora.digest), []).append((worker_id, lora))
-    digests: dict[str, int] = {}
-    for lora_id, _ in found:
-        digests[lora_id] = digests.get(lora_id, 0) + 1
-    return [_orphan_item(copies, digests[lora_id], store) for (lora_id, _), copies in sorted(found.items())]
+                    key = lora.lora_id, _digest_of(lora), is_foreign(lora)
+                    found.setdefault(key, []).append((worker_id, lora))
+    digests: dict[str, set[str]] = {}
+    for lora_id, digest, _ in found:
+        digests.setdefault(lora_id, set()).add(digest)
+    return [_orphan_item(copies, len(digests[key[0]]), store) for key, copies in sorted(found.items())]
 
 
 def adopt(
     ask: AdoptRequest, reports: WorkerReports, store: IntentStore, registry: AdapterRegistry, actor: str
 ) -> list[BatchResult]:
-    """Register orphans under their own lora_ids, without loading or unloading anything; one result each."""
+    """Register orphans under their own lora_ids; one result each. Those that are ours already are not moved.
+
+    Copies that other clients loaded are to leave the engines when the adapter is ready under its own engine name.
+    """
     present = orphans(reports, store)
     wanted = present if ask.lora_ids is None else [item for item in present if item.lora_id in set(ask.lora_ids)]
     with store.together():
@@ -52,18 +60,16 @@ def _adopt_one(item: OrphanItem, tenants: tuple[str, ...] | None, registry: Adap
     try:
         if item.problem is not None:
             raise StateConflict(item.problem, code="not_adoptable")
-        registry.adopt(
-            RegisteredAdapter(
-                lora_id=item.lora_id,
-                source=item.source,
-                base_model=item.base_model,
-                digest=item.digest,
-                rank=item.rank,
-                size_bytes=item.size_bytes,
-                tenants=None if tenants is None else tuple(sorted(set(tenants))),
-            ),
-            actor,
+        adapter = RegisteredAdapter(
+            lora_id=item.lora_id,
+            source=item.source,
+            base_model=item.base_model or None,
+            digest=item.digest or None,
+            rank=item.rank or None,
+            size_bytes=item.size_bytes,
+            tenants=None if tenants is None else tuple(sorted(set(tenants))),
         )
+        registry.adopt(adapter, actor, replaces=item.engine_name if item.is_foreign else None)
     except OrchestratorError as exc:
         return BatchResult(lora_id=item.lora_id, status=exc.status, code=exc.code, error=str(exc))
     return BatchResult(lora_id=item.lora_id, status=201)
@@ -82,28 +88,40 @@ def _orphan_item(copies: list[tuple[str, LoadedLora]], versions: int, store: Int
     lora = next((lora for _, lora in copies if lora.source), copies[0][1])
     return OrphanItem(
         lora_id=lora.lora_id,
-        digest=lora.digest,
+        digest=_digest_of(lora),
         engine_name=lora.engine_name,
         base_model=lora.base_model,
         rank=lora.rank,
         size_bytes=lora.size_bytes or None,
         source=lora.source,
         workers=tuple(worker_id for worker_id, _ in copies),
+        is_foreign=is_foreign(lora),
         problem=_problem(lora, versions, store),
     )
 
 
 def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
     """Why the orphan cannot be registered as it is; None when it can."""
-    known = store.adapters.get(lora.lora_id)
+    known, digest = store.adapters.get(lora.lora_id), _digest_of(lora)
+    if known is not None and is_foreign(lora) and known.digest == digest and not known.is_deleting:
+        return None  # the same bytes under another engine name
     if known is not None:
-        return f"{lora.lora_id!r} is registered with digest {known.digest}; this is {lora.digest or 'unknown'}"
+        return f"{lora.lora_id!r} is registered with digest {known.digest}; this is {digest or 'unknown'}"
     if versions > 1:
         return f"workers hold {versions} digests of {lora.lora_id!r}; register the one that is meant"
-    if not lora.digest or not lora.source or not lora.base_model:
+    if is_foreign(lora) and lora.error:
+        return f"another client loaded it, and its worker cannot read its files: {lora.error}"
+    if is_foreign(lora) and lora.source.startswith("hf://"):
+        pass  # inspected once it is registered
+    elif not digest or not lora.source or not lora.base_model:
         return "the worker does not say which source, digest and base model it has; register it by hand"
     try:
         checked_lora_id(lora.lora_id)
     except ValueError as exc:
         return str(exc)
     return None
+
+
+def _digest_of(lora: LoadedLora) -> str:
+    """The digest of the adapter, or of the files of one that another client loaded; "" while it is not known."""
+    return lora.digest or lora.files_digest

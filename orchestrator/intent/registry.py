@@ -21,7 +21,7 @@ from orchestrator.core.errors import (
     StateConflict,
 )
 from orchestrator.core.source_rules import secret_part, without_secrets
-from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
+from orchestrator.core.state import PlacementPolicy, RegisteredAdapter, foreign_key
 from orchestrator.reconcile.rollouts import RolloutController
 from orchestrator.reconcile.worker_reports import WorkerReports
 from orchestrator.store.backend import WorkerIntent
@@ -112,14 +112,21 @@ class AdapterRegistry:
             self._fill_in(known, spec)
             self.patch_adapter(spec.lora_id, whole, actor)
 
-    def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY) -> None:
+    def adopt(self, adapter: RegisteredAdapter, actor: str = NOBODY, *, replaces: str | None = None) -> None:
         """Register an orphan with all that its agent has reported, and record it in the history. Nothing is loaded.
 
         Raises StateConflict for a taken name.
+
+        replaces  engine name under which another client loaded it: that copy leaves the workers, once it can
         """
-        self._require_free(adapter.lora_id, "lora_id")
+        is_registered = replaces is not None and adapter.lora_id in self._store.adapters
+        if not is_registered:
+            self._require_free(adapter.lora_id, "lora_id")
         with self._store.together():
-            self._store.put_adapter(adapter)
+            if replaces is not None:
+                self._store.put_tombstone(foreign_key(replaces), adapter.digest or "")
+            if not is_registered:
+                self._store.put_adapter(adapter)
             kept = ("source", "base_model", "digest", "tenants")
             body = {name: getattr(adapter, name) for name in kept}
             self._store.record("adapter_adopted", adapter.lora_id, body, actor)

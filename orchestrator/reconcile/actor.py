@@ -336,6 +336,7 @@ class ActionRunner:
             digest=adapter.digest,
             secret=adapter.secret,
             evict=evicted,
+            from_fleet=True,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
         lora = await self._agents.load(url, ask, key=_idempotency_key(action), timeout_s=timeout_s)
@@ -362,7 +363,11 @@ class ActionRunner:
         Raises WorkerFailed, InvalidAdapter.
         """
         held, timeout_s = self._reported_adapter(action.lora_id, action.worker_id), self._settings.unload_timeout_s
-        ask = UnloadRequest(lora_id=lora_id_of_held(held), digest=held.digest or None)
+        ask = UnloadRequest(
+            lora_id=held.engine_name if held.is_foreign else lora_id_of_held(held),
+            digest=None if held.is_foreign else held.digest or None,
+            engine_name=held.engine_name if held.is_foreign else None,
+        )
         await self._agents.unload(
             self._agent_url(action.worker_id), ask, key=_idempotency_key(action), timeout_s=timeout_s
         )

@@ -18,6 +18,7 @@ from orchestrator.core.state import (
     Pair,
     ReportedAdapter,
     WorkerDrainOrder,
+    foreign_key,
 )
 from orchestrator.store.backend import WorkerIntent
 from workers.wire import LoadedLora, LoraInfo, Metadata
@@ -280,7 +281,10 @@ class WorkerReports:
         )
 
     def _adapters_on(self, entry: KnownWorker, digests: Callable[[str], str | None]) -> dict[str, ReportedAdapter]:
-        """lora_id -> adapter on the worker. With two digests the unregistered one goes by its engine name."""
+        """lora_id -> adapter on the worker. With two digests the unregistered one goes by its engine name.
+
+        An adapter that another client loaded goes by its `foreign_key`, so that it hides no copy of ours.
+        """
         found: dict[str, ReportedAdapter] = {}
         loras = entry.report.lora.loaded_loras
 
@@ -289,7 +293,10 @@ class WorkerReports:
 
         for lora in sorted(loras, key=order):
             held = self._reported_adapter(entry, lora)
-            if lora.lora_id not in found:
+            if held.is_foreign:
+                key = foreign_key(lora.engine_name)
+                found[key] = replace(held, lora_id=key)
+            elif lora.lora_id not in found:
                 found[lora.lora_id] = held
             elif lora.state in OCCUPYING:
                 found[lora.engine_name] = replace(held, lora_id=lora.engine_name)
@@ -300,11 +307,12 @@ class WorkerReports:
         since = entry.ready_since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
         return ReportedAdapter(
             lora_id=lora.lora_id,
-            digest=lora.digest,
+            digest=lora.digest or lora.files_digest,
             engine_name=lora.engine_name,
             state=lora.state,
             location=lora.location,
             since=since,
+            is_foreign=is_foreign(lora),
         )
 
     def _update_ready_since(self, entry: KnownWorker, now: float) -> None:
@@ -363,6 +371,11 @@ def _with_kube_place(report: Metadata, found: DiscoveredWorker | None) -> Metada
     return report.model_copy(update=dict(zip(("zone", "node", "pool"), place, strict=True)))
 
 
+def is_foreign(lora: LoadedLora) -> bool:
+    """Whether another client loaded the adapter: the engine has it under its bare name."""
+    return lora.state in OCCUPYING and not lora.digest and lora.engine_name == lora.lora_id
+
+
 def serving_adapters(entry: KnownWorker) -> tuple[LoadedLora, ...]:
     """The adapters that the worker lists; none if it takes no requests."""
     is_used = entry.reach != "lost" and entry.report.state == "ready" and not entry.is_terminating
@@ -386,7 +399,7 @@ def _occupying_ids(report: Metadata) -> frozenset[str]:
 def _decision_fields(report: Metadata) -> tuple[object, ...]:
     """The fields of a report that can change a decision; load counters are left out."""
     capacity = report.lora.capacity
-    held = frozenset((lora.lora_id, lora.digest, lora.state) for lora in report.lora.loaded_loras)
+    held = frozenset((lora.lora_id, lora.digest, lora.files_digest, lora.state) for lora in report.lora.loaded_loras)
     shape = (capacity.loaded_count + capacity.available_slots, report.lora.max_lora_rank, report.lora.enabled)
     identity = (report.agent_url, report.transport.engine_url, report.engine_boot_id, report.zone, report.node)
     return (report.state, report.is_warming, held, shape, report.lora.refusal, identity, report.model.base_model)

@@ -80,6 +80,13 @@ class FakeAgent:
         }
         return self.loaded[lora_id]
 
+    def put_foreign(self, name, source):
+        """Load an adapter into the engine as another client does; the agent has read its files."""
+        ours = dict(self.loaded)
+        lora = self.put(name, source)
+        self.loaded = ours
+        self.loaded[f"{name}@"] = lora | {"digest": "", "engine_name": name, "files_digest": lora["digest"]}
+
     def operations(self):
         return [(verb, body.get("lora_id")) for verb, body in self.calls]
 
@@ -215,10 +222,11 @@ class FakeAgent:
     async def unload_lora(self, body):
         if self.hold_unloads is not None:
             await self.hold_unloads.wait()
-        held = self.loaded.get(body["lora_id"])
+        key = f"{body['engine_name']}@" if "engine_name" in body else body["lora_id"]
+        held = self.loaded.get(key)
         if held is None or body.get("digest") not in (None, held["digest"]):
             return JSONResponse(envelope(404, "not_loaded", "not here"), 404)
-        del self.loaded[body["lora_id"]]
+        del self.loaded[key]
         return {}
 
     async def drain(self, body):

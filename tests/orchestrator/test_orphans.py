@@ -3,6 +3,7 @@
 import pytest
 
 from orchestrator.store.store import IntentStore
+from tests.orchestrator.doubles import digest_of
 
 
 async def filled(service, count=4):
@@ -122,3 +123,59 @@ async def test_an_orphan_that_cannot_be_adopted_does_not_stop_others(service):
     assert (await service.adapter("fine/v1"))["tenants"] == ["acme"]
     history = (await service.http.get("/v1/history", params={"subject": "fine/v1"})).json()["data"]
     assert [entry["kind"] for entry in history] == ["adapter_adopted"]
+
+
+async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wide_with_one_call(service):
+    one, two = await service.worker("w0"), await service.worker("w1", slots=1)
+    one.put_foreign("mine", "file:///mine")
+    two.put_foreign("mine", "file:///mine")
+    del service.agents["w1"], service.reconciler.reports.workers["w1"]
+    await pass_by(service)
+    assert set(one.loaded) == {"mine@"}, "kept until it is adopted"
+    (orphan,) = (await service.http.get("/v1/orphans")).json()["data"]
+    assert (orphan["lora_id"], orphan["digest"], orphan["problem"]) == ("mine", digest_of("file:///mine"), None)
+    assert (orphan["is_foreign"], orphan["workers"]) == (True, ["w0"])
+
+    adopted = (await service.http.post("/v1/orphans/adopt", json={"tenants": None})).json()["data"]
+    assert [(item["lora_id"], item["status"]) for item in adopted] == [("mine", 201)]
+    assert [item["lora_id"] for item in (await service.catalog())["adapters"]] == ["mine"]
+    await service.settle()
+    await pass_by(service)
+    assert set(one.loaded) == {"mine"}, "loaded under the fleet's name, and then unloaded under the script's"
+    assert (await service.adapter("mine"))["state"] == "ready"
+    assert (await service.http.get("/v1/orphans")).json()["data"] == []
+
+    service.agents["w1"] = two  # it was away when the adapter was adopted
+    await pass_by(service)
+    assert "mine@" not in two.loaded
+    await service.http.delete("/v1/adapters/mine")
+    one.put_foreign("mine", "file:///mine")
+    await pass_by(service)
+    assert (one.loaded, two.loaded) == ({}, {})
+
+
+async def test_a_copy_that_a_script_loaded_hides_no_copy_of_ours_and_takes_its_slot(service):
+    agent = await service.worker("w0", slots=2)
+    await service.register("mine", source="file:///mine")
+    await service.ensure("mine")
+    await service.settle()
+    agent.put_foreign("mine", "file:///other")
+    await pass_by(service)
+    assert (await service.adapter("mine"))["workers"] == ["w0"]
+    assert [verb for verb, _ in agent.operations()] == ["inspect_lora", "load_lora"]
+    refused = (await service.http.post("/v1/orphans/adopt")).json()["data"]
+    assert [(item["status"], item["code"]) for item in refused] == [(409, "not_adoptable")]
+
+
+async def test_adopting_a_copy_of_what_is_registered_already_removes_the_copy_alone(service):
+    agent = await service.worker("w0")
+    await service.register("mine", source="file:///mine")
+    await service.ensure("mine")
+    await service.settle()
+    agent.put_foreign("mine", "file:///mine")
+    await service.beat()
+    adopted = (await service.http.post("/v1/orphans/adopt")).json()["data"]
+    assert [item["status"] for item in adopted] == [201]
+    await pass_by(service)
+    assert set(agent.loaded) == {"mine"}
+    assert (await service.adapter("mine"))["tenants"] is None, "its registration has not changed"

@@ -409,7 +409,7 @@ async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
         assert {
             scope: (await client.get("/metrics", headers={"authorization": f"Bearer {scope}"})).status_code
             for scope in SCOPES
-        } == {"infer": 403, "load": 403, "register": 403, "drain": 403, "metrics": 200, "admin": 200}
+        } == {"infer": 403, "load": 403, "register": 403, "drain": 403, "export": 403, "metrics": 200, "admin": 200}
 
         async def status(key: str, call: str, epoch: str | None = None, **body) -> int:
             headers = {"authorization": f"Bearer {key}"} | ({"x-lorafleet-epoch": epoch} if epoch else {})

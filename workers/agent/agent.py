@@ -19,6 +19,7 @@ from orchestrator.wire import UsageReport
 from workers.agent.adapter_usage import ReportedAdapterUsage
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.event_log import AgentEventLog
+from workers.agent.foreign_reader import ForeignFilesReader
 from workers.agent.installed_adapters import InstalledAdapters
 from workers.agent.installer import Installer
 from workers.agent.inventory import Inventory, timestamp
@@ -30,11 +31,14 @@ from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.metrics import WorkerMetrics
+from workers.sources.base import Source
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.storage.verify import base_model_or_none, model_folder
 from workers.wire import (
+    AdapterFile,
+    AdapterFiles,
     AgentState,
     AvailableLora,
     DrainAnswer,
@@ -66,8 +70,12 @@ class WorkerAgent:
         connector: ConnectorVerdict | None = None,
         timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
+        fleet: Source | None = None,
     ) -> None:
-        """`connector`: the KV connector that the engine's command names; None: ask the engine."""
+        """
+        connector  the KV connector that the engine's command names; None: ask the engine
+        fleet      fetches adapters by digest from the fleet's other workers; None without an orchestrator
+        """
         self._connector = connector
         self.settings = settings
         self.cache = cache
@@ -96,6 +104,7 @@ class WorkerAgent:
             credentials=Credentials(settings.secrets_dir),
             engine_digests=self.engine.digests_in_use,
             base_model_name=lambda: self.engine.model_card().base_model,
+            fleet=fleet,
         )
         self._loader = Loader(
             settings=settings,
@@ -106,6 +115,7 @@ class WorkerAgent:
             metrics=metrics,
             clock=clock,
         )
+        self._foreign_reader = ForeignFilesReader(self.inventory, inspect=self._loader.inspect, clock=clock)
         self.inventory.kv_connector = apply_setting(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False
@@ -328,6 +338,21 @@ class WorkerAgent:
         """
         return await self._loader.unload(request)
 
+    async def adapter_files(self, digest: str) -> AdapterFiles:
+        """The files of a verified adapter on this disk. Raises AgentRequestError `files_not_found`."""
+        sizes = await self.cache.files(digest)
+        if not sizes:
+            raise AgentRequestError("files_not_found", f"digest {digest}: no intact files on this worker's disk")
+        files = tuple(AdapterFile(name=name, size_bytes=size) for name, size in sorted(sizes.items()))
+        return AdapterFiles(digest=digest, files=files)
+
+    async def adapter_file(self, digest: str, name: str) -> Path:
+        """The path of one file of a verified adapter. Raises AgentRequestError `files_not_found`."""
+        files = await self.adapter_files(digest)
+        if name not in {file.name for file in files.files}:
+            raise AgentRequestError("files_not_found", f"digest {digest}: has no file {name[:100]!r}", param="name")
+        return self.cache.path(digest) / name
+
     async def check_source(self, source: str) -> None:
         """Raises SourceError if this worker's settings forbid the source; fetches nothing."""
         await self.cache.check_source(source)
@@ -380,6 +405,11 @@ class WorkerAgent:
         # An engine that takes no adapters gets no requests for them: ignore its list.
         if not self.inventory.kv_connector.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
+
+    async def read_foreign_files(self) -> None:
+        """Read the files of adapters that another client loaded into the engine, so that they can be adopted."""
+        if self.state in {"ready", "draining"}:
+            await self._foreign_reader.read_new()
 
     async def sweep(self) -> None:
         """Save counts, renew leases on wanted adapters, enforce the cache's limit and forget deleted adapters.

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from lorafleet.identity import engine_name
 from orchestrator.wire import checked_lora_id
 from workers.agent.installed_adapters import InstalledAdapter
@@ -14,11 +16,14 @@ from workers.agent.inventory import Inventory
 from workers.core.errors import AgentRequestError, SourceError
 from workers.core.manifest import Manifest, check_rank, is_same_base
 from workers.metrics import WorkerMetrics
-from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Transfer
+from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
+from workers.sources.fleet import own_fleet_reference
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
 from workers.wire import InspectRequest, LoadRequest
+
+log = structlog.get_logger()
 
 
 class Installer:
@@ -34,8 +39,10 @@ class Installer:
         credentials: Credentials,
         engine_digests: Callable[[], Awaitable[frozenset[str]]],
         base_model_name: Callable[[], str],
+        fleet: Source | None = None,
     ) -> None:
         """
+        fleet            fetches by digest from the fleet's other workers; None without an orchestrator
         engine_digests   digests in the engine's own list; raises EngineError if the engine does not answer
         base_model_name  the base model's name in the fleet; "" while it is not known
         """
@@ -47,6 +54,7 @@ class Installer:
         self._credentials = credentials
         self._engine_digests = engine_digests
         self._base_model_name = base_model_name
+        self._fleet = fleet
 
     async def digests_in_use(self) -> frozenset[str]:
         """Digests whose files must stay: wanted by this worker, or in the engine's list, which it asks.
@@ -79,7 +87,12 @@ class Installer:
         self._inventory.show_progress(request.lora_id, request.digest or "", "downloading")
         secret = request.secret or ""
         return await self._fetch_and_install(
-            request.lora_id, source, request.digest, secret=secret, base_model=request.base_model
+            request.lora_id,
+            source,
+            request.digest,
+            secret=secret,
+            base_model=request.base_model,
+            from_fleet=request.from_fleet,
         )
 
     async def inspect(self, request: InspectRequest) -> InstalledAdapter:
@@ -109,6 +122,7 @@ class Installer:
                 pinned=pinned,
                 secret=adapter.secret,
                 base_model=base_model,
+                from_fleet=True,
             )
         return self._cache.path(adapter.digest)
 
@@ -122,10 +136,12 @@ class Installer:
         secret: str,
         base_model: str | None,
         allow_any_rank: bool = False,
+        from_fleet: bool = False,
     ) -> InstalledAdapter:
         """Fetch, verify and install; if the disk is full, delete half of the idle adapters and try once more.
 
         base_model  the adapter's base model by the caller; None: by its own config
+        from_fleet  if the source fails, fetch the files of the digest from the fleet's other workers
         raises      SourceError
         """
         fetch = partial(
@@ -141,6 +157,8 @@ class Installer:
         try:
             return await fetch()
         except SourceError as exc:
+            if from_fleet and digest and self._fleet is not None and _is_about_source(exc):
+                return await self._install_from_fleet(fetch, lora_id, digest, exc)
             if exc.code != "disk_full" or not isinstance(exc.__cause__, OSError):
                 raise
             deleted = await asyncio.to_thread(self._cache.folder.delete_half_of_idle, await self.digests_in_use())
@@ -148,6 +166,18 @@ class Installer:
                 raise
             self._inventory.forget_deleted(deleted)
         return await fetch()
+
+    async def _install_from_fleet(
+        self, fetch: Callable[..., Awaitable[InstalledAdapter]], lora_id: str, digest: str, failed: SourceError
+    ) -> InstalledAdapter:
+        """Install from the fleet's other workers, because the source failed. Raises `failed` if that fails too."""
+        try:
+            adapter = await fetch(is_from_fleet=True)
+        except SourceError as exc:
+            log.info("no other worker has the files either", lora_id=lora_id, digest=digest, error=str(exc))
+            raise failed from exc
+        log.warning("installed from another worker, as the source failed", lora_id=lora_id, error=str(failed))
+        return adapter
 
     async def _fetch_and_install_once(
         self,
@@ -159,6 +189,7 @@ class Installer:
         base_model: str | None,
         *,
         allow_any_rank: bool,
+        is_from_fleet: bool = False,
     ) -> InstalledAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
         loop = asyncio.get_running_loop()
@@ -168,10 +199,13 @@ class Installer:
             loop.call_soon_threadsafe(self._inventory.report_download, lora_id, progress)
 
         transfer = Transfer(on_progress=report_progress)
-        if secret:
+        place, fetcher = pinned, None
+        if is_from_fleet:
+            place, fetcher = own_fleet_reference(digest or ""), self._fleet
+        elif secret:
             transfer.credential = await self._credentials.read(secret, pinned)
         with self._timed("fetch"):
-            async with self._cache.fetch(pinned, transfer) as folder:
+            async with self._cache.fetch(place, transfer, source=fetcher) as folder:
                 with self._timed("verify"):
                     trust_base_model = base_model is not None
                     verified = await self._cache.verify(
@@ -186,7 +220,7 @@ class Installer:
                 with self._timed("install"):
                     self._inventory.forget_deleted(await self._cache.make_room(manifest, self.digests_in_use))
                     path = await self._cache.install(folder, manifest.digest)
-        adapter = _installed_adapter(lora_id, source, transfer.pinned, manifest, path)
+        adapter = _installed_adapter(lora_id, source, pinned if is_from_fleet else transfer.pinned, manifest, path)
         return self._inventory.store_installed(replace(adapter, secret=secret))
 
     def _known_adapter(self, request: LoadRequest) -> InstalledAdapter | None:
@@ -240,6 +274,11 @@ class Installer:
         """Add the duration of the block to the metrics of a stage of a load."""
         with self._metrics.stage_seconds.labels(stage).time():
             yield
+
+
+def _is_about_source(exc: SourceError) -> bool:
+    """Whether other bytes, from another place, may still be right."""
+    return exc.code.startswith("source_") or exc.code in {"digest_mismatch", "adapter_incomplete"}
 
 
 def check_lora_id(lora_id: str) -> None:

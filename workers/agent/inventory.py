@@ -1,7 +1,7 @@
 """What this worker has: installed adapters, the engine's adapter slots, loads in progress, the latest failures."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
 from workers.agent.event_log import AgentEventLog
+from workers.agent.foreign_files import ForeignFiles
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
@@ -35,6 +36,7 @@ class Inventory:
 
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
+    foreign_files  engine name -> files of an adapter that another client loaded, once they were read
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Inventory:
         self._settings = settings
         self._metrics = metrics
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
+        self.foreign_files: dict[str, ForeignFiles] = {}
+        self._listed_paths: Mapping[str, str] = {}
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
 
@@ -80,7 +84,16 @@ class Inventory:
         keeps_ghosts  see EngineTraits
         """
         self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
-        self.listed_at = None
+        self.listed_at, self._listed_paths = None, {}
+
+    def record_paths(self, listed: Mapping[str, str]) -> None:
+        """Record the engine's own list: engine name -> path."""
+        self._listed_paths = dict(listed)
+
+    def foreign_paths(self) -> dict[str, str]:
+        """engine name -> path of the adapters in the engine that no request to this agent loaded."""
+        names = self.slots.registered - {adapter.engine_name for adapter in self.installed.all()}
+        return {name: self._listed_paths.get(name, "") for name in sorted(names)}
 
     def confirm_list(self, at_s: float) -> None:
         """Record that the engine's own list, requested at this time, agrees with this inventory."""
@@ -160,6 +173,13 @@ class Inventory:
         )
         self.mark_changed()
 
+    def mark_foreign_unloaded(self, name: str) -> None:
+        """Record and publish that the engine has unloaded an adapter that another client had loaded."""
+        self.slots = self.slots.after_unload(name)
+        self.foreign_files.pop(name, None)
+        self.events.add("UNLOADED_FROM_DEVICE", engine_name=name)
+        self.mark_changed()
+
     def mark_unwanted(self, adapter: InstalledAdapter) -> None:
         """Store that a restarted engine must not load the adapter again; does not unload it."""
         self.installed.store(replace(self.installed.get(adapter.engine_name) or adapter, is_loaded=False))
@@ -179,13 +199,15 @@ class Inventory:
         self.mark_changed()
 
     def wanted_digests(self) -> frozenset[str]:
-        """Digests whose files must stay: loaded, to be loaded after a restart, or being loaded."""
+        """Digests whose files must stay: loaded (also by another client), to be loaded again, or being loaded."""
         loaded = [
             adapter.digest
             for adapter in self.installed.all()
             if adapter.is_loaded or self.slots.has(adapter.engine_name)
         ]
-        return frozenset((*loaded, *(item.digest for item in self._progress.values() if item.digest)))
+        loading = [item.digest for item in self._progress.values() if item.digest]
+        foreign = [files.digest for name, files in self.foreign_files.items() if files.digest and self.slots.has(name)]
+        return frozenset((*loaded, *loading, *foreign))
 
     def correct_from_list(self, listed: set[str]) -> None:
         """Adjust slots and installed adapters to the engine's own list; logs and publishes differences."""

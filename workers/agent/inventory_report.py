@@ -81,17 +81,32 @@ class InventoryReport:
         """Adapters that are loaded, being loaded, or failed; names that only the engine knows have no digest."""
         loaded = self._inventory.loaded_adapters()
         names = {adapter.engine_name for adapter in loaded}
-        unknown = [
-            LoadedLora(
-                lora_id=name, digest="", engine_name=name, state="ready", location=self._inventory.slots.location(name)
-            )
-            for name in sorted(self._inventory.slots.registered - names)
-        ]
+        unknown = [self._foreign_lora(name) for name in sorted(self._inventory.slots.registered - names)]
         return (
             *map(self.loaded_lora, loaded),
             *unknown,
             *self._inventory.loads_in_progress,
             *self._inventory.failed_loads,
+        )
+
+    def _foreign_lora(self, name: str) -> LoadedLora:
+        """An adapter that another client loaded: its digest is not known, that of the files at its path may be."""
+        lora = LoadedLora(
+            lora_id=name, digest="", engine_name=name, state="ready", location=self._inventory.slots.location(name)
+        )
+        files = self._inventory.foreign_files.get(name)
+        if files is None:
+            return lora
+        return lora.model_copy(
+            update={
+                "path": files.path,
+                "source": files.source,
+                "files_digest": files.digest,
+                "base_model": files.base_model,
+                "rank": files.rank,
+                "size_bytes": files.size_bytes,
+                "error": files.problem or None,
+            }
         )
 
     def available(self) -> Iterator[AvailableLora]:

@@ -99,6 +99,8 @@ class Loader:
         was_loading = await self._operations.cancel(request.lora_id, request.digest)
         async with self._lock(request.lora_id), self._engine.lock:
             client = self._engine.require_client()
+            if request.engine_name and self._inventory.installed.get(request.engine_name) is None:
+                return await self._unload_foreign(client, request.engine_name)
             adapters = [
                 adapter
                 for adapter in self._inventory.installed.versions(request.lora_id)
@@ -111,6 +113,17 @@ class Loader:
                 await self._call_unload(client, adapter)
                 self._inventory.mark_unwanted(adapter)
             return tuple(adapter.engine_name for adapter in adapters)
+
+    async def _unload_foreign(self, client: EngineClient, name: str) -> tuple[str, ...]:
+        """Unload an adapter that another client loaded; returns its engine name.
+
+        Raises EngineError, AgentRequestError `not_loaded`.
+        """
+        if not self._inventory.slots.has(name):
+            raise AgentRequestError("not_loaded", f"the engine lists no adapter {name!r}")
+        await client.unload(name, timeout_s=self._settings.load_deadline_s)
+        self._inventory.mark_foreign_unloaded(name)
+        return (name,)
 
     def cancel_all(self) -> None:
         """Cancel all loads that the engine has not been called for, because the process stops.
@@ -131,8 +144,10 @@ class Loader:
             client = self._engine.require_client()
             self._inventory.reset_slots(keeps_ghosts=client.traits.keeps_ghosts)
             listed_at = self._clock()
-            for name in await client.list_adapters():
+            listed = await client.list_adapters()
+            for name in listed:
                 self._inventory.adopt(name)
+            self._inventory.record_paths(listed)
             self._inventory.confirm_list(listed_at)
 
     async def restore(self) -> None:
@@ -280,13 +295,14 @@ class Loader:
             if client is None or not is_settled():
                 return
             listed_at = self._clock()
-            listed = set(await client.list_adapters())
-            registered = self._inventory.slots.registered
+            paths = await client.list_adapters()
+            listed, registered = set(paths), self._inventory.slots.registered
             if registered - listed and not await self._engine.is_same_start():
                 return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
             if self._engine.client is not client:
                 return
             self._inventory.confirm_list(listed_at)
+            self._inventory.record_paths(paths)
             if listed != registered:
                 for name in listed - registered:
                     self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)

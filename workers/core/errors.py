@@ -39,6 +39,7 @@ class AgentRequestError(WorkerError):
         "stale_epoch": 409,
         "epoch_required": 409,
         "model_files_unavailable": 404,
+        "files_not_found": 404,
         "events_gone": 410,
     }
 

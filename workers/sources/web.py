@@ -64,7 +64,7 @@ class WebSource:
         )
         packed, weights = into / ".packed", into / WEIGHTS_NAME
         resumed = packed if is_archive(parts.path) else weights
-        await asyncio.to_thread(clear_folder, into, {resumed.name, _tag_file(resumed).name})
+        await asyncio.to_thread(clear_folder, into, {resumed.name, tag_file_of(resumed).name})
         async with client:
             if is_archive(parts.path):
                 await self._download_file(client, ref, ref, packed, self._limits.max_bytes, transfer)
@@ -104,14 +104,21 @@ class WebSource:
     async def _download_file(
         self, client: httpx.AsyncClient, ref: str, url: str, target_path: Path, limit: int, transfer: Transfer
     ) -> None:
-        """Download a file of at most `limit` bytes, resuming a partial one, with retries. Raises SourceError."""
-        tag_file = _tag_file(target_path)
-        tag = await asyncio.to_thread(_read_tag, target_path)
-        with target_path.open("ab" if tag else "wb") as target:
-            transfer.advance(target.tell())
-            download = _Download(ref, url, target, limit, self._limits, transfer, tag_file, tag)
-            await with_retries(lambda: download.attempt(client), ref, self._limits)
-        tag_file.unlink(missing_ok=True)
+        """As `download_file`, with this source's limits."""
+        await download_file(client, ref, url, target_path, limit, transfer, self._limits)
+
+
+async def download_file(  # noqa: PLR0917  (the six parts of one download)
+    client: httpx.AsyncClient, ref: str, url: str, target_path: Path, limit: int, transfer: Transfer, limits: Limits
+) -> None:
+    """Download a file of at most `limit` bytes, resuming a partial one, with retries. Raises SourceError."""
+    tag_file = tag_file_of(target_path)
+    tag = await asyncio.to_thread(_read_tag, target_path)
+    with target_path.open("ab" if tag else "wb") as target:
+        transfer.advance(target.tell())
+        download = _Download(ref, url, target, limit, limits, transfer, tag_file, tag)
+        await with_retries(lambda: download.attempt(client), ref, limits)
+    tag_file.unlink(missing_ok=True)
 
 
 def _authorization(credential: str) -> dict[str, str]:
@@ -219,14 +226,14 @@ class _Download:
             self.target.truncate()
 
 
-def _tag_file(path: Path) -> Path:
+def tag_file_of(path: Path) -> Path:
     """The file beside a download in which its ETag is stored."""
     return path.with_name(f".{path.name}.tag")
 
 
 def _read_tag(path: Path) -> str:
     """Read the stored ETag of a partial file; "" without one."""
-    tag_file = _tag_file(path)
+    tag_file = tag_file_of(path)
     return tag_file.read_text() if path.exists() and tag_file.exists() else ""
 
 

@@ -22,7 +22,15 @@ from workers.core import manifest as manifests
 from workers.core.errors import EngineError, SourceError
 from workers.core.manifest import AdapterRules, Manifest, is_adapter_file
 from workers.core.references import redacted
-from workers.sources.base import CheckingSource, ResumingSource, Sources, Transfer, finish_even_if_cancelled, source_for
+from workers.sources.base import (
+    CheckingSource,
+    ResumingSource,
+    Source,
+    Sources,
+    Transfer,
+    finish_even_if_cancelled,
+    source_for,
+)
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.pickled import convert_pickles
 from workers.storage.verify import read_file_entry, read_manifest
@@ -60,13 +68,16 @@ class AdapterCache:
         self._verified: set[str] = set()
 
     @asynccontextmanager
-    async def fetch(self, ref: str, transfer: Transfer | None = None) -> AsyncIterator[Path]:
+    async def fetch(
+        self, ref: str, transfer: Transfer | None = None, *, source: Source | None = None
+    ) -> AsyncIterator[Path]:
         """Fetch an adapter's files into a temporary folder, which exists during the block unless it is installed.
 
+        source  fetches it; default: the one of its scheme
         `transfer` has the progress, and afterwards the immutable reference of the files. The files of a failed fetch
         are kept for the next one if the source can resume. Raises SourceError.
         """
-        source = source_for(ref, self._sources, self._prefixes)
+        source = source or source_for(ref, self._sources, self._prefixes)
         transfer = transfer or Transfer()
         transfer.pinned = ref
         resume_key = f"{ref} {_boot_id()}" if isinstance(source, ResumingSource) else ""
@@ -133,6 +144,12 @@ class AdapterCache:
     def path(self, digest: str) -> Path:
         """The folder of the adapter with this digest, installed or not."""
         return self.folder.path(digest)
+
+    async def files(self, digest: str) -> dict[str, int]:
+        """name -> size of the files of an installed, intact adapter; empty without it. Takes a lease."""
+        if not await self.has_intact(digest):
+            return {}
+        return await asyncio.to_thread(_file_sizes, self.path(digest))
 
     async def has_intact(self, digest: str) -> bool:
         """Whether the adapter is installed and its files match the digest; they are read once per process.
@@ -235,6 +252,14 @@ def is_intact(folder: Path, digest: str) -> bool:
         )
     except (OSError, SourceError):
         return False
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """name -> size of the adapter's files in a folder; empty if it is gone."""
+    try:
+        return {path.name: path.stat().st_size for path in folder.iterdir() if is_adapter_file(path.name)}
+    except OSError:
+        return {}
 
 
 @functools.cache

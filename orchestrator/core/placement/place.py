@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, islice
 
-from lorafleet.identity import rendezvous_score
+from lorafleet.identity import lora_id_of, rendezvous_score
 from orchestrator.core.placement import churn
 from orchestrator.core.placement.choose import (
     PlacementMisfit,
@@ -217,6 +217,8 @@ class _PlacementPass:
     def _removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
         """Why the adapter must leave the worker; None when it stays."""
         context = self.context
+        if held.is_foreign:
+            return self._foreign_removal_reason(worker, held)
         adapter = context.intent.adapters.get(held.lora_id)
         owed_to = context.observed.reserve_victims.get((held.lora_id, worker.id))
         if owed_to is not None and held.lora_id not in context.demand.wants:
@@ -235,6 +237,21 @@ class _PlacementPass:
             and has_moved(context, adapter, worker.id)
         ):
             return f"moved: {ready_elsewhere(context, adapter, worker.id)} ready elsewhere, this worker drains"
+        return None
+
+    def _foreign_removal_reason(self, worker: ObservedWorker, held: ReportedAdapter) -> str | None:
+        """Why a copy that another client loaded must leave the worker; None when it stays.
+
+        An adopted one leaves once the fleet's own copy serves somewhere, or when its slot is needed for that.
+        """
+        if not self.context.intent.is_deleted(held.lora_id, held.digest):
+            return None
+        lora_id = lora_id_of(held.engine_name)
+        adapter = self.context.intent.adapters.get(lora_id)
+        if adapter is None or adapter.is_deleting:
+            return "deleted"
+        if ready_elsewhere(self.context, adapter, "") or worker.occupied_slots >= worker.slots:
+            return f"adopted as {lora_id}, which is loaded under its own engine name"
         return None
 
     def _workers_to_drain(self, drains: Mapping[str, DrainProgress]) -> Iterable[str]:

@@ -1,0 +1,108 @@
+"""Routes for other fleets: the record, its import, and adapter files by digest."""
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Query, Request
+from fastapi import Path as PathParameter
+from fastapi.responses import StreamingResponse
+
+from lorafleet.service.auth import ApiKeys, Caller, check_scope, requires
+from orchestrator.api.parameters import Actor
+from orchestrator.intent.record import differences, fleet_record, import_record
+from orchestrator.intent.registry import AdapterRegistry
+from orchestrator.reconcile.file_relay import FileRelay
+from orchestrator.reconcile.reconciler import Reconciler
+from orchestrator.store.backend import Subject
+from orchestrator.wire import FleetRecord, ImportAnswer, ImportRequest, RecordChange
+
+IMPORT_EXAMPLE = {
+    "record": {
+        "adapters": [
+            {
+                "lora_id": "sql-expert/v1",
+                "source": "file:///srv/adapters/sql-expert/v1",
+                "base_model": "tiny-qwen",
+                "digest": "3f9a1c2b77aa" + "0" * 52,
+            }
+        ],
+        "aliases": [{"name": "sql", "targets": [{"lora_id": "sql-expert/v1"}]}],
+    },
+    "from_fleet": "https://orchestrator.eu.example",
+}
+Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
+OtherFleet = Annotated[
+    str, Query(description="URL of another fleet's orchestrator, asked when no worker here has them")
+]
+
+
+def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconciler, relay: FileRelay) -> APIRouter:
+    """The routes that export and import the record, and relay files by digest."""
+    api = APIRouter(tags=["record"])
+    store, may_read_files = reconciler.store, _files_reader(keys)
+
+    @api.get("/v1/export", dependencies=[Depends(requires(keys, "export"))])
+    async def export() -> FleetRecord:
+        """Adapters, aliases and policy as one document, for an import by another fleet. No secret values."""
+        return fleet_record(store)
+
+    @api.post("/v1/import", dependencies=[Depends(requires(keys, "admin"))])
+    async def take_over(
+        ask: Annotated[ImportRequest, Body(examples=[IMPORT_EXAMPLE])],
+        actor: Actor,
+        dry_run: Annotated[bool, Query(description="name the changes without making them")] = False,
+    ) -> ImportAnswer:
+        """Make this fleet's record that of the document: what is missing is added, what differs is changed.
+
+        What only this fleet has stays unless `prune`. A second import of the same record changes nothing.
+        """
+        if ask.from_fleet is not None:
+            relay.require_peer(ask.from_fleet)
+        if dry_run:
+            return ImportAnswer(changes=tuple(differences(store, ask)))
+        changes = import_record(ask, store, registry, actor)
+        if changes:
+            await reconciler.publish_change(*filter(None, map(_subject, changes)))
+        return ImportAnswer(changes=tuple(changes), is_done=True)
+
+    @api.get("/v1/files/{digest}", dependencies=[Depends(may_read_files)], response_class=StreamingResponse)
+    async def files(digest: Digest, request: Request, fleet: OtherFleet = "") -> StreamingResponse:
+        """The list of an adapter's files by digest, as a worker of this fleet has them; else as the other fleet has.
+
+        In the form of the agents' own route.
+        """
+        return await _relayed(relay, digest, "", fleet, request)
+
+    @api.get("/v1/files/{digest}/{name}", dependencies=[Depends(may_read_files)], response_class=StreamingResponse)
+    async def file(digest: Digest, name: str, request: Request, fleet: OtherFleet = "") -> StreamingResponse:
+        """One file of an adapter by digest; takes ranges. Its ETag is the digest, the same in every fleet."""
+        return await _relayed(relay, digest, name, fleet, request)
+
+    return api
+
+
+async def _relayed(relay: FileRelay, digest: str, name: str, fleet: str, request: Request) -> StreamingResponse:
+    """The relayed answer."""
+    found = await relay.open_file(digest, name, fleet, request.headers)
+    return StreamingResponse(found.body, status_code=found.status, headers=dict(found.headers))
+
+
+def _files_reader(keys: ApiKeys) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that lets agents (`register`) and other fleets (`export`) read files."""
+
+    async def check(request: Request) -> None:
+        """Raises HttpError 401 without a known key, 403 without one of the scopes."""
+        caller: Caller = keys.caller(request.headers.get("authorization"))
+        if not caller.may("register"):
+            check_scope(caller, "export")
+
+    return check
+
+
+def _subject(change: RecordChange) -> Subject | None:
+    """The stored row of a change; None for one that was not made."""
+    if change.change == "blocked":
+        return None
+    if change.subject == "policy":
+        return "policy", ""
+    return ("adapters" if change.subject == "adapter" else "aliases"), change.name

@@ -1,0 +1,233 @@
+"""The fleet's record: what is stored, as one document; how another fleet's record differs, and taking it over.
+
+`differences` decides and changes nothing; `import_record` makes those changes through the registry, one by one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from orchestrator.core.errors import OrchestratorError, OrchestratorRequestError
+from orchestrator.core.state import RegisteredAdapter
+from orchestrator.intent.registry import AdapterRegistry, policy_of
+from orchestrator.store.store import IntentStore
+from orchestrator.wire import (
+    AdapterSpec,
+    AliasSpec,
+    AliasTarget,
+    FleetRecord,
+    ImportRequest,
+    Policy,
+    RecordChange,
+    RecordedAdapter,
+    RecordedAlias,
+    SecretRef,
+)
+
+_SHARED_SCHEMES = ("hf://", "s3://", "gs://", "az://", "https://")
+_IMMUTABLE = ("digest", "base_model")
+
+
+def fleet_record(store: IntentStore) -> FleetRecord:
+    """The stored adapters, aliases and policy as one document; adapters that are being deleted are left out."""
+    return FleetRecord(
+        revision=store.revision,
+        adapters=tuple(_recorded(adapter) for adapter in store.adapters.values() if not adapter.is_deleting),
+        aliases=tuple(_recorded_alias(name, targets) for name, targets in store.aliases.items()),
+        policy=Policy.model_validate(asdict(store.rules)),
+    )
+
+
+def _recorded(adapter: RegisteredAdapter) -> RecordedAdapter:
+    """The adapter as the record has it."""
+    return RecordedAdapter(
+        lora_id=adapter.lora_id,
+        source=adapter.fetched_from,
+        base_model=adapter.base_model,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        size_bytes=adapter.size_bytes,
+        policy=policy_of(adapter),
+        tenants=adapter.tenants,
+        secret_ref=SecretRef.of(adapter.secret),
+    )
+
+
+def _recorded_alias(name: str, targets: Iterable[tuple[str, float]]) -> RecordedAlias:
+    """The alias as the record has it."""
+    return RecordedAlias(name=name, targets=tuple(AliasTarget(lora_id=to, weight=weight) for to, weight in targets))
+
+
+def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
+    """What an import would change, in the order in which it does; empty when the record is met. Changes nothing.
+
+    What only this fleet has is kept, unless the import prunes. What cannot be taken over is `blocked`, with a reason.
+    Raises OrchestratorRequestError for a prune by a record without adapters: it may be that of a lost store.
+    """
+    if ask.prune and not ask.record.adapters:
+        message = "the record has no adapters, so a prune would delete all of this fleet's: is it the right record?"
+        raise OrchestratorRequestError(message, param="prune")
+    found: list[RecordChange] = []
+    parts = set(ask.parts)
+    if "adapters" in parts:
+        found += _adapter_changes(store, ask)
+    if "aliases" in parts:
+        blocked = {change.name for change in found if change.change == "blocked"}
+        found += _alias_changes(store, ask, blocked)
+        if ask.prune:
+            found += _removals("alias", store.aliases, {alias.name for alias in ask.record.aliases})
+    if "adapters" in parts and ask.prune:
+        present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
+        found += _removals("adapter", present, {adapter.lora_id for adapter in ask.record.adapters})
+    if "policy" in parts and ask.record.policy is not None:
+        fields = _changed(asdict(store.rules), ask.record.policy.model_dump())
+        if fields:
+            found.append(RecordChange(subject="policy", name="", change="change", fields=fields))
+    return found
+
+
+def _removals(subject: Any, here: Iterable[str], there: set[str]) -> Iterator[RecordChange]:
+    """The removals of what only this fleet has."""
+    for name in here:
+        if name not in there:
+            yield RecordChange(subject=subject, name=name, change="remove", reason="the record does not have it")
+
+
+def _adapter_changes(store: IntentStore, ask: ImportRequest) -> Iterator[RecordChange]:
+    """The changes of adapters, by lora_id."""
+    for adapter in sorted(ask.record.adapters, key=lambda adapter: adapter.lora_id):
+        here, spec = store.adapters.get(adapter.lora_id), spec_of(adapter, ask)
+        reason = _blocked_reason(store, adapter, here, ask)
+        if reason is not None:
+            yield RecordChange(subject="adapter", name=adapter.lora_id, change="blocked", reason=reason)
+        elif here is None:
+            fields = {"digest": [None, spec.digest], "source": [None, spec.source]}
+            yield RecordChange(subject="adapter", name=adapter.lora_id, change="add", fields=fields)
+        elif fields := _adapter_fields(here, adapter):
+            yield RecordChange(subject="adapter", name=adapter.lora_id, change="change", fields=fields)
+
+
+def _blocked_reason(
+    store: IntentStore, adapter: RecordedAdapter, here: RegisteredAdapter | None, ask: ImportRequest
+) -> str | None:
+    """Why the adapter cannot be taken over; None when it can."""
+    if here is None:
+        if adapter.lora_id in store.aliases:
+            return "an alias has this name here"
+        if adapter.digest is None and ask.from_fleet is not None and not _keeps_source(adapter, ask):
+            return "its digest is not known there yet, so its files cannot be fetched by digest"
+        return None
+    if here.is_deleting:
+        return "it is being deleted here"
+    for name in _IMMUTABLE:
+        ours, theirs = getattr(here, name), getattr(adapter, name)
+        if ours is not None and theirs is not None and ours != theirs:
+            return f"{name} is {ours} here and {theirs} there; bytes under a lora_id never change: use a new lora_id"
+    return None
+
+
+def _adapter_fields(here: RegisteredAdapter, there: RecordedAdapter) -> dict[str, list[Any]]:
+    """field -> [here, there] of the fields that an import changes. Sources may differ: the digest says what it is."""
+    ours = policy_of(here).model_dump() | {"tenants": _sorted(here.tenants)}
+    theirs = there.policy.model_dump() | {"tenants": _sorted(there.tenants)}
+    if here.digest is None and there.digest is not None:
+        ours, theirs = ours | {"digest": None}, theirs | {"digest": there.digest}
+    return _changed(ours, theirs)
+
+
+def _sorted(tenants: Sequence[str] | None) -> list[str] | None:
+    """The tenants in order, each once; None for everyone."""
+    return None if tenants is None else sorted(set(tenants))
+
+
+def _alias_changes(store: IntentStore, ask: ImportRequest, blocked: set[str]) -> Iterator[RecordChange]:
+    """The changes of aliases, by name. An alias that is about to shift to the record's targets needs none."""
+    for alias in sorted(ask.record.aliases, key=lambda alias: alias.name):
+        wanted = tuple((target.lora_id, target.weight) for target in alias.targets)
+        here, rollout = store.aliases.get(alias.name), store.rollouts.get(alias.name)
+        coming = rollout.after if rollout is not None and rollout.is_active else here
+        if wanted in (here, coming):
+            continue
+        fields = {"targets": [None if here is None else dict(here), dict(wanted)]}
+        missing = sorted({to for to, _ in wanted if to in blocked})
+        if missing:
+            reason = f"its target {missing[0]!r} cannot be taken over"
+            yield RecordChange(subject="alias", name=alias.name, change="blocked", fields=fields, reason=reason)
+        else:
+            change = "add" if here is None else "change"
+            yield RecordChange.model_validate(
+                {"subject": "alias", "name": alias.name, "change": change, "fields": fields}
+            )
+
+
+def _changed(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """field -> [ours, theirs] of the fields that differ."""
+    return {name: [ours.get(name), value] for name, value in theirs.items() if ours.get(name) != value}
+
+
+def _keeps_source(adapter: RecordedAdapter, ask: ImportRequest) -> bool:
+    """Whether the adapter keeps its own source, because this fleet can reach it as well."""
+    return ask.from_fleet is None or (ask.keep_sources and adapter.source.startswith(_SHARED_SCHEMES))
+
+
+def spec_of(adapter: RecordedAdapter, ask: ImportRequest) -> AdapterSpec:
+    """The registration of a recorded adapter in this fleet: by its own source, or by digest from the other fleet."""
+    source, secret = adapter.source, adapter.secret_ref
+    if not _keeps_source(adapter, ask):
+        source, secret = f"fleet+{str(ask.from_fleet).rstrip('/')}/{adapter.digest}", None
+    return AdapterSpec(
+        lora_id=adapter.lora_id,
+        source=source,
+        base_model=adapter.base_model,
+        digest=adapter.digest,
+        policy=adapter.policy,
+        tenants=adapter.tenants,
+        secret_ref=secret,
+    )
+
+
+def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegistry, actor: str) -> list[RecordChange]:
+    """Make the changes that `differences` names; each is done, or has an error and changes nothing.
+
+    A second import of the same record changes nothing. Raises OrchestratorRequestError as `differences`.
+    """
+    adapters = {adapter.lora_id: adapter for adapter in ask.record.adapters}
+    aliases = {alias.name: alias for alias in ask.record.aliases}
+    done: list[RecordChange] = []
+    for change in differences(store, ask):
+        if change.change == "blocked":
+            done.append(change)
+            continue
+        try:
+            match change.subject, change.change:
+                case "adapter", "remove":
+                    registry.delete_adapter(change.name, actor)
+                case "adapter", "add":
+                    registry.register(spec_of(adapters[change.name], ask), actor)
+                case "adapter", _:
+                    registry.apply_spec(_spec_here(adapters[change.name], store.adapters[change.name]), actor)
+                case "alias", "remove":
+                    registry.delete_alias(change.name, actor)
+                case "alias", _:
+                    registry.put_alias(change.name, AliasSpec(targets=aliases[change.name].targets), actor)
+                case _:
+                    assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
+                    registry.put_policy(ask.record.policy, "*", actor)
+        except OrchestratorError as exc:
+            done.append(change.model_copy(update={"change": "blocked", "reason": f"{exc.code}: {exc}"}))
+        else:
+            done.append(change)
+    return done
+
+
+def _spec_here(there: RecordedAdapter, here: RegisteredAdapter) -> AdapterSpec:
+    """The registered adapter with the record's policy, tenants and digest; its source and secret stay."""
+    return AdapterSpec(
+        lora_id=here.lora_id,
+        source=here.source,
+        base_model=here.base_model,
+        digest=here.digest or there.digest,
+        policy=there.policy,
+        tenants=there.tenants,
+        secret_ref=SecretRef.of(here.secret),
+    )

@@ -1,0 +1,112 @@
+"""Whole small fleets in the test's process: a real orchestrator, agents, sim engines and routers on loopback."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lorafleet.cli.keys import add_key
+from orchestrator.app import build as build_orchestrator
+from orchestrator.config import OrchestratorSettings
+from router.app import build as build_router
+from router.config import RouterSettings
+from tests.patience import patience, until
+from tests.serving import client_of, serving
+from tests.workers.running import SIM, RunningWorker, metadata_of
+
+POLL_S = 1.0
+"""The routers' `catalog_poll_s`: its default."""
+
+
+@dataclass
+class SmallFleet:
+    """One fleet. `http` calls its orchestrator, `agents` its agents, `routers` its routers, all as operator.
+
+    keys  scope -> key
+    """
+
+    url: str
+    http: httpx.AsyncClient
+    keys: dict[str, str]
+    agents: dict[str, httpx.AsyncClient] = field(default_factory=dict)
+    routers: list[httpx.AsyncClient] = field(default_factory=list)
+
+    async def adapter(self, lora_id: str) -> Any:
+        return (await self.http.get(f"/v1/adapters/{lora_id}")).json()
+
+    async def models(self) -> list[list[str]]:
+        """The names in /v1/models of every router."""
+        answers = await asyncio.gather(*(router.get("/v1/models") for router in self.routers))
+        return [[card["id"] for card in answer.json()["data"]] for answer in answers]
+
+    async def cli(self, *words: str) -> tuple[int, str]:
+        """`lorafleet ARGS` against this fleet: its exit status, and all that it printed."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "lorafleet", "--orchestrator-url", self.url, "--token", self.keys["admin"],
+            *words,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={"COLUMNS": "300", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        return process.returncode or 0, output.decode()
+
+    async def script_loads(self, worker: str, name: str, path: Path) -> None:
+        """Load an adapter at one worker's engine, as a script does that knows no fleet."""
+        engine = (await metadata_of(self.agents[worker])).transport.engine_url
+        async with client_of(engine) as client:
+            answer = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+            assert answer.is_success, answer.text
+
+
+@contextlib.asynccontextmanager
+async def small_fleet(
+    folder: Path, model: Path, *, shelf: Path, workers: int = 1, routers: int = 0, **settings: Any
+) -> AsyncIterator[SmallFleet]:
+    """A ready fleet with keys, whose workers may read adapters below `shelf` alone. `settings`: the orchestrator's."""
+    folder.mkdir(parents=True)  # noqa: ASYNC240  (a test's own folder)
+    key_file = folder / "keys.yaml"
+    keys = {scope: add_key(key_file, None, [scope]) for scope in ("admin", "export", "register", "load")}
+    orchestrator = build_orchestrator(
+        OrchestratorSettings(
+            store=folder / "store.db",
+            settle_s=0.2,
+            pass_interval_s=0.2,
+            heartbeat_interval_s=0.2,
+            key_files=(key_file,),
+            token=keys["admin"],
+            **settings,
+        )
+    )
+    operator = {"authorization": f"Bearer {keys['admin']}"}
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving(orchestrator.app))
+        http = await stack.enter_async_context(client_of(url, headers=operator))
+        fleet = SmallFleet(url, http, keys)
+        for number in range(workers):
+            name = f"w{number}"
+            (folder / name).mkdir()
+            flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
+            flags += ("--key-files", str(key_file), "--heartbeat-s", "0.2", "--warm-deadline-s", "0")
+            worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
+            client = await stack.enter_async_context(worker.together())
+            client.headers.update(operator)
+            fleet.agents[name] = client
+        for _ in range(routers):
+            router_settings = RouterSettings(
+                orchestrator_url=url, token=keys["load"], key_files=(key_file,), catalog_poll_s=POLL_S
+            )
+            app, parts = build_router(router_settings)
+            router = await stack.enter_async_context(serving(app, http=app.state.http))
+            fleet.routers.append(await stack.enter_async_context(client_of(router, headers=operator)))
+            assert await parts.discovery.changes.until(parts.discovery.is_synced, timeout_s=patience(10))
+
+        async def has_all() -> bool:
+            return len((await http.get("/v1/workers")).json()["data"]) == workers
+
+        await until(has_all, what="all workers have registered")
+        yield fleet

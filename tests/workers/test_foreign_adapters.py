@@ -1,0 +1,79 @@
+"""Adapters that another client loads into the engine are found, read, kept and unloaded on request."""
+
+import shutil
+
+import httpx
+
+from lorafleet.local.tiny_model import make_adapter
+from tests.patience import until
+from tests.workers.running import metadata_of, post
+from workers.wire import AdapterFiles, LoadedLora
+
+
+async def engine_url(client) -> str:
+    return (await metadata_of(client)).transport.engine_url
+
+
+async def load_behind_our_back(client, name, path):
+    async with httpx.AsyncClient(base_url=await engine_url(client)) as engine:
+        answer = await engine.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+        assert answer.is_success, answer.text
+
+
+async def found(client, name, is_done) -> LoadedLora:
+    """The entry of an adapter in /metadata, once it is as it should be."""
+    entries = []
+
+    async def is_there():
+        metadata = await metadata_of(client)
+        entries[:] = [lora for lora in metadata.lora.loaded_loras if lora.engine_name == name]
+        return bool(entries) and is_done(entries[0])
+
+    await until(is_there, what=f"{name} is reported")
+    return entries[0]
+
+
+async def test_an_adapter_that_a_script_loaded_is_reported_with_the_digest_of_its_files_and_kept(
+    worker, agent_adapters, tmp_path
+):
+    folder = tmp_path / "scripts" / "mine"
+    make_adapter(folder.parent, "mine")
+    flags = ("--lora-roots", str(folder.parent))
+    async with worker.together(*flags) as client:
+        known = (await post(client, "inspect_lora", lora_id="mine", source=folder.as_uri())).json()
+        await load_behind_our_back(client, "mine", folder)
+        lora = await found(client, "mine", lambda lora: lora.files_digest)
+        assert (lora.digest, lora.files_digest, lora.source) == ("", known["digest"], folder.as_uri())
+        assert (lora.rank, lora.base_model, lora.error) == (known["rank"], known["base_model"], None)
+
+        shutil.rmtree(folder)  # its bytes are in the cache by now
+        files = AdapterFiles.model_validate((await client.get(f"/v1/files/{lora.files_digest}")).json())
+        assert {file.name for file in files.files} == {"adapter_config.json", "adapter_model.safetensors"}
+
+        answer = await post(client, "unload_lora", lora_id="mine", engine_name="mine")
+        assert answer.json()["data"] == []
+        async with httpx.AsyncClient(base_url=await engine_url(client)) as engine:
+            assert [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
+
+
+async def test_an_adapter_from_a_folder_outside_the_roots_is_reported_with_the_setting_that_helps(worker, tmp_path):
+    make_adapter(tmp_path / "elsewhere", "mine")
+    async with worker.together() as client:
+        await load_behind_our_back(client, "mine", tmp_path / "elsewhere" / "mine")
+        lora = await found(client, "mine", lambda lora: lora.error)
+        assert lora.files_digest == ""
+        assert "lora_roots" in lora.error
+
+
+async def test_a_file_of_a_digest_is_served_in_ranges_with_the_digest_as_its_etag(worker):
+    async with worker.together() as client:
+        digest = (await post(client, "load_lora", lora_id="sql-expert/v1")).json()["digest"]
+        path = f"/v1/files/{digest}/adapter_model.safetensors"
+        whole = await client.get(path)
+        assert (whole.status_code, whole.headers["etag"]) == (200, f'"{digest}"')
+        rest = await client.get(path, headers={"range": "bytes=100-", "if-range": f'"{digest}"'})
+        assert (rest.status_code, rest.content) == (206, whole.content[100:])
+        gone = await client.get(f"/v1/files/{'0' * 64}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "files_not_found")
+        other = await client.get(f"/v1/files/{digest}/..%2f..%2fetc%2fpasswd")
+        assert other.status_code == 404
