@@ -21,7 +21,8 @@ from tests.properties import THOROUGH
 
 # Groups begin in this order: the longest first, so that no worker is left alone with one of them at the end.
 _LONGEST_FIRST = (
-    "tests/e2e/", "tests/workers/", "tests/kube/", "tests/contract/", "tests/helm/", "tests/router/faults/",
+    "tests/e2e/", "tests/founding/", "tests/workers/",
+    "tests/kube/", "tests/contract/", "tests/helm/", "tests/router/faults/",
     "tests/router/test_c", "tests/router/test_s", "tests/router/test_b", "tests/orchestrator/test_re",
     "tests/lorafleet/cli/", "tests/lorafleet/service/", "tests/benchmarks/",
 )  # fmt: skip
@@ -92,9 +93,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """The contract's tests on real vLLM share one engine, so they run in one group; every other group is a file."""
+    """The contract's tests on real vLLM share one engine, those of tests/founding/ one fleet: each are one group.
+
+    Every other group is a file.
+    """
     if item.get_closest_marker("vllm") and item.nodeid.startswith("tests/contract/"):
         item.add_marker(pytest.mark.xdist_group("vllm"))
+    elif item.get_closest_marker("fleet") and item.nodeid.startswith("tests/founding/"):
+        item.add_marker(pytest.mark.xdist_group("founding"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -115,11 +121,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """pytest-xdist's groups, but tests without a group are grouped by file, because a file shares its fixtures."""
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
-    class VllmGroupScheduling(LoadGroupScheduling):
+    class NamedGroupScheduling(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if nodeid.endswith("@vllm") else nodeid.partition("::")[0]
+            group = nodeid.rpartition("@")[2]
+            return group if group in {"vllm", "founding"} else nodeid.partition("::")[0]
 
-    return VllmGroupScheduling(config, log)
+    return NamedGroupScheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

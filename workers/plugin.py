@@ -1,6 +1,6 @@
 """Interface of downloader plugins: subclass `LoraDownloaderBase`, and name the class with `--lora-downloader-plugin`.
 
-The names are those of Dynamo's LoRA proposal.
+The names are those of Dynamo's LoRA proposal; docs/founding.md says where they differ.
 """
 
 import asyncio

@@ -45,6 +45,11 @@ class InstalledAdapter:
     order: int = 0
     """Load order: a restarted engine loads adapters in ascending order."""
 
+    @property
+    def memory_mb(self) -> float:
+        """Size of its weights in MB (10^6 bytes)."""
+        return round(self.size_bytes / 1e6, 3)
+
 
 class InstalledAdapters:
     """The installed adapters of one state folder, in memory and on disk.

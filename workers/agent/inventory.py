@@ -162,6 +162,13 @@ class Inventory:
         self.events.add(
             "LOADED_TO_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
+        log.info(
+            "lora_loaded",
+            lora_id=adapter.lora_id,
+            worker_id=self._settings.instance_id,
+            duration_sec=adapter.load_seconds,
+            memory_mb=adapter.memory_mb,
+        )
         self.mark_changed()
         return adapter
 
@@ -171,6 +178,7 @@ class Inventory:
         self.events.add(
             "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
+        log.info("lora_unloaded", lora_id=adapter.lora_id, worker_id=self._settings.instance_id)
         self.mark_changed()
 
     def mark_foreign_unloaded(self, name: str) -> None:

@@ -181,7 +181,7 @@ class InventoryReport:
             size_bytes=adapter.size_bytes,
             loaded_at=adapter.loaded_at,
             last_used=adapter.last_used,
-            memory_mb=round(adapter.size_bytes / 1e6, 3),
+            memory_mb=adapter.memory_mb,
             request_count=adapter.request_count,
             load_seconds=adapter.load_seconds,
             error=self._source_changed_error(adapter),

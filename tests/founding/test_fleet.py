@@ -1,0 +1,140 @@
+"""What the documents ask of the orchestrator and of the fleet: placement, policy, metrics, security, open questions."""
+
+import pytest
+
+from tests.e2e.fleets import until
+from tests.founding.conftest import ACME, LEGAL, PYTHON, SQL, FoundingFleet, models
+
+pytestmark = pytest.mark.fleet
+
+
+def test_ensure_loads_an_adapter_on_as_many_workers_as_asked(fleet: FoundingFleet) -> None:
+    assert sorted(fleet.ensure(SQL, replicas=2)) == ["w0", "w1"]
+    placed = fleet.get(f"{fleet.orchestrator}/v1/placements")["data"]
+    assert {item["worker_id"] for item in placed if item["lora_id"] == SQL and item["state"] == "ready"} == {"w0", "w1"}
+
+
+def test_policy_is_read_and_changed_without_a_restart(fleet: FoundingFleet) -> None:
+    address = f"{fleet.orchestrator}/v1/policy"
+    before = fleet.get(address)
+    assert {"loading", "min_replicas", "max_replicas"} <= before.keys()
+    for loading in ("eager", "weighted", before["loading"]):
+        changed = fleet.send("PATCH", address, json={"loading": loading})
+        assert (changed.status_code, changed.json()["loading"]) == (200, loading)
+
+
+def test_adapters_own_policy_pins_it_and_bounds_its_replicas(fleet: FoundingFleet) -> None:
+    address = f"{fleet.orchestrator}/v1/adapters/{PYTHON}"
+    changed = fleet.send("PATCH", address, json={"policy": {"pinned": True, "min_replicas": 1, "max_replicas": 2}})
+    assert changed.status_code == 200, changed.text
+    policy = fleet.get(address)["policy"]
+    assert (policy["pinned"], policy["min_replicas"], policy["max_replicas"]) == (True, 1, 2)
+    fleet.send("PATCH", address, json={"policy": {"pinned": False, "min_replicas": None, "max_replicas": None}})
+
+
+def test_plan_and_rebalance_say_what_a_pass_does(fleet: FoundingFleet) -> None:
+    planned = fleet.post(f"{fleet.orchestrator}/v1/placements/plan", {})
+    assert planned.status_code == 200, planned.text
+    assert fleet.post(f"{fleet.orchestrator}/v1/rebalance", {}).is_success
+
+
+def test_workers_are_listed_with_state_capacity_and_adapters(fleet: FoundingFleet) -> None:
+    workers = fleet.get(f"{fleet.orchestrator}/v1/workers")["data"]
+    assert [item["id"] for item in workers] == ["w0", "w1"]
+    assert all({"state", "capacity", "adapters", "agent_url", "base_model"} <= item.keys() for item in workers)
+
+
+def test_services_answer_health_and_readiness(fleet: FoundingFleet) -> None:
+    for service in (fleet.router, fleet.orchestrator, fleet.worker):
+        assert fleet.send("GET", f"{service}/health", key="").status_code == 200
+        assert fleet.send("GET", f"{service}/ready", key="").status_code == 200
+
+
+def test_workers_have_the_designed_metrics(fleet: FoundingFleet) -> None:
+    fleet.ensure(LEGAL, replicas=2)
+    series = fleet.series(fleet.worker)
+    for name in ("lora_load_duration_seconds_count", "lora_memory_usage_bytes", "lora_request_count"):
+        assert {"lora_id": LEGAL, "worker_id": "w0"} in series[name], name
+    fleet.post(f"{fleet.worker}/v1/admin/load_lora", {"lora_id": "stolen/v1", "lora_path": "/etc"})
+    assert {"code": "source_forbidden"} in fleet.series(fleet.worker)["lora_load_failures_total"]
+
+
+def test_orchestrator_has_the_designed_metrics(fleet: FoundingFleet) -> None:
+    fleet.ensure(LEGAL)
+    series = fleet.series(fleet.orchestrator)
+    assert "load" in {labels["operation"] for labels in series["lora_placement_operations_total"]}
+    for name in ("lora_replicas_current", "lora_replicas_target"):
+        assert {"lora_id": LEGAL} in series[name], name
+
+
+def test_usage_is_counted_by_adapter(fleet: FoundingFleet) -> None:
+    assert fleet.chat(lora_id=LEGAL).is_success
+    until(
+        lambda: {"lora_id": LEGAL} in fleet.series(fleet.orchestrator)["lora_usage_requests_total"],
+        within_s=20,
+        what="the router has reported the request",
+    )
+
+
+def test_management_needs_an_operators_key(fleet: FoundingFleet) -> None:
+    calls = [
+        ("POST", f"{fleet.worker}/v1/admin/load_lora", {"lora_id": LEGAL}),
+        ("POST", f"{fleet.worker}/v1/admin/unload_lora", {"lora_id": LEGAL}),
+        ("POST", f"{fleet.orchestrator}/v1/adapters", {"lora_id": "mine/v1", "source": "/tmp/mine"}),
+        ("DELETE", f"{fleet.orchestrator}/v1/adapters/{LEGAL}", None),
+    ]
+    for method, url, body in calls:
+        assert fleet.send(method, url, key="", json=body).status_code == 401, url
+        assert fleet.send(method, url, key="acme", json=body).status_code == 403, url
+
+
+def test_every_load_is_in_the_history_with_who_asked_and_how_it_ended(fleet: FoundingFleet) -> None:
+    fleet.ensure(PYTHON)
+    entries = fleet.get(f"{fleet.orchestrator}/v1/history", kind="load", subject=PYTHON)["data"]
+    assert entries
+    assert all(entry["actor"] and entry["body"]["outcome"] == "ok" for entry in entries)
+
+
+def test_adapter_of_a_tenant_is_there_for_nobody_else(fleet: FoundingFleet) -> None:
+    assert ACME in models(fleet, key="acme")
+    assert ACME not in models(fleet, key="other")
+    answer = fleet.chat(lora_id=ACME, key="other")
+    assert (answer.status_code, fleet.code(answer)) == (404, "model_not_found")
+
+
+def test_versions_live_side_by_side_behind_an_alias(fleet: FoundingFleet) -> None:
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    made = fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "legal/v3", "source": source})
+    assert made.status_code == 201, made.text
+    changed = fleet.send("PATCH", f"{fleet.orchestrator}/v1/adapters/{LEGAL}", json={"source": "/elsewhere"})
+    assert changed.is_client_error
+    targets = [{"lora_id": LEGAL, "weight": 1}, {"lora_id": "legal/v3", "weight": 1}]
+    alias = fleet.send("PUT", f"{fleet.orchestrator}/v1/aliases/legal", json={"targets": targets})
+    assert alias.is_success, alias.text
+    seen = {fleet.chat(model="legal", prompt=f"question {n}").headers["x-lorafleet-adapter"] for n in range(16)}
+    assert {name.partition("@")[0] for name in seen} == {LEGAL, "legal/v3"}
+
+
+def test_registered_adapter_answers_everywhere_and_a_deleted_one_nowhere(fleet: FoundingFleet) -> None:
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["source"]
+    assert fleet.post(f"{fleet.orchestrator}/v1/adapters", {"lora_id": "brief/v1", "source": source}).is_success
+    answer = fleet.chat(lora_id="brief/v1")
+    assert answer.is_success, answer.text
+    assert fleet.send("DELETE", f"{fleet.orchestrator}/v1/adapters/brief/v1").is_success
+    until(lambda: "brief/v1" not in models(fleet), within_s=20, what="the router knows of the deletion")
+    gone = fleet.chat(lora_id="brief/v1")
+    assert (gone.status_code, fleet.code(gone)) == (404, "model_not_found")
+    until(lambda: not fleet.fleet.held_by("brief/v1"), within_s=60, what="every worker has unloaded it")
+
+
+def test_load_at_one_engine_is_shown_as_an_orphan(fleet: FoundingFleet) -> None:
+    metadata = fleet.get(f"{fleet.worker}/metadata")
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    engine = metadata["transport"]["engine_url"]
+    body = {"lora_name": "script-made", "lora_path": source}
+    assert fleet.send("POST", f"{engine}/v1/load_lora_adapter", json=body).is_success
+
+    def orphans() -> list[str]:
+        return [item["lora_id"] for item in fleet.get(f"{fleet.orchestrator}/v1/orphans")["data"]]
+
+    until(lambda: "script-made" in orphans(), within_s=30, what="the load is seen")
