@@ -158,12 +158,13 @@ def build(
                 asyncio.create_task(_repeat("foreign", agent.read_foreign_files, settings.scan_s, metrics)),
             ]
             heartbeats = HeartbeatSender(agent, client, own=own, rng=rng) if settings.orchestrator_url else None
-            if heartbeats is not None:
-                tasks.append(asyncio.create_task(heartbeats.run()))
+            beating = asyncio.create_task(heartbeats.run()) if heartbeats is not None else None
             try:
                 yield
             finally:
-                if heartbeats is not None:
+                if heartbeats is not None and beating is not None:
+                    beating.cancel()
+                    await asyncio.gather(beating, return_exceptions=True)
                     await heartbeats.send_last()  # before the engine stops
                 for task in tasks:
                     task.cancel()

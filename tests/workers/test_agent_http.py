@@ -1,6 +1,7 @@
 """The agent's REST routes, with a sim engine."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -117,8 +118,12 @@ async def test_no_process_of_a_stopped_agent_is_left(worker, sent):
         group = group_of(engine)
         assert len(group) >= 2
         async with client.stream("GET", "/v1/events") as stream:
-            await anext(stream.aiter_lines())  # an open stream does not delay the agent's stop
+            lines = stream.aiter_lines()
+            await anext(lines)  # an open stream does not delay the agent's stop
             worker.process.send_signal(sent)
+            if sent == signal.SIGTERM:
+                async with within(20):
+                    assert (await sse(lines))[1]["type"] == "DRAINING"
             await asyncio.wait_for(worker.process.wait(), patience(20))
         await until(lambda: not any(is_running(pid) for pid in group))
 
@@ -356,12 +361,53 @@ async def test_heartbeats_report_changes_at_once_and_survive_an_orchestrators_re
             async with within(10):  # though the next heartbeat is due in a minute
                 while (await beats.get()).metadata.state != "draining":
                     pass
-            assert is_running(worker.engine_pid)  # sent before the engine ends
     async with worker.inside("--orchestrator-url", url, "--heartbeat-s", "0.2") as client:
         assert (await client.get("/metrics")).is_success
         async with serving(app, port=port):
             await beat_with({"sql-expert/v1"})
             assert code(await post(client, "unload_lora", epoch=2, lora_id="sql-expert/v1")) == "stale_epoch"
+
+
+@pytest.mark.fleet
+async def test_heartbeat_says_draining_before_the_engine_stops(worker):
+    engine_answered: asyncio.Queue[int] = asyncio.Queue()
+    app = FastAPI()
+
+    @app.post("/v1/workers/register")
+    async def register(beat: Heartbeat) -> dict[str, float]:
+        if beat.metadata.state == "draining":  # the agent waits for this answer before it stops the engine
+            async with httpx.AsyncClient() as client:
+                answer = await client.get(f"{beat.metadata.transport.engine_url}/health", timeout=patience(5))
+            engine_answered.put_nowait(answer.status_code)
+        return {"epoch": 1, "revision": 1, "interval_s": 1.0}
+
+    async with serving(app) as url, worker.running("--orchestrator-url", url, "--heartbeat-s", "60"):
+        worker.process.send_signal(signal.SIGTERM)
+        async with within(20):
+            assert await engine_answered.get() == 200
+            await worker.process.wait()
+
+
+@pytest.mark.fleet
+async def test_last_heartbeat_goes_to_the_next_orchestrator_where_one_is_away(worker):
+    states: asyncio.Queue[str] = asyncio.Queue()
+    apps = [FastAPI(), FastAPI()]
+    for app in apps:
+
+        @app.post("/v1/workers/register")
+        async def register(beat: Heartbeat) -> dict[str, float]:
+            states.put_nowait(beat.metadata.state)
+            return {"epoch": 1, "revision": 1, "interval_s": 1.0}
+
+    async with serving(apps[1]) as second:
+        async with contextlib.AsyncExitStack() as stack:
+            async with serving(apps[0]) as first:
+                flags = ("--orchestrator-url", f"{first},{second}", "--heartbeat-s", "60")
+                await stack.enter_async_context(worker.running(*flags))
+            # The first, which has had every heartbeat, is away now: the agent is stopped as the stack ends.
+        async with within(20):
+            while await states.get() != "draining":
+                pass
 
 
 async def test_heartbeat_with_an_endless_answer_times_out(worker):

@@ -68,7 +68,7 @@ class AgentEventLog:
         self._on_event(event)
 
     def close(self) -> None:
-        """End every stream, for good: later readers get none."""
+        """End every stream once it has sent the events so far, for good: later readers get none."""
         self._is_closed = True
         self._changes.notify()
 
@@ -98,12 +98,14 @@ class AgentEventLog:
         Sends a comment every `keep_alive_s`. Ids are `boot_id:number`.
         """
         yield ": connected\n\n"
-        while not self._is_closed:
+        while True:
             if after < self._last - len(self._kept):
                 return  # the reader fell behind: it reconnects and gets `events_gone`
             for event in [event for event in self._kept if event.id > after]:
                 after = event.id
                 yield f"id: {self._boot_id}:{event.id}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n"
+            if self._is_closed and after == self._last:
+                return
             if not await self._changes.until(partial(self._has_ended_or_newer, after), timeout_s=keep_alive_s):
                 yield ": keep-alive\n\n"
 

@@ -66,10 +66,17 @@ class HeartbeatSender:
             await self._wait_until_due(version, failures)
 
     async def send_last(self) -> None:
-        """Send a final heartbeat if the last change has not been sent; gives up after 2 s and raises nothing."""
-        if self._acknowledged_version != self._agent.inventory.version:
-            with contextlib.suppress(Exception):  # nothing more can be done about it
-                await self._post_heartbeat(timeout_s=_LAST_TIMEOUT_S)
+        """Send a final heartbeat if the last change has not been sent, to the first orchestrator that accepts it.
+
+        Gives up after 2 s in all and raises nothing. Call it when `run` has ended.
+        """
+        for _ in self._urls:
+            if self._acknowledged_version == self._agent.inventory.version:
+                return
+            with contextlib.suppress(Exception):  # the next orchestrator may accept it
+                await self._post_heartbeat(timeout_s=_LAST_TIMEOUT_S / len(self._urls))
+                return
+            self._url_index += 1
 
     async def _post_heartbeat(self, *, timeout_s: float) -> None:
         """Post one heartbeat and apply the answer: epoch, requests in flight, end of warming. Raises at any failure."""
