@@ -400,10 +400,9 @@ async def test_last_heartbeat_goes_to_the_next_orchestrator_where_one_is_away(wo
             return {"epoch": 1, "revision": 1, "interval_s": 1.0}
 
     async with serving(apps[1]) as second:
-        async with contextlib.AsyncExitStack() as stack:
-            async with serving(apps[0]) as first:
-                flags = ("--orchestrator-url", f"{first},{second}", "--heartbeat-s", "60")
-                await stack.enter_async_context(worker.running(*flags))
+        async with contextlib.AsyncExitStack() as stack, serving(apps[0]) as first:
+            flags = ("--orchestrator-url", f"{first},{second}", "--heartbeat-s", "60")
+            await stack.enter_async_context(worker.running(*flags))
             # The first, which has had every heartbeat, is away now: the agent is stopped as the stack ends.
         async with within(20):
             while await states.get() != "draining":
