@@ -113,7 +113,7 @@ def build(
         mounts={SCHEME: agentless},
         trust_env=False,
     )
-    reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics()
+    reports, metrics = WorkerReports(clock=clock, wall=wall), OrchestratorMetrics(settings.metrics_adapters)
     leadership = _leadership(settings, kube, url, clock, wall)
 
     def epoch_if_leading() -> int:

@@ -99,6 +99,13 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     load_timeout_s: float = Field(default=300.0, gt=0, description="deadline of a load, the fetch included")
     unload_timeout_s: float = Field(default=30.0, gt=0, description="deadline of an unload")
     inspects_in_flight: int = Field(default=8, ge=1, description="most adapters inspected at the same time")
+    metrics_adapters: int = Field(
+        default=200,
+        ge=0,
+        le=1000,
+        description="adapters with metric series of their own, those with the most requests of late; the rest count as"
+        " `other`",
+    )
     event_buffer: int = Field(default=4096, ge=1, description="events kept for followers that reconnect")
     keep_alive_s: float = Field(default=15.0, gt=0, description="time between comments on an idle event stream")
     tombstones_kept_s: float = Field(

@@ -1,6 +1,5 @@
 """Prometheus metrics, on a registry of their own. Per-adapter series are bounded: the largest, and one for the rest."""
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -8,11 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from lorafleet.service.adapter_labels import OTHER, choose_labels
 from orchestrator.core.placement.pools import PoolFigures
 
-MOST_SERIES = 200
-"""Adapters with series of their own. A guess, nothing measured."""
-OTHER = "other"
 EVICTED = ("lru", "capacity", "ttl")
 
 Counts = Mapping[str, tuple[int, int]]
@@ -23,9 +20,10 @@ _LOADS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class OrchestratorMetrics:
     """The orchestrator's metrics. The `observe_...` methods set functions that are read at each scrape."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics_adapters: int = 200) -> None:
+        """metrics_adapters  adapters with series of their own"""
         self.registry = CollectorRegistry()
-        self.adapter_labels = BoundedLabels(MOST_SERIES)
+        self.adapter_labels = BoundedLabels(metrics_adapters)
         self._usage: Callable[[], Mapping[str, tuple[float, float]]] = dict
         self._counted: Mapping[str, float] = {}
         self.operations = Counter(
@@ -168,26 +166,15 @@ class BoundedLabels:
         """The adapter's label: its lora_id, for which it takes a free place if there is one, else `other`."""
         if lora_id in self.names:
             return lora_id
-        if len(self.names) < self._most:
+        if lora_id != OTHER and len(self.names) < self._most:
             self.names.add(lora_id)
             return lora_id
         return OTHER
 
     def update(self, rates: Mapping[str, float]) -> set[str]:
-        """Give the places to the busiest adapters, by requests a second; returns those that lost theirs.
-
-        While there are places for all, none loses its place and newcomers are not added here.
-        """
-        order = heapq.nlargest(2 * self._most, rates, key=lambda lora_id: (rates[lora_id], lora_id))
-        newcomers = [lora_id for lora_id in order[: self._most] if lora_id not in self.names]
-        if len(self.names) + len(newcomers) <= self._most:
-            return set()
-        gone = self.names - set(order)
-        self.names -= gone
-        for lora_id in order:
-            if len(self.names) >= self._most:
-                break
-            self.names.add(lora_id)
+        """Give the places to the busiest adapters, by requests a second; returns those that lost theirs."""
+        chosen = choose_labels(self.names, rates, self._most)
+        gone, self.names = self.names - chosen, chosen
         return gone
 
 

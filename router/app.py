@@ -78,7 +78,7 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     refuse_open_server(keys, config.host, allow_open=config.allow_open)
     if config.state_dir is not None:
         make_folder(config.state_dir, "state_dir")
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(metrics_adapters=config.metrics_adapters)
     own_key = OwnKey(config.token, config.token_file)
     # To the orchestrator and agents; `agents` is for calls that streams and snapshots make.
     control = make_control_client(config, own_key)
@@ -141,7 +141,13 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     own_metrics = partial(metrics_text, services, http)
     processes = None
     if me is not None:
-        processes = WorkerProcesses(Path(me.folder), me.slot, metrics=own_metrics, answers=process_handlers(services))
+        processes = WorkerProcesses(
+            Path(me.folder),
+            me.slot,
+            metrics=own_metrics,
+            adapters=metrics.adapters,
+            answers=process_handlers(services),
+        )
     app = FastAPI(
         title="lorafleet router",
         version=version("lorafleet"),

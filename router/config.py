@@ -163,6 +163,13 @@ class RouterSettings(WorkerDiscoverySettings):
     shadow_policies: tuple[PolicyName, ...] = Field(
         default=(), description="shadow policies on live traffic: they decide nothing, metrics compare them"
     )
+    metrics_adapters: int = Field(
+        default=100,
+        ge=0,
+        le=1000,
+        description="adapters with metric series of their own, those with the most requests of late; the rest count as"
+        " `other`",
+    )
     costs: dict[str, NonNegativeFloat] = Field(
         default={},
         description="numbers of the cost model, by name: temperature_s, kappa_min, ... (schedule/cost_settings.py)",

@@ -218,7 +218,11 @@ def health_routes(
     @api.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         """The metrics in Prometheus's text format, summed over all processes on this port."""
-        text = own_metrics() if processes is None else await processes.metrics()
+        if processes is not None:
+            text = await processes.metrics()
+        else:
+            services.metrics.adapters.settle()
+            text = own_metrics()
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return api

@@ -23,6 +23,9 @@ RouterError
 
 import re
 from collections.abc import Mapping
+from typing import Literal
+
+RoutingOutcome = Literal["success", "not_loaded", "error"]
 
 # Addresses in our network that a foreign message may quote.
 _ADDRESS = re.compile(
@@ -39,10 +42,14 @@ def without_addresses(text: str) -> str:
 
 
 class RouterError(Exception):
-    """An error with the fields of its HTTP answer: `status`, `code`, `param`, `retry_after_s`."""
+    """An error with the fields of its HTTP answer: `status`, `code`, `param`, `retry_after_s`.
+
+    `outcome` is what the metrics of the request's adapter count; None: nothing, because the request itself was wrong.
+    """
 
     status = 500
     code = "router_error"
+    outcome: RoutingOutcome | None = "error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -55,6 +62,7 @@ class RequestError(RouterError):
 
     status = 400
     code = "invalid_request"
+    outcome: RoutingOutcome | None = None
 
 
 class BadBody(RequestError):
@@ -74,8 +82,15 @@ class ModelNotFound(RequestError):
 
 
 class AdapterFailed(RequestError):
+    """`lora_id` is the adapter that the request names."""
+
     status = 409
     code = "adapter_failed"
+    outcome = "error"
+
+    def __init__(self, message: str, *, lora_id: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.lora_id = lora_id
 
 
 class AnswerTooLarge(RequestError):
@@ -85,6 +100,7 @@ class AnswerTooLarge(RequestError):
 class Saturated(RequestError):
     status = 429
     code = "saturated"
+    outcome = "error"
 
 
 class RateLimited(RequestError):
@@ -115,10 +131,12 @@ class NoReplica(TemporarilyUnavailable):
 
 class NoCapacity(TemporarilyUnavailable):
     code = "no_capacity"
+    outcome = "not_loaded"
 
 
 class ColdStartTimeout(TemporarilyUnavailable):
     code = "adapter_loading"
+    outcome = "not_loaded"
 
 
 class CatalogUnavailable(TemporarilyUnavailable):

@@ -97,7 +97,8 @@ def _adapter_target(
     if adapter is None:
         raise ModelNotFound(_unknown_model(name), param=param)
     if adapter.error is not None:
-        raise AdapterFailed(f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}", param=param)
+        message = f"adapter {adapter.lora_id!r} failed its checks: {adapter.error}"
+        raise AdapterFailed(message, lora_id=adapter.lora_id, param=param)
     base_model = adapter.base_model or _only_base(fleet)
     if base_model is None:
         raise NoReplica(f"the base model of adapter {adapter.lora_id!r} is not known yet; it is being inspected")

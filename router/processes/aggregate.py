@@ -1,5 +1,8 @@
 """Answers that cover all worker processes of a router: the process that is asked asks the others over unix sockets.
 
+For metrics it asks twice: for the recent use of adapters, from which it chooses the adapters with series of their own,
+and for each process's counts by those labels. So a series is never the sum of some processes only.
+
 Counters stay plain Python objects in each process. prometheus_client's multiprocess mode is not used: it keeps every
 sample in a mapped file, which makes counting about three times slower, and a removed worker's series would stay.
 """
@@ -7,16 +10,18 @@ sample in a mapped file, which makes counting about three times slower, and a re
 import asyncio
 import contextlib
 import fcntl
+import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 import structlog
 from prometheus_client.utils import floatToGoString
 
+from lorafleet.service.adapter_labels import OTHER, AgreedLabels, RecentUse, agree
 from lorafleet.service.files import Stamp, stamp_of
 
 log = structlog.get_logger()
@@ -39,7 +44,7 @@ LARGEST = frozenset(
         "replica_prefill_tokens_per_second",
         "replicas",
     )
-)
+) | {"lora_cache_hit_rate"}  # the asked process computes it of all, and no other shows it
 SUMMED = frozenset(
     f"lorafleet_router_{name}"
     for name in (
@@ -57,7 +62,10 @@ SUMMED = frozenset(
 )
 _ONLY_GROW = frozenset({"counter", "histogram", "summary"})
 _CREATED = "_created"
+_RECENT_USE = "recent use"
 _METRICS = "metrics"
+# The adapter of a sample; `lora_id` is the first label of each metric that has it.
+_LORA_ID = re.compile(r'\w+\{lora_id="((?:[^"\\]|\\.)*)"')
 # A process that does not answer in time is left out. Prometheus' own timeout is 10 s.
 _ANSWER_TIMEOUT_S = 2.0
 # Length prefix of each answer, so that a truncated answer is recognised.
@@ -68,6 +76,21 @@ _LOCK_PAUSE_S = 0.01
 Answer = Callable[[bytes], Awaitable[bytes]]
 # A sample's name and labels, as in the text -> its value.
 Values = dict[str, float]
+
+
+class LabelledSeries(Protocol):
+    """The series by adapter of one process.
+
+    most_labels  adapters with series of their own
+    """
+
+    most_labels: int
+
+    def recent_use(self) -> RecentUse:
+        """The recent use of adapters in this process, and its present labels."""
+
+    def show(self, agreed: AgreedLabels) -> None:
+        """Count by these labels from now on, and add what was counted until `recent_use` to the series."""
 
 
 class _ProcessMetrics(msgspec.Struct, array_like=True, frozen=True):
@@ -92,6 +115,8 @@ class _SlotCounts(msgspec.Struct):
     departed: dict[str, Values] = msgspec.field(default_factory=dict)
 
 
+_decode_use = msgspec.msgpack.Decoder(RecentUse).decode
+_decode_labels = msgspec.msgpack.Decoder(AgreedLabels).decode
 _decode_report = msgspec.msgpack.Decoder(_ProcessMetrics).decode
 _decode_record = msgspec.msgpack.Decoder(_SlotCounts).decode
 _decode_question = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
@@ -107,6 +132,7 @@ class WorkerProcesses:
         slot: int,
         *,
         metrics: Callable[[], bytes],
+        adapters: LabelledSeries,
         answers: Mapping[str, Answer] = MappingProxyType({}),
         answer_within_s: float = _ANSWER_TIMEOUT_S,
         lock_tries: int = _LOCK_TRIES,
@@ -114,6 +140,7 @@ class WorkerProcesses:
         """
         folder           shared by the processes of this parent; holds their sockets and the record of counts
         metrics          returns this process's own metrics in Prometheus' text format
+        adapters         the series by adapter among them
         answers          further questions that this process answers, by name
         answer_within_s  seconds that `metrics` waits for the others
         lock_tries       attempts to lock the record of counts, 10 ms apart
@@ -122,7 +149,12 @@ class WorkerProcesses:
         self._slot = slot
         self._boot = uuid.uuid4().hex
         self._metrics = metrics
-        self._answers: dict[str, Answer] = {**answers, _METRICS: self._answer_metrics}
+        self._adapters = adapters
+        self._answers: dict[str, Answer] = {
+            **answers,
+            _RECENT_USE: self._answer_recent_use,
+            _METRICS: self._answer_metrics,
+        }
         self._server: asyncio.Server | None = None
         self._answer_within_s = answer_within_s
         self._lock_tries = lock_tries
@@ -142,19 +174,35 @@ class WorkerProcesses:
             await self._server.wait_closed()
 
     async def ask(
-        self, name: str, question: bytes = b"", *, within_s: float = _ANSWER_TIMEOUT_S
+        self,
+        name: str,
+        question: bytes = b"",
+        *,
+        within_s: float = _ANSWER_TIMEOUT_S,
+        only: Collection[int] | None = None,
     ) -> dict[int, bytes | None]:
-        """Ask every other process a question; its answer by slot, or None if it does not answer in time."""
+        """Ask the other processes, all or those in `only` these slots.
+
+        Returns the answer by slot, or None from a process that does not answer in time.
+        """
         slots = {int(path.stem): path for path in self._folder.glob("*.sock") if path.stem != str(self._slot)}
-        found = await asyncio.gather(*(_ask_process(path, name, question, within_s) for path in slots.values()))
-        return dict(zip(slots, found, strict=True))
+        asked = {slot: path for slot, path in slots.items() if only is None or slot in only}
+        found = await asyncio.gather(*(_ask_process(path, name, question, within_s) for path in asked.values()))
+        return dict(zip(asked, found, strict=True))
 
     async def metrics(self) -> bytes:
         """Ask all processes, and sum their metrics as Prometheus' text. Counts of ended processes are kept."""
-        answers = await self.ask(_METRICS, within_s=self._answer_within_s)
+        uses = await self.ask(_RECENT_USE, within_s=self._answer_within_s)
+        present = {slot: _decode_use(use) for slot, use in uses.items() if use is not None}
+        agreed = agree([self._adapters.recent_use(), *present.values()], self._adapters.most_labels)
+        question = _encode(msgspec.structs.replace(agreed, hit_rates={}))
+        # Asked before this process shows them: the others are to have the labels even if this one is cancelled.
+        answers = await self.ask(_METRICS, question, within_s=self._answer_within_s, only=present)
+        self._adapters.show(agreed)
         reports = [self._own_metrics(), *(_decode_report(answer) for answer in answers.values() if answer is not None)]
         pages = [_MetricsPage.read(report.text) for report in reports]
-        missing = await self._counts_of_missing(reports, pages)
+        shown = _escaped({*agreed.adapters, OTHER})
+        missing = await self._counts_of_missing(reports, pages, shown)
         whole = _MetricsPage.read(PROCESSES_GAUGE.format(processes=len(reports)))
         for page in pages:
             whole.add(page)
@@ -166,24 +214,30 @@ class WorkerProcesses:
         """This process's metrics now."""
         return _ProcessMetrics(self._slot, self._boot, self._metrics().decode())
 
-    async def _answer_metrics(self, _question: bytes) -> bytes:
-        """This process's metrics, encoded as the answer to another process."""
+    async def _answer_recent_use(self, _question: bytes) -> bytes:
+        """This process's recent use of adapters, encoded as the answer to another process."""
+        return _encode(self._adapters.recent_use())
+
+    async def _answer_metrics(self, question: bytes) -> bytes:
+        """This process's metrics by the labels in the question, encoded as the answer to another process."""
+        self._adapters.show(_decode_labels(question))
         return _encode(self._own_metrics())
 
     async def _counts_of_missing(
-        self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]
+        self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"], adapters: Set[str]
     ) -> Sequence[Mapping[str, Values]]:
         """Counts shown before, of processes that have ended or did not answer now; records the counts shown now.
 
+        Counts of adapters that are not in `adapters` any more are forgotten, as the processes that answer forget them.
         Without the folder or its lock (a full disk, no descriptors) only this process's own record is used.
         """
         with contextlib.suppress(OSError), (self._folder / "lock").open("w") as lock:
             if await _try_lock(lock, self._lock_tries):
                 self._load_record()
-                missing = self._record_counts(reports, pages)
+                missing = self._record_counts(reports, pages, adapters)
                 self._save_record()
                 return missing
-        return self._record_counts(reports, pages)
+        return self._record_counts(reports, pages, adapters)
 
     def _load_record(self) -> None:
         """Read the record from disk, if another process wrote it last."""
@@ -192,9 +246,9 @@ class WorkerProcesses:
             self._record, self._record_stamp = _decode_record(file.read_bytes()), stamp
 
     def _record_counts(
-        self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"]
+        self, reports: Sequence[_ProcessMetrics], pages: Sequence["_MetricsPage"], adapters: Set[str]
     ) -> Sequence[Mapping[str, Values]]:
-        """Record the counts shown now; returns those of ended or silent processes."""
+        """Record the counts shown now, without those of other adapters; returns those of ended or silent processes."""
         record = self._record
         for report, page in zip(reports, pages, strict=True):
             before = record.shown.get(report.slot)
@@ -203,7 +257,13 @@ class WorkerProcesses:
                     _add_sample_values(record.departed.setdefault(family, {}), values)
             record.shown[report.slot] = _ShownCounts(report.boot, page.counts())
         present_slots = {report.slot for report in reports}
-        return [record.departed, *(shown.counts for slot, shown in record.shown.items() if slot not in present_slots)]
+        missing = [
+            record.departed,
+            *(shown.counts for slot, shown in record.shown.items() if slot not in present_slots),
+        ]
+        for counts in missing:
+            _forget_adapters(counts, adapters)
+        return missing
 
     def _save_record(self) -> None:
         """Write the record of counts to disk."""
@@ -303,6 +363,18 @@ def _add_sample_values(values_here: Values, values: Values) -> None:
     """Add each value to the one of the same sample in `values_here`."""
     for name, value in values.items():
         values_here[name] = values_here.get(name, 0.0) + value
+
+
+def _escaped(names: Set[str]) -> set[str]:
+    """The names as label values in Prometheus' text format."""
+    return {name.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') for name in names}
+
+
+def _forget_adapters(counts: Mapping[str, Values], adapters: Set[str]) -> None:
+    """Remove the samples of adapters that are not among these escaped names."""
+    for values in counts.values():
+        for sample in [name for name in values if (of := _LORA_ID.match(name)) and of[1] not in adapters]:
+            del values[sample]
 
 
 def _merge_by(values_here: Values, values: Values, choose: Callable[[float, float], float]) -> None:

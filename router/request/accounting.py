@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from lorafleet.service.auth import Caller
-from router.core.errors import ReplicaUnreachable
+from lorafleet.service.http import HttpError
+from router.core.errors import AdapterFailed, DeadlineExceeded, ReplicaUnreachable, RouterError, RoutingOutcome
 from router.core.failover.circuit_breaker import is_fault
 from router.core.failover.poison import PoisonRequests
 from router.core.failover.verdict import VERDICTS, reasons_blaming
@@ -76,14 +77,50 @@ def record_usage(run: "RequestRun") -> None:
         run.trace.attributes |= _trace_attributes(run.request.route, run.dispatched, usage)
 
 
+def record_error(run: "RequestRun", exc: RouterError | HttpError) -> None:
+    """Set `run.has_failed`, and `run.outcome` to what this error counts for its adapter.
+
+    An adapter that failed its checks is counted at once: the request has no target.
+    """
+    run.has_failed = True
+    run.outcome = exc.outcome if isinstance(exc, RouterError) else "error"
+    if isinstance(exc, DeadlineExceeded) and run.is_held:
+        run.outcome = "not_loaded"
+    elif isinstance(exc, AdapterFailed) and run.target is None:
+        run.services.metrics.adapters.of(exc.lora_id).outcomes["error"] += 1
+
+
+def _record_outcome(run: "RequestRun") -> None:
+    """Count the request under its adapter, and the latency of a whole answer."""
+    target, attempt = run.target, run.attempt
+    outcome = run.outcome if run.has_failed else _outcome(run)
+    if target is None or target.adapter is None or outcome is None:
+        return
+    counts = run.services.metrics.adapters.of(target.adapter.lora_id)
+    counts.outcomes[outcome] += 1
+    if outcome == "success" and attempt is not None and attempt.status < 400 and attempt.is_whole:
+        counts.observe_latency(run.services.clock() - run.request.read_at)
+
+
+def _outcome(run: "RequestRun") -> RoutingOutcome | None:
+    """The outcome of a request without an error of ours; None: its client left before it was routed."""
+    if run.attempt is not None:
+        return "error" if is_fault(run.attempt.status) else "success"
+    if run.is_held:
+        return "not_loaded"
+    return None if run.dispatched is None else "success"
+
+
 def record(run: "RequestRun") -> None:
     """End the request: release its load entry, quota and connection. An engine that still computes it aborts.
 
     A background response goes on instead, and is ended by `Background`. Poison books are updated where engines died.
 
-    The key is charged for the tokens that the engine counted; without usage, for the prompt and the events sent on.
+    Its adapter's metrics count it. The key is charged for the tokens that the engine counted; without usage, for the
+    prompt and the events sent on.
     """
     attempt, dispatched, usage, services = run.attempt, run.dispatched, run.usage, run.services
+    _record_outcome(run)
     if run.background_id and _hand_to_background(run):
         return
     if run.is_in_background:

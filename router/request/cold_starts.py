@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from math import inf
 from statistics import median
 from typing import Protocol
@@ -297,8 +298,10 @@ class ColdStarts:
             ask = EnsureRequest(wait_s=_ENSURE_WAIT_S, tenants=tenants)
             answer = await self._answer(f"/v1/adapters/{quote(lora_id)}/ensure", ask.model_dump_json().encode())
         except FetchRefused as exc:
-            if exc.status in _REFUSALS:
-                raise _REFUSALS[exc.status](_message(exc)) from exc
+            if exc.status == HTTPStatus.NOT_FOUND:
+                raise ModelNotFound(_message(exc)) from exc
+            if exc.status == HTTPStatus.CONFLICT:
+                raise AdapterFailed(_message(exc), lora_id=lora_id) from exc
             raise
         answered = EnsureAnswer.model_validate_json(answer)
         if answered.fits_nowhere and not answered.ready:
@@ -427,7 +430,6 @@ class ColdStarts:
         return sorted(order, key=lambda replica: replica.is_suspect or self._is_silent(replica))
 
 
-_REFUSALS: dict[int, Callable[[str], RouterError]] = {404: ModelNotFound, 409: AdapterFailed}
 # Statuses by which an agent refuses the adapter itself, as any other agent would. Others are about that worker alone.
 _ADAPTERS_OWN = frozenset({400, 413, 422})
 

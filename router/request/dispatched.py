@@ -132,7 +132,12 @@ class DispatchedRequest:
         is_one_of_many  the engine prefilled the prompt several times, and reports one of them, not the first
         """
         cached = usage.cached_tokens
-        if cached is None or not self.hashed.chains:
+        if cached is None:
+            return
+        if self.target.adapter is not None and not is_one_of_many:
+            adapters = self._services.metrics.adapters
+            adapters.of(self.target.adapter.lora_id).add_tokens(usage.prompt_tokens, cached)
+        if not self.hashed.chains:
             return
         if self.hashed.request.is_approximate:
             # Shown only: blocks of an approximate prompt are not the engine's, so nothing was predicted.

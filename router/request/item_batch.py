@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from lorafleet.service.auth import Caller
-from router.core.errors import BadBody
+from router.core.errors import BadBody, RouterError
 from router.http.sse import ModelRenamer
-from router.request.accounting import record, record_usage
+from router.request.accounting import record, record_error, record_usage
 from router.request.engine_attempt import AttemptLimits
 from router.request.parsed_request import ParsedRequest
 from router.request.response import ClientResponse, within_deadline
@@ -99,7 +99,11 @@ async def _item_body(run: RequestRun, slots: asyncio.Semaphore) -> bytes:
     """Run one item at its engine, once it has a slot, and record its end; its whole answer. Raises _ItemRefused."""
     async with slots:
         try:
-            await run.reach_engine()
+            try:
+                await run.reach_engine()
+            except RouterError as exc:
+                record_error(run, exc)
+                raise
             assert run.attempt is not None
             assert run.dispatched is not None
             assert run.engine_request is not None

@@ -17,7 +17,7 @@ from router.http.error_shapes import shaped
 from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, error_event, refusal_event
 from router.protocols.routes import Route
 from router.protocols.usage import UsageFilter
-from router.request.accounting import record, record_usage
+from router.request.accounting import record, record_error, record_usage
 from router.request.dispatched import DispatchedRequest
 from router.request.engine_attempt import EngineAttempt
 from router.request.line import record_line
@@ -161,6 +161,8 @@ class ClientResponse(msgspec.Struct, eq=False):
             self.exchange.finish()
             return
         self.code, self.cause = exc.code, cause_of(exc)
+        if run is not None:
+            record_error(run, exc)
         errors = self.route.errors
         body = shaped(envelope(exc.status, exc.code, without_addresses(str(exc)), exc.param), exc.status, errors)
         if self.exchange.status is not None:

@@ -21,6 +21,7 @@ from router.core.errors import (
     NoAnswerInTime,
     NoReplica,
     ReplicaUnreachable,
+    RoutingOutcome,
 )
 from router.core.failover.exclusions import FailedAttempt, excluded_incarnations
 from router.core.failover.verdict import MAX_DEATHS, VERDICTS
@@ -60,6 +61,9 @@ class RequestRun(msgspec.Struct, eq=False):
     deaths                        engines that may have died of this request
     dispatched, engine_request    of the attempt under way, or of the one that was answered
     attempt                       the attempt that was answered
+    is_held                       it waits for its adapter, or did so when it ended
+    has_failed                    it ends in an error of ours
+    outcome                       of that error, for the metrics of the adapter; None: it does not count there
     background_id                 a response that its engine goes on with after our answer, or without its client
     is_computed                   an engine has computed an answer that the client does not get
     last_worker                   of the last failed attempt
@@ -85,6 +89,9 @@ class RequestRun(msgspec.Struct, eq=False):
     engine_request: EngineRequest | None = None
     attempt: EngineAttempt | None = None
     usage: EngineUsage | None = None
+    is_held: bool = False
+    has_failed: bool = False
+    outcome: RoutingOutcome | None = None
     background_id: str = ""
     is_computed: bool = False
     is_trial: bool = False
@@ -221,6 +228,7 @@ class RequestRun(msgspec.Struct, eq=False):
         """
         target = self.target
         assert target is not None
+        self.is_held = target.adapter is not None
         servable = await wait_for_adapter(
             self.services,
             self.caller,
@@ -230,6 +238,7 @@ class RequestRun(msgspec.Struct, eq=False):
             tokens=self.tokens,
             is_displaced=is_displaced,
         )
+        self.is_held = False
         excluded_now = self._excluded_now()
         if servable is not target or excluded_now != self.excluded:
             self.target, self.excluded, self.hashed = servable, excluded_now, None

@@ -1,10 +1,11 @@
-"""The router's Prometheus metrics. Labels are bounded: workers, base models, stages and codes, never adapters."""
+"""The router's Prometheus metrics. Labels are bounded: workers, base models, stages, codes, the busiest adapters."""
 
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from lorafleet.service.fast_metrics import Counter, Gauge, Histogram
+from router.telemetry.adapter_series import AdapterSeries
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -13,8 +14,10 @@ _SHORT = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.
 class RouterMetrics:
     """All metrics, on a registry of this router's own. Those counted for each request are held without labels."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, metrics_adapters: int = 100) -> None:
+        """metrics_adapters  adapters with series of their own"""
         self.registry = CollectorRegistry()
+        self.adapters = AdapterSeries(self.registry, most_labels=metrics_adapters)
         on: Any = {"registry": self.registry, "namespace": "lorafleet", "subsystem": "router"}
         self.requests = Counter(
             "requests", "Answers by route, HTTP status and error code.", ("route", "status", "code"), **on

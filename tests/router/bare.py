@@ -14,9 +14,12 @@ from pathlib import Path
 for _unneeded in ("pygments", "rich", "watchfiles"):
     sys.modules[_unneeded] = None
 
+from prometheus_client import CollectorRegistry  # noqa: E402
+
 from lorafleet.http_server import serve  # noqa: E402
 from router.processes import supervisor  # noqa: E402
 from router.processes.aggregate import WorkerProcesses  # noqa: E402
+from router.telemetry.adapter_series import AdapterSeries  # noqa: E402
 from tests.router.variables import REFUSES_TO_START  # noqa: E402
 
 
@@ -59,7 +62,13 @@ class BareApp:
 
     def __init__(self, me: supervisor.ProcessMember, flags: argparse.Namespace) -> None:
         self.me, self.flags = me, flags
-        self.processes = WorkerProcesses(Path(me.folder), me.slot, metrics=bytes, answers={"who": self.told})
+        self.processes = WorkerProcesses(
+            Path(me.folder),
+            me.slot,
+            metrics=bytes,
+            adapters=AdapterSeries(CollectorRegistry(), most_labels=0),
+            answers={"who": self.told},
+        )
 
     async def told(self, question: bytes) -> bytes:
         return json.dumps({"slot": self.me.slot, "question": question.decode()}).encode()

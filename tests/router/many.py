@@ -62,7 +62,7 @@ def more_routes(app, me: supervisor.ProcessMember) -> None:
 
     @app.get("/siblings")
     async def others():
-        return [slot for slot, answer in (await processes.ask("metrics")).items() if answer is not None]
+        return [slot for slot, answer in (await processes.ask("recent use")).items() if answer is not None]
 
     @app.get("/all")
     async def metrics():

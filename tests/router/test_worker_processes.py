@@ -14,9 +14,15 @@ from structlog.testing import capture_logs
 from router.api.control import control_routes, process_handlers
 from router.processes import aggregate
 from router.processes.aggregate import WorkerProcesses
+from router.telemetry.adapter_series import AdapterSeries
 from router.telemetry.metrics import RouterMetrics
 from tests.patience import until, within
 from tests.router.doubles import CHAT, EngineDouble, fleet, sample_value
+
+
+def no_adapters() -> AdapterSeries:
+    """Series by adapter that no request counts in, and that no page shows."""
+    return AdapterSeries(CollectorRegistry(), most_labels=0)
 
 
 class MetricsProcess:
@@ -28,7 +34,9 @@ class MetricsProcess:
         self.took = Histogram("took", "t", buckets=(1, 2), registry=self.registry)
         self.revision = Gauge("lorafleet_router_catalog_revision", "r", registry=self.registry)
         self.waiting = Gauge("lorafleet_router_waiting_requests", "w", registry=self.registry)
-        self.place = WorkerProcesses(folder, slot, metrics=lambda: generate_latest(self.registry), **limits)
+        self.place = WorkerProcesses(
+            folder, slot, metrics=lambda: generate_latest(self.registry), adapters=no_adapters(), **limits
+        )
 
 
 @contextlib.asynccontextmanager
@@ -220,7 +228,10 @@ async def test_a_process_that_stops_waiting_causes_no_error(tmp_path):
 
     unexpected = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
-    a, b = (WorkerProcesses(tmp_path, slot, metrics=bytes, answers={"slow": slow}) for slot in (0, 1))
+    a, b = (
+        WorkerProcesses(tmp_path, slot, metrics=bytes, adapters=no_adapters(), answers={"slow": slow})
+        for slot in (0, 1)
+    )
     await b.start()
     with capture_logs() as logs:
         asking = asyncio.create_task(a.ask("slow", within_s=6000.0))
@@ -246,7 +257,9 @@ async def test_a_question_times_out_as_its_asker_set(tmp_path):
 
     hanging = await asyncio.start_unix_server(hang, tmp_path / "1.sock")
     async with within(5):
-        assert await WorkerProcesses(tmp_path, 0, metrics=bytes).ask("anything", within_s=0.01) == {1: None}
+        assert await WorkerProcesses(tmp_path, 0, metrics=bytes, adapters=no_adapters()).ask(
+            "anything", within_s=0.01
+        ) == {1: None}
     hanging.close()
     go_on.set()
     await gone.wait()
@@ -297,7 +310,7 @@ async def test_decisions_of_a_silent_process_are_reported_missing(tmp_path):
         for asked in (client, other):
             assert (await asked.post("/v1/chat/completions", json=CHAT)).status_code == 200
         places = [
-            WorkerProcesses(tmp_path, n, metrics=bytes, answers=process_handlers(parts))
+            WorkerProcesses(tmp_path, n, metrics=bytes, adapters=no_adapters(), answers=process_handlers(parts))
             for n, parts in enumerate((here, there))
         ]
         for place in places:
