@@ -17,6 +17,7 @@ def print_ready(
         ("router", f"{router}/v1", "base URL for OpenAI clients"),
         ("models", f"{router}/v1/models", "the base model and the adapters"),
         ("orchestrator", f"{orchestrator}/docs", "REST API: adapters, placements, workers, policy"),
+        ("metrics", f"{router}/metrics", f"Prometheus{', with a key of scope metrics' if has_keys else ''}"),
         ("logs", str(logs), "one file for each process"),
     ]
     width = max(len(address) for _, address, _ in rows)

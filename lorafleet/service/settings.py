@@ -54,7 +54,8 @@ class ServiceSettings(BaseSettings):
         default=False, description="serve without keys on addresses other than loopback, and under any host name"
     )
     metrics_need_key: bool = Field(
-        default=False, description="require a key with the scope `metrics` for `/metrics`; else it is open to everybody"
+        default=True,
+        description="with key files: `/metrics` needs a key with the scope `metrics`; else it is open to everybody",
     )
     token: Key = Field(default="", description="bearer key for calls to other services", repr=False)
     token_file: Path | None = Field(

@@ -170,12 +170,15 @@ def scopes(case: str, service: str, tmp_path) -> dict[str, frozenset[str]]:
 
 def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_path):
     infer, load, register, drain, metrics, admin = (frozenset({scope}) for scope in SCOPES)
-    assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer}
+    assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer, "metrics.1": metrics}
     # Between orchestrators: a standby follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
         "admin.1": admin, "orchestrator.1": load, "router.1": load, "worker.1": register,
+        "metrics.1": metrics,
     }  # fmt: skip
-    assert scopes("cpu", "worker", tmp_path) == {"orchestrator.1": admin, "router.1": load, "worker.1": drain}
+    assert scopes("cpu", "worker", tmp_path) == {
+        "orchestrator.1": admin, "router.1": load, "worker.1": drain, "metrics.1": metrics,
+    }  # fmt: skip
     for service in ("router", "orchestrator", "worker"):
         assert scopes("everything", service, tmp_path)["metrics.2"] == metrics
 
@@ -202,7 +205,7 @@ def test_tenants_keys_reach_the_router_and_only_operators_the_orchestrator():
 
 def test_a_token_in_clear_is_in_one_secret_only():
     tokens = secret("cpu", "fleet-lorafleet-tokens").values()
-    assert len(set(tokens)) == 5
+    assert len(set(tokens)) == 6
     for item in manifests("cpu"):
         if item["metadata"]["name"] != "fleet-lorafleet-tokens":
             assert not any(token in str(item) for token in tokens), item["metadata"]["name"]

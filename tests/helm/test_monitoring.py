@@ -14,11 +14,12 @@ from workers.metrics import WorkerMetrics
 # What Prometheus adds to each series of a ServiceMonitor's or PodMonitor's target.
 TARGET = {"namespace", "service", "pod", "job"}
 BY_PROMETHEUS = TARGET | {"le", "__name__"}
+NEED_KEY = [f"LORAFLEET_{service}_METRICS_NEED_KEY" for service in ("ROUTER", "ORCHESTRATOR", "WORKERS")]
 
 
 def known() -> dict[str, set[str]]:
-    """Each series name -> its own labels."""
-    found: dict[str, set[str]] = {}
+    """Each series name -> its own labels; `up` is Prometheus' own."""
+    found: dict[str, set[str]] = {"up": set()}
     for metrics in (RouterMetrics, OrchestratorMetrics, WorkerMetrics):
         for family in metrics().registry.collect():
             suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
@@ -36,7 +37,7 @@ def known() -> dict[str, set[str]]:
 
 def asked(expression: str) -> list[tuple[str, set[str]]]:
     """(metric, labels that it is filtered by) of a PromQL expression; a name by pattern counts as each it could be."""
-    series = [(name, body) for name, body in re.findall(r"\b(lora\w*)\s*\{([^}]*)\}", expression)]
+    series = [(name, body) for name, body in re.findall(r"\b(lora\w*|up)\s*\{([^}]*)\}", expression)]
     for body in re.findall(r"[^\w]\{([^}]*__name__[^}]*)\}", expression):
         pattern = re.search(r'__name__=~"([^"]+)"', body)[1]
         series += [(name, body) for name in known() if re.fullmatch(pattern, name)]
@@ -170,15 +171,22 @@ def test_metrics_that_need_a_key_get_the_one_that_monitors_bring():
         for endpoint in monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]:
             assert endpoint["authorization"]["credentials"]["name"] == "fleet-lorafleet-tokens"
             assert endpoint["authorization"]["credentials"]["key"] in tokens
-    told = {
+    assert told_of_metrics(pods) == dict.fromkeys(NEED_KEY, "true")
+
+
+def told_of_metrics(pods) -> dict[str, str]:
+    """What the services' environment says of a key for their metrics."""
+    return {
         entry["name"]: entry["value"]
         for _, pod in pods
         for container in containers(pod["spec"])
         for entry in container.get("env", ())
         if entry["name"].endswith("_METRICS_NEED_KEY")
     }
-    services = ("ROUTER", "ORCHESTRATOR", "WORKERS")
-    assert told == {f"LORAFLEET_{service}_METRICS_NEED_KEY": "true" for service in services}
+
+
+def test_metrics_that_are_opened_need_no_key_anywhere():
+    assert told_of_metrics(pod_templates("numbers")) == dict.fromkeys(NEED_KEY, "false")
 
 
 def test_a_pools_trigger_is_its_wait_itself_and_its_slots_wanted_over_those_there():

@@ -788,7 +788,7 @@ async def test_metrics_need_their_scope_and_health_needs_no_key(tmp_path):
     keys, control = tmp_path / "keys.yaml", AgentDouble()
     rows = "".join(f"- {{sha256: {hash_key(name)}, scopes: [{name}]}}\n" for name in ("infer", "metrics", "admin"))
     keys.write_text(f"keys:\n{rows}")
-    async with fleet(control=control, key_files=(keys,), metrics_need_key=True) as (client, _, _):
+    async with fleet(control=control, key_files=(keys,)) as (client, _, _):
 
         async def status(path, key=None):
             headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -799,8 +799,10 @@ async def test_metrics_need_their_scope_and_health_needs_no_key(tmp_path):
         for path in ("/v1/models", "/v1/decisions"):
             assert await status(path, "metrics") == 403, path
         assert await status("/health") == await status("/ready") == 200
-    async with fleet(control=control, metrics_need_key=True) as (client, _, _):
-        assert (await client.get("/metrics")).status_code == 200, "without key files there are no keys to ask for"
+    opened = {"key_files": (keys,), "metrics_need_key": False}
+    for settings in ({}, opened):
+        async with fleet(control=control, **settings) as (client, _, _):
+            assert (await client.get("/metrics")).status_code == 200, settings
 
 
 async def test_an_open_router_answers_no_page_whose_name_was_pointed_at_it():

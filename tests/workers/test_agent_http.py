@@ -448,7 +448,7 @@ async def test_routes_check_the_scopes_of_the_key_file(worker, tmp_path):
     keys = tmp_path / "keys.yaml"
     rows = [{"sha256": hash_key(scope), "tenant": None, "scopes": [scope]} for scope in SCOPES]
     keys.write_text(json.dumps({"keys": rows}))
-    async with worker.together("--key-files", str(keys), "--metrics-need-key") as client:
+    async with worker.together("--key-files", str(keys)) as client:
         assert code(await client.get("/metadata")) == "invalid_api_key"
         assert code(await client.get("/metrics")) == "invalid_api_key"
         assert {

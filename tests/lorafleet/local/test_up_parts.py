@@ -144,6 +144,8 @@ def test_the_lines_to_try_are_commands_with_json_bodies(capsys: pytest.CaptureFi
     bodies = [json.loads(line.partition("-d '")[2].removesuffix("'")) for line in curls]
     assert [body["model"] for body in bodies] == ["tiny", "sql/v1", "sql/v1"]
     assert all("Bearer $KEY" in line for line in curls)
+    assert "http://r/metrics" in out
+    assert "with a key of scope metrics" in out
 
 
 def test_without_adapters_no_command_is_repeated() -> None:

@@ -346,6 +346,7 @@ async def test_every_refusal_is_counted_under_its_own_code(tmp_path):
     control = AgentDouble(ensure=never, figures=UNHEARD)
     control.add_adapter("cold/v1")
     settings = {"max_body_bytes": 1000, "cold_start_timeout_s": 0.1, "failover_wait_s": 0.05, **key_file(tmp_path)}
+    settings["metrics_need_key"] = False
     async with faulty_fleet(1, control=control, **settings) as router:
         key = bearer("a")
         broken = saying(b"", "close")
