@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lorafleet.service.auth import SCOPES, ApiKeys, hash_key
+from lorafleet.service.auth import ApiKeys, hash_key
 from tests.helm.rendering import NAMESPACE, VALUES, containers, manifests, of_kind, one, pod_templates, secret
 from tests.helm.test_settings import mounted
 
@@ -169,7 +169,9 @@ def scopes(case: str, service: str, tmp_path) -> dict[str, frozenset[str]]:
 
 
 def test_a_token_opens_the_services_that_its_holder_speaks_to_and_no_others(tmp_path):
-    infer, load, register, drain, metrics, admin = (frozenset({scope}) for scope in SCOPES)
+    infer, load, register, drain, metrics, admin = (
+        frozenset({scope}) for scope in ("infer", "load", "register", "drain", "metrics", "admin")
+    )
     assert scopes("cpu", "router", tmp_path) == {"admin.1": admin, "test.1": infer, "metrics.1": metrics}
     # Between orchestrators: a standby follows the leader's events.
     assert scopes("cpu", "orchestrator", tmp_path) == {
