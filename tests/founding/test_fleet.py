@@ -127,14 +127,25 @@ def test_registered_adapter_answers_everywhere_and_a_deleted_one_nowhere(fleet: 
     until(lambda: not fleet.fleet.held_by("brief/v1"), within_s=60, what="every worker has unloaded it")
 
 
-def test_load_at_one_engine_is_shown_as_an_orphan(fleet: FoundingFleet) -> None:
-    metadata = fleet.get(f"{fleet.worker}/metadata")
+def test_load_at_one_engine_is_shown_as_an_orphan_and_adopted_with_one_call(fleet: FoundingFleet) -> None:
+    engine = fleet.get(f"{fleet.worker}/metadata")["transport"]["engine_url"]
     source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
-    engine = metadata["transport"]["engine_url"]
     body = {"lora_name": "script-made", "lora_path": source}
     assert fleet.send("POST", f"{engine}/v1/load_lora_adapter", json=body).is_success
 
-    def orphans() -> list[str]:
-        return [item["lora_id"] for item in fleet.get(f"{fleet.orchestrator}/v1/orphans")["data"]]
+    def is_verified() -> bool:
+        orphans = fleet.get(f"{fleet.orchestrator}/v1/orphans")["data"]
+        return any(item["lora_id"] == "script-made" and item["digest"] for item in orphans)
 
-    until(lambda: "script-made" in orphans(), within_s=30, what="the load is seen")
+    until(is_verified, within_s=30, what="the load is seen and its files are read")
+    adopted = fleet.post(f"{fleet.orchestrator}/v1/orphans/adopt", {"lora_ids": ["script-made"]})
+    assert [item["status"] for item in adopted.json()["data"]] == [201], adopted.text
+    until(lambda: "script-made" in models(fleet), within_s=20, what="the router lists it")
+    assert fleet.chat(lora_id="script-made").is_success
+
+
+def test_record_is_exported_as_one_document(fleet: FoundingFleet) -> None:
+    record = fleet.get(f"{fleet.orchestrator}/v1/export")
+    adapters = {item["lora_id"]: item for item in record["adapters"]}
+    assert len(adapters[SQL]["digest"]) == 64
+    assert {"aliases", "policy"} <= record.keys()
