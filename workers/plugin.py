@@ -163,7 +163,9 @@ class LoraDownloaderBase(ABC):
 
     @abstractmethod
     def delete_lora_from_disk(self, name: str) -> LoraModel | Awaitable[LoraModel | None] | None:
-        """Called when the agent no longer needs the folder: it has its copy, or the fetch failed. May keep it.
+        """Called when the agent no longer needs the folder: its copy is verified, or the adapter refused. May keep it.
+
+        The event DOWNLOADED_TO_DISK or LOAD_FAILED follows, and says which.
 
         The answer is for other callers; the agent ignores it.
         """

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 from tests.workers.source_servers import SECRET
 from workers.plugin import LoraDownloaderBase, LoraEvent, LoraManager, LoraModel
@@ -46,6 +47,26 @@ class AsyncCopyingDownloader(CopyingDownloader):
 
     async def delete_lora_from_disk(self, name: str) -> None:
         CopyingDownloader.delete_lora_from_disk(self, name)
+
+
+class JournalingDownloader(CopyingDownloader):
+    """Records events and deletions in order, each with the digests that the agent has installed by then."""
+
+    journal: ClassVar[list[tuple[str, str, list[str]]]] = []
+    cache = Path()
+
+    def delete_lora_from_disk(self, name: str) -> None:
+        super().delete_lora_from_disk(name)
+        self.journal.append(("deleted", name, self.installed()))
+
+    def on_start(self, manager: LoraManager) -> None:
+        self.manager = manager
+
+    def on_event(self, event: LoraEvent) -> None:
+        self.journal.append((str(event.event_type), event.lora_model.name, self.installed()))
+
+    def installed(self) -> list[str]:
+        return [path.name for path in self.cache.iterdir() if len(path.name) == 64]
 
 
 class OldCopyingManager(LoraManager):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lorafleet.service.settings import SettingsError
-from tests.workers.plugins import AsyncCopyingDownloader, CopyingDownloader, OldCopyingManager
+from tests.workers.plugins import AsyncCopyingDownloader, CopyingDownloader, JournalingDownloader, OldCopyingManager
 from tests.workers.running import code, loaded, post, sse
 from tests.workers.source_servers import SECRET, SourceServer, StubHub
 from workers.core.errors import SourceError
@@ -59,11 +59,20 @@ def files_in(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+async def fetch_wholly(source, ref, into):
+    """A fetch and the end of its transfer."""
+    transfer = Transfer()
+    await source.fetch(ref, into, transfer)
+    await transfer.finish()
+
+
 async def test_plugins_download_is_copied_and_then_deleted_by_the_plugin(downloader, tmp_path):
     transfer = Transfer()
     await PluginSource(downloader, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", transfer)
     assert files_in(tmp_path / "into") == FILES
-    assert (downloader.downloads, transfer.pinned) == ({}, "plugin://sql/v1")
+    assert (list(downloader.downloads), transfer.pinned) == (["sql/v1"], "plugin://sql/v1")
+    await transfer.finish()  # as the agent does when it has verified the copy
+    assert downloader.downloads == {}
 
 
 async def test_plugins_failure_is_reported_by_class_and_its_folder_deleted(downloader, tmp_path):
@@ -80,7 +89,7 @@ async def test_one_name_is_fetched_once_at_a_time(downloader, tmp_path):
     folders = [tmp_path / f"into/{number}" for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    await asyncio.gather(*(source.fetch("plugin://sql/v1", folder, Transfer()) for folder in folders))
+    await asyncio.gather(*(fetch_wholly(source, "plugin://sql/v1", folder) for folder in folders))
     assert [files_in(folder) for folder in folders] == [FILES] * 3
 
 
@@ -130,7 +139,7 @@ async def test_plugin_of_an_earlier_release_downloads_and_hears_events_under_the
 
     monkeypatch.setattr(OldCopyingManager, "__init__", remember)
     downloader = create_downloader("tests.workers.plugins.OldCopyingManager", hub=HUB, folder=tmp_path)
-    await PluginSource(downloader, Limits(max_bytes=1 << 20)).fetch("plugin://sql/v1", tmp_path / "into", Transfer())
+    await fetch_wholly(PluginSource(downloader, Limits(max_bytes=1 << 20)), "plugin://sql/v1", tmp_path / "into")
     assert files_in(tmp_path / "into") == FILES
     at = "2026-10-17T12:00:00.000Z"
     event_forwarder(downloader)(AgentEvent(id=1, type="LOADED_TO_DEVICE", at=at, lora_id="sql/v1", digest="d"))
@@ -165,6 +174,32 @@ async def test_default_downloader_fetches_a_hub_repository_at_its_commit(tmp_pat
 async def test_worker_with_a_lora_path_asks_no_hub_for_a_name_that_it_lacks(worker):
     async with worker.together() as client:
         assert code(await post(client, "load_lora", lora_id="acme/legal")) == "adapter_unknown"
+
+
+async def test_plugin_hears_of_its_download_when_it_is_verified_or_refused(
+    worker, agent_adapters, tmp_path, monkeypatch
+):
+    registry = tmp_path / "registry"
+    shutil.copytree(agent_adapters / "legal/v2", registry / "good")
+    shutil.copytree(agent_adapters / "legal/v2", registry / "bad")
+    (registry / "bad/adapter_model.safetensors").write_bytes(b"no weights")
+    journal = []
+    monkeypatch.setattr(JournalingDownloader, "root", registry)
+    monkeypatch.setattr(JournalingDownloader, "journal", journal)
+    monkeypatch.setattr(JournalingDownloader, "cache", worker.cache_dir)
+    flags = ("--lora-downloader-plugin", "tests.workers.plugins.JournalingDownloader")
+    async with worker.together(*flags) as client:
+        bad = await post(client, "load_lora", lora_id="ours/bad", source="plugin://bad")
+        good = await post(client, "load_lora", lora_id="ours/good", source="plugin://good")
+    assert (code(bad), good.status_code) == ("weights_corrupt", 200)
+    digest = good.json()["digest"]
+    assert [entry for entry in journal if entry[0] != "DOWNLOADING"][:5] == [
+        ("deleted", "bad", []),
+        ("LOAD_FAILED", "ours/bad", []),
+        ("deleted", "good", [digest]),  # installed already, so verified
+        ("DOWNLOADED_TO_DISK", "ours/good", [digest]),
+        ("LOADED_TO_DEVICE", "ours/good", [digest]),
+    ]
 
 
 @pytest.mark.fleet

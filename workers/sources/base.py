@@ -59,6 +59,17 @@ class Transfer:
         self._total_bytes: int | None = None
         self._every_s = every_s
         self._reported_at = time.monotonic()
+        self._at_end: list[Callable[[], Awaitable[None]]] = []
+
+    def at_end(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Have `finish` make this call: once the files are verified and installed, or refused. It raises nothing."""
+        self._at_end.append(call)
+
+    async def finish(self) -> None:
+        """Make the calls of `at_end`, each once."""
+        calls, self._at_end = self._at_end, []
+        for call in calls:
+            await call()
 
     @property
     def progress(self) -> FetchProgress:

@@ -59,25 +59,43 @@ class PluginSource:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Have the plugin download the adapter, copy its files into `into`, then let the plugin delete its folder.
+        """Have the plugin download the adapter, and copy its files into `into`.
 
-        A second fetch of the name waits for the first. Raises SourceError, also for a plugin's wrong result. See
-        `Source.fetch`.
+        The plugin deletes its folder at the end of the transfer, when the agent has verified and installed its copy, or
+        at once if the fetch fails. A second fetch of the name waits for that. Raises SourceError, also for a plugin's
+        wrong result. See `Source.fetch`.
         """
         name = ref.partition("://")[2]
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        lock = self._locks.setdefault(name, asyncio.Lock())
+        await lock.acquire()
+
+        async def release() -> None:
+            """Let the plugin delete its folder, which a failure only logs, and let the next fetch of the name begin."""
             try:
-                model = await self._call_plugin(ref, self._downloader.download_lora_to_disk, name)
-                if not isinstance(model, LoraModel) or model.local_path is None:
-                    what = "LoraModel without a local_path" if isinstance(model, LoraModel) else type(model).__name__
-                    message = f"source {redacted(ref)}: the plugin returned a {what}, not a LoraModel with its folder"
-                    raise SourceError("source_failed", message)
-                folder, limits = model.local_path, self._limits
-                local = LocalSource([folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle)
-                await local.fetch(str(folder), into, transfer)
-                transfer.pinned = f"{PLUGIN_SCHEME}://{model.pinned or name}"
-            finally:
                 await self._call_plugin(ref, self._downloader.delete_lora_from_disk, name)
+            except SourceError as exc:
+                log.warning("the downloader plugin deleted nothing", name=name, error=str(exc))
+            finally:
+                lock.release()
+
+        transfer.at_end(release)
+        try:
+            await self._copy_download(ref, name, into, transfer)
+        except BaseException:
+            await transfer.finish()
+            raise
+
+    async def _copy_download(self, ref: str, name: str, into: Path, transfer: Transfer) -> None:
+        """Have the plugin download the adapter, and copy its files into `into`. Raises SourceError."""
+        model = await self._call_plugin(ref, self._downloader.download_lora_to_disk, name)
+        if not isinstance(model, LoraModel) or model.local_path is None:
+            what = "LoraModel without a local_path" if isinstance(model, LoraModel) else type(model).__name__
+            message = f"source {redacted(ref)}: the plugin returned a {what}, not a LoraModel with its folder"
+            raise SourceError("source_failed", message)
+        folder, limits = model.local_path, self._limits
+        local = LocalSource([folder], max_bytes=limits.max_bytes, allow_pickle=limits.allow_pickle)
+        await local.fetch(str(folder), into, transfer)
+        transfer.pinned = f"{PLUGIN_SCHEME}://{model.pinned or name}"
 
     async def _call_plugin(self, ref: str, function: Callable[[str], Any], name: str) -> Any:
         """Call a method of the plugin, in a thread unless it is a coroutine. Raises SourceError."""

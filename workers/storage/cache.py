@@ -103,6 +103,7 @@ class AdapterCache:
                     is_kept = self.is_stopping
                     raise
                 finally:
+                    await finish_even_if_cancelled(transfer.finish())
                     if not (resume_key and is_kept):
                         await finish_even_if_cancelled(asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True))
         except OSError as exc:
