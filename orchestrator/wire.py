@@ -545,6 +545,12 @@ class RecordedAdapter(_OrchestratorModel):
     tenants: Tenants = None
     secret_ref: Secret = None
 
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _drops_unknown_fields(cls, policy: object) -> object:
+        """The policy's fields that this version knows: the record may be that of a newer fleet."""
+        return _known_fields(policy, AdapterPolicy)
+
 
 class RecordedAlias(_OrchestratorModel):
     """An alias in a fleet's record."""
@@ -564,6 +570,19 @@ class FleetRecord(_OrchestratorModel):
     policy: Policy | None = None
     revision: int = 0
     wire: int = WIRE
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _drops_unknown_fields(cls, policy: object) -> object:
+        """The policy's fields that this version knows: the record may be that of a newer fleet."""
+        return _known_fields(policy, Policy)
+
+
+def _known_fields(value: object, model: type[BaseModel]) -> object:
+    """The value without keys that the model does not have, if it is a mapping."""
+    if not isinstance(value, dict):
+        return value
+    return {name: found for name, found in value.items() if name in model.model_fields}
 
 
 RecordPart = Literal["adapters", "aliases", "policy"]

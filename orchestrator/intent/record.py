@@ -12,6 +12,7 @@ from orchestrator.core.state import RegisteredAdapter
 from orchestrator.intent.registry import AdapterRegistry, policy_of
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import (
+    AdapterPolicy,
     AdapterSpec,
     AliasSpec,
     AliasTarget,
@@ -80,7 +81,7 @@ def differences(store: IntentStore, ask: ImportRequest) -> list[RecordChange]:
         present = [name for name, adapter in store.adapters.items() if not adapter.is_deleting]
         found += _removals("adapter", present, {adapter.lora_id for adapter in ask.record.adapters})
     if "policy" in parts and ask.record.policy is not None:
-        fields = _changed(asdict(store.rules), ask.record.policy.model_dump())
+        fields = _changed(asdict(store.rules), ask.record.policy.model_dump(exclude_unset=True))
         if fields:
             found.append(RecordChange(subject="policy", name="", change="change", fields=fields))
     return found
@@ -127,9 +128,14 @@ def _blocked_reason(
 
 
 def _adapter_fields(here: RegisteredAdapter, there: RecordedAdapter) -> dict[str, list[Any]]:
-    """field -> [here, there] of the fields that an import changes. Sources may differ: the digest says what it is."""
+    """field -> [here, there] of the fields that an import changes. Sources may differ: the digest says what it is.
+
+    A field that the record does not name stays as it is here: an older fleet does not know it.
+    """
     ours = policy_of(here).model_dump() | {"tenants": _sorted(here.tenants)}
-    theirs = there.policy.model_dump() | {"tenants": _sorted(there.tenants)}
+    theirs = there.policy.model_dump(exclude_unset=True)
+    if "tenants" in there.model_fields_set:
+        theirs["tenants"] = _sorted(there.tenants)
     if here.digest is None and there.digest is not None:
         ours, theirs = ours | {"digest": None}, theirs | {"digest": there.digest}
     return _changed(ours, theirs)
@@ -212,7 +218,7 @@ def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegis
                     registry.put_alias(change.name, AliasSpec(targets=aliases[change.name].targets), actor)
                 case _:
                     assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
-                    registry.put_policy(ask.record.policy, "*", actor)
+                    registry.patch_policy(ask.record.policy.model_dump(exclude_unset=True), None, actor)
         except OrchestratorError as exc:
             done.append(change.model_copy(update={"change": "blocked", "reason": f"{exc.code}: {exc}"}))
         else:
@@ -221,13 +227,14 @@ def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegis
 
 
 def _spec_here(there: RecordedAdapter, here: RegisteredAdapter) -> AdapterSpec:
-    """The registered adapter with the record's policy, tenants and digest; its source and secret stay."""
+    """The registered adapter with what the record names of policy, tenants and digest; its source and secret stay."""
+    policy = policy_of(here).model_dump() | there.policy.model_dump(exclude_unset=True)
     return AdapterSpec(
         lora_id=here.lora_id,
         source=here.source,
         base_model=here.base_model,
         digest=here.digest or there.digest,
-        policy=there.policy,
-        tenants=there.tenants,
+        policy=AdapterPolicy(**policy),
+        tenants=there.tenants if "tenants" in there.model_fields_set else here.tenants,
         secret_ref=SecretRef.of(here.secret),
     )

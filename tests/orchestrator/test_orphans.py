@@ -156,8 +156,7 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
 
 async def test_a_copy_that_a_script_loaded_hides_no_copy_of_ours_and_takes_its_slot(service):
     agent = await service.worker("w0", slots=2)
-    await service.register("mine", source="file:///mine")
-    await service.ensure("mine")
+    await service.register("mine", source="file:///mine", policy={"loading": "eager", "min_replicas": 1})
     await service.settle()
     agent.put_foreign("mine", "file:///other")
     await pass_by(service)

@@ -119,6 +119,24 @@ async def test_a_change_of_tenants_policy_and_targets_is_taken_over(two_fleets):
     assert await imported(here, await record_of(there)) == [], "also while the alias waits for its new targets"
 
 
+async def test_a_record_of_another_version_changes_only_the_fields_that_both_versions_know(two_fleets):
+    there, here = two_fleets
+    await fill(there)
+    await imported(here, await record_of(there))
+    await here.http.patch("/v1/adapters/sql/v1", json={"policy": {"pinned": True}})
+    await here.http.patch("/v1/policy", json={"reserve_slots": 1})
+    record = await record_of(there)
+    record["policy"] = {"loading": "lazy", "of_a_newer_version": 1}
+    (sql,) = (adapter for adapter in record["adapters"] if adapter["lora_id"] == "sql/v1")
+    sql["policy"] = {"priority": 5, "of_a_newer_version": 1}
+    del sql["tenants"]
+    assert await imported(here, record) == [("change", "adapter", "sql/v1"), ("change", "policy", "")]
+    changed = await here.adapter("sql/v1")
+    assert (changed["policy"]["priority"], changed["policy"]["pinned"], changed["tenants"]) == (5, True, ["acme"])
+    assert (here.store.rules.loading, here.store.rules.reserve_slots) == ("lazy", 1)
+    assert await imported(here, record) == []
+
+
 async def test_what_only_this_fleet_has_stays_unless_it_prunes(two_fleets):
     there, here = two_fleets
     await fill(there)

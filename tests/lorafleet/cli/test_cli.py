@@ -8,9 +8,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -32,32 +31,9 @@ from orchestrator.app import build
 from orchestrator.config import OrchestratorSettings
 from orchestrator.store.store import IntentStore
 from tests.e2e.fleets import running
+from tests.lorafleet.cli.conftest import CliResult, Run
 from tests.patience import patience, wait_until
 from tests.serving import serving_in_thread
-
-
-@dataclass(frozen=True, slots=True)
-class CliResult:
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., CliResult]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`lorafleet ARGS`, in this process."""
-
-    def run_it(*args: str) -> CliResult:
-        monkeypatch.setattr(sys, "argv", ["lorafleet", *args])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        captured = capsys.readouterr()
-        return CliResult(int(end.value.code or 0), captured.out, captured.err)
-
-    return run_it
 
 
 @pytest.fixture(scope="module")
