@@ -76,6 +76,14 @@ def test_usage_is_counted_by_adapter(fleet: FoundingFleet) -> None:
     )
 
 
+def test_router_counts_each_request_by_adapter_and_outcome(fleet: FoundingFleet) -> None:
+    assert fleet.chat(lora_id=LEGAL, prompt="the same words again and again " * 20).is_success
+    series = fleet.series(fleet.router)
+    assert {"lora_id": LEGAL, "outcome": "success"} in series["lora_routing_decisions_total"]
+    assert {"lora_id": LEGAL} in series["lora_request_latency_seconds_count"]
+    assert {"lora_id": LEGAL} in series["lora_cache_hit_rate"]
+
+
 def test_management_needs_an_operators_key(fleet: FoundingFleet) -> None:
     calls = [
         ("POST", f"{fleet.worker}/v1/admin/load_lora", {"lora_id": LEGAL}),

@@ -83,7 +83,7 @@ def test_events_have_the_type_the_instance_and_a_timestamp(fleet: FoundingFleet)
         body = {"lora_id": "events/v1", "lora_path": fleet.get(f"{fleet.orchestrator}/v1/adapters/{SQL}")["source"]}
         asking = threading.Thread(target=fleet.post, args=(f"{fleet.worker}/v1/admin/load_lora", body))
         asking.start()
-        events = []
+        events: list[dict[str, Any]] = []
         while not events or events[-1]["type"] not in {"LOADED_TO_DEVICE", "LOAD_FAILED"}:
             events += [json.loads(line[5:]) for line in [next(lines)] if line.startswith("data:")]
         asking.join()
