@@ -136,7 +136,14 @@ def build(config: RouterSettings, me: ProcessMember | None = None) -> tuple[Fast
     handler = InferenceHandler(services)
     limits, origins = client_limits(config, keys), cors_header_lines(config.allowed_origins)
     http = HttpListener(
-        handler.find_handler, limits, handler.caller_of, origins, outbox, error_body, requests=services.requests
+        handler.find_handler,
+        limits,
+        handler.caller_of,
+        origins,
+        outbox,
+        error_body,
+        requests=services.requests,
+        meter=handler,
     )
     own_metrics = partial(metrics_text, services, http)
     processes = None

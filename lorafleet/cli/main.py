@@ -190,6 +190,9 @@ def keys_new(
     tokens_per_minute: Annotated[
         int | None, typer.Option(help="token limit, prompt and output; default: none", show_default=False)
     ] = None,
+    bytes_per_minute: Annotated[
+        int | None, typer.Option(help="limit of bytes of bodies, as they are read; default: none", show_default=False)
+    ] = None,
     concurrent_requests: Annotated[
         int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
     ] = None,
@@ -204,6 +207,7 @@ def keys_new(
     limits = {
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
+        "bytes_per_minute": bytes_per_minute,
         "concurrent_requests": concurrent_requests,
     }
     typer.echo(add_key(file, tenant, wanted_scopes, note, limits))

@@ -36,7 +36,8 @@ class HttpExchange(msgspec.Struct, eq=False):
     """One request, complete, and its response.
 
     headers        names in lower case; of a name that came twice, the first value
-    caller         its body is held on the caller's account; None: no access, and the body was thrown away
+    caller         its body is held on the caller's account; None: no access now, and the body was thrown away
+    refusal        why; what the handler is to answer
     client         address and port
     request_id     the request's name, once `name` was called, or as the handler found it
     status         of the response, once its head is on its way
@@ -57,6 +58,7 @@ class HttpExchange(msgspec.Struct, eq=False):
     keeps_connection: bool
     caller: Caller | None
     client: tuple[str, int] | None = None
+    refusal: Exception | None = None
     request_id: str = ""
     body: bytes = b""
     received_at: float = 0.0

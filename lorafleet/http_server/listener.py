@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lorafleet.http_server.batches import Batches
 from lorafleet.http_server.connection import ClientConnection
@@ -22,10 +22,20 @@ _FULL = "this server holds as many bytes"
 
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
-# Headers -> the caller; None: no access, and the body is thrown away as it comes.
-CallerOf = Callable[[Mapping[bytes, bytes]], Caller | None]
+# Headers -> the caller; or the error that the handler shall answer with, and the body is thrown away as it comes.
+CallerOf = Callable[[Mapping[bytes, bytes]], Caller | Exception]
 # Origin of a web page -> CORS header lines for the response to it.
 CorsHeaders = Callable[[bytes], bytes]
+
+
+class BodyMeter(Protocol):
+    """Charges what callers with limits send, whatever becomes of their requests."""
+
+    def charge_read(self, caller: Caller, size_bytes: int) -> None:
+        """Charge bytes of a body that were read."""
+
+    def charge_unfinished(self, caller: Caller) -> None:
+        """Charge a request whose body ended early: it was refused, came too slowly, or its client left."""
 
 
 class HttpListener:
@@ -49,11 +59,13 @@ class HttpListener:
         error_body: ErrorBody = plain_error,
         *,
         requests: RequestLog | None = None,
+        meter: BodyMeter | None = None,
     ) -> None:
         """
         cors_headers  None: no CORS. Preflight requests (OPTIONS) go to the ASGI app
         outbox        shared with other writers of the same event loop
         error_body    makes the body of a refusal, by the path
+        meter         charges bodies of callers with limits; None: they cost nothing
         requests      logs the requests that no handler had; None: nothing does
         """
         self.find_handler = find_handler
@@ -62,6 +74,7 @@ class HttpListener:
         self.cors_headers = cors_headers
         self.error_body = error_body
         self._requests = requests
+        self._meter = meter
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0
         self.held_of_tenant: Counter[str] = Counter()
@@ -87,11 +100,13 @@ class HttpListener:
         return ClientConnection(self, config, server_state, app_state, _loop)
 
     def hold_body(self, caller: Caller, size_bytes: int) -> None:
-        """Count bytes of a body until `release_body`.
+        """Count bytes of a body until `release_body`, and charge them to a caller with limits.
 
-        Raises RefusedMessage where they are too many; they are counted then, too.
+        Raises RefusedMessage where they are too many; they are counted and charged then, too.
         """
         limits = self.limits
+        if caller.limits is not None and self._meter is not None:
+            self._meter.charge_read(caller, size_bytes)
         self.held_bytes += size_bytes
         if limits.tenant_bytes is not None:
             self.held_of_tenant[caller.tenant or ""] += size_bytes
@@ -99,6 +114,12 @@ class HttpListener:
             raise RefusedMessage(429, "saturated", f"{_FULL} of requests as it may", retry_after_s=1.0)
         if limits.tenant_bytes is not None and self.held_of_tenant[caller.tenant or ""] > limits.tenant_bytes:
             raise RefusedMessage(429, "saturated", f"{_FULL} of your requests as it may", retry_after_s=1.0)
+
+    def drop_body(self, caller: Caller, size_bytes: int) -> None:
+        """Count bytes no longer of a body that ended early, and charge its request to a caller with limits."""
+        self.release_body(caller, size_bytes)
+        if caller.limits is not None and self._meter is not None:
+            self._meter.charge_unfinished(caller)
 
     def release_body(self, caller: Caller, size_bytes: int) -> None:
         """Count bytes of a body no longer, in all and for the caller's tenant."""

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.limits import ClientLimits
+from lorafleet.service.auth import Caller
 from lorafleet.service.request_log import ID_HEADER, request_id
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ class ReadingProtocol(HttpToolsProtocol):
             self._begin_app_request(expects)
         else:
             keep = is_1_1 and parser.should_keep_alive()
+            caller = listener.caller_of(fields)
             exchange = HttpExchange(
                 method,
                 path,
@@ -256,9 +258,11 @@ class ReadingProtocol(HttpToolsProtocol):
                 handler,
                 is_1_1,
                 keep,
-                listener.caller_of(fields),
+                caller if isinstance(caller, Caller) else None,
                 self.client,
             )
+            if isinstance(caller, Exception):
+                exchange.refusal = caller
             if cors_headers is not None and b"origin" in fields:
                 exchange.extra_headers = cors_headers(fields[b"origin"])
             self._reading = exchange
@@ -404,7 +408,7 @@ class ReadingProtocol(HttpToolsProtocol):
         """Drop a message that is not complete: its body is no longer counted, and its deadline ends."""
         exchange = self._reading
         if exchange is not None and exchange.caller is not None and self.phase == BODY:
-            self.listener.release_body(exchange.caller, self.body_bytes)
+            self.listener.drop_body(exchange.caller, self.body_bytes)
         self.phase = IDLE
         self.read_deadline = NEVER
         self.body = b""

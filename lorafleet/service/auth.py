@@ -41,7 +41,7 @@ _SATISFIED_BY = {
     "admin": frozenset({"admin"}),
 }
 SCOPES = tuple(_SATISFIED_BY)
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "bytes_per_minute", "concurrent_requests")
 # Key files are checked for changes this often.
 RECHECK_S = 1.0
 # `Authorization` headers whose caller is cached, since hashing a key costs more than the rest of the look-up.
@@ -74,6 +74,7 @@ class KeyLimits:
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    bytes_per_minute: float | None = None
     concurrent_requests: int | None = None
 
 

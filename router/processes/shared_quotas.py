@@ -25,8 +25,8 @@ _TAG = struct.Struct("=Q")  # 0: empty
 # An AccountState's fields in order. The time is written last: a reader in between takes the state for an older one,
 # and reads again.
 _FIRST_FIELDS = struct.Struct("=dq")
-_OTHER_FIELDS = struct.Struct("=ddq")
-_CELL = struct.Struct("=Qdqddq")
+_OTHER_FIELDS = struct.Struct("=ddqd")
+_CELL = struct.Struct("=Qdqddqd")
 _PID = struct.Struct("=Q")
 _HEAD_BYTES = 64
 _FORGET_EVERY_S = 5.0  # of a full table; dropping idle accounts takes about 20 ms
@@ -151,7 +151,7 @@ class SharedQuotas:
         kept = {}
         for tag, offset in self._cells.items():
             state = self._read(offset)
-            if state.running or min(state.requests, state.tokens) < 0 or now - state.at < MINUTE_S:
+            if state.running or min(state.requests, state.tokens, state.body_bytes) < 0 or now - state.at < MINUTE_S:
                 kept[tag] = state
         self._forget_at = now + _FORGET_EVERY_S
         self._cells.clear()

@@ -14,7 +14,11 @@ EXPOSED_HEADERS = (
     "x-lorafleet-worker",
     "x-lorafleet-adapter",
     "x-lorafleet-cached-tokens",
-    *(f"x-ratelimit-{kind}-{unit}" for kind in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
+    *(
+        f"x-ratelimit-{kind}-{unit}"
+        for kind in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens", "bytes")
+    ),
 )
 ANY_ORIGIN = "*"
 _PREFLIGHT_MAX_AGE_S = 600

@@ -22,10 +22,13 @@ async def serve_generate_batch(
 ) -> None:
     """Answer one `/generate` call: one stream, or all items in one body. Raises RouterError."""
     body = response.exchange.body
-    check_items(body, services.config.max_body_items)
-    batch = sglang_generate.split_batch(body)
-    if batch.is_streamed:
-        run = RequestRun(services, limits, caller, reader.read_item(response, _ITEM, batch.items[0], 0))
+    with response.counting_wrong_body(caller):
+        check_items(body, services.config.max_body_items)
+        batch = sglang_generate.split_batch(body)
+        streamed = reader.read_item(response, _ITEM, batch.items[0], 0) if batch.is_streamed else None
+    if streamed is not None:
+        response.take_quota(caller)
+        run = RequestRun(services, limits, caller, streamed, granted=response.granted)
         run.cumulative = sglang_generate.CumulativeStream(batch.names[0])
         if services.config.stream_keep_alive_s:
             response.keep_alive(services.config.stream_keep_alive_s)

@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from lorafleet.http_server.batches import leave_batch, next_stage
 from lorafleet.http_server.cross_site import site_check
 from lorafleet.http_server.exchange import Handler, HttpExchange
 from lorafleet.http_server.lenient import trimmed
-from lorafleet.service.auth import Caller, check_scope, host_check
+from lorafleet.service.auth import Caller, KeyLimits, check_scope, host_check
 from lorafleet.service.http import HttpError
+from router.core.errors import RateLimited
 from router.protocols import sglang_generate
 from router.protocols.routes import COMPLETIONS, ROUTES, Route, find_route
 from router.request.completion_batch import serve_completion_batch
@@ -46,15 +47,38 @@ class InferenceHandler:
         }
         self._handlers["POST", sglang_generate.PATH] = partial(self._handle, GENERATE)
 
-    def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller | None:
-        """The caller by these headers; None: it may not send inference requests, or the Host header is refused."""
+    def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller | HttpError | RateLimited:
+        """The caller by these headers; an error: it may not send inference requests, or not this body now."""
         try:
             if self._check_host is not None:
                 self._check_host(headers.get(b"host", b""))
             caller = self._services.keys.caller(_authorization(headers))
-        except HttpError:
-            return None
-        return caller if caller.may("infer") else None
+            check_scope(caller, "infer")
+            if caller.limits is not None:
+                self._check_body(caller, caller.limits, headers)
+        except (HttpError, RateLimited) as exc:
+            return exc.with_traceback(None)
+        return caller
+
+    def charge_read(self, caller: Caller, size_bytes: int) -> None:
+        """Charge bytes of a body that were read to the caller's key."""
+        if caller.limits is not None:
+            self._services.quotas.charge_bytes(caller.key_id, caller.limits, self._services.clock(), size_bytes)
+
+    def charge_unfinished(self, caller: Caller) -> None:
+        """Charge a request whose body ended early to the caller's key."""
+        if caller.limits is not None:
+            self._services.quotas.charge_unfinished(caller.key_id, caller.limits, self._services.clock())
+
+    def _check_body(self, caller: Caller, limits: KeyLimits, headers: Mapping[bytes, bytes]) -> None:
+        """Raise RateLimited where the key's limits forbid to read this request's body, if it has one."""
+        is_chunked = b"transfer-encoding" in headers
+        size_bytes = int(headers.get(b"content-length", b"0"))
+        if is_chunked or size_bytes:
+            services = self._services
+            services.quotas.check_body(
+                caller.key_id, limits, services.clock(), size_bytes=None if is_chunked else size_bytes
+            )
 
     def find_handler(self, method: str, path: str) -> Handler | None:
         """The handler of this method and path, or of a known path's wrong method; None: it is no inference route.
@@ -93,7 +117,11 @@ class InferenceHandler:
         exchange.name()
         response = ClientResponse(self._services, exchange, route, trace)
         try:
-            caller = self._authenticate(route, exchange, trace)
+            caller = self._authenticate(exchange, trace)
+            # Before the body is parsed: a large one takes a fifth of a second, and a wrong one counts, too. A batch
+            # needs quota for all its items, which are in its body: that is parsed first where it is short.
+            if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
+                response.take_quota(caller)
             if route.state == "needs":
                 await leave_batch()
                 await serve_stored(self._services, self._limits, caller, response)
@@ -117,29 +145,20 @@ class InferenceHandler:
         finally:
             response.close()
 
-    def _authenticate(self, route: Route, exchange: HttpExchange, trace: Trace | None) -> Caller:
+    def _authenticate(self, exchange: HttpExchange, trace: Trace | None) -> Caller:
         """authenticate: the caller, who may send this from its site.
 
-        Raises HttpError; RateLimited for a key over its limits.
+        Raises HttpError; RateLimited for a body that was not read.
         """
         headers = exchange.headers
         if trace is not None:
             trace.begin_stage("authenticate")
         if b"origin" in headers or b"sec-fetch-site" in headers:
             self._check_site(exchange.method, headers)
-        caller = exchange.caller or self._refuse(headers)
-        # Limits are checked before the body is read, because a large one takes a fifth of a second. A batch needs
-        # quota for all its items, which are in its body: that is read first where it is short.
-        if caller.limits is not None and route.has_body and not _is_quickly_read_batch(route, exchange.body):
-            self._services.quotas.check(caller.key_id, caller.limits, self._services.clock())
-        return caller
-
-    def _refuse(self, headers: Mapping[bytes, bytes]) -> NoReturn:
-        """Raise the HttpError of a request that has no caller."""
-        if self._check_host is not None:
-            self._check_host(headers.get(b"host", b""))
-        check_scope(self._services.keys.caller(_authorization(headers)), "infer")
-        raise HttpError(401, "invalid_api_key", "this API key was not known when the request began; send it again")
+        if exchange.refusal is not None:
+            raise exchange.refusal
+        assert exchange.caller is not None, "`caller_of` gives a caller or a refusal"
+        return exchange.caller
 
     def _read(self, caller: Caller, response: ClientResponse) -> RequestRun:
         """read: parse the request, and return the run of its further stages. Starts a stream's keep-alives.
@@ -150,7 +169,7 @@ class InferenceHandler:
         if trace is not None:
             trace.begin_stage("read")
         request = self._reader.read(response, response.exchange.body)
-        run = RequestRun(self._services, self._limits, caller, request, trace)
+        run = RequestRun(self._services, self._limits, caller, request, trace, granted=response.granted)
         if self._keep_alive_s and request.streamed:
             response.keep_alive(self._keep_alive_s)
         return run

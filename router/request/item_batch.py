@@ -38,8 +38,9 @@ async def serve_items(
 
     count  of the items; `param`: the body's field that has them
     """
-    _check_size(count, caller, param)
-    runs = [RequestRun(services, limits, caller, item) for item in items]
+    with response.counting_wrong_body(caller):
+        _check_size(count, caller, param)
+        runs = [RequestRun(services, limits, caller, item) for item in items]
     await within_deadline(services, runs[0].request, _serve_whole(services, join, runs, caller, response))
 
 
@@ -67,7 +68,12 @@ async def _serve_whole(
         await _serve_items(join, runs, response, MAX_RUNNING_ITEMS)
         return
     granted = services.quotas.take_batch(
-        caller.key_id, caller.limits, services.clock(), len(runs), at_once=MAX_RUNNING_ITEMS
+        caller.key_id,
+        caller.limits,
+        services.clock(),
+        len(runs),
+        at_once=MAX_RUNNING_ITEMS,
+        arrived=response.granted,
     )
     try:
         for run, item in zip(runs, granted.items, strict=True):

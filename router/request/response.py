@@ -1,7 +1,8 @@
 """The response to one request: heads, events and errors in the shape of its route, and keep-alive comments."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.service.auth import Caller
 from lorafleet.service.http import HttpError, envelope, error_headers
 from lorafleet.service.request_log import cause_of
-from router.core.errors import DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
+from router.core.errors import BadBody, DeadlineExceeded, RateLimited, RouterError, StreamBroken, without_addresses
+from router.core.queue.quota import QuotaGrant
 from router.http.error_shapes import shaped
 from router.http.sse import AnswerRewriter, CumulativeRewriter, ModelRenamer, error_event, refusal_event
 from router.protocols.routes import Route
@@ -39,6 +41,7 @@ class ClientResponse(msgspec.Struct, eq=False):
 
     code            of the error; "": none
     cause           of it, for the log
+    granted         the quota of a request of a key with limits; its run settles it, where it has one
     extra_headers   header lines of every answer
     next_keep_alive the timer of the next comment in a stream that has no event yet
     """
@@ -51,12 +54,30 @@ class ClientResponse(msgspec.Struct, eq=False):
     cause: str = ""
     extra_headers: str = ""
     run: RequestRun | None = None
+    granted: QuotaGrant | None = None
     next_keep_alive: asyncio.TimerHandle | None = None
 
     @property
     def request_id(self) -> str:
         """The request's id, as its exchange has it."""
         return self.exchange.request_id
+
+    def take_quota(self, caller: Caller) -> None:
+        """Count the request against the limits of the caller's key, once.
+
+        Raises RateLimited, and then it does not count.
+        """
+        if caller.limits is not None and self.granted is None:
+            self.granted = self.services.quotas.take(caller.key_id, caller.limits, self.services.clock())
+
+    @contextmanager
+    def counting_wrong_body(self, caller: Caller) -> Iterator[None]:
+        """Count the request where its body is found wrong. Raises RateLimited in place of BadBody where it may not."""
+        try:
+            yield
+        except BadBody:
+            self.take_quota(caller)
+            raise
 
     def serve(self, run: RequestRun) -> Coroutine[Any, Any, None]:
         """The coroutine of this request's stages, up to the end of its answer or its deadline. `close` records the end.
@@ -186,6 +207,8 @@ class ClientResponse(msgspec.Struct, eq=False):
         run, self.run = self.run, None
         if run is not None:
             record(run)
+        elif self.granted is not None:
+            self.services.quotas.settle(self.granted, self.services.clock(), prompt_tokens=0)
         status = self.exchange.status or 499
         self.services.metrics.requests.labels(self.route.path, status, self.code).inc()
         if status >= 400 or self.code or self.services.requests.has_all:

@@ -128,20 +128,18 @@ class RequestRun(msgspec.Struct, eq=False):
                 return
 
     async def _resolve(self) -> None:
-        """resolve and authorise: set `target`, and take the request's quota from the caller's key.
+        """resolve and authorise: set `target`.
 
         Waits for the fleet where this router has just started. Asks the orchestrator about a name that is unknown here.
         For a response that its engine keeps, see `_prepare_stored_response`.
 
-        raises  RateLimited, HeldBack, and what `resolve_target` and `_prepare_stored_response` raise
+        raises  HeldBack, and what `resolve_target` and `_prepare_stored_response` raise
         """
-        trace, services, limits = self.trace, self.services, self.caller.limits
+        trace, services = self.trace, self.services
         discovery = services.discovery
         if discovery.is_starting_up:
             await leave_batch()
             await discovery.wait_for_first_worker()
-        if limits is not None and self.granted is None:
-            self.granted = services.quotas.take(self.caller.key_id, limits, services.clock())
         if trace is not None:
             trace.begin_stage("resolve")
         try:

@@ -301,6 +301,50 @@ def test_no_stretch_of_time_holds_more_than_the_limits_and_a_told_time_to_come_b
         assert charged < tokens * (1 + now / 60) + 1e-3
 
 
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 3000)), max_size=60), st.integers(100, 2000))
+def test_bodies_that_are_read_hold_no_more_bytes_than_the_rate_and_one_body(steps, rate):
+    quotas, limits, now, read = Quotas(), KeyLimits(bytes_per_minute=rate), 0.0, []
+    for wait_s, size in steps:
+        now += wait_s
+        try:
+            quotas.check_body("k", limits, now, size_bytes=size)
+        except RateLimited as exc:
+            now += exc.retry_after_s
+            quotas.check_body("k", limits, now, size_bytes=size)  # the time to come back is true
+        quotas.charge_bytes("k", limits, now, size)
+        read.append(size)
+        assert sum(read[:-1]) <= rate * (1 + now / 60) + 1e-3
+
+
+def test_requests_whose_bodies_end_early_leave_a_debt_of_a_minute_at_most():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=6)
+    for _ in range(1000):
+        quotas.charge_unfinished("k", limits, 0.0)
+    assert refused(quotas, limits, 69.0).limit == "requests_per_minute"
+    quotas.take("k", limits, 70.0)
+
+
+def test_a_large_body_or_one_without_a_length_is_not_read_where_no_request_is_left():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=1)
+    quotas.take("k", limits, 0.0)
+    quotas.check_body("k", limits, 0.0, size_bytes=1000)
+    for size in (2**20, None):
+        with pytest.raises(RateLimited):
+            quotas.check_body("k", limits, 0.0, size_bytes=size)
+
+
+def test_a_batch_gives_back_the_request_that_its_call_counted_as():
+    quotas, limits = Quotas(), KeyLimits(requests_per_minute=3, concurrent_requests=2)
+    arrived = quotas.take("k", limits, 0.0)
+    batch = quotas.take_batch("k", limits, 0.0, 3, at_once=64, arrived=arrived)
+    assert batch.at_once == 2
+    for item in batch.items:
+        quotas.settle(item, 0.0)
+    quotas.settle(arrived, 0.0)
+    quotas.end_batch(batch, 0.0)
+    assert refused(quotas, limits, 0.0).limit == "requests_per_minute"
+
+
 # --- in several processes ---------------------------------------------------------------------------------------------
 
 
@@ -426,6 +470,17 @@ def test_what_a_process_that_died_had_under_way_is_over_and_what_it_took_is_not(
         owner.communicate(b"\n")
         granted = Quotas(here).take("k", limits, 0.0)
         assert Quotas(here).headers(granted, 0.0)["x-ratelimit-remaining-requests"] == "3"
+
+
+def test_bytes_that_one_process_read_are_taken_in_the_others():
+    limits = KeyLimits(bytes_per_minute=1000)
+    with processes(2) as accounts:
+        here, there = (Quotas(each) for each in accounts)
+        there.check_body("k", limits, 0.0, size_bytes=1)
+        here.charge_bytes("k", limits, 0.0, 1500)
+        with pytest.raises(RateLimited) as told:
+            there.check_body("k", limits, 0.0, size_bytes=1)
+        assert told.value.retry_after_s == pytest.approx(30.06)
 
 
 def test_a_process_that_takes_anothers_place_begins_with_nothing_of_its_own_under_way():
@@ -577,18 +632,119 @@ async def read(ask, events, **body):
                 return
 
 
-async def test_beyond_its_keys_limits_a_body_is_not_read(tmp_path):
-    wrongs = (("/v1/completions", {"lora_name": "x"}), ("/generate", {"text": 1, "rid": "x" * 2**19}))
-    async with limited(tmp_path, EngineDouble("w0"), requests_per_minute=1) as (ask, _):
-        for path, wrong in wrongs:
-            async with ask(path, **wrong) as answer:
-                assert answer.status_code == 400
-        async with ask() as answer:
-            assert answer.status_code == 200
-        for path, wrong in wrongs:
-            async with ask(path, **wrong) as answer:
-                assert answer.status_code == 429
-                assert "retry-after" in answer.headers
+LONG = "x" * 2**19
+WRONG = {
+    "field": ("/v1/completions", {"json": {"model": BASE, "prompt": "hi", "extra_key": "x"}}),
+    "not json": ("/v1/completions", {"content": b"{", "headers": {"content-type": "application/json"}}),
+    "type": ("/v1/completions", {"content": b"{}", "headers": {"content-type": "text/plain"}}),
+    "batch": ("/generate", {"json": {"text": 1}}),
+    "long batch": ("/generate", {"json": {"text": 1, "rid": LONG}}),
+    "list": ("/v1/completions", {"json": {"model": BASE, "prompt": ["a"], "lora_path": ["sql/v1", "sql/v1"]}}),
+}
+
+
+@contextlib.asynccontextmanager
+async def keyed(folder, **limits):
+    """(post, parts): requests with a key that has these limits; `post` gives (status, code, answer)."""
+    path = folder / "keys.yaml"
+    entry = {"sha256": hash_key("mine"), "tenant": "acme", "scopes": ["infer"], "limits": limits}
+    path.write_text(json.dumps({"keys": [entry]}))
+    more = {"tokenizer": "off", "max_body_bytes": 2**21}
+    async with fleet(EngineDouble("w0"), key_files=(path,), **more) as (client, _, parts):
+
+        async def post(where="/v1/completions", headers=None, **sent):
+            sent = sent or {"json": {"model": BASE, "prompt": "hi"}}
+            headers = {"authorization": "Bearer mine"} | (headers or {})
+            return await client.post(where, headers=headers, **sent)
+
+        yield post, parts, client
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_a_body_that_is_refused_counts_as_a_request(tmp_path, wrong):
+    path, sent = WRONG[wrong]
+    async with keyed(tmp_path, requests_per_minute=2, concurrent_requests=1) as (post, parts, _):
+        for _ in range(2):
+            assert (await post(path, **sent)).status_code == 400
+        refused_too = await post(path, **sent)
+        assert (refused_too.status_code, refused_too.json()["error"]["code"]) == (429, "rate_limited")
+        assert int(refused_too.headers["retry-after"]) > 20
+        assert (await post()).status_code == 429
+        (account,) = parts.quotas.accounts.values()
+        assert account.running == 0
+
+
+async def test_a_good_batch_counts_its_items_and_not_itself(tmp_path):
+    async with keyed(tmp_path, requests_per_minute=4, concurrent_requests=2) as (post, parts, _):
+        for rid in ("a", LONG):
+            answer = await post("/generate", json={"text": ["a", "b"], "sampling_params": {}, "rid": rid})
+            assert answer.status_code == 502  # the engine's answers are no completions
+        assert (await post()).status_code == 429
+        (account,) = parts.quotas.accounts.values()
+        assert account.running == 0
+
+
+async def test_bytes_of_refused_bodies_count_against_the_byte_rate_and_the_next_body_is_not_read(tmp_path):
+    async with keyed(tmp_path, bytes_per_minute=2**20) as (post, parts, _):
+        body = {"model": BASE, "prompt": "hi", "extra_key": "x" * 2**20}
+        assert (await post(json=body)).status_code == 400
+        with listening_for_bodies(parts) as held:
+            answer = await post(json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limited")
+        assert "bytes of bodies per minute" in answer.json()["error"]["message"]
+        assert int(answer.headers["x-ratelimit-remaining-bytes"]) < 2**19
+        assert int(answer.headers["retry-after"]) > 30
+        assert held == []
+
+
+@contextlib.contextmanager
+def listening_for_bodies(parts):
+    """The bytes of bodies that are charged meanwhile."""
+    charged = []
+    parts.quotas = Watched(parts.quotas, charged)
+    try:
+        yield charged
+    finally:
+        parts.quotas = parts.quotas.quotas
+
+
+class Watched:
+    """Quotas that note the bytes that they are charged."""
+
+    def __init__(self, quotas, charged):
+        self.quotas = quotas
+        self.charged = charged
+
+    def __getattr__(self, name):
+        return getattr(self.quotas, name)
+
+    def charge_bytes(self, key_id, limits, now, size_bytes):
+        self.charged.append(size_bytes)
+        self.quotas.charge_bytes(key_id, limits, now, size_bytes)
+
+
+async def test_a_body_without_a_length_that_becomes_too_large_counts(tmp_path):
+    async def pieces():
+        for _ in range(40):
+            yield b" " * 2**16
+
+    async with keyed(tmp_path, requests_per_minute=1, bytes_per_minute=2**20) as (post, _, _):
+        headers = {"content-type": "application/json"}
+        assert (await post(content=pieces(), headers=headers)).status_code == 413
+        answer = await post()
+        assert (answer.status_code, "bytes" in answer.json()["error"]["message"]) == (429, True)
+
+
+async def test_a_request_whose_client_leaves_in_the_middle_of_its_body_counts(tmp_path):
+    async with keyed(tmp_path, requests_per_minute=1) as (post, parts, client):
+        _reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer mine\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head + b"half")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        await until(lambda: any(each.requests.level < 1 for each in parts.quotas.accounts.values()))
+        assert (await post()).status_code == 429
 
 
 def idle(parts):

@@ -1,9 +1,10 @@
-"""Rate limits of API keys: requests a minute, tokens a minute, and concurrent requests. Pure: time is an argument.
+"""Rate limits of API keys: requests, tokens and bytes of bodies a minute, and concurrent requests.
 
-Requests and tokens a minute are token buckets that hold a minute's worth, so that a burst may take it all at once.
-Tokens are charged when they are known: the prompt's before it is sent, the answer's when it is over. That may leave a
-debt, which is paid off first. A request that needs more than a minute's tokens goes when the bucket is full, so the
-limit holds on average, and no request is impossible.
+Pure: time is an argument. Requests, tokens and bytes a minute are token buckets that hold a minute's worth, so that a
+burst may take it all at once. Tokens are charged when they are known: the prompt's before it is sent, the answer's when
+it is over. Bytes are charged as they are read, whatever becomes of the request. Either may leave a debt, which is paid
+off first. A request that needs more than a minute's tokens or bytes goes when the bucket is full, so the limit holds on
+average, and no request is impossible.
 """
 
 from collections.abc import Iterable
@@ -18,11 +19,15 @@ MINUTE_S = 60.0
 _SWEEP_FROM = 1024
 # Retry-After where too many requests of a key run: a guess.
 _CONCURRENT_RETRY_S = 1.0
+# From here on a body is refused before it is read when its key has no request left. A short one is cheap to read, and a
+# `/generate` in it says how many requests it needs.
+_LARGE_BODY_BYTES = 2**19
 # A client that comes back exactly at its Retry-After is not refused for a rounding error.
 _ROUNDING = 1e-6
 _NAMES = {
     "requests_per_minute": "requests per minute",
     "tokens_per_minute": "tokens per minute",
+    "bytes_per_minute": "bytes of bodies per minute",
     "concurrent_requests": "requests at once",
 }
 
@@ -35,6 +40,8 @@ class RateLimits(Protocol):
     @property
     def tokens_per_minute(self) -> float | None: ...
     @property
+    def bytes_per_minute(self) -> float | None: ...
+    @property
     def concurrent_requests(self) -> int | None: ...
 
 
@@ -42,7 +49,7 @@ class AccountState(NamedTuple):
     """A key's account as one process left it.
 
     turn      orders writes of the same moment
-    requests, tokens   levels of the two buckets; inf without that limit
+    requests, tokens, body_bytes   levels of the buckets; inf without that limit
     running   requests of this process
     """
 
@@ -51,6 +58,7 @@ class AccountState(NamedTuple):
     requests: float
     tokens: float
     running: int
+    body_bytes: float = inf
 
 
 class SharedAccountStates(Protocol):
@@ -100,6 +108,7 @@ class _KeyAccount:
     limits: RateLimits
     requests: _TokenBucket | None
     tokens: _TokenBucket | None
+    body_bytes: _TokenBucket | None
     running: int = 0
     elsewhere: int = 0
     at: float = -inf
@@ -160,17 +169,61 @@ class Quotas:
         self._publish(account, now)
         return granted
 
-    def check(self, key_id: str, limits: RateLimits, now: float) -> None:
-        """Raise RateLimited where even the smallest request would be refused; counts nothing."""
-        self._check_limits(self._account(key_id, limits, now), 0, now)
+    def check_body(self, key_id: str, limits: RateLimits, now: float, *, size_bytes: int | None) -> None:
+        """Raise RateLimited where a body must not be read now; counts nothing.
 
-    def take_batch(self, key_id: str, limits: RateLimits, now: float, items: int, *, at_once: int) -> BatchQuotaGrant:
+        It must not while the key is in debt of bytes, lacks those of this body, or has no request left.
+
+        size_bytes  None: not known before it is read
+        """
+        account = self._account(key_id, limits, now)
+        bucket = account.body_bytes
+        if bucket is not None:
+            needed = min(bucket.size, max(1, size_bytes or 0))
+            if bucket.fill(now) < needed - _ROUNDING:
+                self._refuse(account, "bytes_per_minute", bucket.seconds_until(needed, now), now, size_bytes or 0)
+        if size_bytes is None or size_bytes >= _LARGE_BODY_BYTES:
+            self._check_requests(account, now)
+
+    def charge_bytes(self, key_id: str, limits: RateLimits, now: float, size_bytes: int) -> None:
+        """Charge bytes of a body that were read, which may leave a debt. Publishes the account to other processes."""
+        account = self._account(key_id, limits, now)
+        if account.body_bytes is not None:
+            account.body_bytes.fill(now)
+            account.body_bytes.level -= size_bytes
+            self._publish(account, now)
+
+    def charge_unfinished(self, key_id: str, limits: RateLimits, now: float) -> None:
+        """Charge a request whose body ended early. May leave a debt, of a minute at most.
+
+        Publishes the account to other processes.
+        """
+        account = self._account(key_id, limits, now)
+        requests = account.requests
+        if requests is not None:
+            requests.level = max(-requests.size, requests.fill(now) - 1)
+            self._publish(account, now)
+
+    def take_batch(
+        self,
+        key_id: str,
+        limits: RateLimits,
+        now: float,
+        items: int,
+        *,
+        at_once: int,
+        arrived: QuotaGrant | None = None,
+    ) -> BatchQuotaGrant:
         """Grant a batch of `items` requests, at most `at_once` at a time, and no more than the key may still run.
 
         Publishes the account to other processes.
-        raises  RateLimited; nothing is counted then
+
+        arrived  the grant of the call itself, which the batch replaces: it is settled as if it had not been taken
+        raises   RateLimited; nothing is counted then
         """
         account = self._account(key_id, limits, now)
+        if arrived is not None and not arrived.is_settled:
+            self._give_back(arrived, now)
         at_once = min(at_once, items)
         most = limits.concurrent_requests
         if most is not None:
@@ -234,6 +287,17 @@ class Quotas:
             account.tokens.level -= completion_tokens + prompt_tokens - granted.charged_tokens
         self._publish(account, now)
 
+    def _give_back(self, granted: QuotaGrant, now: float) -> None:
+        """Settle a grant as if it had never been taken."""
+        granted.is_settled = True
+        account = granted.account
+        account.running -= granted.slots
+        if account.requests is not None:
+            account.requests.level = min(account.requests.size, account.requests.fill(now) + 1)
+        if account.tokens is not None:
+            account.tokens.level += granted.charged_tokens
+        self._publish(account, now)
+
     def headers(self, granted: QuotaGrant, now: float) -> dict[str, str]:
         """The x-ratelimit headers of the grant's key now, for the limits that it has.
 
@@ -262,7 +326,7 @@ class Quotas:
         if len(self.accounts) >= self._sweep_at:
             self.forget_idle(now)
             self._sweep_at = max(_SWEEP_FROM, 2 * len(self.accounts))
-        account = _KeyAccount(key_id, limits, None, None)
+        account = _KeyAccount(key_id, limits, None, None, None)
         self._set_limits(account, limits, now)
         self.accounts[key_id] = account
         self._read_others(account)
@@ -273,6 +337,7 @@ class Quotas:
         account.limits = limits
         account.requests = _resized(account.requests, limits.requests_per_minute, now)
         account.tokens = _resized(account.tokens, limits.tokens_per_minute, now)
+        account.body_bytes = _resized(account.body_bytes, limits.bytes_per_minute, now)
 
     def _read_others(self, account: _KeyAccount) -> None:
         """Set what other processes run, and newer bucket levels of theirs. Does nothing with a single process."""
@@ -284,7 +349,11 @@ class Quotas:
             if (left.at, left.turn) > (account.at, account.turn):
                 last, account.at, account.turn = left, left.at, left.turn
         if last is not None:
-            for bucket, level in ((account.requests, last.requests), (account.tokens, last.tokens)):
+            for bucket, level in (
+                (account.requests, last.requests),
+                (account.tokens, last.tokens),
+                (account.body_bytes, last.body_bytes),
+            ):
                 if bucket is not None:
                     bucket.level, bucket.at = level, last.at
 
@@ -293,7 +362,7 @@ class Quotas:
         if self.others is not None:
             # This clock may have been read before another process wrote: this state must come after that one.
             account.at, account.turn = max(account.at, now), account.turn + 1
-            requests, tokens = account.requests, account.tokens
+            requests, tokens, body_bytes = account.requests, account.tokens, account.body_bytes
             self.others.publish(
                 account.key_id,
                 AccountState(
@@ -302,17 +371,23 @@ class Quotas:
                     inf if requests is None else requests.fill(now),
                     inf if tokens is None else tokens.fill(now),
                     account.running,
+                    inf if body_bytes is None else body_bytes.fill(now),
                 ),
             )
 
     def _check_limits(self, account: _KeyAccount, tokens: int, now: float) -> None:
         """Raise RateLimited if one more request with these tokens exceeds a limit."""
-        most, requests = account.limits.concurrent_requests, account.requests
+        most = account.limits.concurrent_requests
         if most is not None and account.running + account.elsewhere >= most:
             self._refuse(account, "concurrent_requests", _CONCURRENT_RETRY_S, now)
+        self._check_requests(account, now)
+        self._check_tokens(account, tokens, now)
+
+    def _check_requests(self, account: _KeyAccount, now: float) -> None:
+        """Raise RateLimited if the request bucket lacks one."""
+        requests = account.requests
         if requests is not None and requests.fill(now) < 1 - _ROUNDING:
             self._refuse(account, "requests_per_minute", requests.seconds_until(1, now), now)
-        self._check_tokens(account, tokens, now)
 
     def _check_tokens(self, account: _KeyAccount, tokens: int, now: float) -> None:
         """Raise RateLimited if the token bucket lacks these tokens, or is in debt."""
@@ -360,7 +435,7 @@ def duration_text(seconds: float) -> str:
 def _headers(account: _KeyAccount, now: float) -> dict[str, str]:
     """The x-ratelimit headers of an account; fills its buckets up to now."""
     headers = {}
-    for name, bucket in (("requests", account.requests), ("tokens", account.tokens)):
+    for name, bucket in (("requests", account.requests), ("tokens", account.tokens), ("bytes", account.body_bytes)):
         if bucket is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(floor(bucket.size))
             headers[f"x-ratelimit-remaining-{name}"] = str(max(0, floor(bucket.fill(now))))
@@ -380,5 +455,5 @@ def _resized(bucket: _TokenBucket | None, size: float | None, now: float) -> _To
 
 def _is_idle(account: _KeyAccount, now: float) -> bool:
     """Whether an account has no requests in flight and full buckets."""
-    buckets = (account.requests, account.tokens)
+    buckets = (account.requests, account.tokens, account.body_bytes)
     return not account.running and all(b is None or b.fill(now) >= b.size for b in buckets)

@@ -188,7 +188,7 @@ async def test_work_after_its_answer_is_not_cancelled_when_the_client_leaves():
 
 
 async def test_a_client_without_a_key_holds_no_bytes():
-    async with listening(caller_of=lambda _: None) as served:
+    async with listening(caller_of=lambda _: PermissionError("no key")) as served:
         async with await served.client() as client:
             client.send(post(HOT, b"abc")[:-1])
             await until(lambda: any(each.body_bytes == 2 for each in served.listener.connections))

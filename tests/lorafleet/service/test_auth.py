@@ -104,7 +104,7 @@ def test_every_limit_of_a_key_is_optional(tmp_path):
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        ("{request_per_minute: 3}", "requests_per_minute, tokens_per_minute, concurrent_requests"),
+        ("{request_per_minute: 3}", "requests_per_minute, tokens_per_minute, bytes_per_minute, concurrent_requests"),
         ("[3]", "limits must be"),
         ("{requests_per_minute: 0}", "at least 1"),
         ("{requests_per_minute: -1}", "at least 1"),

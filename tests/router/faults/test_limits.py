@@ -150,10 +150,11 @@ async def test_batch_items_are_counted_queued_and_refused_beyond_the_quota(tmp_p
         async def batch(count):
             return await router.client.post("/generate", json={"text": [f"t{n}" for n in range(count)]}, headers=key)
 
-        assert error_of(await batch(6)) == (400, "invalid_request_body")
-        assert len((await batch(5)).json()) == 5
+        assert error_of(await batch(6)) == (400, "invalid_request_body")  # its body was read: it counts as one request
+        assert error_of(await batch(5)) == (429, "rate_limited")
+        assert len((await batch(4)).json()) == 4
         assert error_of(await batch(2)) == (429, "rate_limited")
-        assert counted(router, "rate_limited", "requests_per_minute") == 1
+        assert counted(router, "rate_limited", "requests_per_minute") == 2
         assert counted(router, "rate_limited", "concurrent_requests") == 0
 
 
