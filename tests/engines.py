@@ -54,8 +54,13 @@ SGLANG_FLAGS: Sequence[str] = (
 SGL_JAX_FLAGS: Sequence[str] = (
     "--max-loras-per-batch", "3", "--max-lora-rank", "16", "--lora-target-modules", "all", "--context-length", "2048",
     "--chunked-prefill-size", "2048", "--max-running-requests", "8", "--page-size", "32", "--max-total-tokens", "8192",
-    "--enable-cache-report", *(("--device", "cpu") if SGL_JAX_PYTHON else ()),
+    "--enable-cache-report",
 )  # fmt: skip
+if SGL_JAX_PYTHON:
+    SGL_JAX_FLAGS = (
+        *SGL_JAX_FLAGS, "--device", "cpu", "--dtype", "float32", "--attention-backend", "native",
+        "--disable-overlap-schedule", "--skip-server-warmup", "--disable-precompile",
+    )  # fmt: skip
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     SGLANG_FLAGS = (*SGLANG_FLAGS, "--lora-backend", "torch_native")
 ENVIRONMENT: Mapping[str, str] = {

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from tests.engines import start_engine
 from tests.patience import patience, until
-from tests.workers.running import group_of, is_running, metadata_of, post, until_state
+from tests.workers.running import RunningWorker, code, group_of, is_running, metadata_of, post, until_state
 
 
 @pytest.mark.fleet
@@ -56,6 +57,35 @@ async def test_engine_does_not_start_on_a_port_of_another_process(worker, agent_
             assert f"port {port}" in metadata.state_reason
     finally:
         stranger.stop()
+
+
+@pytest.mark.fleet
+async def test_base_model_that_the_engine_takes_no_adapters_for_is_named_in_the_first_line(worker):
+    """vLLM 0.32 says so within a traceback, and goes on for more lines than an agent shows."""
+    script = 'echo "(EngineCore pid=1) ERROR ValueError: GPT2LMHeadModel does not support LoRA yet."; seq 100; exit 1'
+    async with worker.inside("--", "sh", "-c", script, until_ready=False) as client:
+        reason = (await until_state(client, "engine_down")).state_reason
+        assert "it takes no adapters for a GPT2LMHeadModel" in reason.splitlines()[0]
+        assert "GPT2LMHeadModel" in (await client.get("/ready")).json()["error"]["message"]
+        refused = await post(client, "load_lora", lora_id="sql-expert/v1")
+        assert (refused.status_code, code(refused)) == (503, "not_ready")
+
+
+@pytest.mark.vllm
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+async def test_vllms_own_words_for_a_base_model_without_adapters_are_recognised(agent_model, tmp_path):
+    """GPT-2 has no adapters in vLLM 0.32. The tokenizer is the tiny model's."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = Path(shutil.copytree(agent_model, tmp_path / "gpt2"))
+    (folder / "model.safetensors").unlink()
+    GPT2LMHeadModel(GPT2Config(vocab_size=4096, n_embd=64, n_layer=1, n_head=2)).save_pretrained(folder)
+    (tmp_path / "none").mkdir()
+    worker = RunningWorker(folder, tmp_path / "none", tmp_path, "--engine", "vllm", "--device-profile", "cpu")
+    async with worker.inside("--max-model-len", "512", until_ready=False) as client:
+        metadata = await until_state(client, "engine_down", within_s=120)
+        assert "it takes no adapters for a GPT2LMHeadModel" in metadata.state_reason.splitlines()[0]
 
 
 @pytest.mark.fleet

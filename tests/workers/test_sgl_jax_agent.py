@@ -1,9 +1,13 @@
-"""A real agent with sgl-jax's stub, started by the agent or attached: its adapters are those of its start."""
+"""A real agent with sgl-jax, started by the agent or attached: its adapters are those of its start.
+
+The engine is its stub, or the real one with LORAFLEET_SGL_JAX_PYTHON, a Python that has it with JAX for the CPU.
+"""
 
 import asyncio
 import json
 import os
 import sys
+import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,23 +17,33 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from lorafleet.local.tiny_model import make_adapter
+from lorafleet.local import tiny_model
 from orchestrator.app import build as build_orchestrator
 from orchestrator.config import OrchestratorSettings
 from router.app import build as build_router
 from router.config import RouterSettings
-from tests.engines import start_engine
+from tests.engines import MODULES, SGL_JAX_PYTHON, start_engine
 from tests.patience import patience, until
 from tests.serving import client_of, serving
 from tests.workers.running import RunningWorker, code, loaded, metadata_of, post
 from workers.config import AgentTimers
 
-pytestmark = pytest.mark.fleet
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900 if SGL_JAX_PYTHON else 300)]
 
 ROOT = Path(__file__).parents[2]
-STUB = ("--", sys.executable, "-P", "-m", "tests.sgl_jax_stub")
+ENGINE = ("--", SGL_JAX_PYTHON or sys.executable, "-P", "-m", MODULES["sgl-jax"])
+if SGL_JAX_PYTHON:
+    # On the CPU nothing but `native` attention runs, and compiling ahead for every batch size takes minutes.
+    ENGINE = (
+        *ENGINE, "--device", "cpu", "--dtype", "float32", "--attention-backend", "native", "--disable-overlap-schedule",
+        "--skip-server-warmup", "--disable-precompile", "--max-total-tokens", "8192", "--page-size", "32",
+    )  # fmt: skip
 SQL, LEGAL, EXTRA = "sql-expert/v1", "legal/v2", "extra/v1"
-FLAGS = ("--engine", "sgl-jax", "--max-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048")
+FLAGS = (
+    "--engine", "sgl-jax", "--max-loras", "3", "--max-lora-rank", "16", "--max-model-len", "2048",
+    "--max-num-seqs", "4", "--max-num-batched-tokens", "2048",
+)  # fmt: skip
+STARTS_WITHIN_S = 120 if SGL_JAX_PYTHON else 20
 PRELOAD = ("--preload-loras", f'["{SQL}", "{LEGAL}"]')
 
 
@@ -38,9 +52,38 @@ def stub_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    """The module that makes the tiny model and its adapters; for the real engine with heads that it can run.
+
+    sgl-jax (August 2026, on the CPU) dies of the first request on adapters where heads have fewer than 128 dimensions,
+    or where there are fewer heads of keys than of queries. So that model has two heads of 128.
+    """
+    if not SGL_JAX_PYTHON:
+        return tiny_model
+    wide = types.ModuleType("wide_tiny_model")
+    wide.__dict__["__file__"] = tiny_model.__file__
+    source = Path(tiny_model.__file__).read_text().replace("\nHEADS: Final = 4", "\nHEADS: Final = 2")
+    exec(compile(source, tiny_model.__file__, "exec"), wide.__dict__)
+    return wide
+
+
+@pytest.fixture(scope="module")
+def jax_model(tiny, tmp_path_factory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("jax-model"))
+
+
+@pytest.fixture(scope="module")
+def jax_adapters(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("jax-adapters")
+    tiny.make_adapters(folder)
+    tiny.make_adapter(folder, EXTRA)
+    return folder
+
+
 @pytest.fixture
-def worker(agent_model, agent_adapters, tmp_path) -> RunningWorker:
-    return RunningWorker(agent_model, agent_adapters, tmp_path, *FLAGS)
+def worker(jax_model, jax_adapters, tmp_path) -> RunningWorker:
+    return RunningWorker(jax_model, jax_adapters, tmp_path, *FLAGS)
 
 
 async def engine_info(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -51,20 +94,21 @@ async def engine_info(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def test_engine_starts_with_the_preloaded_adapters_under_their_digests(worker):
-    async with worker.inside(*PRELOAD, *STUB, "--tp-size", "2") as client:
+    ranks = "1" if SGL_JAX_PYTHON else "2"  # a CPU is one device
+    async with worker.inside(*PRELOAD, *ENGINE, "--tp-size", ranks) as client:
         metadata, info = await metadata_of(client), await engine_info(client)
         names = {each.engine_name: each for each in metadata.lora.loaded_loras}
         assert {each.lora_id for each in names.values()} == {SQL, LEGAL}
         assert all(each.engine_name == f"{each.lora_id}@{each.digest[:12]}" for each in names.values())
         paths = {ref["lora_name"]: Path(ref["lora_path"]) for ref in info["lora_paths"]}
         assert {name: path.name for name, path in paths.items()} == {n: each.digest for n, each in names.items()}
-        assert (info["max_loras_per_batch"], info["max_lora_rank"], info["tp_size"]) == (4, 16, 2)
+        assert (info["max_loras_per_batch"], info["max_lora_rank"], str(info["tp_size"])) == (4, 16, ranks)
         assert (metadata.transport.dialect, metadata.transport.kv_events) == ("sgl-jax", ())
         assert (metadata.lora.enabled, metadata.lora.capacity.available_slots) == (False, 0)
 
 
 async def test_nothing_is_loaded_or_unloaded_while_the_engine_runs(worker):
-    async with worker.inside(*PRELOAD, *STUB) as client:
+    async with worker.inside(*PRELOAD, *ENGINE) as client:
         assert (await post(client, "load_lora", lora_id=SQL)).status_code == 200
         refused = await post(client, "load_lora", lora_id=EXTRA)
         assert (refused.status_code, code(refused)) == (409, "adapters_refused")
@@ -75,7 +119,7 @@ async def test_nothing_is_loaded_or_unloaded_while_the_engine_runs(worker):
 
 
 async def test_killed_engine_restarts_with_the_same_adapters_and_another_boot_id(worker):
-    async with worker.inside(*PRELOAD, *STUB) as client:
+    async with worker.inside(*PRELOAD, *ENGINE) as client:
         before = await metadata_of(client)
         os.kill(worker.engine_pid, 9)
 
@@ -83,17 +127,17 @@ async def test_killed_engine_restarts_with_the_same_adapters_and_another_boot_id
             now = await metadata_of(client)
             return now.engine_boot_id != before.engine_boot_id and now.state == "ready"
 
-        await until(is_another)
+        await until(is_another, within_s=STARTS_WITHIN_S)
         assert await loaded(client) == {SQL, LEGAL}
 
 
-async def test_preloaded_adapter_at_fault_is_left_out_and_shown(agent_model, tmp_path):
+async def test_preloaded_adapter_at_fault_is_left_out_and_shown(tiny, jax_model, tmp_path):
     """The engine would not start with a missing one, and would serve the other with the wrong scale."""
-    make_adapter(tmp_path, SQL)
-    config = make_adapter(tmp_path, "scaled/v1") / "adapter_config.json"
+    tiny.make_adapter(tmp_path, SQL)
+    config = tiny.make_adapter(tmp_path, "scaled/v1") / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_rslora": True}))
-    worker = RunningWorker(agent_model, tmp_path, tmp_path, *FLAGS)
-    async with worker.inside("--preload-loras", f'["{SQL}", "nowhere/v1", "scaled/v1"]', *STUB) as client:
+    worker = RunningWorker(jax_model, tmp_path, tmp_path, *FLAGS)
+    async with worker.inside("--preload-loras", f'["{SQL}", "nowhere/v1", "scaled/v1"]', *ENGINE) as client:
         assert await loaded(client) == {SQL}
         failed = {
             each.lora_id: each.error for each in (await metadata_of(client)).lora.loaded_loras if each.state == "failed"
@@ -102,9 +146,9 @@ async def test_preloaded_adapter_at_fault_is_left_out_and_shown(agent_model, tmp
         assert "sgl-jax scales by lora_alpha / r" in failed["scaled/v1"]
 
 
-async def test_attached_engine_is_served_with_the_names_of_its_own_command(worker, agent_model, agent_adapters):
-    flags = ("--lora-paths", f"mine={agent_adapters / SQL}")
-    first = start_engine("sgl-jax", agent_model, flags=flags)
+async def test_attached_engine_is_served_with_the_names_of_its_own_command(worker, jax_model, jax_adapters):
+    flags = ("--lora-paths", f"mine={jax_adapters / SQL}")
+    first = start_engine("sgl-jax", jax_model, flags=flags)
     try:
         async with worker.inside("--engine-url", first.url, timers=AgentTimers(watch_s=0.1, attached_s=0.5)) as client:
             before = await metadata_of(client)
@@ -113,7 +157,7 @@ async def test_attached_engine_is_served_with_the_names_of_its_own_command(worke
             first.process.kill()
             await asyncio.to_thread(first.process.wait)
             port = urlsplit(first.url).port
-            second = await asyncio.to_thread(start_engine, "sgl-jax", agent_model, flags=flags, port=port)
+            second = await asyncio.to_thread(start_engine, "sgl-jax", jax_model, flags=flags, port=port)
             try:
 
                 async def is_another() -> bool:
@@ -134,7 +178,7 @@ async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[
     async with (
         serving(build_orchestrator(settings).app) as url,
         client_of(url, timeout=patience(30)) as operator,
-        worker.inside("--orchestrator-url", url, *PRELOAD, *STUB),
+        worker.inside("--orchestrator-url", url, *PRELOAD, *ENGINE),
     ):
         app, parts = build_router(RouterSettings(orchestrator_url=url, metadata_poll_s=0.1))
         async with serving(app, http=app.state.http) as router, client_of(router, timeout=patience(30)) as client:
@@ -146,11 +190,11 @@ async def through_a_fleet(worker: RunningWorker, folder: Path) -> AsyncIterator[
 
 
 async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_the_base_model(
-    worker, agent_adapters, tmp_path
+    worker, jax_adapters, tmp_path
 ):
     async with through_a_fleet(worker, tmp_path) as (client, operator):
         for lora_id in (SQL, LEGAL):
-            spec = {"lora_id": lora_id, "source": str(agent_adapters / lora_id)}
+            spec = {"lora_id": lora_id, "source": str(jax_adapters / lora_id)}
             (await operator.post("/v1/adapters", json=spec)).raise_for_status()
 
         async def is_ready() -> bool:

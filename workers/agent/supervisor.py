@@ -260,8 +260,13 @@ class Supervisor:
         assert self._process is not None
         code = await self._process.wait()
         await self._process.end()
+        cause = ""
+        if model := self._process.unsupported_model:
+            cause = (
+                f": it takes no adapters for a {model}; give a base model that it does, or serve it without an agent"
+            )
         # `/ready` is open to everybody and shows the first line only.
-        return f"{event} (status {code})\nits output ends:\n{self._process.tail}"
+        return f"{event} (status {code}){cause}\nits output ends:\n{self._process.tail}"
 
     def _connect_host(self) -> str:
         """The address under which the agent reaches the engine."""

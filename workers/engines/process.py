@@ -28,12 +28,18 @@ _LOG_BYTES = 32 << 20
 _SECRET_NAME = re.compile(r"(?:key|token|password|secret)$", re.IGNORECASE)
 _GIVEN_SECRET = re.compile(r"(\w*(?:key|token|password|secret))=(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE)
 
+# vLLM 0.32 v1/worker/lora_model_runner_mixin.py: the base model's class, in a line of a traceback.
+_WITHOUT_LORA = re.compile(rb"ValueError: (\w{1,100}) does not support LoRA yet")
+
 Echo: TypeAlias = Callable[[bytes], None]
 """Receives each line of an engine's output; must neither raise nor block."""
 
 
 class EngineProcess:
-    """One run of an engine under its guard process, in a process group of its own."""
+    """One run of an engine under its guard process, in a process group of its own.
+
+    unsupported_model  the base model's class, if the engine said that it takes no adapters for it; else ""
+    """
 
     def __init__(
         self, process: asyncio.subprocess.Process, *, log_file: Path, pid_file: Path, echo: Echo | None
@@ -41,6 +47,7 @@ class EngineProcess:
         self._process = process
         self._echo = echo
         self._pid_file = pid_file
+        self.unsupported_model = ""
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader = asyncio.create_task(self._copy_output(log_file))
         # One waiter: asyncio keeps every call of wait() until the exit, even after a timeout.
@@ -132,6 +139,8 @@ class EngineProcess:
                     return
                 file.write(line)
                 self._tail.append(line.decode(errors="replace").rstrip()[:500])
+                if found := _WITHOUT_LORA.search(line):
+                    self.unsupported_model = found[1].decode()
                 if self._echo is not None:
                     self._echo(line)
 
