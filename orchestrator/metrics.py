@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from lorafleet.service.adapter_labels import OTHER, choose_labels
 from orchestrator.core.placement.pools import PoolFigures
 
-EVICTED = ("lru", "capacity", "ttl")
+EVICTED = ("lru", "capacity", "ttl", "surplus")
 
 Counts = Mapping[str, tuple[int, int]]
 """lora_id -> (replicas now, replicas wanted)"""
@@ -35,7 +35,7 @@ class OrchestratorMetrics:
         self.evictions = Counter(
             "lora_evictions",
             "Adapters unloaded without a deletion: for another adapter (lru), to empty a worker (capacity),"
-            " or as a surplus copy (ttl)",
+            " for want of requests (ttl), or as a surplus copy (surplus)",
             ["lora_id", "reason"],
             registry=self.registry,
         )

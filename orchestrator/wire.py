@@ -74,6 +74,9 @@ class AdapterPolicy(_PersonWrittenModel):
     pinned: bool = False
     priority: int = Field(default=0, ge=-1000, le=1000)
     weight: float = Field(default=1.0, gt=0)
+    ttl_s: float | None = Field(
+        default=None, ge=0, description="unload after so many seconds without a request; 0: never; null: the policy's"
+    )
 
 
 class SecretRef(_PersonWrittenModel):
@@ -145,7 +148,11 @@ class Replicas(_OrchestratorModel):
 
 
 class AdapterItem(_OrchestratorModel):
-    """One registered adapter. `workers`: where it is ready."""
+    """One registered adapter.
+
+    workers  where it is ready
+    idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
+    """
 
     lora_id: str
     digest: str | None
@@ -160,6 +167,7 @@ class AdapterItem(_OrchestratorModel):
     tenants: tuple[str, ...] | None
     secret_ref: SecretRef | None = None
     requests_per_s: float = 0.0
+    idle_s: float | None = None
     error: str | None = None
 
 
@@ -364,6 +372,12 @@ class Policy(_PersonWrittenModel):
         default=4,
         ge=0,
         description="more loads and unloads than this in the window that no request waits for freeze all moves",
+    )
+    ttl_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="an adapter that nobody asked for in so many seconds is unloaded, never below its minimum;"
+        " 0: never",
     )
 
 

@@ -60,6 +60,9 @@ def adapters_add(
     loading: Annotated[LoadingName | None, typer.Option(help="default: the global policy")] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0)] = None,
     max_replicas: Annotated[int | None, typer.Option(min=1)] = None,
+    ttl_s: Annotated[
+        float | None, typer.Option(min=0, help="unload after so many seconds without a request; 0: never")
+    ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="never evicted")] = False,
     tenant: Annotated[list[str] | None, typer.Option(help="tenant that may use it; repeat; default: everyone")] = None,
 ) -> None:
@@ -71,7 +74,12 @@ def adapters_add(
 
       lorafleet adapters add legal/v3 s3://bucket/legal-v3 --loading eager --min-replicas 2 --tenant acme
     """
-    given = {"loading": loading and loading.value, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    given = {
+        "loading": loading and loading.value,
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "ttl_s": ttl_s,
+    }
     policy = {name: value for name, value in given.items() if value is not None} | ({"pinned": True} if pinned else {})
     spec = {
         "lora_id": lora_id,
@@ -107,13 +115,15 @@ def adapters_set(
 ) -> None:
     """Change an adapter's own policy or its tenants. Other values stay; effective at once.
 
-    loading, min_replicas and max_replicas may be null, which takes the global policy.
+    loading, min_replicas, max_replicas and ttl_s may be null, which takes the global policy.
 
     Examples:
 
       lorafleet adapters set sql-expert/v1 min_replicas=2 priority=5
 
       lorafleet adapters set sql-expert/v1 loading=null pinned=false
+
+      lorafleet adapters set legal/v2 ttl_s=3600
 
       lorafleet adapters set legal/v2 --tenant acme --tenant globex
     """

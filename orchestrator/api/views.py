@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from math import inf
 
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
@@ -59,9 +60,15 @@ class WireViews:
                 "tenants": adapter.tenants,
                 "secret_ref": SecretRef.of(adapter.secret),
                 "requests_per_s": round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
+                "idle_s": self._idle_s(adapter.lora_id),
                 "error": self._reconciler.queries.last_error(adapter.lora_id),
             }
         )
+
+    def _idle_s(self, lora_id: str) -> float | None:
+        """Seconds since the adapter was asked for last, by the last pass; None where that is not known."""
+        at = self._reconciler.queries.last_pass.desired.last_asked_at.get(lora_id, -inf)
+        return None if at == -inf else round(max(0.0, self._clock() - at), 1)
 
     def desired(self, lora_id: str) -> int:
         """Replicas that the adapter should have, by the last pass."""

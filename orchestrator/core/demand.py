@@ -22,6 +22,9 @@ ABANDONED_AFTER_S = 5.0
 """A want that is not repeated for this long counts as abandoned. A waiting `ensure` repeats it every `ENSURE_REPEAT_S`;
 routers make the next `ensure` a second later."""
 ENSURE_REPEAT_S = 2.0
+ROUTER_GONE_S = 900.0
+"""A router that has been silent for this long is taken to have ended. Until then it may be at work, cut off from here
+alone: agents hear it, but only those that it reaches. Longer than restarts and most partitions; a guess otherwise."""
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
@@ -33,6 +36,7 @@ class AdapterUsage:
     work_s        seconds of engine work that the router estimates for the requests: prefill and decode
     errors        responses that failed in the engine, and broken streams
     first_tokens  requests with a first token; `first_token_s`: the sum of the seconds until it
+    last_dispatch_age_s  seconds since a request was last sent there; None where the router does not say
     """
 
     lora_id: str
@@ -46,6 +50,7 @@ class AdapterUsage:
     errors: int = 0
     first_tokens: int = 0
     first_token_s: float = 0.0
+    last_dispatch_age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +124,25 @@ class _OpenWant:
 
 
 class DemandBook:
-    """Routers' usage reports and open requests for replicas. One writer: the event loop."""
+    """Routers' usage reports and open requests for replicas. One writer: the event loop.
+
+    keep_asked_s  how long the time of an adapter's last request is remembered: at least the longest `ttl_s`
+    """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
+        self.keep_asked_s = 0.0
         self._routers: dict[str, RouterCounts] = {}
         self._sums: dict[str, _AdapterSums] = {}
         self._open_wants: dict[str, _OpenWant] = {}
         self._last_load_at: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
         self._counts_since: float | None = None
+        self._listens_since: float | None = None
+
+    def begin_term(self, now: float) -> None:
+        """Begin to listen: until a living router has had time to report, one may be unheard."""
+        self._listens_since = now
 
     def record_report(
         self,
@@ -164,6 +179,9 @@ class DemandBook:
                 self._add_growth(count, counted.get(source), now, now - last.reported_at)
         elif self._counts_since is None:
             self._counts_since = now
+        if self._listens_since is None:
+            self._listens_since = now
+        self._record_asked(table.values(), counted, now)
         old = [] if last is None else last.old_boots if is_same_boot else [*last.old_boots, last.boot_id]
         self._routers[router_id] = RouterCounts(
             boot_id=boot_id,
@@ -177,6 +195,26 @@ class DemandBook:
             old_boots=old[-_BOOTS_REMEMBERED:],
         )
         return True
+
+    def _record_asked(
+        self, uses: Iterable[AdapterUsage], counted: Mapping[_CountKey, AdapterUsage | AdapterQueueing], now: float
+    ) -> None:
+        """Update when each adapter was asked for last, from one report and the counts before it."""
+        for use in uses:
+            before = counted.get((use.engine_name, use.worker_id))
+            if use.in_flight > 0:
+                at = now
+            elif use.last_dispatch_age_s is not None:
+                at = now - max(0.0, use.last_dispatch_age_s)
+            elif isinstance(before, AdapterUsage) and use.requests == before.requests:
+                continue
+            else:
+                at = now  # a router of an older version: its first report, too, counts as a request
+            self._note_asked(use.lora_id, at)
+
+    def _note_asked(self, lora_id: str, at: float) -> None:
+        """Set when the adapter was asked for last, unless a later time is known."""
+        self._asked_at[lora_id] = max(at, self._asked_at.get(lora_id, -math.inf))
 
     def _add_growth(
         self,
@@ -202,6 +240,8 @@ class DemandBook:
         entry.habit *= math.exp(-(now - entry.at) / (HABIT_WINDOWS * self.window_s))
         entry.surge *= math.exp(-(now - entry.at) / (SURGE_WINDOWS * self.window_s))
         entry.at = now
+        if isinstance(count, AdapterQueueing):
+            self._note_asked(count.lora_id, now)
         for name, amount in grown:
             entry.total[_TRAFFIC_FIELDS.index(name)] += amount
             entry.weighted[_TRAFFIC_FIELDS.index(name)] += amount * share
@@ -215,6 +255,8 @@ class DemandBook:
 
         until  when it expires unless it is repeated
         """
+        if not want.is_repair:
+            self._note_asked(lora_id, want.since)
         asked = self._open_wants.get(lora_id)
         if asked is None:
             self._open_wants[lora_id] = _OpenWant(want, until, want.since)
@@ -264,6 +306,7 @@ class DemandBook:
         """Drop a deleted adapter's counts and its open request for replicas."""
         self._open_wants.pop(lora_id, None)
         self._sums.pop(lora_id, None)
+        self._asked_at.pop(lora_id, None)
 
     def request_rate(self, lora_id: str, now: float) -> float:
         """The adapter's requests per second, recent ones weighted most."""
@@ -324,12 +367,20 @@ class DemandBook:
             habits=habits,
             surges=surges,
             last_request_at={lora_id: entry.at for lora_id, entry in self._sums.items()},
+            last_asked_at=dict(self._asked_at),
             is_blind=not self.live_routers(now),
+            has_unheard_routers=self._has_unheard_routers(now),
             backlog=self._backlog(now),
             in_use=frozenset(in_use),
             wants=self.open_wants(now),
             last_load_at=dict(self._last_load_at),
         )
+
+    def _has_unheard_routers(self, now: float) -> bool:
+        """Whether a router may be at work unheard: one is silent and not taken to have ended, or we just began."""
+        if self._listens_since is None or now - self._listens_since < ROUTER_LIVE_S:
+            return True
+        return any(ROUTER_LIVE_S <= now - router.reported_at < ROUTER_GONE_S for router in self._routers.values())
 
     def _backlog(self, now: float) -> dict[str, float]:
         """lora_id -> seconds of engine work queued in routers: requests times the adapter's mean work per request.
@@ -368,6 +419,8 @@ class DemandBook:
         # After ten windows less than 1/20,000 of a rate is left. Totals are kept for an hour.
         keep_s = max(10 * self.window_s, _FORGET_ROUTER_S)
         self._sums = {lora_id: entry for lora_id, entry in self._sums.items() if now - entry.at < keep_s}
+        keep_s = max(self.keep_asked_s, _FORGET_ROUTER_S)
+        self._asked_at = {lora_id: at for lora_id, at in self._asked_at.items() if now - at < keep_s}
         # A router may come back with its old boot id; its counts are kept for an hour so that they are not doubled.
         self._routers = {
             name: router for name, router in self._routers.items() if now - router.reported_at < _FORGET_ROUTER_S

@@ -20,6 +20,7 @@ class WorkerAction:
 
     evict        victim of a load without a free slot: drained already, and unloaded by the agent as part of the load
     evict_after  victim of a load that takes a reserve slot: it drains meanwhile and is unloaded afterwards
+    is_expired   an unload for want of requests
     """
 
     operation: Operation
@@ -28,6 +29,7 @@ class WorkerAction:
     reason: str
     evict: str | None = None
     evict_after: str | None = None
+    is_expired: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,13 @@ def _unload_actions(
         if busy.get(step.worker_id, 0) < policy.loads_per_worker:
             busy[step.worker_id] = busy.get(step.worker_id, 0) + 1
             actions.append(
-                WorkerAction(operation="unload", lora_id=step.lora_id, worker_id=step.worker_id, reason=step.reason)
+                WorkerAction(
+                    operation="unload",
+                    lora_id=step.lora_id,
+                    worker_id=step.worker_id,
+                    reason=step.reason,
+                    is_expired=step.is_expired,
+                )
             )
     return actions
 

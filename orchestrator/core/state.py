@@ -38,6 +38,7 @@ class RegisteredAdapter:
     pinned: bool = False
     priority: int = 0
     weight: float = 1.0
+    ttl_s: float | None = None
     tenants: tuple[str, ...] | None = None
     secret: str | None = None
     pinned_source: str | None = None
@@ -73,6 +74,7 @@ class PlacementPolicy:
     scale_down_after_s: float = 300.0
     storm_window_s: float = 60.0
     storm_moves_per_worker: int = 4
+    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,11 @@ class Intent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedAdapter:
-    """An adapter on a worker, as the worker's agent reported it. `since`: when it became ready there.
+    """An adapter on a worker, as the worker's agent reported it.
 
-    is_foreign  another client loaded it: the digest is that of its files, and routers send it nothing
+    since         when it became ready there
+    last_used_at  when a router last told the agent of a request for it; None: never, or not known
+    is_foreign    another client loaded it: the digest is that of its files, and routers send it nothing
     """
 
     lora_id: str
@@ -103,6 +107,7 @@ class ReportedAdapter:
     state: str
     location: str = "device"
     since: float = 0.0
+    last_used_at: float | None = None
     is_foreign: bool = False
 
 
@@ -347,8 +352,10 @@ class DemandSnapshot:
     surges           lora_id -> as `work`, over a sixth of the window: sooner, and less certain
     habits           lora_id -> requests a second over 15 windows: adapters whose requests come back
     last_request_at  lora_id -> when its last request was reported
+    last_asked_at    lora_id -> when a request was last sent, ran, waited or was refused, or `ensure` was called for it
     backlog          lora_id -> seconds of engine work queued in routers because the adapter's workers are full
     is_blind         no router has reported of late, so low figures do not mean low demand
+    has_unheard_routers  a router may be at work that does not report: silence does not mean that nobody asks
     in_use           (lora_id, worker_id) with a request in flight
     wants            lora_id -> replicas asked for and not all ready
     last_load_at     tenant -> when the last load for its waiting requests began
@@ -359,8 +366,10 @@ class DemandSnapshot:
     surges: Mapping[str, float] = field(default_factory=dict)
     habits: Mapping[str, float] = field(default_factory=dict)
     last_request_at: Mapping[str, float] = field(default_factory=dict)
+    last_asked_at: Mapping[str, float] = field(default_factory=dict)
     backlog: Mapping[str, float] = field(default_factory=dict)
     is_blind: bool = False
+    has_unheard_routers: bool = False
     in_use: frozenset[Pair] = frozenset()
     wants: Mapping[str, WantedReplicas] = field(default_factory=dict)
     last_load_at: Mapping[str, float] = field(default_factory=dict)
@@ -378,11 +387,15 @@ class PlannedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRemoval:
-    """Unload the adapter from the worker: it was deleted, moved, or made room for a load."""
+    """Unload the adapter from the worker: it was deleted, moved, expired, or made room for a load.
+
+    is_expired  nobody asked for it in its `ttl_s`
+    """
 
     lora_id: str
     worker_id: str
     reason: str
+    is_expired: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +417,7 @@ class DesiredPlacement:
     fits_nowhere      lora_id -> error code of an adapter that no worker could hold, however empty
     workers_to_drain  workers that may be told to drain now: no adapter there has to be moved any more
     drains            worker_id -> how far the drain of a draining worker is
+    last_asked_at     lora_id -> when it was asked for last, of adapters that may expire; see `expiry.py`
     frozen_reason     why the churn limiter stops moves; None while they are allowed
     memory            `PassMemory` for the next pass
     """
@@ -417,5 +431,6 @@ class DesiredPlacement:
     fits_nowhere: Mapping[str, str] = field(default_factory=dict)
     workers_to_drain: tuple[str, ...] = ()
     drains: Mapping[str, DrainProgress] = field(default_factory=dict)
+    last_asked_at: Mapping[str, float] = field(default_factory=dict)
     frozen_reason: str | None = None
     memory: PassMemory = field(default_factory=PassMemory)

@@ -380,7 +380,8 @@ class ActionRunner:
     def _eviction_reason(self, action: WorkerAction) -> str | None:
         """Why the unload is an eviction; None: the adapter was deleted.
 
-        lru: it made room for another adapter; capacity: its worker drains; ttl: a surplus copy
+        lru: it made room for another adapter; capacity: its worker drains; ttl: nobody asked for it in its `ttl_s`;
+        surplus: a copy above demand, or the old copy of a move
         """
         if (action.lora_id, action.worker_id) in self._operations.reserve_victims:
             return "lru"
@@ -388,7 +389,9 @@ class ActionRunner:
         if adapter is None or adapter.is_deleting:
             return None  # deleted, not evicted
         intent = self._store.workers.get(action.worker_id)
-        return "capacity" if intent is not None and intent.state == "draining" else "ttl"
+        if intent is not None and intent.state == "draining":
+            return "capacity"
+        return "ttl" if action.is_expired else "surplus"
 
     def forget_drain(self, worker_id: str) -> None:
         """Forget that the worker was told to drain, so that it may be told again, and how far its drain was."""

@@ -17,6 +17,7 @@ import structlog
 
 from orchestrator.config import OrchestratorSettings
 from orchestrator.core.demand import DemandBook
+from orchestrator.core.placement.expiry import longest_ttl_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.placement.pools import RouterQueues
 from orchestrator.core.placement.warm_up import warm_up_loads
@@ -162,6 +163,7 @@ class Reconciler:
     def begin_term(self) -> None:
         """Begin to lead: drop failures and events, claim all workers and request a pass."""
         self._term_began_at = self._clock()
+        self.demand.begin_term(self._term_began_at)
         # A leader in between may have dropped failures or registered an adapter anew.
         self.operations.failures.clear()
         self.catalog.begin_term()
@@ -319,7 +321,7 @@ class Reconciler:
     ) -> tuple[DesiredPlacement, ObservedFleet, list[WorkerAction], Mapping[str, tuple[PlannedLoad, ...]]]:
         """The placement, observed fleet, actions and warm-up loads of a pass now.
 
-        Starts no action; sets the demand window from the policy.
+        Starts no action; sets from the policy the demand window, and how long last requests are remembered.
 
         Placement, actions and loads are empty before `_can_decide`.
         """
@@ -328,7 +330,9 @@ class Reconciler:
         if not self._can_decide:
             return DesiredPlacement(), observed, [], {}
         self.demand.window_s = self.store.rules.demand_window_s
-        intent, demand = self.rollouts.with_replica_floors(self.store.intent), self.demand.snapshot(now)
+        intent = self.rollouts.with_replica_floors(self.store.intent)
+        self.demand.keep_asked_s = longest_ttl_s(intent, self.store.rules)
+        demand = self.demand.snapshot(now)
         desired = place(intent, observed, demand, self.store.rules, now)
         warming = warm_up_loads(intent, observed, demand, self.store.rules, now)
         desired = replace(

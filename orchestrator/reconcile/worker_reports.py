@@ -305,6 +305,7 @@ class WorkerReports:
     def _reported_adapter(self, entry: KnownWorker, lora: LoadedLora) -> ReportedAdapter:
         """One adapter on the worker as placement sees it."""
         since = entry.ready_since.get((lora.lora_id, entry.report.engine_boot_id), self._clock())
+        unused_s = self._seconds_since(lora.last_used)
         return ReportedAdapter(
             lora_id=lora.lora_id,
             digest=lora.digest or lora.files_digest,
@@ -313,28 +314,28 @@ class WorkerReports:
             location=lora.location,
             since=since,
             is_foreign=is_foreign(lora),
+            last_used_at=None if unused_s is None else self._clock() - unused_s,
         )
 
     def _update_ready_since(self, entry: KnownWorker, now: float) -> None:
         """Update since when each ready adapter is ready; forget the others."""
         boot = entry.report.engine_boot_id
         entry.ready_since = {
-            (lora.lora_id, boot): entry.ready_since.get((lora.lora_id, boot), now - self._age_s(lora))
+            (lora.lora_id, boot): entry.ready_since.get(
+                (lora.lora_id, boot), now - (self._seconds_since(lora.loaded_at) or 0.0)
+            )
             for lora in entry.report.lora.loaded_loras
             if lora.state == "ready"
         }
 
-    def _age_s(self, lora: LoadedLora) -> float:
-        """Seconds since the adapter was loaded, by the agent's clock; 0.0 if unknown.
-
-        An error only shifts its eviction.
-        """
+    def _seconds_since(self, timestamp: str | None) -> float | None:
+        """Seconds since a time of the agent's clock, at least 0; None without one. An error only shifts an eviction."""
         try:
-            loaded_at = datetime.fromisoformat(lora.loaded_at or "")
+            at = datetime.fromisoformat(timestamp or "")
         except ValueError:
-            return 0.0
-        loaded_at = loaded_at if loaded_at.tzinfo else loaded_at.replace(tzinfo=UTC)
-        return max(0.0, self._wall() - loaded_at.timestamp())
+            return None
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        return max(0.0, self._wall() - at.timestamp())
 
 
 def worker_state(entry: KnownWorker, intent: WorkerIntent | None) -> str:

@@ -116,7 +116,7 @@ def test_alerts_without_monitors_are_of_the_namespace():
 
 
 def test_without_an_orchestrator_no_alert_asks_for_one():
-    about = re.compile(r"lorafleet_orchestrator_|lorafleet_pool_|catalog_age|heartbeat")
+    about = re.compile(r"lorafleet_orchestrator_|lorafleet_pool_|lora_evictions|catalog_age|heartbeat")
     left = {rule["alert"] for rule in alerts("found")}
     assert left == {rule["alert"] for rule in alerts() if not about.search(rule["expr"])}
 

@@ -4,6 +4,7 @@
 2. `tenant_order.py`: the order in which missing replicas are placed.
 3. `choose.py`: a worker for each, and `victims.py`: the adapter that makes room on a full worker.
 4. `moves.py`: moves and removals of surplus copies, unless `churn.py` limits them.
+5. `expiry.py`: removals of copies that nobody asks for, where a policy says so.
 5. `drains.py`: how far each draining worker is, and until when its drain waits.
 
 State between passes is in `ObservedFleet.memory` and nowhere else.
@@ -24,6 +25,7 @@ from orchestrator.core.placement.choose import (
 )
 from orchestrator.core.placement.context import PlacementContext, is_registered_digest, usable_slots
 from orchestrator.core.placement.drains import drain_progress, has_moved, ready_elsewhere
+from orchestrator.core.placement.expiry import expired_removals, last_asked_at
 from orchestrator.core.placement.moves import finished_move_removals, new_moves, surplus_removals, unfinished_moves
 from orchestrator.core.placement.targets import ReplicaTarget, replica_targets
 from orchestrator.core.placement.tenant_order import in_tenant_order, wait_bucket
@@ -59,8 +61,9 @@ def place(
 ) -> DesiredPlacement:
     """Where every adapter should be, and the steps there. Deterministic: the order of the mappings does not matter.
 
-    Low demand alone removes nothing. Removals are deleted adapters, finished moves and copies above the target,
-    never the last copy; victims are named in the load that needs their slot. Adapters unknown to the intent stay.
+    Low demand alone removes nothing, unless a `ttl_s` is set. Removals are deleted adapters, finished moves, expired
+    copies, and copies above the target, but not the last one; victims are named in the load that needs their slot.
+    Adapters unknown to the intent stay.
     """
     return _PlacementPass(PlacementContext(intent, observed, demand, policy, now)).run()
 
@@ -96,6 +99,10 @@ class _PlacementPass:
         moves = unfinished_moves(context)
         for step in self._limited_removals(moves):
             removals.setdefault((step.lora_id, step.worker_id), step)
+        if not self.is_frozen:
+            # Not counted as steps: a night of expiries must not hold back the copies that the morning needs.
+            for step in expired_removals(context, [lora_id for lora_id, _ in moves]):
+                removals.setdefault((step.lora_id, step.worker_id), step)
         if self.steps_left > 0 and len(loads) < MOST_LOADS:
             for load, leaves in islice(new_moves(context, moves), min(self.steps_left, MOST_LOADS)):
                 moves[load.lora_id, leaves] = load.worker_id
@@ -120,6 +127,7 @@ class _PlacementPass:
             fits_nowhere={lora_id: misfit.code for lora_id, misfit in misfits.items()},
             workers_to_drain=tuple(self._workers_to_drain(drains)),
             drains=drains,
+            last_asked_at=last_asked_at(context),
             frozen_reason=why,
             memory=PassMemory(standing_targets=scales, moves=moves, churn=kept),
         )

@@ -191,7 +191,7 @@ def _changed_demand(demand: DemandSnapshot, hypothesis: Hypothesis, now: float) 
     """Demand as if the hypothesis had held for long: short, middle and long windows agree."""
     tables = [dict(table) for table in (demand.rates, demand.work, demand.surges, demand.habits)]
     rates, work, surges, habits = tables
-    last_request_at = dict(demand.last_request_at)
+    last_request_at, last_asked_at = dict(demand.last_request_at), dict(demand.last_asked_at)
     total = sum(demand.rates.values())
     usual_s = sum(demand.work.values()) / total if total > 0 else 0.0
     for lora_id, rate in hypothesis.rates.items():
@@ -200,7 +200,7 @@ def _changed_demand(demand: DemandSnapshot, hypothesis: Hypothesis, now: float) 
         rates[lora_id] = habits[lora_id] = rate
         work[lora_id] = surges[lora_id] = rate * request_s
         if rate > 0:
-            last_request_at[lora_id] = now
+            last_request_at[lora_id] = last_asked_at[lora_id] = now
     for lora_id, factor in hypothesis.factors.items():
         for table in tables:
             if lora_id in table:
@@ -213,6 +213,7 @@ def _changed_demand(demand: DemandSnapshot, hypothesis: Hypothesis, now: float) 
         surges=surges,
         habits=habits,
         last_request_at=last_request_at,
+        last_asked_at=last_asked_at,
         is_blind=demand.is_blind and not is_said,
     )
 
