@@ -15,7 +15,7 @@ from lorafleet.service.settings import SettingsError
 from tests.workers.plugins import AsyncCopyingDownloader, CopyingDownloader, JournalingDownloader, OldCopyingManager
 from tests.workers.running import code, loaded, post, sse
 from tests.workers.source_servers import SECRET, SourceServer, StubHub
-from workers.core.errors import SourceError
+from workers.core.errors import AgentRequestError, SourceError
 from workers.plugin import (
     CacheLocation,
     HuggingFaceDownloader,
@@ -163,11 +163,14 @@ async def test_default_downloader_fetches_a_hub_repository_at_its_commit(tmp_pat
         with pytest.raises(FileNotFoundError):
             await downloader.download_lora_to_disk("legal")
         # The branch moves; the pinned name has the old bytes.
+        plugin, transfer = PluginSource(downloader, Limits(max_bytes=1 << 20)), Transfer()
+        (tmp_path / "first").mkdir()
+        await plugin.fetch("plugin://acme/legal", tmp_path / "first", transfer)
+        await transfer.finish()
+        assert transfer.pinned == f"plugin://{model.pinned}"
         hub.push("acme/legal", "main", {"adapter_config.json": b"{}"})
         (tmp_path / "into").mkdir()
-        await PluginSource(downloader, Limits(max_bytes=1 << 20)).fetch(
-            f"plugin://{model.pinned}", tmp_path / "into", Transfer()
-        )
+        await plugin.fetch(transfer.pinned, tmp_path / "into", Transfer())
         assert files_in(tmp_path / "into") == FILES
 
 
@@ -264,6 +267,22 @@ async def test_the_guides_example_plugin_loads_manages_and_journals_adapters(
     ]
     assert all(datetime.fromisoformat(line["timestamp"]).tzinfo for line in lines)
     assert list((tmp_path / "tmp").rglob("*.safetensors")) == []
+
+
+async def test_plugin_may_load_but_not_unload_where_an_orchestrator_decides(worker, agent_adapters, monkeypatch):
+    made = []
+
+    def remember(self, manager):
+        made.append(manager)
+
+    monkeypatch.setattr(CopyingDownloader, "root", agent_adapters)
+    monkeypatch.setattr(CopyingDownloader, "on_start", remember)
+    plugin = ("--lora-downloader-plugin", "tests.workers.plugins.CopyingDownloader")
+    async with worker.together(*plugin, "--orchestrator-url", "http://127.0.0.1:1", "--warm-deadline-s", "0"):
+        assert (await made[0].load_lora("legal/v2")).status is LoraStatus.READY
+        with pytest.raises(AgentRequestError) as caught:
+            await made[0].unload_lora("legal/v2")
+        assert caught.value.code == "epoch_required"
 
 
 @pytest.mark.parametrize(
