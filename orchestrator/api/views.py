@@ -140,7 +140,7 @@ class WireViews:
             for held in worker.adapters.values():
                 pair = (held.lora_id, worker.id)
                 rows[pair] = PlacementItem(
-                    lora_id=held.engine_name if held.is_foreign else held.lora_id,
+                    lora_id=held.lora_id,
                     digest=held.digest,
                     worker_id=worker.id,
                     state=held.state,

@@ -155,13 +155,16 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
 
 
 async def test_a_copy_that_a_script_loaded_hides_no_copy_of_ours_and_takes_its_slot(service):
-    agent = await service.worker("w0", slots=2)
+    agent = await service.worker("w0", slots=3)
     await service.register("mine", source="file:///mine", policy={"loading": "eager", "min_replicas": 1})
     await service.settle()
     agent.put_foreign("mine", "file:///other")
     await pass_by(service)
     assert (await service.adapter("mine"))["workers"] == ["w0"]
     assert [verb for verb, _ in agent.operations()] == ["inspect_lora", "load_lora"]
+    placements = {row["lora_id"]: row for row in (await service.http.get("/v1/placements")).json()["data"]}
+    assert (placements["mine"]["digest"], placements["mine"]["desired"]) == (digest_of("file:///mine"), True)
+    assert placements["mine@"]["digest"] == digest_of("file:///other")
     refused = (await service.http.post("/v1/orphans/adopt")).json()["data"]
     assert [(item["status"], item["code"]) for item in refused] == [(409, "not_adoptable")]
 
