@@ -374,6 +374,13 @@ def test_adapter_goes_to_the_worker_that_takes_it_whatever_ranks_others_name():
     assert "(at most 64)" in desired.unplaced["big"]
 
 
+def test_an_adapter_that_only_workers_without_loads_could_have_says_so():
+    observed = fleet(worker("w0", held("b"), slots=0), worker("w1", base_model="llama"))
+    desired = place(intent(adapter("a"), adapter("b")), observed, want("a", "b"), PlacementPolicy(), NOW)
+    assert desired.loads == ()
+    assert desired.unplaced == {"a": "no ready worker of qwen loads adapters while it runs; start one that does"}
+
+
 def test_more_replicas_than_able_workers_are_not_reported_as_lacking_slots():
     here = [worker("w0", held("a")), worker("w1", held("a")), worker("w2", base_model="llama")]
     desired = place(intent(adapter("a", min_replicas=3)), fleet(*here), DemandSnapshot(), PlacementPolicy(), NOW)

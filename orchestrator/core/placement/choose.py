@@ -212,6 +212,8 @@ def unplaced_reason(context: PlacementContext, adapter: RegisteredAdapter) -> st
         return f"no ready worker serves {adapter.base_model}"
     if (misfit := placement_misfit(adapter, limits_by_base_model(ready))) is not None:
         return misfit.message
+    if not any(w.slots for w in fits):
+        return f"no ready worker of {adapter.base_model} loads adapters while it runs; start one that does"
     failures = [context.current_failure(adapter.lora_id, w.id) for w in fits]
     if all(failure is not None for failure in failures):
         return "; ".join(sorted({failure.message for failure in failures if failure is not None}))
