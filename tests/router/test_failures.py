@@ -88,11 +88,24 @@ def test_every_reason_of_a_failed_attempt_has_a_verdict():
 def test_the_docs_say_of_every_reason_what_its_verdict_says():
     text = DOCS.read_text()
     table = text[text.index("| `retries{reason}` |") :].partition("\n\n")[0]
-    documented = {}
+    documented, back_after = {}, {}
     for line in table.splitlines()[2:]:
-        names, _, tried_again, against, _ = line.strip("|").split(" | ")
+        names, _, tried_again, against, not_before = line.strip("|").split(" | ")
         for name in re.findall(r"`(\w+)`", names):
             documented[name] = tried_again.split(",")[0].split(":")[0].strip(), set(re.findall(r"\w+", against))
+            back_after[name] = not_before.strip()
     words = {"elsewhere": "elsewhere", "alone": "once", "never": "no"}
     said = {reason: (words[v.retry], set(v.blames) or {"nobody"}) for reason, v in VERDICTS.items()}
     assert documented == said
+    for name, text in back_after.items():
+        same_as = re.fullmatch(r"as `(\w+)`", text)
+        assert SIGNS[VERDICTS[name].back_after] in back_after[same_as[1] if same_as else name], name
+
+
+# The event after which an engine gets a request again -> its words in the docs.
+SIGNS = {
+    "answered": "the engine has answered",
+    "listed": "the engine's own list was read again",
+    "served": "the engine has answered another request of this router",
+    "restarted": "a restart",
+}

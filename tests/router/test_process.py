@@ -111,3 +111,30 @@ def _status(client: socket.socket) -> int:
     while len(body) < size:
         body += client.recv(4096)
     return int(head.split()[1])
+
+
+def test_a_request_that_waits_in_a_router_that_is_told_to_stop_gets_its_503_and_its_line(tmp_path) -> None:
+    port_file, waits = tmp_path / "port", "--first-sync-wait-s=600"
+    flags = ("--drain-s=0", "--grace-s=0", "--access-log=all", "--orchestrator-url=http://127.0.0.1:1", waits)
+    command = [sys.executable, "-P", "-m", "router", "--port=0", f"--port-file={port_file}", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
+        try:
+            wait_until(port_file.exists)
+            with socket.create_connection(("127.0.0.1", int(port_file.read_text())), timeout=patience(20)) as client:
+                client.sendall(_COMPLETION.replace(b"Host: a", b"Host: a\r\nX-Request-Id: night"))
+                with socket.create_connection(client.getpeername(), timeout=patience(20)) as other:
+                    other.sendall(_HEALTH)
+                    assert _status(other) == 200  # so the router has read the request before
+                router.send_signal(signal.SIGTERM)
+                answer = b"".join(iter(lambda: client.recv(65536), b""))
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nx-request-id: night\r\n" in answer
+            _, said = router.communicate(timeout=patience(20))
+        finally:
+            router.kill()
+    lines = [line for line in map(json.loads, said.splitlines()) if line.get("request_id") == "night"]
+    assert {(line["event"], line["code"]) for line in lines} == {
+        ("request failed", "stopping"),
+        ("request", "stopping"),
+    }
+    assert len(lines) == 2
