@@ -32,6 +32,25 @@ def test_adapters_own_policy_pins_it_and_bounds_its_replicas(fleet: FoundingFlee
     fleet.send("PATCH", address, json={"policy": {"pinned": False, "min_replicas": None, "max_replicas": None}})
 
 
+def test_adapter_that_nobody_asks_for_in_its_ttl_leaves_and_returns_on_demand(fleet: FoundingFleet) -> None:
+    source = fleet.get(f"{fleet.orchestrator}/v1/adapters/{LEGAL}")["source"]
+    spec = {"lora_id": "rare/v1", "source": source, "policy": {"ttl_s": 1, "min_replicas": 0}}
+    policy = f"{fleet.orchestrator}/v1/policy"
+    before = fleet.get(policy)
+    assert before["ttl_s"] == 0
+    assert fleet.send("PATCH", policy, json={"min_residency_s": 0.1}).is_success
+    assert fleet.post(f"{fleet.orchestrator}/v1/adapters", spec).status_code == 201
+    assert fleet.chat(lora_id="rare/v1").is_success
+    evicted = {"lora_id": "rare/v1", "reason": "ttl"}
+    until(
+        lambda: evicted in fleet.series(fleet.orchestrator).get("lora_evictions_total", []),
+        within_s=60,
+        what="it has expired",
+    )
+    assert fleet.chat(lora_id="rare/v1").is_success
+    assert fleet.send("PATCH", policy, json={"min_residency_s": before["min_residency_s"]}).is_success
+
+
 def test_plan_and_rebalance_say_what_a_pass_does(fleet: FoundingFleet) -> None:
     planned = fleet.post(f"{fleet.orchestrator}/v1/placements/plan", {})
     assert planned.status_code == 200, planned.text
