@@ -77,7 +77,8 @@ def test_every_variable_is_a_setting_of_its_service_and_all_of_them_together_are
                 settings = load(SERVICES[service], container["command"][4:], prog=service)
             assert settings.host in {"0.0.0.0", "::"}
             assert settings.key_files
-            assert str(settings.token_file) in mounted(template["spec"], container)
+            files = [settings.token_file, getattr(settings, "peer_token_file", None)]
+            assert {str(file) for file in files if file} <= mounted(template["spec"], container).keys()
             assert settings.port in {port["containerPort"] for port in container["ports"]}
 
 
@@ -111,7 +112,17 @@ def test_what_values_may_not_name_as_a_setting_the_chart_gives_itself_or_nobody_
             for container in containers(template["spec"]):
                 given |= {entry["name"].removeprefix(prefix).lower() for entry in container.get("env", ())
                           if entry["name"].startswith(prefix)}  # fmt: skip
-    nobodys = {"config", "port_file", "allow_open", "kubeconfig", "store", "kube_namespace", "engine_url", "token"}
+    nobodys = {
+        "config",
+        "port_file",
+        "allow_open",
+        "kubeconfig",
+        "store",
+        "record",
+        "kube_namespace",
+        "engine_url",
+        "token",
+    }
     known = SERVICES[service].model_fields.keys()
     assert sorted((GIVEN[service] & known) - given - nobodys) == []
 
