@@ -175,7 +175,7 @@ async def listening(handler=length, *, caller_of=lambda _: ANYONE, cors_headers=
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unexpected.append(context))
     async with serving(app, http=made, send_buffer_bytes=_SOCKET_BYTES) as url:
         yield Served(int(url.rsplit(":", 1)[1]), made, app, seen)
-    assert made.held_bytes == 0
+    assert made.room.held_bytes == 0
     assert not made.connections
     assert not unexpected
 

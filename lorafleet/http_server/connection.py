@@ -155,7 +155,7 @@ class ClientConnection(ReadingProtocol):
         exchange.connection = None
         if exchange.body:
             assert exchange.caller is not None
-            self.listener.release_body(exchange.caller, len(exchange.body))
+            self.listener.room.release(exchange.caller.tenant or "", len(exchange.body), is_answered=True)
         self.current = None
 
     def on_answered(self, exchange: HttpExchange) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lorafleet.http_server.batches import Batches
+from lorafleet.http_server.body_room import BodyRoom
 from lorafleet.http_server.connection import ClientConnection
-from lorafleet.http_server.exchange import ErrorBody, Handler, plain_error
+from lorafleet.http_server.exchange import ErrorBody, Handler, HttpExchange, plain_error
 from lorafleet.http_server.framing import RefusedMessage
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.http_server.outbox import Outbox
@@ -17,8 +18,6 @@ from lorafleet.service.request_log import RequestLine, RequestLog
 if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
-
-_FULL = "this server holds as many bytes"
 
 # (method, path) -> the handler of a hot route; None: the ASGI app answers. The path is as sent, without its query.
 FindHandler = Callable[[str, str], Handler | None]
@@ -45,6 +44,7 @@ class HttpListener:
     is_draining  every response closes its connection: clients and proxies have moved to another router by the time this
                  one closes its socket, and send nothing into that moment
     has_stopped  no request is begun any more
+    room         the bodies of all requests
     outbox       writes of this tick
     batches      the requests that are being worked on
     """
@@ -76,8 +76,7 @@ class HttpListener:
         self._requests = requests
         self._meter = meter
         self.connections: set[ClientConnection] = set()
-        self.held_bytes = 0
-        self.held_of_tenant: Counter[str] = Counter()
+        self.room = BodyRoom(limits.held_bytes, limits.tenant_bytes)
         self.refusals: Counter[str] = Counter()
         self.is_draining = False
         self.has_stopped = False
@@ -99,36 +98,26 @@ class HttpListener:
         """The protocol of a new connection. The parameters are uvicorn's."""
         return ClientConnection(self, config, server_state, app_state, _loop)
 
-    def hold_body(self, caller: Caller, size_bytes: int) -> None:
-        """Count bytes of a body until `release_body`, and charge them to a caller with limits.
-
-        Raises RefusedMessage where they are too many; they are counted and charged then, too.
-        """
-        limits = self.limits
+    def hold_body(self, caller: Caller, size_bytes: int) -> bool:
+        """Count bytes of a body in `room`, and charge them to a caller with limits; whether there is room for them."""
         if caller.limits is not None and self._meter is not None:
             self._meter.charge_read(caller, size_bytes)
-        self.held_bytes += size_bytes
-        if limits.tenant_bytes is not None:
-            self.held_of_tenant[caller.tenant or ""] += size_bytes
-        if self.held_bytes > limits.held_bytes:
-            raise RefusedMessage(429, "saturated", f"{_FULL} of requests as it may", retry_after_s=1.0)
-        if limits.tenant_bytes is not None and self.held_of_tenant[caller.tenant or ""] > limits.tenant_bytes:
-            raise RefusedMessage(429, "saturated", f"{_FULL} of your requests as it may", retry_after_s=1.0)
+        return self.room.hold(caller.tenant or "", size_bytes)
 
     def drop_body(self, caller: Caller, size_bytes: int) -> None:
         """Count bytes no longer of a body that ended early, and charge its request to a caller with limits."""
-        self.release_body(caller, size_bytes)
+        self.room.release(caller.tenant or "", size_bytes, is_answered=False)
         if caller.limits is not None and self._meter is not None:
             self._meter.charge_unfinished(caller)
 
-    def release_body(self, caller: Caller, size_bytes: int) -> None:
-        """Count bytes of a body no longer, in all and for the caller's tenant."""
-        self.held_bytes -= size_bytes
-        if self.limits.tenant_bytes is not None:
-            tenant = caller.tenant or ""
-            self.held_of_tenant[tenant] -= size_bytes
-            if not self.held_of_tenant[tenant]:
-                del self.held_of_tenant[tenant]
+    def no_room(self, caller: Caller, exchange: HttpExchange, body_bytes: int, now: float) -> RefusedMessage:
+        """The 429 for a body beyond what the server may hold, with the seconds until there should be room for it.
+
+        body_bytes  of the body that have come, and are held
+        """
+        declared = int(exchange.headers.get(b"content-length", b"0"))
+        message, retry_s = self.room.refusal(caller.tenant or "", body_bytes, max(body_bytes, declared), now)
+        return RefusedMessage(429, "saturated", message, retry_after_s=retry_s)
 
     def log_refusal(
         self,
@@ -183,6 +172,7 @@ class HttpListener:
         if not self._was_late:
             for connection in list(self.connections):
                 connection.check_deadlines(now)
+        self.room.advance(now)
         self._timer = None
         if self.connections:
             self._schedule_sweep(loop)

@@ -283,8 +283,9 @@ class ReadingProtocol(HttpToolsProtocol):
         self.body_bytes += size
         exchange = self._reading
         caller = None if exchange is None else exchange.caller
-        if caller is not None:
-            self.listener.hold_body(caller, size)
+        if caller is not None and not self.listener.hold_body(caller, size):
+            assert exchange is not None
+            raise self.listener.no_room(caller, exchange, self.body_bytes, self.loop.time())
         if self.body_bytes > self.limits.body_bytes:
             raise self._body_too_large()
         if exchange is None:

@@ -25,7 +25,7 @@ async def test_pipelined_requests_are_answered_in_order_one_at_a_time():
         most = max(most, running)
         if exchange.body == b"0":
             await leave_batch()
-            await until(lambda: served.listener.held_bytes == sent)
+            await until(lambda: served.listener.room.held_bytes == sent)
         running -= 1
         exchange.respond(200, b"", exchange.body)
 
@@ -159,7 +159,7 @@ async def test_a_body_that_has_begun_to_come_gets_no_100_continue(begun, rest):
     work = Work()
     async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"x") + post(HOT, b"abc", b"Expect: 100-continue") + begun)
-        await until(lambda: served.listener.held_bytes == 8 - len(rest))
+        await until(lambda: served.listener.room.held_bytes == 8 - len(rest))
         work.go_on.set()
         assert [(await client.answer())[::2] for _ in range(2)] == [(200, b"1"), (200, b"3")]
         client.send(rest)

@@ -120,7 +120,7 @@ async def test_a_client_that_asks_more_and_reads_nothing_is_closed():
         client.send(post(HOT, b"abc"))
         await until(lambda: any(each.is_write_paused for each in served.listener.connections))
         client.send(post(HOT, b"next"))
-        await until(lambda: served.listener.held_bytes == 4)
+        await until(lambda: served.listener.room.held_bytes == 4)
         (connection,) = served.listener.connections
         look_later(connection)
         await until(lambda: not served.listener.connections)

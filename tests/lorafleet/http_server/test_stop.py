@@ -68,14 +68,14 @@ async def test_a_stop_drops_queued_requests_without_an_answer():
     calls = Calls()
     async with listening(calls) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"def"))
-        await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.room.held_bytes == 6)
         (connection,) = served.listener.connections
         connection.shutdown()
         served.listener.stop()
         status, headers, _ = await client.answer()
         assert (status, headers[b"connection"]) == (503, b"close")
         assert await client.rest() == b""  # never begun, and no word of it: it may be sent again
-        assert served.listener.held_bytes == 0
+        assert served.listener.room.held_bytes == 0
     assert len(calls.exchanges) == 1
 
 
@@ -90,7 +90,7 @@ async def test_a_stop_answers_503_to_a_request_not_yet_begun(path, word):
         status, headers, body = await client.answer()
         assert (status, b'"stopping"' in body, headers[b"retry-after"]) == (503, True, b"1")
         assert json.loads(body)["error"]["type"] == word
-        assert served.listener.held_bytes == 0
+        assert served.listener.room.held_bytes == 0
     assert not calls.exchanges
 
 
@@ -243,7 +243,7 @@ async def test_no_request_begins_behind_a_stream_that_closes_its_connection(came
         following = post(HOT, b"next")
         client.send(post(HOT, b"one") + following[:came_before])
         await until(lambda: work.begun)
-        assert served.listener.held_bytes == 3
+        assert served.listener.room.held_bytes == 3
         (connection,) = served.listener.connections
         assert not connection.body
         # What was dropped is not waited for.
@@ -296,7 +296,7 @@ async def test_a_shutdown_does_not_wait_for_a_half_sent_request():
     calls = Calls()
     async with listening(calls, body_s=10.0) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"half")[:-1])
-        await until(lambda: calls.exchanges and served.listener.held_bytes == 6)
+        await until(lambda: calls.exchanges and served.listener.room.held_bytes == 6)
         (connection,) = served.listener.connections
         connection.shutdown()
         calls.answer(0, b"x" * LARGE)

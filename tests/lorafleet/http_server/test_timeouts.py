@@ -50,7 +50,7 @@ async def test_a_request_that_times_out_does_not_lose_the_answer_before_it():
     work = Work()
     async with listening(work) as served, await served.client() as client:
         client.send(post(HOT, b"abc") + post(HOT, b"next")[:-1])
-        await until(lambda: work.begun and served.listener.held_bytes == 6)
+        await until(lambda: work.begun and served.listener.room.held_bytes == 6)
         (connection,) = served.listener.connections
         for _ in range(2):
             connection.check_deadlines(connection.loop.time() + ClientLimits().body_s + 1)

@@ -147,7 +147,7 @@ class FaultyFleet:
         metrics = parts.metrics
         found = {
             "clients' connections": len(self.listener.connections),
-            "bytes of bodies": self.listener.held_bytes,
+            "bytes of bodies": self.listener.room.held_bytes,
             "busy connections to engines": parts.pool.connections - parts.pool.idle_connections,
             "requests in flight": len(list(parts.scheduler.load.counts_by_name())),
             "in flight, by the metric": parts.scheduler.load.total_in_flight,
