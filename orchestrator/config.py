@@ -74,7 +74,13 @@ class OrchestratorSettings(WorkerDiscoverySettings):
         default=2.0, gt=0, description="deadline for connecting to the leading orchestrator"
     )
     pass_interval_s: float = Field(default=2.0, gt=0, description="time between passes when nothing happens")
-    heartbeat_interval_s: float = Field(default=1.0, gt=0, description="interval of agents' heartbeats")
+    heartbeat_interval_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="time between two heartbeats of agents that set no `heartbeat_s`, told in the answer to each. Keep"
+        " it below probe_after_s and settle_s: an agent that is silent for longer is probed, and after a start not"
+        " waited for",
+    )
     probe_after_s: float = Field(
         default=2.0, gt=0, description="probe agent and engine of a worker that has been silent this long"
     )

@@ -177,7 +177,12 @@ class WorkerSettings(ServiceSettings):
         " empty: no orchestrator",
     )
     advertise_url: Url = Field(default="", description="this agent's URL for others; default: host and port")
-    heartbeat_s: float = Field(default=1.0, gt=0, description="seconds between heartbeats when nothing changes")
+    heartbeat_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds between heartbeats when nothing changes; default: as the orchestrator says, its"
+        " `heartbeat_interval_s`",
+    )
     warm_deadline_s: float = Field(
         default=60.0,
         ge=0,

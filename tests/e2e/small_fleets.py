@@ -91,7 +91,7 @@ async def small_fleet(
             name = f"w{number}"
             (folder / name).mkdir()
             flags = ("--instance-id", name, "--orchestrator-url", url, "--token", keys["register"])
-            flags += ("--key-files", str(key_file), "--heartbeat-s", "0.2", "--warm-deadline-s", "0")
+            flags += ("--key-files", str(key_file), "--warm-deadline-s", "0")
             worker = RunningWorker(model, shelf, folder / name, *SIM, *flags)
             client = await stack.enter_async_context(worker.together())
             client.headers.update(operator)

@@ -88,6 +88,12 @@ async def test_the_heartbeat_answer_has_routers_requests_in_flight(service, cloc
     assert await told() == 0
 
 
+async def test_the_heartbeat_answer_says_when_to_send_the_next(open_service):
+    service = open_service(heartbeat_interval_s=0.25)
+    answer = await service.http.post("/v1/workers/register", json=FakeAgent("w0").heartbeat())
+    assert answer.json()["interval_s"] == 0.25
+
+
 class PooledAgent(FakeAgent):
     load: ClassVar = {}
 

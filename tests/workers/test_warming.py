@@ -25,6 +25,7 @@ class StubOrchestrator:
     """Accepts heartbeats and answers as the test sets."""
 
     is_warm: bool | None = False  # None: an orchestrator without warming
+    interval_s: float = 1.0
     reports: list[dict] = field(default_factory=list)
     key: str | None = None  # of the last heartbeat
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,7 +37,7 @@ class StubOrchestrator:
             self.reports.append((await request.json())["metadata"])
             self.news.set()
             answer = {} if self.is_warm is None else {"is_warm": self.is_warm}
-            return JSONResponse({"epoch": 1, "revision": 1, "interval_s": 1.0} | answer)
+            return JSONResponse({"epoch": 1, "revision": 1, "interval_s": self.interval_s} | answer)
 
         routes = [Route("/v1/workers/register", register, methods=["POST"])]
         async with serving(Starlette(routes=routes)) as url:
@@ -103,6 +104,17 @@ async def test_worker_is_ready_at_once_without_an_orchestrator_that_warms(worker
         flags = ("--orchestrator-url", url if is_there else "http://127.0.0.1:9", "--warm-deadline-s", "600")
         async with worker.together(*flags, until_ready=False) as client:
             await worker.ready(client, within_s=10)
+
+
+@pytest.mark.parametrize(("interval_s", "flags"), [(0.05, ()), (60.0, ("--heartbeat-s", "0.05"))])
+async def test_heartbeats_come_as_often_as_the_orchestrator_says_unless_the_worker_says_so(worker, interval_s, flags):
+    orchestrator = StubOrchestrator(is_warm=True, interval_s=interval_s)
+    async with orchestrator.serving() as url, worker.together("--orchestrator-url", url, *flags):
+        orchestrator.reports.clear()
+        began_at = asyncio.get_running_loop().time()
+        await orchestrator.until(lambda _: len(orchestrator.reports) == 20)
+        # At one a second they would take 16 s at least.
+        assert asyncio.get_running_loop().time() - began_at < 12.0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Heartbeats to the orchestrator with the worker's metadata: every second, and at once after a change."""
+"""Heartbeats to the orchestrator with the worker's metadata: as often as it says, and at once after a change."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,10 @@ log = structlog.get_logger()
 
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.4, 10.0
 _LAST_TIMEOUT_S = 2.0
+# Until an orchestrator has said its interval; what it says counts within the bounds, so that no value of it makes this
+# worker silent or busy with heartbeats.
+_FIRST_INTERVAL_S = 1.0
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.05, 60.0
 _WARMING_INTERVAL_S = 0.1  # a warming worker waits for `is_warm` in the answer
 _COALESCE_S = 0.02  # a load changes several fields within milliseconds: one heartbeat has them all
 
@@ -32,7 +36,8 @@ class HeartbeatSender:
         self._url_index = 0
         self._timeout_s = agent.timers.heartbeat_answer_s
         self._own_key = own
-        self._every_s = settings.heartbeat_s
+        self._own_interval_s = settings.heartbeat_s
+        self._every_s = settings.heartbeat_s or _FIRST_INTERVAL_S
         self._acknowledged_version = -1  # the newest inventory version that an orchestrator accepted
 
     @property
@@ -79,7 +84,10 @@ class HeartbeatSender:
             self._url_index += 1
 
     async def _post_heartbeat(self, *, timeout_s: float) -> None:
-        """Post one heartbeat and apply the answer: epoch, requests in flight, end of warming. Raises at any failure."""
+        """Post one heartbeat and apply the answer: epoch, interval, requests in flight, end of warming.
+
+        Raises at any failure.
+        """
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
         body = Heartbeat(metadata=metadata).model_dump_json()
@@ -94,6 +102,8 @@ class HeartbeatSender:
         reply = HeartbeatAnswer.model_validate_json(answer.content)
         # The orchestrator that answers heartbeats is the leader: refuse commands of older epochs from now on.
         self._agent.installed.raise_epoch(reply.epoch)
+        if self._own_interval_s is None:
+            self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
