@@ -23,8 +23,9 @@ ABANDONED_AFTER_S = 5.0
 routers make the next `ensure` a second later."""
 ENSURE_REPEAT_S = 2.0
 ROUTER_GONE_S = 900.0
-"""A router that has been silent for this long is taken to have ended. Until then it may be at work, cut off from here
-alone: agents hear it, but only those that it reaches. Longer than restarts and most partitions; a guess otherwise."""
+"""A router that is silent for this long without a last report is taken to have ended. Until then it may be at work, cut
+off from here alone: agents hear it, but only those that it reaches. Longer than restarts and most partitions; a guess
+otherwise."""
 _BOOTS_REMEMBERED = 8
 _FORGET_ROUTER_S = 3600.0
 
@@ -380,7 +381,7 @@ class DemandBook:
         """Whether a router may be at work unheard: one is silent and not taken to have ended, or we just began."""
         if self._listens_since is None or now - self._listens_since < ROUTER_LIVE_S:
             return True
-        return any(ROUTER_LIVE_S <= now - router.reported_at < ROUTER_GONE_S for router in self._routers.values())
+        return any(now - router.reported_at < ROUTER_GONE_S for router in self.silent_routers(now))
 
     def _backlog(self, now: float) -> dict[str, float]:
         """lora_id -> seconds of engine work queued in routers: requests times the adapter's mean work per request.

@@ -252,6 +252,11 @@ def test_router_is_unheard_until_it_has_had_time_to_report_and_while_it_is_silen
         book.record_report("r0", "b0", second, 0, [], NOW + second)
         is_silent = ROUTER_LIVE_S <= second - 11 < ROUTER_GONE_S
         assert book.snapshot(NOW + second).has_unheard_routers == is_silent
+    last = NOW + ROUTER_GONE_S + 30
+    book.record_report("r2", "b2", 0, 0, [], last)
+    book.record_report("r2", "b2", 1, 0, [], last, is_last=True)
+    book.record_report("r0", "b0", 9999, 0, [], last + 20)
+    assert not book.snapshot(last + 20).has_unheard_routers
     book.begin_term(NOW + 2000)
     assert book.snapshot(NOW + 2001).has_unheard_routers
 
