@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -41,7 +41,7 @@ from orchestrator.core.errors import OrchestratorError
 from orchestrator.intent.record_file import RecordFile
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.file_lease import FileLease, Lease
-from orchestrator.leadership.forward import LeaderForwarding
+from orchestrator.leadership.forward import LeaderForwarding, OwnCalls
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.leadership.leadership import Leadership
 from orchestrator.metrics import OrchestratorMetrics
@@ -60,6 +60,8 @@ log = structlog.get_logger()
 _MOST_VALUES = 200_000
 # A router's report of a hundred thousand (worker, adapter), 25 values each.
 _LARGER_BODIES = {"/v1/usage": 3_000_000, "/v1/import": 1_000_000}
+# Part of `lease_renew_s` for which calls under way delay the release of the lease. Most take milliseconds.
+_OWN_CALLS_SHARE = 0.25
 _FIRST_LIST_S = 2.0  # a single orchestrator leads from its first response; an absent API server blocks no start
 
 
@@ -74,12 +76,31 @@ class OrchestratorService:
     leadership: Leadership
     client: httpx.AsyncClient
     agentless: AgentlessTransport
+    configmaps: ConfigMapBackend | None = None
+    own_calls: OwnCalls = field(default_factory=OwnCalls)
     is_stopping: bool = False
+    handing_over: "asyncio.Task[None] | None" = None
 
     def stop(self) -> None:
-        """End streams and waiting calls, so that the server can stop."""
+        """End streams and waiting calls, so that the server can stop, and start to hand the leadership over.
+
+        Call it in the event loop.
+        """
         self.is_stopping = True
         self.reconciler.catalog.changed.notify()
+        if self.handing_over is None:
+            self.handing_over = asyncio.get_running_loop().create_task(self.hand_over())
+
+    async def hand_over(self) -> None:
+        """Let the calls that run end, write what is pending, and release the lease.
+
+        This is done before the server's connections end, which may take `stop_grace_s`. Calls that begin meanwhile go
+        to the next leader.
+        """
+        await self.own_calls.wait_for_end(self.reconciler.settings.lease_renew_s * _OWN_CALLS_SHARE)
+        if self.configmaps is not None:
+            await self.configmaps.write_remaining()
+        await self.leadership.step_down()
 
 
 def build(
@@ -164,12 +185,11 @@ def build(
         try:
             yield
         finally:
+            await (service.handing_over or service.hand_over())
             for loop in loops:
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await reconciler.stop()
-            if configmaps is not None:
-                await configmaps.write_remaining()
             await leadership.release()
             await client.aclose()
             store.close()
@@ -183,7 +203,14 @@ def build(
         lifespan=lifespan,
     )
     service = OrchestratorService(
-        app, RequestLog("orchestrator", settings.access_log), reconciler, store, leadership, client, agentless
+        app,
+        RequestLog("orchestrator", settings.access_log),
+        reconciler,
+        store,
+        leadership,
+        client,
+        agentless,
+        configmaps,
     )
     add_routes(
         app,
@@ -204,6 +231,7 @@ def build(
     app.add_middleware(
         LeaderForwarding,
         leadership=leadership,
+        own_calls=service.own_calls,
         is_stopping=lambda: service.is_stopping,
         client=client,
         metrics=metrics,

@@ -6,8 +6,9 @@ Retry-After.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import httpx
 from starlette.requests import Request
@@ -32,14 +33,42 @@ _OF_PAGES = frozenset({"origin", "sec-fetch-site"})
 _CHECK_EVERY_S = 0.2
 # Calls that are nearly done may finish; a wait for an adapter is cut off with a clear error.
 _CHECKS_WHEN_STOPPING = 10
+# A standby reads the lease once in `lease_renew_s`; the rest of this wait is for the beginning of its term.
+_SUCCESSOR_RENEWALS = 2
 
 
 class _ServiceStopping(Exception):
     """This process stops while the leader has not answered."""
 
 
+class OwnCalls:
+    """The calls that this process answers as the leader. One that is left when its term ends can write no more."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._ended = asyncio.Event()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count one call, for the time of the block."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._ended.set()
+
+    async def wait_for_end(self, within_s: float) -> None:
+        """Wait until no call is left, at most `within_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._count:
+                    self._ended.clear()
+                    await self._ended.wait()
+
+
 class LeaderForwarding:
-    """ASGI middleware that forwards requests to the leader.
+    """ASGI middleware that forwards requests to the leader. A leader that stops forwards them to the next one.
 
     refresh      reads the store again before a read is answered from it
     is_stopping  whether this process stops: then event streams and waiting calls end
@@ -50,6 +79,7 @@ class LeaderForwarding:
         app: ASGIApp,
         *,
         leadership: Leadership,
+        own_calls: OwnCalls,
         client: httpx.AsyncClient,
         metrics: OrchestratorMetrics,
         refresh: Callable[[], None],
@@ -60,6 +90,7 @@ class LeaderForwarding:
     ) -> None:
         self._app = app
         self._leadership = leadership
+        self._own_calls = own_calls
         self._client = client
         self._metrics = metrics
         self._refresh = refresh
@@ -76,8 +107,15 @@ class LeaderForwarding:
         """
         if scope["type"] == "http" and scope["path"] not in LOCAL and self._leadership.is_late:
             await self._leadership.wait_for_check(self._retry_after_s)
-        if scope["type"] != "http" or scope["path"] in LOCAL or self._leadership.is_leading:
+        if scope["type"] != "http" or scope["path"] in LOCAL:
             await self._app(scope, receive, send)
+            return
+        if self._is_stopping():
+            # We step down at once: what is not begun yet is the next leader's.
+            await self._leadership.wait_for_successor(_SUCCESSOR_RENEWALS * self._retry_after_s)
+        elif self._leadership.is_leading:
+            with self._own_calls.counted():
+                await self._app(scope, receive, send)
             return
         answer = await self._leader_response(Request(scope, receive))
         if answer is None:

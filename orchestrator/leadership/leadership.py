@@ -15,6 +15,7 @@ from orchestrator.leadership.file_lease import Lease
 log = structlog.get_logger()
 
 
+_SUCCESSOR_S = 0.1  # between reads of a lease that we have released
 _SOON_S = 0.02  # between reads of an expired lease that another process may be taking
 
 
@@ -61,6 +62,8 @@ class Leadership:
         self._margin_s = margin_s
         self._due = asyncio.Event()
         self._checked = asyncio.Event()
+        self._check_lock = asyncio.Lock()
+        self._is_stepping_down = False
         self._trouble = ""
 
     @property
@@ -172,14 +175,22 @@ class Leadership:
         About `renew_s` with jitter, less if our lease or another holder's expires earlier.
         """
         now = self._clock()
+        if self._is_stepping_down and self.other_holder is None:
+            return _SUCCESSOR_S  # calls wait for the next leader
         ends = [end for end in (self._candidate.remaining_s(now), self._candidate.free_in_s(now)) if end]
         return max(_SOON_S, min([self._renew_s * self._rng.uniform(0.8, 1.0), *ends]))
 
     async def check_lease(self) -> None:
         """Read the lease, and write it if it is ours to renew or free to take; begins or ends our term accordingly.
 
-        Awaits `prepare` before a term. Raises LeaseUnreachable. Errors of `prepare` are logged.
+        After `step_down` it is only read, and released if it is still ours. Awaits `prepare` before a term, whose
+        errors are logged. Raises LeaseUnreachable.
         """
+        async with self._check_lock:  # or a renewal could undo a release
+            await self._check_lease()
+
+    async def _check_lease(self) -> None:
+        """As `check_lease`, by one task at a time."""
         candidate, clock = self._candidate, self._clock
         candidate.observe_record(await self._lease.read(), clock())
         if not candidate.holds_lease():
@@ -187,12 +198,14 @@ class Leadership:
         other = candidate.last_seen if candidate.last_seen and candidate.last_seen.holder != self.holder else None
         is_gone = other is not None and await self._lease.is_gone(other)
         asked_at = clock()
-        wanted = candidate.next_record(asked_at, is_holder_gone=is_gone)
+        wanted = None if self._is_stepping_down else candidate.next_record(asked_at, is_holder_gone=is_gone)
         if wanted is not None and await self._lease.write(wanted, candidate.last_seen):
             candidate.record_written(wanted, asked_at)
         self._end_term_if_expired()
+        if self._is_stepping_down:
+            await self._write_release()
         self._trouble = ""
-        if candidate.remaining_s(clock()) > 0 and not self._is_term:
+        if candidate.remaining_s(clock()) > 0 and not self._is_term and not self._is_stepping_down:
             try:
                 await self.prepare()
             except OrchestratorError as exc:
@@ -203,22 +216,47 @@ class Leadership:
             else:
                 self._begin_term()
 
-    async def release(self) -> None:
-        """End the term, calling `on_end`, release the lease so that the next leader need not wait, and close it."""
-        held = self._candidate.last_seen if self._candidate.remaining_s(self._clock()) else None
+    async def step_down(self) -> None:
+        """End the term, calling `on_end`, and release the lease, so that the next leader need not wait.
+
+        This process leads no more, and goes on watching the lease for its next holder. Safe to repeat. A lease that
+        cannot be reached within `renew_s` expires instead.
+        """
+        self._is_stepping_down = True
         if self._is_term:
             self._end_term("stopping")
+        with contextlib.suppress(LeaseUnreachable, TimeoutError):
+            async with asyncio.timeout(self._renew_s), self._check_lock:
+                await self._write_release()
+        self._due.set()
+
+    async def _write_release(self) -> None:
+        """Mark the lease as released if it is ours. Raises LeaseUnreachable."""
+        candidate, now = self._candidate, self._clock()
+        held = candidate.last_seen if candidate.remaining_s(now) else None
         if held is not None and held.holder == self.holder:
             gone = LeaseRecord(
                 holder=held.holder, url="", beat=held.beat + 1, duration_s=held.duration_s, is_released=True
             )
-            with contextlib.suppress(LeaseUnreachable):
-                await self._lease.write(gone, held)
+            if await self._lease.write(gone, held):
+                candidate.record_written(gone, now)
+
+    async def wait_for_successor(self, within_s: float) -> None:
+        """After `step_down` has begun: wait until another process leads, at most `within_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.is_leading or self.other_holder is None:
+                    self._checked.clear()
+                    await self._checked.wait()
+
+    async def release(self) -> None:
+        """Step down, and close the lease."""
+        await self.step_down()
         self._lease.close()
 
     def _begin_term(self) -> None:
         """Begin a term unless one is in progress or the lease has expired; calls `on_begin` and logs its errors."""
-        if self._is_term or not self._candidate.remaining_s(self._clock()):
+        if self._is_term or self._is_stepping_down or not self._candidate.remaining_s(self._clock()):
             return
         try:
             self.on_begin()

@@ -122,7 +122,7 @@ class StoreBackend(Protocol):
         ...
 
     def end_term(self) -> None:
-        """End our term: give up writes that are not durable yet."""
+        """End our term: give up writes that are not durable yet, and refuse further ones until `catch_up`."""
         ...
 
     def history(

@@ -87,6 +87,7 @@ class SqliteBackend:
         self._path = str(path)
         self._history_kept = history_kept
         self._recorded: dict[str, int] = {}
+        self._is_term_over = False
         self._db = _open_store(self._path)
 
     is_caught_up = is_read = True
@@ -100,10 +101,12 @@ class SqliteBackend:
         """Return at once: `write` waits for the disk."""
 
     async def catch_up(self) -> None:
-        """Return at once: every `read` reads the file."""
+        """Return at once: every `read` reads the file. Allows writes again."""
+        self._is_term_over = False
 
     def end_term(self) -> None:
-        """Do nothing: no write is pending."""
+        """Refuse writes until `catch_up`: another process may lead. No write is pending."""
+        self._is_term_over = True
 
     def read(self) -> StoredIntent:
         """Read the whole stored intent from the file. Raises StoreError when it cannot be read."""
@@ -143,8 +146,10 @@ class SqliteBackend:
     def write(self, changes: Sequence[StoreChange], entries: Sequence[HistoryEntry]) -> None:
         """Write changes and history in one transaction, durable on return; after an error none is written.
 
-        Raises StoreError, OrchestratorUnavailable.
+        Raises StoreError, and OrchestratorUnavailable while the file is busy or after our term.
         """
+        if self._is_term_over:
+            raise OrchestratorUnavailable("this orchestrator leads no longer, so it writes nothing", code="not_leading")
         try:
             for change in changes:
                 self._write_change(change)

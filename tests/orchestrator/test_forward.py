@@ -1,7 +1,7 @@
 """Request forwarding by a standby, in front of a served leader."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from orchestrator.core.lease import LeaseRecord
-from orchestrator.leadership.forward import FORWARDED, LeaderForwarding
+from orchestrator.leadership.forward import FORWARDED, LeaderForwarding, OwnCalls
 from orchestrator.metrics import OrchestratorMetrics
 from tests.patience import patience, until, within
 from tests.serving import serving
@@ -24,6 +24,17 @@ class FakeLeadership:
     holder = "standby"
     other_holder = None
     trouble = ""
+
+    def __init__(self):
+        self.own_calls = OwnCalls()
+        self.slow_began, self.slow_ends = asyncio.Event(), asyncio.Event()
+        self.has_successor = asyncio.Event()
+
+    async def wait_for_successor(self, within_s):
+        if self.other_holder is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.has_successor.wait()
 
 
 class FakeLeader:
@@ -65,10 +76,17 @@ async def forwarding(leadership):
     async def read(path: str):
         return {"answered": "here"}
 
+    @local.post("/slow")
+    async def slow():
+        leadership.slow_began.set()
+        await leadership.slow_ends.wait()
+        return {"answered": "here"}
+
     async with httpx.AsyncClient() as upstream:
         app = LeaderForwarding(
             local,
             leadership=leadership,
+            own_calls=leadership.own_calls,
             client=upstream,
             metrics=OrchestratorMetrics(),
             refresh=lambda: refreshed.append(1),
@@ -184,6 +202,27 @@ async def test_a_waiting_call_ends_with_an_error_when_its_forwarder_stops(leader
         # What is answered soon still is.
         assert (await client.post("/v1/adapters", content=b"{}")).json() == {"body": "{}"}
         leader.hang.set()
+
+
+async def test_a_leader_that_stops_ends_its_calls_and_forwards_those_that_come(leader):
+    leadership = FakeLeadership()
+    leadership.is_leading = True
+    async with forwarding(leadership) as client:
+        began = asyncio.create_task(client.post("/slow"))
+        await asyncio.wait_for(leadership.slow_began.wait(), patience(5))
+        leadership.is_stopping = True
+        coming = asyncio.create_task(client.post("/v1/adapters", content=b"{}"))
+        await leadership.own_calls.wait_for_end(0.01)
+        assert not began.done()
+        leadership.is_leading = False
+        # The next leader begins its term.
+        leadership.other_holder = LeaseRecord(holder="next", url=leader.url, duration_s=5.0)
+        leadership.has_successor.set()
+        assert (await asyncio.wait_for(coming, patience(5))).json() == {"body": "{}"}
+        leadership.slow_ends.set()
+        await asyncio.wait_for(leadership.own_calls.wait_for_end(patience(5)), patience(5))
+        assert (await began).json() == {"answered": "here"}
+    assert [target for _, target, _ in leader.seen] == ["v1/adapters"]
 
 
 async def test_local_routes_and_the_leaders_own_requests_are_not_forwarded(leader):

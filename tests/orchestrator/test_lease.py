@@ -253,6 +253,72 @@ async def test_a_released_lease_is_free_at_once(two):
     assert a.terms == ["begin", "end"]
 
 
+async def test_a_leader_that_steps_down_watches_its_successor_and_leads_no_more(two):
+    _, clock, a, b = two
+    await a.check_lease()
+    await a.step_down()
+    await a.check_lease()  # nobody has taken it: it stays free all the same
+    assert (a.is_leading, a.other_holder, a.terms) == (False, None, ["begin", "end"])
+    await b.check_lease()
+    await a.check_lease()
+    assert (b.is_leading, a.leader_url) == (True, "http://b")
+    await b.release()
+    clock.now += 10 * DURATION_S
+    await a.check_lease()
+    assert (a.is_leading, a.terms) == (False, ["begin", "end"])
+
+
+async def test_a_renewal_under_way_does_not_undo_a_release(two):
+    record, _, a, b = two
+    await a.check_lease()
+    reading, go_on = asyncio.Event(), asyncio.Event()
+    read = record.read
+
+    async def slow_read():
+        found = await read()
+        reading.set()
+        await go_on.wait()
+        return found
+
+    record.read = slow_read
+    renewal = asyncio.create_task(a.check_lease())
+    await asyncio.wait_for(reading.wait(), patience(5))
+    leaving = asyncio.create_task(a.step_down())
+    go_on.set()
+    await asyncio.gather(renewal, leaving)
+    record.read = read
+    await b.check_lease()
+    assert (a.is_leading, b.is_leading) == (False, True)
+
+
+async def test_a_lease_that_could_not_be_released_is_released_at_the_next_read(two):
+    record, _, a, b = two
+    await a.check_lease()
+    record.fails = True
+    await a.step_down()
+    record.fails = False
+    assert not a.is_leading
+    await b.check_lease()
+    assert not b.is_leading
+    await a.check_lease()
+    await b.check_lease()
+    assert b.is_leading
+
+
+async def test_a_call_waits_for_the_successor_of_a_leader_that_steps_down(two):
+    _, _, a, b = two
+    await a.check_lease()
+    run = asyncio.create_task(a.run())
+    waiting = asyncio.create_task(a.wait_for_successor(patience(10)))
+    await a.step_down()
+    assert not waiting.done()
+    await b.check_lease()
+    await asyncio.wait_for(waiting, patience(10))
+    assert a.leader_url == "http://b"
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
 async def test_a_term_that_cannot_begin_is_tried_again(two):
     _, _, a, _ = two
 

@@ -241,3 +241,40 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
     assert await is_known()
     await third.stop()
     await two.stop()
+
+
+async def test_a_leader_that_is_stopped_hands_over_at_once_and_ends_its_calls_after(tmp_path, beating):
+    agent, is_asked, go_on = FakeAgent("w0"), asyncio.Event(), asyncio.Event()
+    inspect = agent.inspect_lora
+
+    async def slow_inspect(body):
+        is_asked.set()
+        await go_on.wait()
+        return await inspect(body)
+
+    agent.inspect_lora = slow_inspect
+    await beating.add(agent)
+    # Neither the end of the lease nor that of the calls comes within this test.
+    flags = {"lease-duration-s": 300, "lease-margin-s": 1, "stop-grace-s": 300}
+    one, two = OrchestratorProcess(tmp_path, "one", **flags), OrchestratorProcess(tmp_path, "two", **flags)
+    await one.start()
+    await until(lambda: one.says("is_leading"))
+    beating.url = one.url
+    await two.start()
+    await until(lambda: two.says("leader"))
+
+    async def has_worker():
+        return (await one.http.get("/v1/workers")).json()["data"]
+
+    await until(has_worker)
+    body = {"lora_id": "a/v1", "source": "a/v1"}
+    dry_run = asyncio.create_task(one.http.post("/v1/adapters?dry_run=1", json=body, timeout=patience(60)))
+    await asyncio.wait_for(is_asked.wait(), patience(20))
+    one.process.send_signal(signal.SIGTERM)
+    await until(lambda: two.says("is_leading"), within_s=10)
+    assert one.process.returncode is None
+    go_on.set()
+    answer = await asyncio.wait_for(dry_run, patience(20))
+    assert (answer.status_code, answer.json()["rank"]) == (200, 8)
+    assert await asyncio.wait_for(one.process.wait(), patience(20)) == 0
+    await two.stop()

@@ -554,7 +554,7 @@ async def test_failures_of_an_earlier_term_are_dropped(open_service):
     await service.register(source="file:///wrong")
     await service.settle()
     assert (await service.adapter())["state"] == "failed"
-    await service.built.leadership.release()
+    service.built.leadership.on_newer_leader("another leads")
     other = open_service()
     await other.join(agent)
     await other.http.delete("/v1/adapters/sql/v1")
@@ -1106,6 +1106,7 @@ async def test_an_action_cancelled_at_a_terms_end_is_started_in_the_next(service
     service.reconciler.end_term()  # as of a leader that wakes after its lease is over: a pass was due, too
     await service.reconciler.wait_for_actions()
     calls = len(agent.calls)
+    await service.reconciler.prepare_term()
     service.reconciler.begin_term()
     await service.settle()
     assert agent.operations()[calls:] == [(f"{operation}_lora", "sql/v1")]

@@ -498,7 +498,7 @@ async def test_an_event_stream_ends_with_its_leaders_term(open_service):
 async def test_events_of_another_leaders_term_are_410(open_service):
     service = open_service()
     before = (await service.catalog())["revision"]
-    await service.built.leadership.release()
+    service.built.leadership.on_newer_leader("another leads")
     other = open_service()
     await other.register("told-by-the-other")
     between = (await other.catalog())["revision"]

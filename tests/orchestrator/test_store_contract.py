@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lorafleet.kube.client import connect
-from orchestrator.core.errors import StoreError
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.rollout import RequestTally, Rollout, RolloutGuard, WeightStep
 from orchestrator.core.state import PlacementPolicy, RegisteredAdapter
 from orchestrator.store.backend import WorkerIntent
@@ -280,6 +280,21 @@ async def test_a_standby_reads_the_leaders_writes_and_counts_on(stores):
     assert next_leader.epoch >= leader.epoch
     await stores.close(next_leader)
     await stores.close(standby)
+
+
+async def test_after_a_term_nothing_is_written_until_the_next_one(stores):
+    store = await stores.open()
+    store.put_adapter(ADAPTER)
+    await store.wait_durable()
+    store.end_term()
+    with pytest.raises(OrchestratorUnavailable) as caught:
+        store.put_rules(PlacementPolicy(loads_per_worker=9))
+    assert caught.value.code == "not_leading"
+    assert store.rules == PlacementPolicy()
+    await store.catch_up()
+    store.put_rules(PlacementPolicy(loads_per_worker=9))
+    await store.wait_durable()
+    assert store.rules.loads_per_worker == 9
 
 
 async def test_a_backup_leaves_out_deletions_drains_and_rollouts(stores, tmp_path):
