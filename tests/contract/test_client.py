@@ -267,7 +267,7 @@ def _engine_core_pids(server: int) -> list[int]:
     return [pid for pid, (name, _) in parents.items() if name.startswith("VLLM::") and is_below(pid)]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "sgl-jax"])
 async def test_missing_engine_is_unreachable(kind: str) -> None:
     gone = engine_client(kind, "http://127.0.0.1:1")
     assert not await gone.is_healthy(timeout_s=1)

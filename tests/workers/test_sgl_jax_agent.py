@@ -105,6 +105,23 @@ async def test_engine_starts_with_the_preloaded_adapters_under_their_digests(wor
         assert (info["max_loras_per_batch"], info["max_lora_rank"], str(info["tp_size"])) == (4, 16, ranks)
         assert (metadata.transport.dialect, metadata.transport.kv_events) == ("sgl-jax", ())
         assert (metadata.lora.enabled, metadata.lora.capacity.available_slots) == (False, 0)
+        shape = metadata.model.runtime_config
+        assert (shape.block_size, shape.total_kv_blocks) == (info["page_size"], 8192 // info["page_size"])
+        assert (shape.max_model_len, metadata.model.name) == (2048, "tiny-qwen")
+
+
+async def test_engine_of_another_kind_is_refused_with_a_remedy(worker, jax_model):
+    engine = start_engine("sim", jax_model)
+    try:
+        async with worker.inside("--engine-url", engine.url, until_ready=False) as client:
+
+            async def is_told() -> bool:
+                return "is not sgl-jax's" in (await metadata_of(client)).state_reason
+
+            await until(is_told)
+            assert "say with --engine what runs there" in (await metadata_of(client)).state_reason
+    finally:
+        engine.stop()
 
 
 async def test_nothing_is_loaded_or_unloaded_while_the_engine_runs(worker):
