@@ -221,7 +221,9 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
         await until(is_ready)
 
         async def text(**body: Any) -> str:
-            answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 8, **body})
+            answer = await client.post(
+                "/v1/completions", json={"prompt": "Once", "max_tokens": 8, "temperature": 0, **body}
+            )
             assert answer.status_code == 200, answer.text
             assert answer.json()["model"] == body["model"]
             return answer.json()["choices"][0]["text"]
@@ -229,7 +231,8 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
         base, sql, legal = [await text(model=model) for model in ("tiny-qwen", SQL, LEGAL)]
         assert len({base, sql, legal}) == 3
         # SGLang's native form, which sgl-jax's own clients use.
-        native = {"text": ["Once"] * 3, "lora_path": [None, SQL, LEGAL], "sampling_params": {"max_new_tokens": 8}}
+        sampling = {"max_new_tokens": 8, "temperature": 0}
+        native = {"text": ["Once"] * 3, "lora_path": [None, SQL, LEGAL], "sampling_params": sampling}
         answer = await client.post("/generate", json=native)
         assert [each["text"] for each in answer.json()] == [base, sql, legal]
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
