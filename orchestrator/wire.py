@@ -198,17 +198,25 @@ class BatchAnswer(_OrchestratorModel):
 # -- aliases -------------------------------------------------------------------------------------------------
 
 
-class AliasTarget(_PersonWrittenModel):
+class AliasTarget(_OrchestratorModel):
     """One target of an alias, with its share relative to the other targets."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     lora_id: LoraId
     weight: float = Field(default=1.0, ge=0)
 
 
+class AliasTargetSpec(AliasTarget):
+    """The same as a person writes it: unknown keys are refused. In the catalog they are ignored, as routers need."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class AliasSpec(_PersonWrittenModel):
     """`PUT /v1/aliases/{name}`."""
 
-    targets: tuple[AliasTarget, ...] = Field(min_length=1, max_length=16)
+    targets: tuple[AliasTargetSpec, ...] = Field(min_length=1, max_length=16)
     place_s: float = Field(
         default=300.0,
         ge=0,
@@ -218,7 +226,7 @@ class AliasSpec(_PersonWrittenModel):
 
     @field_validator("targets")
     @classmethod
-    def _weights_are_valid(cls, targets: tuple[AliasTarget, ...]) -> tuple[AliasTarget, ...]:
+    def _weights_are_valid(cls, targets: tuple[AliasTargetSpec, ...]) -> tuple[AliasTargetSpec, ...]:
         """Raises ValueError for a target that is named twice, or weights whose sum is not finite."""
         names = [target.lora_id for target in targets]
         if twice := [name for name in names if names.count(name) > 1]:

@@ -8,10 +8,11 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import httpx
+from starlette.types import ASGIApp
 
 from lorafleet.http_server.serve import bind, uvicorn_config
 from lorafleet.service.settings import load
@@ -46,11 +47,17 @@ class RunningWorker:
 
     @contextlib.asynccontextmanager
     async def inside(
-        self, *more: str, until_ready: bool = True, timers: AgentTimers = TIMERS
+        self,
+        *more: str,
+        until_ready: bool = True,
+        timers: AgentTimers = TIMERS,
+        through: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> AsyncIterator[httpx.AsyncClient]:
         """A client of an agent in the test's process, for tests that neither signal the agent nor read its log.
 
         It starts in a third of an agent process's time. Its loop is asyncio's, not uvloop.
+
+        through  wraps the app that is served
         """
         words = (*self.flags, "--no-engine-output", *more)
         cut = words.index("--") if "--" in words else len(words)
@@ -63,7 +70,7 @@ class RunningWorker:
             sock.close()
             raise
         async with (
-            serving(worker.app, http=uvicorn_config(worker.app, grace_s=1.0).http, sock=sock) as url,
+            serving(through(worker.app), http=uvicorn_config(worker.app, grace_s=1.0).http, sock=sock) as url,
             httpx.AsyncClient(base_url=url, timeout=patience(30)) as client,
         ):
             try:

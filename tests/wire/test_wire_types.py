@@ -1,0 +1,99 @@
+"""No wire type changes in a way that breaks a service of the last release, unless that was agreed on."""
+
+import copy
+import json
+import re
+
+import pytest
+
+from tests.wire.agreed import AGREED
+from tests.wire.session import CONVERSATIONS, load_session, schema_faults
+from tests.wire.wire_types import WireSnapshot, changes, load_snapshot, todays_snapshot
+
+ADVICE = """
+Services of the last release and of this one run together during an upgrade, and this breaks one of them. Instead:
+1. add the new form as an optional field beside the old one, serve both, and say so in CHANGELOG.md;
+2. make a release, in which both forms work;
+3. then remove the old form, and add its key to tests/wire/agreed.py with the reason why the release before can do
+   without it.
+Before the first release is tagged there is no such service: `python -m tests.wire.record` records the wire as it is.
+"""
+
+MODEL = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}
+OLD = WireSnapshot({"workers": 1}, {"Thing": MODEL})
+
+
+def with_change(change) -> WireSnapshot:
+    types = {"Thing": copy.deepcopy(MODEL)}
+    change(types)
+    return WireSnapshot({"workers": 1}, types)
+
+
+def test_no_field_of_the_last_release_is_removed_changed_or_newly_required() -> None:
+    found = [change for change in changes(load_snapshot(), todays_snapshot()) if change.key not in AGREED]
+    assert not found, "\n".join(map(str, found)) + ADVICE
+
+
+def test_every_agreed_change_is_one() -> None:
+    found = {change.key for change in changes(load_snapshot(), todays_snapshot())}
+    assert AGREED.keys() <= found, f"no change any more, remove from agreed.py: {sorted(AGREED.keys() - found)}"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda types: types["Thing"]["properties"].pop("b"), ["Thing.b: this field is gone"]),
+        (lambda types: types["Thing"]["required"].append("b"), ["Thing.b: this field is newly required"]),
+        (
+            lambda types: types["Thing"]["properties"].update(b={"type": "string"}),
+            ['Thing.b: was {"type": "integer"}, is {"type": "string"}'],
+        ),
+        (lambda types: types.pop("Thing"), ["Thing: this type is gone"]),
+        (
+            lambda types: types["Thing"].update(additionalProperties=False),
+            ["Thing: unknown fields are newly refused"],
+        ),
+        (lambda types: types["Thing"]["properties"].update(c={"type": "string"}), []),
+        (lambda types: types.update(Other=MODEL), []),
+        (lambda types: types["Thing"]["required"].remove("a"), []),
+    ],
+    ids=["removed", "required", "changed", "type gone", "unknown refused", "added", "type added", "no longer required"],
+)
+def test_each_kind_of_change_is_told_and_an_addition_is_none(change, told) -> None:
+    assert [str(one) for one in changes(OLD, with_change(change))] == told
+
+
+def test_another_wire_version_is_a_change() -> None:
+    newer = WireSnapshot({"workers": 2}, OLD.types)
+    assert [str(one) for one in changes(OLD, newer)] == ["WIRE.workers: was 1, is 2"]
+
+
+def test_types_between_services_ignore_unknown_fields() -> None:
+    types = todays_snapshot().types
+    routes = [route for routes in CONVERSATIONS.values() for route in routes]
+    waiting = {name for route in routes for name in (route.asks, route.answers) if name}
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        assert types[name].get("additionalProperties") is not False, f"{name} refuses what a later release adds to it"
+        waiting |= set(re.findall(r"#/\$defs/(\w+)", json.dumps(types[name]))) - seen
+    assert "CatalogAdapter" in seen
+
+
+def test_recorded_bodies_are_of_the_recorded_types() -> None:
+    snapshot = load_snapshot()
+    for exchange in load_session(*CONVERSATIONS):
+        route = exchange.route
+        bodies = [(route.asks, exchange.asked)] if route.asks else []
+        if exchange.status == 200:
+            items = exchange.answer if route.is_stream else [exchange.answer]
+            bodies += [(route.answers, item) for item in items]
+        for name, body in bodies:
+            assert list(schema_faults(snapshot, name, body)) == [], exchange
+
+
+def test_every_call_of_each_conversation_is_recorded() -> None:
+    for conversation, routes in CONVERSATIONS.items():
+        recorded = {exchange.route for exchange in load_session(conversation)}
+        assert recorded == set(routes), conversation
