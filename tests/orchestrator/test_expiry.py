@@ -359,3 +359,13 @@ async def test_nothing_expires_while_a_router_is_silent(service, clock):
     assert ("unload_lora", "sql/v1") not in agent.operations()
     await pass_time(service, 700, seq=1000, age_s=300)
     assert agent.operations()[-1] == ("unload_lora", "sql/v1")
+
+
+async def test_ttl_of_policy_and_adapter_survive_a_restart(open_service):
+    first = open_service()
+    await first.register(policy={"ttl_s": 86_400})
+    await first.http.patch("/v1/policy", json={"ttl_s": 3600})
+    await first.close()
+    second = open_service()
+    assert (await second.adapter())["policy"]["ttl_s"] == 86_400
+    assert (await second.http.get("/v1/policy")).json()["ttl_s"] == 3600
