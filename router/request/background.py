@@ -7,10 +7,12 @@ background response: the engine goes on.
 """
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 
 import msgspec
 import structlog
@@ -33,8 +35,10 @@ _LATE_SHARE = 0.25
 _MAX_PAUSE_S = 10.0
 # A worker that moves to another address, or whose agent restarts, is absent for a moment.
 _ABSENT_S = 10.0
-# Retry-After where too many are under way: a guess.
-_RETRY_S = 10.0
+# Retry-After where too many are under way and none has ended yet: a guess.
+_FIRST_RETRY_S = 10.0
+# Ended responses whose duration is remembered.
+_MEASURED = 50
 
 
 class _ResponseState(msgspec.Struct):
@@ -57,6 +61,7 @@ class _FollowedResponse:
     tenant: str
     on_over: OnOver
     shown_tokens: int
+    began_at: float
     task: "asyncio.Task[None] | None" = None
 
 
@@ -72,6 +77,7 @@ class Background:
         tenant_share: float,
         timeout_s: float,
         idle_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         ask           gets the response of this id from a replica's engine; may raise EngineLost and FetchRefused
@@ -86,6 +92,8 @@ class Background:
         self._most_of_tenant = max(1, int(most * tenant_share))
         self._timeout_s = timeout_s
         self._idle_s = idle_s
+        self._clock = clock
+        self._durations_s: deque[float] = deque(maxlen=_MEASURED)
         self._running: dict[str, _FollowedResponse] = {}
         self.places: Counter[str] = Counter()
         self._is_closed = False
@@ -103,9 +111,13 @@ class Background:
             raise Saturated(
                 f"{found} responses{whose} are under way in the background, and at most {most} may be; try again when"
                 " one is over",
-                retry_after_s=_RETRY_S,
+                retry_after_s=self._until_one_ends_s(found),
             )
         self.places[tenant] += 1
+
+    def _until_one_ends_s(self, under_way: int) -> float:
+        """Seconds until one of so many responses should be over, from how long the last ones took."""
+        return median(self._durations_s) / under_way if self._durations_s else _FIRST_RETRY_S
 
     def leave(self, tenant: str) -> None:
         """Give back the place of a response that is over, or was never begun."""
@@ -126,7 +138,9 @@ class Background:
             self.leave(tenant)
             on_over(None, shown_tokens)
             return
-        running = self._running[response_id] = _FollowedResponse(response_id, engine, tenant, on_over, shown_tokens)
+        running = self._running[response_id] = _FollowedResponse(
+            response_id, engine, tenant, on_over, shown_tokens, self._clock()
+        )
         running.task = asyncio.create_task(self._until_over(running))
 
     def end_if_over(self, response_id: str, body: bytes) -> None:
@@ -153,6 +167,7 @@ class Background:
         """End following: give the place back, cancel the task that polls, and call `on_over`."""
         del self._running[running.response_id]
         self.leave(running.tenant)
+        self._durations_s.append(self._clock() - running.began_at)
         assert running.task is not None
         if running.task is not asyncio.current_task():
             running.task.cancel()

@@ -54,9 +54,13 @@ class AdapterCounts:
 
     def add(self, more: "AdapterCounts") -> None:
         """Add another's counts to these."""
+        # Most are zero: of the thousands that a scrape adds, few adapters have been asked much.
         for outcome, count in more.outcomes.items():
-            self.outcomes[outcome] += count
-        self.latencies = [mine + theirs for mine, theirs in zip(self.latencies, more.latencies, strict=True)]
+            if count:
+                self.outcomes[outcome] += count
+        for bucket, count in enumerate(more.latencies):
+            if count:
+                self.latencies[bucket] += count
         self.latency_sum_s += more.latency_sum_s
         self.add_tokens(more.prompt_tokens, more.cached_tokens)
 

@@ -448,6 +448,33 @@ def test_every_tenant_may_have_one_background_response():
         background.enter("d")
 
 
+async def test_a_refused_background_response_is_told_when_one_should_be_over():
+    now, engine = 0.0, ("w0", "boot")
+    background = Background(never_asked, lambda _: None, most=2, tenant_share=1.0, timeout_s=60.0, clock=lambda: now)
+
+    def begin(name):
+        background.enter("a")
+        background.follow(name, engine, "a", lambda _usage, _tokens: None)
+
+    def retry_after_s():
+        with pytest.raises(Saturated) as refused:
+            background.enter("a")
+        return refused.value.retry_after_s
+
+    begin("first")
+    begin("second")
+    assert retry_after_s() == 10.0, "none has ended: a guess"
+    now = 40.0
+    background.end_if_over("first", b'{"status": "completed"}')
+    begin("third")
+    assert retry_after_s() == 20.0, "of two that take 40 s each, one is over after 20 s"
+    await background.close()
+
+
+async def never_asked(_replica, _response_id):
+    raise AssertionError
+
+
 async def test_background_responses_with_one_given_id_count_separately():
     engine = Keeper("w0")
     busy = AgentDouble(figures=Load(running=1))
