@@ -70,9 +70,9 @@ async def _is_inspected(fleet, *lora_ids: str) -> bool:
 async def test_a_load_by_a_script_is_adopted_by_the_whole_fleet_and_every_router_lists_it_in_time(
     tmp_path: Path, model: Path
 ):
-    shelf = tmp_path / "on-w0-only"
-    folder = make_adapter(shelf, "mine", rank=8)
-    async with small_fleet(tmp_path / "fleet", model, shelf=shelf, workers=2, routers=2) as fleet:
+    folder = make_adapter(tmp_path / "scripts", "mine", rank=8)
+    (tmp_path / "empty").mkdir()
+    async with small_fleet(tmp_path / "fleet", model, shelf=tmp_path / "empty", workers=2, routers=2) as fleet:
         await fleet.script_loads("w0", "mine", folder)
 
         async def orphans():

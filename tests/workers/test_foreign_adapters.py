@@ -36,33 +36,38 @@ async def found(client, name, is_done) -> LoadedLora:
 async def test_an_adapter_that_a_script_loaded_is_reported_with_the_digest_of_its_files_and_kept(
     worker, agent_adapters, tmp_path
 ):
-    folder = tmp_path / "scripts" / "mine"
-    make_adapter(folder.parent, "mine")
-    flags = ("--lora-roots", str(folder.parent))
-    async with worker.together(*flags) as client:
-        known = (await post(client, "inspect_lora", lora_id="mine", source=folder.as_uri())).json()
+    folder = make_adapter(tmp_path / "scripts", "mine")
+    async with worker.together() as client:
+        refused = await post(client, "load_lora", lora_id="mine", source=folder.as_uri())
+        assert refused.status_code == 403, "its folder is outside of what requests may name"
         await load_behind_our_back(client, "mine", folder)
         lora = await found(client, "mine", lambda lora: lora.files_digest)
-        assert (lora.digest, lora.files_digest, lora.source) == ("", known["digest"], folder.as_uri())
-        assert (lora.rank, lora.base_model, lora.error) == (known["rank"], known["base_model"], None)
+        assert (lora.digest, lora.source) == ("", folder.as_uri())
+        assert (lora.rank, lora.base_model, lora.error) == (8, "tiny-qwen", None)
 
         shutil.rmtree(folder)  # its bytes are in the cache by now
         files = AdapterFiles.model_validate((await client.get(f"/v1/files/{lora.files_digest}")).json())
         assert {file.name for file in files.files} == {"adapter_config.json", "adapter_model.safetensors"}
 
         answer = await post(client, "unload_lora", lora_id="mine", engine_name="mine")
-        assert answer.json()["data"] == []
+        assert [lora for lora in answer.json()["data"] if lora["state"] == "ready"] == []
         async with httpx.AsyncClient(base_url=await engine_url(client)) as engine:
             assert [item["id"] for item in (await engine.get("/v1/models")).json()["data"]] == ["tiny-qwen"]
 
 
-async def test_an_adapter_from_a_folder_outside_the_roots_is_reported_with_the_setting_that_helps(worker, tmp_path):
-    make_adapter(tmp_path / "elsewhere", "mine")
+async def test_an_adapter_whose_files_this_worker_would_refuse_is_reported_with_the_reason(worker, tmp_path):
+    folder = make_adapter(tmp_path, "mine")
     async with worker.together() as client:
-        await load_behind_our_back(client, "mine", tmp_path / "elsewhere" / "mine")
-        lora = await found(client, "mine", lambda lora: lora.error)
+        await load_behind_our_back(client, "mine", folder)
+        await found(client, "mine", lambda lora: lora.files_digest)
+        secret = tmp_path / "secret.safetensors"
+        secret.write_bytes(b"x" * 100)
+        linked = make_adapter(tmp_path, "linked")
+        (linked / "extra.safetensors").symlink_to(secret)
+        await load_behind_our_back(client, "linked", linked)
+        lora = await found(client, "linked", lambda lora: lora.error)
         assert lora.files_digest == ""
-        assert "lora_roots" in lora.error
+        assert lora.error.startswith("source_forbidden"), "a link may not lead out of the folder"
 
 
 async def test_a_file_of_a_digest_is_served_in_ranges_with_the_digest_as_its_etag(worker):

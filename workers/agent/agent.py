@@ -32,6 +32,7 @@ from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Source
+from workers.sources.local import LocalSource
 from workers.storage.cache import AdapterCache
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
@@ -115,7 +116,14 @@ class WorkerAgent:
             metrics=metrics,
             clock=clock,
         )
-        self._foreign_reader = ForeignFilesReader(self.inventory, inspect=self._loader.inspect, clock=clock)
+        self._foreign_reader = ForeignFilesReader(
+            self.inventory,
+            inspect=self._loader.inspect,
+            reader_of=lambda folder: LocalSource(
+                [folder], max_bytes=settings.max_adapter_bytes, allow_pickle=settings.allow_pickle
+            ),
+            clock=clock,
+        )
         self.inventory.kv_connector = apply_setting(settings.engine_salt, connector or NO_CONNECTOR)
         self._clock = clock
         self._is_draining = False

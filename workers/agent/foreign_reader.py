@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import structlog
 
 from workers.agent.foreign_files import ForeignFiles, source_of
 from workers.agent.inventory import Inventory
 from workers.core.errors import WorkerError
+from workers.sources.base import Source
 from workers.wire import AvailableLora, InspectRequest
 
 log = structlog.get_logger()
@@ -22,12 +24,17 @@ class ForeignFilesReader:
         self,
         inventory: Inventory,
         *,
-        inspect: Callable[[InspectRequest], Awaitable[AvailableLora]],
+        inspect: Callable[..., Awaitable[AvailableLora]],
+        reader_of: Callable[[Path], Source],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`inspect` copies, verifies and installs an adapter without loading it; it may raise WorkerError."""
+        """
+        inspect    copies, verifies and installs an adapter with `reader`, without loading it; may raise WorkerError
+        reader_of  a source for one folder: the engine has read it already, so it need not be below `lora_roots`
+        """
         self._inventory = inventory
         self._inspect = inspect
+        self._reader_of = reader_of
         self._clock = clock
 
     async def read_new(self) -> None:
@@ -66,7 +73,8 @@ class ForeignFilesReader:
             problem = "" if source else f"the engine names {path!r} as its folder; expected an absolute path"
             return ForeignFiles(path=path, source=source, problem=problem, read_at=now)
         try:
-            found = await self._inspect(InspectRequest(lora_id=name, source=source))
+            ask = InspectRequest(lora_id=name, source=source)
+            found = await self._inspect(ask, reader=self._reader_of(Path(path)))
         except WorkerError as exc:
             return ForeignFiles(path=path, source=source, problem=f"{exc.code}: {exc}", read_at=now)
         return ForeignFiles(

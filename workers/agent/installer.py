@@ -95,10 +95,12 @@ class Installer:
             from_fleet=request.from_fleet,
         )
 
-    async def inspect(self, request: InspectRequest) -> InstalledAdapter:
+    async def inspect(self, request: InspectRequest, *, reader: Source | None = None) -> InstalledAdapter:
         """Fetch, verify and install an adapter from its source, even if it is installed already.
 
         Any rank is accepted: the caller gets it in the answer and chooses a worker for it. Raises WorkerError.
+
+        reader  fetches it; default: the source of its scheme
         """
         self._check_base_model(request.base_model)
         return await self._fetch_and_install(
@@ -108,6 +110,7 @@ class Installer:
             secret=request.secret or "",
             base_model=request.base_model,
             allow_any_rank=True,
+            reader=reader,
         )
 
     async def reinstall_if_missing(self, adapter: InstalledAdapter) -> Path:
@@ -137,6 +140,7 @@ class Installer:
         base_model: str | None,
         allow_any_rank: bool = False,
         from_fleet: bool = False,
+        reader: Source | None = None,
     ) -> InstalledAdapter:
         """Fetch, verify and install; if the disk is full, delete half of the idle adapters and try once more.
 
@@ -153,6 +157,7 @@ class Installer:
             secret,
             base_model,
             allow_any_rank=allow_any_rank,
+            reader=reader,
         )
         try:
             return await fetch()
@@ -189,6 +194,7 @@ class Installer:
         base_model: str | None,
         *,
         allow_any_rank: bool,
+        reader: Source | None = None,
         is_from_fleet: bool = False,
     ) -> InstalledAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
@@ -199,13 +205,13 @@ class Installer:
             loop.call_soon_threadsafe(self._inventory.report_download, lora_id, progress)
 
         transfer = Transfer(on_progress=report_progress)
-        place, fetcher = pinned, None
+        place = pinned
         if is_from_fleet:
-            place, fetcher = own_fleet_reference(digest or ""), self._fleet
+            place, reader = own_fleet_reference(digest or ""), self._fleet
         elif secret:
             transfer.credential = await self._credentials.read(secret, pinned)
         with self._timed("fetch"):
-            async with self._cache.fetch(place, transfer, source=fetcher) as folder:
+            async with self._cache.fetch(place, transfer, source=reader) as folder:
                 with self._timed("verify"):
                     trust_base_model = base_model is not None
                     verified = await self._cache.verify(

@@ -20,6 +20,7 @@ from workers.core.errors import AgentRequestError, EngineError, SourceError, Wor
 from workers.engines.base import EngineClient
 from workers.engines.kinds import refusal_at_start
 from workers.metrics import WorkerMetrics
+from workers.sources.base import Source
 from workers.wire import AvailableLora, InspectRequest, LoadedLora, LoadRequest, UnloadRequest
 
 log = structlog.get_logger()
@@ -74,20 +75,20 @@ class Loader:
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
                 return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict))
 
-    async def inspect(self, request: InspectRequest) -> AvailableLora:
+    async def inspect(self, request: InspectRequest, *, reader: Source | None = None) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it, even if it is installed; mark the inventory changed.
 
         raises  WorkerError
         """
         check_lora_id(request.lora_id)
-        adapter = await self._operations.run(request.lora_id, None, self._inspect(request))
+        adapter = await self._operations.run(request.lora_id, None, self._inspect(request, reader))
         self._inventory.mark_changed()
         return self._report.available_lora(adapter)
 
-    async def _inspect(self, request: InspectRequest) -> InstalledAdapter:
+    async def _inspect(self, request: InspectRequest, reader: Source | None) -> InstalledAdapter:
         """Fetch, verify and install an adapter under its lock. Raises WorkerError."""
         async with self._lock(request.lora_id):
-            return await self._installer.inspect(request)
+            return await self._installer.inspect(request, reader=reader)
 
     async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
         """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.
