@@ -92,9 +92,10 @@ class OrchestratorMetrics:
         replicas: Callable[[], Counts],
         workers: Callable[[], Mapping[str, int]],
         pools: Callable[[], Iterable[PoolFigures]] = list,
+        orphans: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Set what a scrape reads: adapters' replicas, workers by state, and pools. Call it once."""
-        self.registry.register(_FleetCollector(self.adapter_labels, replicas, workers))
+        """Set what a scrape reads: adapters' replicas, workers by state, pools, orphans by origin. Call it once."""
+        self.registry.register(_FleetCollector(self.adapter_labels, replicas, workers, orphans))
         self.registry.register(_PoolCollector(pools))
 
     def observe_term(
@@ -205,21 +206,26 @@ class _PoolCollector(Collector):
 
 
 class _FleetCollector(Collector):
-    """Replicas by adapter and workers by state."""
+    """Replicas by adapter, workers by state, and orphans by origin."""
 
     def __init__(
-        self, labels: BoundedLabels, replicas: Callable[[], Counts], workers: Callable[[], Mapping[str, int]]
+        self,
+        labels: BoundedLabels,
+        replicas: Callable[[], Counts],
+        workers: Callable[[], Mapping[str, int]],
+        orphans: Callable[[], Mapping[str, int]],
     ) -> None:
         self._labels = labels
         self._replicas = replicas
         self._workers = workers
+        self._orphans = orphans
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         """Nothing, so that registering does not collect."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """The replicas and workers as of now. An adapter may take a free place among the labels."""
+        """The replicas, workers and orphans as of now. An adapter may take a free place among the labels."""
         current = GaugeMetricFamily("lora_replicas_current", "Ready replicas of an adapter", labels=["lora_id"])
         target = GaugeMetricFamily("lora_replicas_target", "Replicas an adapter should have", labels=["lora_id"])
         sums: dict[str, tuple[int, int]] = {}
@@ -233,4 +239,11 @@ class _FleetCollector(Collector):
         workers = GaugeMetricFamily("lorafleet_orchestrator_workers", "Workers by state", labels=["state"])
         for state, count in self._workers().items():
             workers.add_metric([state], count)
-        yield from (current, target, workers)
+        orphans = GaugeMetricFamily(
+            "lorafleet_orchestrator_orphans",
+            "Adapters on workers that are not registered, by origin",
+            labels=["origin"],
+        )
+        for origin, orphan_count in self._orphans().items():
+            orphans.add_metric([origin], orphan_count)
+        yield from (current, target, workers, orphans)

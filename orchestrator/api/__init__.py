@@ -42,7 +42,7 @@ def build_router(
 ) -> APIRouter:
     """All routes of the API. Also connects the gauges of the fleet in `metrics` to the reconciler's state."""
     views = WireViews(reconciler, clock, wall)
-    metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures)
+    metrics.observe_fleet(views.replica_counts, views.workers_by_state, views.pool_figures, views.orphans_by_origin)
     api = APIRouter()
     add_routes(
         api,

@@ -11,7 +11,7 @@ from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMemb
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
 from orchestrator.core.state import OCCUPYING, DesiredPlacement, RegisteredAdapter
-from orchestrator.intent.orphans import is_orphan
+from orchestrator.intent.orphans import is_orphan, orphans
 from orchestrator.intent.registry import policy_of
 from orchestrator.metrics import Counts
 from orchestrator.reconcile.reconciler import Reconciler
@@ -82,7 +82,7 @@ class WireViews:
             raise NotFound(f"worker {worker_id!r} has not registered", code="worker_not_found")
         report, store = entry.report, self._reconciler.store
         held = [lora for lora in report.lora.loaded_loras if lora.state in OCCUPYING]
-        orphans = [lora.lora_id for lora in held if is_orphan(lora, store)]
+        orphan_ids = [lora.lora_id for lora in held if is_orphan(lora, store)]
         return WorkerItem.model_validate(
             {
                 "id": worker_id,
@@ -94,7 +94,7 @@ class WireViews:
                 "node": report.node,
                 "capacity": report.lora.capacity.model_dump() | {"max_lora_rank": report.lora.max_lora_rank},
                 "adapters": sorted(lora.lora_id for lora in held),
-                "orphans": sorted(orphans),
+                "orphans": sorted(orphan_ids),
                 "is_terminating": entry.is_terminating,
                 "refusal": report.lora.refusal,
                 "drain": self._drain_of(entry, store.workers.get(worker_id)),
@@ -240,6 +240,12 @@ class WireViews:
                 yield AdapterNeed(
                     base_model=adapter.base_model, rank=adapter.rank or 0, copies=max(1, targets.get(lora_id, 0))
                 )
+
+    def orphans_by_origin(self) -> dict[str, int]:
+        """Origin -> number of orphans: loaded by another client, or by the fleet before its store was lost."""
+        found = orphans(self._reconciler.reports, self._reconciler.store)
+        foreign = sum(item.is_foreign for item in found)
+        return {"another_client": foreign, "fleet": len(found) - foreign}
 
     def workers_by_state(self) -> dict[str, int]:
         """Worker state -> number of workers."""

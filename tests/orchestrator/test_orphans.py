@@ -135,6 +135,9 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
     (orphan,) = (await service.http.get("/v1/orphans")).json()["data"]
     assert (orphan["lora_id"], orphan["digest"], orphan["problem"]) == ("mine", digest_of("file:///mine"), None)
     assert (orphan["is_foreign"], orphan["workers"]) == (True, ["w0"])
+    counted = (await service.http.get("/metrics")).text
+    assert 'lorafleet_orchestrator_orphans{origin="another_client"} 1.0' in counted
+    assert 'lorafleet_orchestrator_orphans{origin="fleet"} 0.0' in counted
 
     adopted = (await service.http.post("/v1/orphans/adopt", json={"tenants": None})).json()["data"]
     assert [(item["lora_id"], item["status"]) for item in adopted] == [("mine", 201)]
