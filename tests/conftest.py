@@ -1,8 +1,10 @@
 """What holds for every test: its timeout, its examples, the group it runs in, and how to run a failure again."""
 
+import functools
 import gc
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -92,15 +94,25 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """The contract's tests on real vLLM share one engine, those of tests/founding/ one fleet: each are one group.
+def group_of(test: str) -> str:
+    """The group of a test by its id. Tests of one group run in one process, and share its fixtures.
 
-    Every other group is a file.
+    The contract's tests on real vLLM share one engine, those of tests/founding/ one fleet; every other group is a file.
+    Ids alone tell, because xdist 3.8's mark `xdist_group` changes no id with pytest 9.2.
     """
-    if item.get_closest_marker("vllm") and item.nodeid.startswith("tests/contract/"):
-        item.add_marker(pytest.mark.xdist_group("vllm"))
-    elif item.get_closest_marker("fleet") and item.nodeid.startswith("tests/founding/"):
-        item.add_marker(pytest.mark.xdist_group("founding"))
+    path = test.partition("::")[0]
+    if path.startswith("tests/founding/"):
+        return "founding"
+    if path.startswith("tests/contract/") and ("[vllm" in test or _is_all_on_vllm(path)):
+        return "vllm"
+    return path
+
+
+@functools.cache
+def _is_all_on_vllm(path: str) -> bool:
+    """Whether all tests of a file carry the mark `vllm`."""
+    text = (Path(__file__).parents[1] / path).read_text()
+    return re.search(r"^pytestmark = .*\bpytest\.mark\.vllm\b", text, re.MULTILINE) is not None
 
 
 @pytest.hookimpl(trylast=True)
@@ -118,13 +130,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's groups, but tests without a group are grouped by file, because a file shares its fixtures."""
+    """Run each group of tests in one process."""
     from xdist.scheduler.loadgroup import LoadGroupScheduling
 
     class NamedGroupScheduling(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            group = nodeid.rpartition("@")[2]
-            return group if group in {"vllm", "founding"} else nodeid.partition("::")[0]
+            return group_of(nodeid)
 
     return NamedGroupScheduling(config, log)
 
@@ -138,5 +149,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     variables = "HYPOTHESIS_PROFILE=thorough " if THOROUGH else ""
     flags = f" --hypothesis-seed={terminalreporter.config.option.hypothesis_seed}" if THOROUGH else ""
     pytest_program = os.path.relpath(Path(sys.executable).with_name("pytest"))
-    for test in dict.fromkeys(report.nodeid.removesuffix("@vllm") for report in failed):
+    for test in dict.fromkeys(report.nodeid for report in failed):
         terminalreporter.line(f"{variables}{pytest_program}{flags} {shlex.quote(test)}")
