@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from workers.wire import Metadata
+from workers.wire import AdapterOperation, Metadata
 
 WIRE = 1
 
@@ -739,9 +739,13 @@ class HistoryList(_OrchestratorModel):
 
 
 class Heartbeat(_OrchestratorModel):
-    """`POST /v1/workers/register`: an agent's heartbeat."""
+    """`POST /v1/workers/register`: an agent's heartbeat.
+
+    operations  the oldest loads and unloads that no orchestrator asked for and that none has recorded
+    """
 
     metadata: Metadata
+    operations: Annotated[tuple[AdapterOperation, ...], FailFast()] = Field(default=(), max_length=1000)
     wire: int = WIRE
 
 
@@ -751,11 +755,13 @@ class HeartbeatAnswer(_OrchestratorModel):
     interval_s  when to send the next one
     is_warm     the worker need load nothing more before it is ready
     in_flight   requests of routers at its engine
+    recorded    `id` up to which the agent's operations are in the history; null: this orchestrator records none
     """
 
     epoch: int
     revision: int
     interval_s: float
+    recorded: int | None = None
     is_warm: bool = True
     in_flight: int = 0
     wire: int = WIRE

@@ -13,6 +13,7 @@ from lorafleet.service.http import add_routes
 from lorafleet.tokenizer.chat import read_files
 from orchestrator.wire import UsageReport
 from workers.agent.agent import WorkerAgent
+from workers.agent.operation_log import requester
 from workers.core.errors import AgentRequestError, EngineError
 from workers.storage.verify import model_folder
 from workers.wire import (
@@ -148,16 +149,21 @@ def _admin_routes(agent: WorkerAgent, keys: ApiKeys) -> APIRouter:
         if body.evict is not None or epoch is not None:
             check_scope(caller, "admin")
         agent.check_epoch(epoch, is_destructive=body.evict is not None)
+        by = requester(caller.name, is_leader=epoch is not None)
         # A digest grants no access: only the leader, which knows what was verified, may have it stand for the source.
-        lora = await agent.load(body if epoch is not None else body.model_copy(update={"from_fleet": False}))
+        lora = await agent.load(body if epoch is not None else body.model_copy(update={"from_fleet": False}), by)
         message = f"{lora.lora_id} is loaded as {lora.engine_name}"
         return LoadAnswer(**lora.model_dump(), message=message)
 
-    @api.post("/v1/admin/unload_lora", dependencies=operator)
-    async def unload_lora(body: UnloadRequest, epoch: Annotated[int | None, Depends(_epoch_of)]) -> UnloadAnswer:
+    @api.post("/v1/admin/unload_lora")
+    async def unload_lora(
+        body: UnloadRequest,
+        caller: Annotated[Caller, Depends(admin)],
+        epoch: Annotated[int | None, Depends(_epoch_of)],
+    ) -> UnloadAnswer:
         """Unload an adapter; answers with the adapters that are still loaded. A stale epoch is refused."""
         agent.check_epoch(epoch, is_destructive=True)
-        names = await agent.unload(body)
+        names = await agent.unload(body, requester(caller.name, is_leader=epoch is not None))
         return UnloadAnswer(
             lora_id=body.lora_id,
             message=f"{body.lora_id} is unloaded: {', '.join(names) or 'its load was cancelled'}",

@@ -17,6 +17,7 @@ WIRE = 1
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
+AdapterOperationKind = Literal["load", "unload"]
 AgentEventType = Literal[
     "DOWNLOADING",
     "DOWNLOADED_TO_DISK",
@@ -366,6 +367,25 @@ class AdapterFiles(_WorkerMessage):
     digest: str
     files: Annotated[tuple[AdapterFile, ...], FailFast()]
     wire: int = WIRE
+
+
+class AdapterOperation(_WorkerMessage):
+    """A load or unload that no orchestrator asked for, in a heartbeat. `id` grows by one within an `agent_boot_id`.
+
+    asked_by  the caller's name, or "agent"; `reason`: why
+    error     why it failed: a code and a sentence; None: it is done
+    """
+
+    id: int
+    at: str
+    operation: AdapterOperationKind
+    lora_id: str
+    digest: str = ""
+    asked_by: str
+    reason: str = ""
+    duration_s: float | None = None
+    memory_mb: float = 0.0
+    error: str | None = None
 
 
 class ModelFiles(_WorkerMessage):

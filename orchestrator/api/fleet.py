@@ -55,6 +55,7 @@ def heartbeat_routes(keys: ApiKeys, reconciler: Reconciler) -> APIRouter:
             interval_s=reconciler.settings.heartbeat_interval_s,
             is_warm=not report.is_warming or reconciler.queries.is_warm(report.instance_id),
             in_flight=reconciler.router_in_flight(report.instance_id),
+            recorded=reconciler.audit.record_agent_operations(report, body.operations),
         )
 
     return api

@@ -3,10 +3,14 @@
 Each is one structured log line and, inspections excepted, one entry in the store's history.
 """
 
+from collections.abc import Sequence
+
 import structlog
 
+from orchestrator.core.errors import OrchestratorUnavailable, StoreError
 from orchestrator.core.plan import WorkerAction
 from orchestrator.store.store import NOBODY, IntentStore
+from workers.wire import AdapterOperation, Metadata
 
 log = structlog.get_logger()
 
@@ -17,6 +21,7 @@ class AuditLog:
     def __init__(self, store: IntentStore) -> None:
         self._store = store
         self._asked_by: dict[str, str] = {}
+        self._recorded: dict[str, tuple[str, int]] = {}  # worker_id -> agent's boot id, last operation recorded
 
     def note_requester(self, lora_id: str, by: str) -> None:
         """Record who requested a load or deletion of the adapter; actions on it count as theirs from now on."""
@@ -56,3 +61,31 @@ class AuditLog:
         body = {"worker_id": worker_id, "outcome": "ok", "reason": f"made room for {made_room_for}"}
         log.info("unload", lora_id=lora_id, asked_by=requester, **body)
         self._store.record("unload", lora_id, body | {"epoch": self._store.epoch}, requester)
+
+    def record_agent_operations(self, report: Metadata, operations: Sequence[AdapterOperation]) -> int:
+        """Store loads and unloads that an agent did without us, each once; returns the number up to which it has them.
+
+        Nothing is stored while the store cannot be written, which is logged: the agent sends them again.
+        """
+        boot_id, last = self._recorded.get(report.instance_id, ("", 0))
+        last = last if boot_id == report.agent_boot_id else 0
+        new = [operation for operation in operations if operation.id > last]
+        try:
+            with self._store.together():
+                for operation in new:
+                    body = {
+                        "worker_id": report.instance_id,
+                        "outcome": "ok" if operation.error is None else "failed",
+                        "at": operation.at,
+                        "reason": operation.reason,
+                        "memory_mb": operation.memory_mb,
+                    }
+                    body |= {} if operation.duration_s is None else {"duration_sec": round(operation.duration_s, 3)}
+                    body |= {} if operation.error is None else {"error": operation.error}
+                    self._store.record(operation.operation, operation.lora_id, body, operation.asked_by)
+        except (StoreError, OrchestratorUnavailable) as exc:
+            log.warning("result of an action not recorded", error=str(exc))
+            return last
+        last = max([last, *(operation.id for operation in new)])
+        self._recorded[report.instance_id] = report.agent_boot_id, last
+        return last

@@ -26,6 +26,7 @@ from workers.agent.inventory import Inventory, timestamp
 from workers.agent.inventory_report import InventoryReport
 from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
+from workers.agent.operation_log import Requester
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
@@ -316,7 +317,7 @@ class WorkerAgent:
             )
         self.installed.raise_epoch(epoch)
 
-    async def load(self, request: LoadRequest) -> LoadedLora:
+    async def load(self, request: LoadRequest, by: Requester) -> LoadedLora:
         """Load an adapter into the engine; returns at once if it is loaded already. Raises WorkerError.
 
         Refused while the worker drains, is not ready, takes no adapters, or suspects its engine.
@@ -337,14 +338,14 @@ class WorkerAgent:
         if self.engine.suspicion:
             message = f"this worker takes no loads: {self.engine.suspicion}; load on another one"
             raise EngineError("not_ready", message, retry_after_s=5)
-        return await self._loader.load(request)
+        return await self._loader.load(request, by)
 
-    async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
+    async def unload(self, request: UnloadRequest, by: Requester) -> tuple[str, ...]:
         """Unload an adapter and cancel its loads in progress; returns the unloaded engine names. Raises WorkerError.
 
         Requests that use it finish.
         """
-        return await self._loader.unload(request)
+        return await self._loader.unload(request, by)
 
     async def adapter_files(self, digest: str) -> AdapterFiles:
         """The files of a verified adapter on this disk. Raises AgentRequestError `files_not_found`."""

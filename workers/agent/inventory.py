@@ -14,6 +14,7 @@ from lorafleet.service.loops import ChangeSignal
 from workers.agent.event_log import AgentEventLog
 from workers.agent.foreign_files import ForeignFiles
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
+from workers.agent.operation_log import CORRECTING, RESTORING, AdapterOperationLog, Requester
 from workers.config import WorkerSettings
 from workers.core.errors import EngineError, WorkerError
 from workers.core.slots import AdapterSlots
@@ -55,6 +56,7 @@ class Inventory:
         self.kv_connector: ConnectorVerdict = NO_CONNECTOR
         self._settings = settings
         self._metrics = metrics
+        self.operations = AdapterOperationLog(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.foreign_files: dict[str, ForeignFiles] = {}
         self._listed_paths: Mapping[str, str] = {}
@@ -135,11 +137,11 @@ class Inventory:
             "DOWNLOADING", lora_id=lora_id, done_bytes=progress.done_bytes, total_bytes=progress.total_bytes
         )
 
-    def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None) -> InstalledAdapter:
+    def mark_loaded(self, adapter: InstalledAdapter, *, load_seconds: float | None, by: Requester) -> InstalledAdapter:
         """Record and publish that the engine has loaded the adapter: it is wanted, and last in load order."""
         order = self.installed.next_load_order()
         adapter = replace(adapter, is_loaded=True, loaded_at=timestamp(), load_seconds=load_seconds, order=order)
-        return self._add_loaded(self.installed.store(adapter))
+        return self._add_loaded(self.installed.store(adapter), by)
 
     def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
         """Record and publish that a restarted engine has loaded the adapter again.
@@ -152,9 +154,9 @@ class Inventory:
             self.installed.store(adapter)
         else:
             self.installed.update_in_memory(adapter)
-        self._add_loaded(adapter)
+        self._add_loaded(adapter, RESTORING)
 
-    def _add_loaded(self, adapter: InstalledAdapter) -> InstalledAdapter:
+    def _add_loaded(self, adapter: InstalledAdapter, by: Requester) -> InstalledAdapter:
         """Add the adapter to the slots, drop its failure and progress, publish the event and wake the heartbeats."""
         self.slots = self.slots.after_load(adapter.engine_name)
         self._failures.pop(adapter.lora_id, None)
@@ -168,24 +170,37 @@ class Inventory:
             worker_id=self._settings.instance_id,
             duration_sec=adapter.load_seconds,
             memory_mb=adapter.memory_mb,
+            asked_by=by.name,
+            reason=by.reason,
+        )
+        self.operations.record(
+            "load",
+            by,
+            lora_id=adapter.lora_id,
+            digest=adapter.digest,
+            duration_s=adapter.load_seconds,
+            memory_mb=adapter.memory_mb,
         )
         self.mark_changed()
         return adapter
 
-    def mark_unloaded(self, adapter: InstalledAdapter) -> None:
+    def mark_unloaded(self, adapter: InstalledAdapter, by: Requester) -> None:
         """Free the adapter's slot and publish its unload; a restarted engine may still load it again."""
         self.slots = self.slots.after_unload(adapter.engine_name)
         self.events.add(
             "UNLOADED_FROM_DEVICE", lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name
         )
-        log.info("lora_unloaded", lora_id=adapter.lora_id, worker_id=self._settings.instance_id)
+        worker_id = self._settings.instance_id
+        log.info("lora_unloaded", lora_id=adapter.lora_id, worker_id=worker_id, asked_by=by.name, reason=by.reason)
+        self.operations.record("unload", by, lora_id=adapter.lora_id, digest=adapter.digest)
         self.mark_changed()
 
-    def mark_foreign_unloaded(self, name: str) -> None:
+    def mark_foreign_unloaded(self, name: str, by: Requester) -> None:
         """Record and publish that the engine has unloaded an adapter that another client had loaded."""
         self.slots = self.slots.after_unload(name)
         self.foreign_files.pop(name, None)
         self.events.add("UNLOADED_FROM_DEVICE", engine_name=name)
+        self.operations.record("unload", by, lora_id=name, digest="")
         self.mark_changed()
 
     def mark_unwanted(self, adapter: InstalledAdapter) -> None:
@@ -230,6 +245,12 @@ class Inventory:
             log.warning("the engine's list differs from the inventory", engine_name=adapter.engine_name, found=kind)
             self.installed.store(replace(adapter, is_loaded=adapter.engine_name in listed))
             self.events.add(kind, lora_id=adapter.lora_id, digest=adapter.digest, engine_name=adapter.engine_name)
+            self.operations.record(
+                "load" if adapter.engine_name in listed else "unload",
+                CORRECTING,
+                lora_id=adapter.lora_id,
+                digest=adapter.digest,
+            )
         self.mark_changed()
 
     def show_progress(self, lora_id: str, digest: str, state: str) -> None:
@@ -252,17 +273,17 @@ class Inventory:
         self.mark_changed()
 
     @contextmanager
-    def recording_failure(self, request: LoadRequest) -> Iterator[None]:
+    def recording_failure(self, request: LoadRequest, by: Requester) -> Iterator[None]:
         """Record a WorkerError of the block as a failed load, and raise it; end the load's progress in any case."""
         try:
             yield
         except WorkerError as exc:
-            self.record_failure(request.lora_id, request.digest or "", exc)
+            self.record_failure(request.lora_id, request.digest or "", exc, by)
             raise
         finally:
             self._progress.pop(request.lora_id, None)
 
-    def record_failure(self, lora_id: str, digest: str, exc: WorkerError) -> None:
+    def record_failure(self, lora_id: str, digest: str, exc: WorkerError, by: Requester) -> None:
         """Log, count and publish a failed load, and keep it for `failed_loads`, where the oldest make room.
 
         Not kept if no slot was free, the load was cancelled, or the adapter is loaded.
@@ -270,6 +291,7 @@ class Inventory:
         name = engine_name(lora_id, digest) if digest else ""
         log.warning("load failed", lora_id=lora_id, code=exc.code, error=str(exc))
         self._metrics.load_failures.labels(exc.code).inc()
+        self.operations.record("load", by, lora_id=lora_id, digest=digest, error=f"{exc.code}: {exc}")
         self.events.add("LOAD_FAILED", lora_id=lora_id, digest=digest or None, error=f"{exc.code}: {exc}")
         # Neither a full worker nor a cancelled load says anything about the adapter.
         if exc.code not in {"no_free_slot", "cancelled"} and not self.slots.has(name):

@@ -14,6 +14,7 @@ from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
+from workers.agent.operation_log import PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
 from workers.agent.operations import AgentOperations
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
@@ -51,29 +52,29 @@ class Loader:
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def load(self, request: LoadRequest) -> LoadedLora:
+    async def load(self, request: LoadRequest, by: Requester) -> LoadedLora:
         """Install and load an adapter; nothing is fetched or loaded if the engine has it already. Raises WorkerError.
 
         A failure is recorded and published. An unload of the same adapter cancels the load until the engine is called.
         """
         check_lora_id(request.lora_id)
         try:
-            return await self._operations.run(request.lora_id, request.digest, self._install_and_load(request))
+            return await self._operations.run(request.lora_id, request.digest, self._install_and_load(request, by))
         except AgentRequestError as exc:
             if exc.code == "cancelled":
-                self._inventory.record_failure(request.lora_id, request.digest or "", exc)
+                self._inventory.record_failure(request.lora_id, request.digest or "", exc, by)
             raise
 
-    async def _install_and_load(self, request: LoadRequest) -> LoadedLora:
+    async def _install_and_load(self, request: LoadRequest, by: Requester) -> LoadedLora:
         """Install and load under the adapter's lock, publishing progress.
 
         A WorkerError is recorded as a failed load, and raised.
         """
         async with self._lock(request.lora_id):
-            with self._inventory.recording_failure(request):
+            with self._inventory.recording_failure(request, by):
                 adapter = await self._installer.install(request)
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
-                return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict))
+                return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict, by=by))
 
     async def inspect(self, request: InspectRequest, *, reader: Source | None = None) -> AvailableLora:
         """Fetch, verify and install an adapter without loading it, even if it is installed; mark the inventory changed.
@@ -90,7 +91,7 @@ class Loader:
         async with self._lock(request.lora_id):
             return await self._installer.inspect(request, reader=reader)
 
-    async def unload(self, request: UnloadRequest) -> tuple[str, ...]:
+    async def unload(self, request: UnloadRequest, by: Requester) -> tuple[str, ...]:
         """Unload an adapter (or one version) and cancel its loads in progress; returns the unloaded engine names.
 
         Requests that use it finish. It is not loaded again after a restart. Raises WorkerError, `not_loaded` if it was
@@ -101,7 +102,7 @@ class Loader:
         async with self._lock(request.lora_id), self._engine.lock:
             client = self._engine.require_client()
             if request.engine_name and self._inventory.installed.get(request.engine_name) is None:
-                return await self._unload_foreign(client, request.engine_name)
+                return await self._unload_foreign(client, request.engine_name, by)
             adapters = [
                 adapter
                 for adapter in self._inventory.installed.versions(request.lora_id)
@@ -111,11 +112,11 @@ class Loader:
                 version = f" with digest {request.digest}" if request.digest else ""
                 raise AgentRequestError("not_loaded", f"adapter {request.lora_id!r}{version} is not loaded here")
             for adapter in adapters:
-                await self._call_unload(client, adapter)
+                await self._call_unload(client, adapter, by)
                 self._inventory.mark_unwanted(adapter)
             return tuple(adapter.engine_name for adapter in adapters)
 
-    async def _unload_foreign(self, client: EngineClient, name: str) -> tuple[str, ...]:
+    async def _unload_foreign(self, client: EngineClient, name: str, by: Requester) -> tuple[str, ...]:
         """Unload an adapter that another client loaded; returns its engine name.
 
         Raises EngineError, AgentRequestError `not_loaded`.
@@ -123,7 +124,7 @@ class Loader:
         if not self._inventory.slots.has(name):
             raise AgentRequestError("not_loaded", f"the engine lists no adapter {name!r}")
         await client.unload(name, timeout_s=self._settings.load_deadline_s)
-        self._inventory.mark_foreign_unloaded(name)
+        self._inventory.mark_foreign_unloaded(name, by)
         return (name,)
 
     def cancel_all(self) -> None:
@@ -196,7 +197,7 @@ class Loader:
             if isinstance(exc, EngineError) and not await self._is_adapters_fault(exc):
                 raise
             self._inventory.mark_unwanted(adapter)
-            self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
+            self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, RESTORING)
 
     async def _ensure_files(self, adapter: InstalledAdapter) -> Path:
         """The folder of the adapter's files, fetched again if needed. Raises SourceError."""
@@ -224,9 +225,11 @@ class Loader:
             listed = await self._engine.require_client().list_adapters()
             for adapter in adapters:
                 if adapter.engine_name not in listed:
-                    self._inventory.mark_unloaded(adapter)
+                    self._inventory.mark_unloaded(adapter, RESTORING)
                     self._inventory.mark_unwanted(adapter)
-                    self._inventory.record_failure(adapter.lora_id, adapter.digest, _not_listed_error(adapter))
+                    self._inventory.record_failure(
+                        adapter.lora_id, adapter.digest, _not_listed_error(adapter), RESTORING
+                    )
             self._inventory.confirm_list(listed_at)
 
     async def refetch_lost_files(self, digests: Collection[str]) -> None:
@@ -240,13 +243,13 @@ class Loader:
                 try:
                     await self._ensure_files(adapter)
                 except SourceError as exc:
-                    self._inventory.record_failure(adapter.lora_id, adapter.digest, exc)
+                    self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, REFETCHING)
 
     async def preload(self) -> None:
         """Load the adapters of `preload_loras`; an adapter's fault is logged, the engine's raises EngineError."""
         for lora_id in self._settings.preload_loras:
             try:
-                await self.load(LoadRequest(lora_id=lora_id))
+                await self.load(LoadRequest(lora_id=lora_id), PRELOADING)
             except (SourceError, AgentRequestError) as exc:
                 log.error("preload failed", lora_id=lora_id, code=exc.code, error=str(exc))  # noqa: TRY400
             except EngineError as exc:
@@ -261,7 +264,7 @@ class Loader:
             request = LoadRequest(lora_id=lora_id)
             try:
                 async with self._lock(lora_id):
-                    with self._inventory.recording_failure(request):
+                    with self._inventory.recording_failure(request, PRELOADING):
                         adapter = await self._installer.install(request)
                         if refusal := await asyncio.to_thread(
                             refusal_at_start, self._settings.engine, Path(adapter.path)
@@ -309,7 +312,9 @@ class Loader:
                     self._engine.forget_adapter_blocks(name)  # loaded by another client, or by a request (SGLang)
                 self._inventory.correct_from_list(listed)
 
-    async def _load_into_engine(self, adapter: InstalledAdapter, *, evict: str | None) -> InstalledAdapter:
+    async def _load_into_engine(
+        self, adapter: InstalledAdapter, *, evict: str | None, by: Requester
+    ) -> InstalledAdapter:
         """The load stage: evict the named victim if no slot is free, load, check the engine's list. Raises EngineError.
 
         A victim is loaded again if the load fails. From here on the load cannot be cancelled.
@@ -323,16 +328,16 @@ class Loader:
                 return (
                     adapter if adapter.is_loaded else self._inventory.installed.store(replace(adapter, is_loaded=True))
                 )
-            victim = await self._evict_if_full(client, evict)
+            victim = await self._evict_if_full(client, evict, made_room(by, adapter.lora_id))
             began_at = self._clock()
             try:
                 await self._load_and_check(client, adapter)
             except EngineError:
                 if victim is not None:
-                    await self._reload_victim(client, victim)
+                    await self._reload_victim(client, victim, gave_back(by, adapter.lora_id))
                 raise
             self._engine.forget_adapter_blocks(adapter.engine_name)
-            announced = self._inventory.mark_loaded(adapter, load_seconds=round(self._clock() - began_at, 4))
+            announced = self._inventory.mark_loaded(adapter, load_seconds=round(self._clock() - began_at, 4), by=by)
             if displaced := self._inventory.slots.displaced():
                 log.info("loaded adapters dropped from the engine's host memory (estimated)", engine_names=displaced)
             if victim is not None:
@@ -378,7 +383,7 @@ class Loader:
                 self.mark_suspect(reason, patience_s=self._settings.hang_after_s)
             raise
 
-    async def _evict_if_full(self, client: EngineClient, evict: str | None) -> InstalledAdapter | None:
+    async def _evict_if_full(self, client: EngineClient, evict: str | None, by: Requester) -> InstalledAdapter | None:
         """Unload the named victim if no slot is free; returns it, None if there was room.
 
         It stays wanted. Raises EngineError, `no_free_slot` without a victim.
@@ -388,10 +393,10 @@ class Loader:
         victim = self._inventory.named_victim(evict)
         if victim is None:
             raise self._inventory.no_free_slot_error()
-        await self._call_unload(client, victim)  # it stays wanted until the new adapter is loaded
+        await self._call_unload(client, victim, by)  # it stays wanted until the new adapter is loaded
         return victim
 
-    async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter) -> None:
+    async def _reload_victim(self, client: EngineClient, victim: InstalledAdapter, by: Requester) -> None:
         """Load an evicted adapter again, because the load that evicted it failed; another failure is only logged.
 
         A refused one is no longer wanted. Nothing is recorded if the engine was lost meanwhile.
@@ -404,9 +409,9 @@ class Loader:
                 self._inventory.mark_unwanted(victim)
             return  # else the engine is down: after its restart the victim is loaded, as it is still wanted
         if self._engine.client is client:
-            self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds)
+            self._inventory.mark_loaded(victim, load_seconds=victim.load_seconds, by=by)
 
-    async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter) -> None:
+    async def _call_unload(self, client: EngineClient, adapter: InstalledAdapter, by: Requester) -> None:
         """Call the engine's unload, measure it, and record and publish the result. Raises EngineError."""
         try:
             with self._metrics.unload_seconds(adapter.lora_id).time():
@@ -420,7 +425,7 @@ class Loader:
                 error=str(exc),
             )
             raise
-        self._inventory.mark_unloaded(adapter)
+        self._inventory.mark_unloaded(adapter, by)
 
 
 def _not_listed_error(adapter: InstalledAdapter) -> EngineError:

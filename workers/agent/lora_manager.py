@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workers.agent.agent import WorkerAgent
+from workers.agent.operation_log import PLUGIN
 from workers.plugin import CacheLocation, LoraManager, LoraModel, LoraStatus
 from workers.wire import AvailableLora, LoadedLora, LoadRequest, UnloadRequest
 
@@ -20,7 +21,7 @@ class AgentLoraManager(LoraManager):
 
     async def load_lora(self, name: str) -> LoraModel:
         """Load an adapter into a free slot, fetched first if needed. Raises WorkerError."""
-        return _lora_model(await self._agent.load(LoadRequest(lora_id=name)))
+        return _lora_model(await self._agent.load(LoadRequest(lora_id=name), PLUGIN))
 
     async def unload_lora(self, name: str) -> LoraModel:
         """Unload all versions of an adapter; its files stay on disk.
@@ -28,7 +29,7 @@ class AgentLoraManager(LoraManager):
         raises  WorkerError: `epoch_required` where an orchestrator decides, and those of an unload
         """
         self._agent.check_epoch(None, is_destructive=True)
-        await self._agent.unload(UnloadRequest(lora_id=name))
+        await self._agent.unload(UnloadRequest(lora_id=name), PLUGIN)
         remote = LoraModel(name=name, status=LoraStatus.REMOTE, cache_location=CacheLocation.REMOTE)
         return next((model for model in self.lora_models() if model.name == name), remote)
 
