@@ -626,6 +626,20 @@ class ImportRequest(_PersonWrittenModel):
     parts: tuple[RecordPart, ...] = Field(default=("adapters", "aliases", "policy"), min_length=1)
     prune: bool = Field(default=False, description="delete adapters and aliases that the record does not have")
 
+    @model_validator(mode="after")
+    def _can_be_written(self) -> Self:
+        """Raises ValueError for what no fleet writes: a file may have been edited by hand."""
+        for alias in self.record.aliases:
+            AliasSpec.model_validate({"targets": [target.model_dump() for target in alias.targets]})
+        for adapter in self.record.adapters:
+            if adapter.secret_ref is not None and not adapter.source.startswith(_WITH_SECRETS):
+                raise ValueError(f"{adapter.lora_id}: secret_ref counts for hf:// and https:// sources")
+        for rows in ([adapter.lora_id for adapter in self.record.adapters], [a.name for a in self.record.aliases]):
+            if len(set(rows)) < len(rows):
+                twice = next(name for name in rows if rows.count(name) > 1)
+                raise ValueError(f"{twice!r} is in the record twice; expected once")
+        return self
+
 
 class RecordChange(_OrchestratorModel):
     """One difference between this fleet and a record.

@@ -6,12 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from lorafleet.service.auth import ApiKeys, Caller, check_scope, requires
 from orchestrator.api.parameters import Actor
 from orchestrator.intent.record import differences, fleet_record, import_record
 from orchestrator.intent.registry import AdapterRegistry
-from orchestrator.reconcile.file_relay import FileRelay
+from orchestrator.reconcile.file_relay import FileRelay, RelayedFile
 from orchestrator.reconcile.reconciler import Reconciler
 from orchestrator.store.backend import Subject
 from orchestrator.wire import FleetRecord, ImportAnswer, ImportRequest, RecordChange
@@ -81,10 +82,24 @@ def record_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconcil
     return api
 
 
+class _RelayResponse(StreamingResponse):
+    """Passes a relayed file on, and closes it even if the client has gone before the first byte."""
+
+    def __init__(self, file: RelayedFile) -> None:
+        super().__init__(file.body(), status_code=file.status, headers=file.headers)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file, and close it in any case."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._file.close()
+
+
 async def _relayed(relay: FileRelay, digest: str, name: str, fleet: str, request: Request) -> StreamingResponse:
-    """The relayed answer."""
-    found = await relay.open_file(digest, name, fleet, request.headers)
-    return StreamingResponse(found.body, status_code=found.status, headers=dict(found.headers))
+    """The relayed answer. Raises as `FileRelay.open_file`."""
+    return _RelayResponse(await relay.open_file(digest, name, fleet, request.headers))
 
 
 def _files_reader(keys: ApiKeys) -> Callable[[Request], Awaitable[None]]:

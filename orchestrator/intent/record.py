@@ -215,7 +215,7 @@ def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegis
                 case "alias", "remove":
                     registry.delete_alias(change.name, actor)
                 case "alias", _:
-                    registry.put_alias(change.name, AliasSpec(targets=aliases[change.name].targets), actor)
+                    registry.put_alias(change.name, _alias_spec(aliases[change.name]), actor)
                 case _:
                     assert ask.record.policy is not None, "a difference of the policy comes from a record that has one"
                     registry.patch_policy(ask.record.policy.model_dump(exclude_unset=True), None, actor)
@@ -224,6 +224,11 @@ def import_record(ask: ImportRequest, store: IntentStore, registry: AdapterRegis
         else:
             done.append(change)
     return done
+
+
+def _alias_spec(alias: RecordedAlias) -> AliasSpec:
+    """The alias of the record as `PUT /v1/aliases` takes it."""
+    return AliasSpec.model_validate({"targets": [target.model_dump() for target in alias.targets]})
 
 
 def _spec_here(there: RecordedAdapter, here: RegisteredAdapter) -> AdapterSpec:

@@ -1,7 +1,7 @@
 """Adapter files by digest: relayed from a worker of this fleet, or from another fleet's orchestrator."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -19,13 +19,38 @@ _RELAYED = ("range", "if-range")
 _HTTP_OK = frozenset({200, 206, 416})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RelayedFile:
-    """An answer to pass on: status, headers, and the body, which must be read or closed."""
+    """An open answer to pass on. It must be closed, also when nobody has read it: it holds one of our streams.
 
-    status: int
-    headers: Mapping[str, str]
-    body: AsyncIterator[bytes]
+    on_close  called once, when it is closed
+    """
+
+    answer: httpx.Response
+    on_close: Callable[[], None]
+    is_closed: bool = False
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self.answer.status_code
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers about the content."""
+        kept = ("content-type", "content-length", "content-range", "accept-ranges", "etag")
+        return {key: self.answer.headers[key] for key in kept if key in self.answer.headers}
+
+    def body(self) -> AsyncIterator[bytes]:
+        """The bytes as they come. Raises httpx.HTTPError when the place that sends them breaks off."""
+        return self.answer.aiter_raw()
+
+    async def close(self) -> None:
+        """Close the connection and free the stream; safe to call twice."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.on_close()
+            await self.answer.aclose()
 
 
 class FileRelay:
@@ -85,18 +110,7 @@ class FileRelay:
         except BaseException:
             self._streams.release()
             raise
-        kept = ("content-type", "content-length", "content-range", "accept-ranges", "etag")
-        shown = {key: answer.headers[key] for key in kept if key in answer.headers}
-        return RelayedFile(answer.status_code, shown, self._body(answer))
-
-    async def _body(self, answer: httpx.Response) -> AsyncIterator[bytes]:
-        """The answer's bytes; at the end its connection and our place in the queue are free again."""
-        try:
-            async for piece in answer.aiter_raw():
-                yield piece
-        finally:
-            self._streams.release()
-            await answer.aclose()
+        return RelayedFile(answer, self._streams.release)
 
     async def _open_any(self, digest: str, name: str, fleet: str, headers: Mapping[str, str]) -> httpx.Response:
         """The open answer of the first worker that has the file, else of the other fleet. Raises as `open_file`."""

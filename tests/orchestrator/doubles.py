@@ -45,6 +45,8 @@ class FakeAgent:
         self.answers: dict[str, bytes] = {}  # verb -> the body of a 422 in place of doing it
         self.ranks = {}
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
+        self.files: dict[str, dict[str, bytes]] = {}  # digest -> name -> content
+        self.ranges = []
         self.running = 0
         self.engine_boot_id = "e1"
         self.agent_boot_id = "a1"
@@ -132,6 +134,16 @@ class FakeAgent:
     def heartbeat(self):
         return {"metadata": self.metadata()}
 
+    async def _list_files(self, digest: str):
+        if digest not in self.files:
+            return JSONResponse(envelope(404, "files_not_found", "not here"), 404)
+        listed = [{"name": name, "size_bytes": len(content)} for name, content in self.files[digest].items()]
+        return {"digest": digest, "files": listed}
+
+    async def _file(self, digest: str, name: str, request: Request):
+        self.ranges.append(request.headers.get("range"))
+        return Response(self.files[digest][name], headers={"etag": f'"{digest}"', "x-inner": "not passed on"})
+
     async def _check_source(self, source: str):
         if source in self.forbidden:
             return JSONResponse(envelope(422, "source_forbidden", f"source {source!r}: outside the folders"), 422)
@@ -153,6 +165,8 @@ class FakeAgent:
             return {"data": [{"id": lora["engine_name"]} for lora in self.loaded.values()]}
 
         app.add_api_route("/v1/admin/source", self._check_source)
+        app.add_api_route("/v1/files/{digest}", self._list_files)
+        app.add_api_route("/v1/files/{digest}/{name}", self._file)
 
         @app.post("/v1/admin/claim")
         async def claim(request: Request):

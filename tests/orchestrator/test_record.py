@@ -137,6 +137,21 @@ async def test_a_record_of_another_version_changes_only_the_fields_that_both_ver
     assert await imported(here, record) == []
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"aliases": [{"name": "x", "targets": [{"lora_id": "a"}, {"lora_id": "a"}]}]},
+        {"adapters": [{"lora_id": "a", "source": "file:///a", "secret_ref": {"name": "s", "key": "k"}}]},
+        {"adapters": [{"lora_id": "a", "source": "file:///a"}, {"lora_id": "a", "source": "file:///b"}]},
+        {"adapters": [{"lora_id": "../a", "source": "file:///a"}]},
+    ],
+)
+async def test_a_record_that_no_fleet_writes_is_refused_whole(service, record):
+    answer = await service.http.post("/v1/import", json={"record": record})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+    assert list(service.store.adapters) == []
+
+
 async def test_what_only_this_fleet_has_stays_unless_it_prunes(two_fleets):
     there, here = two_fleets
     await fill(there)
