@@ -85,7 +85,8 @@ async def test_the_next_fetch_goes_on_where_a_killed_one_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(401, "source_unauthorized"), (403, "source_forbidden"), (404, "source_not_found")]
+    ("status", "code"),
+    [(400, "source_forbidden"), (401, "source_unauthorized"), (403, "source_forbidden"), (404, "source_not_found")],
 )
 async def test_a_refusal_is_the_sources_error(tmp_path, status, code):
     relay = RelayDouble()

@@ -119,7 +119,10 @@ def own_fleet_reference(digest: str) -> str:
 def _checked_files(ref: str, answer: httpx.Response) -> AdapterFiles:
     """The list of files in an answer. Raises SourceError."""
     if not answer.is_success:
-        code = {401: "source_unauthorized", 403: "source_forbidden"}.get(answer.status_code, "source_not_found")
+        # 400: our orchestrator does not know that fleet, or its key is refused there.
+        code = {400: "source_forbidden", 401: "source_unauthorized", 403: "source_forbidden"}.get(
+            answer.status_code, "source_not_found"
+        )
         raise SourceError(code, f"source {redacted(ref)}: the orchestrator answers: {_reason(answer)}")
     try:
         files = AdapterFiles.model_validate_json(answer.content)
