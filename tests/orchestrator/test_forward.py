@@ -8,6 +8,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from lorafleet.http_server.track import TrackRequests
+from lorafleet.service.request_log import RequestLog
 from orchestrator.core.lease import LeaseRecord
 from orchestrator.leadership.forward import FORWARDED, LeaderForwarding, OwnCalls
 from orchestrator.metrics import OrchestratorMetrics
@@ -94,7 +96,8 @@ async def forwarding(leadership):
             connect_timeout_s=0.5,
             retry_after_s=1.0,
         )
-        async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+        tracked = TrackRequests(app, requests=RequestLog("test"))
+        async with serving(tracked) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
             client.refreshed = refreshed
             yield client
 
@@ -112,6 +115,7 @@ async def test_requests_and_responses_are_forwarded_unchanged(leader):
     ((method, target, headers),) = leader.seen
     assert (method, target, headers["authorization"]) == ("POST", "v1/adapters?dry_run=1", "Bearer k")
     assert headers[FORWARDED] == "standby"
+    assert [headers["x-request-id"]] == answer.headers.get_list("x-request-id")
 
 
 async def test_forwarded_events_are_live_and_a_leaving_reader_ends_the_stream(leader):
