@@ -232,9 +232,13 @@ async def test_adapters_are_routed_to_completions_only_and_no_request_falls_to_t
         assert len({base, sql, legal}) == 3
         # SGLang's native form, which sgl-jax's own clients use.
         sampling = {"max_new_tokens": 8, "temperature": 0}
+        for lora_id, expected in ((None, base), (SQL, sql), (LEGAL, legal)):
+            native = {"text": "Once", "lora_path": lora_id, "sampling_params": sampling}
+            assert (await client.post("/generate", json=native)).json()["text"] == expected
         native = {"text": ["Once"] * 3, "lora_path": [None, SQL, LEGAL], "sampling_params": sampling}
-        answer = await client.post("/generate", json=native)
-        assert [each["text"] for each in answer.json()] == [base, sql, legal]
+        answers = [each["text"] for each in (await client.post("/generate", json=native)).json()]
+        # On the CPU the real engine computes a mixed batch otherwise than its requests alone (sglang-jax#610).
+        assert answers == [base, sql, legal] or (SGL_JAX_PYTHON and len(set(answers)) == 3)
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
         assert (await client.post("/v1/chat/completions", json={"model": "tiny-qwen", **chat})).status_code == 200
         for stream in (False, True):
