@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, fields
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ _NO_SPACE_BYTES = 2**20
 class SqliteBackend:
     """A `StoreBackend`; each `write` is one transaction.
 
-    Raises StoreError when the file is no store of ours, damaged, or of a newer version.
+    Raises StoreError when the file is no store of ours, damaged, or of a newer version without columns of ours.
     Raises OrchestratorUnavailable while another process holds the write lock.
 
     history_kept   entries of each kind; older ones go, so that many loads push out no change of policy
@@ -178,7 +179,9 @@ class SqliteBackend:
         else:
             row = _row_of_change(change)
             marks = ",".join("?" * len(row))
-            self._db.execute(f"REPLACE INTO {change.table} VALUES ({marks})", row)  # noqa: S608
+            # By name: in a store of a newer version the table may have further columns.
+            names = ", ".join(_own_columns()[change.table])
+            self._db.execute(f"REPLACE INTO {change.table} ({names}) VALUES ({marks})", row)  # noqa: S608
 
     def _add_history(self, entry: HistoryEntry) -> None:
         """Insert one entry in the open transaction; now and then delete the oldest of its kind."""
@@ -283,7 +286,10 @@ def _open_store(path: str) -> sqlite3.Connection:
 
 
 def _check_file(db: sqlite3.Connection, path: str) -> None:
-    """Raise StoreError for a damaged file, another program's database, or a newer schema."""
+    """Raise StoreError for a damaged file, another program's database, or a newer schema that lacks columns of ours.
+
+    A newer version that only added columns and tables can be rolled back.
+    """
     found = [row[0] for row in db.execute("PRAGMA quick_check(1)")]
     if found != ["ok"]:
         raise StoreError(f"store {path} is damaged ({found[0]}); restore it from a backup, it was not changed")
@@ -294,35 +300,46 @@ def _check_file(db: sqlite3.Connection, path: str) -> None:
         raise StoreError(
             f"store {path} is another program's database (tables {found_there}); name another file, it was not changed"
         )
-    if version > SCHEMA:
+    if version > SCHEMA and (lacking := _lacking_columns(db)):
         raise StoreError(
-            f"store {path} has schema {version}, this version knows {SCHEMA}; start the newer version,"
-            " the file was not changed"
+            f"store {path} has schema {version} without {'; '.join(lacking)}, and this version knows {SCHEMA};"
+            " start the newer version, the file was not changed"
         )
 
 
 def _check_columns(db: sqlite3.Connection, path: str) -> None:
     """Raise StoreError when a table lacks columns of this version's schema."""
-    with closing(sqlite3.connect(":memory:")) as new:
-        _migrate(new)
-        expected = _columns(new)
-    found = _columns(db)
-    lacking = [
-        f"table {table}" if table not in found else f"columns {', '.join(sorted(columns - found[table]))} of {table}"
-        for table, columns in sorted(expected.items())
-        if columns - found.get(table, frozenset())
-    ]
-    if lacking:
+    if lacking := _lacking_columns(db):
         raise StoreError(
             f"store {path} is damaged ({'; '.join(lacking)} missing); restore it from a backup, it was not changed"
         )
 
 
-def _columns(db: sqlite3.Connection) -> dict[str, frozenset[str]]:
-    """table -> names of its columns."""
+def _lacking_columns(db: sqlite3.Connection) -> list[str]:
+    """The tables and columns of this version's schema that the file has not, in words."""
+    found = _columns(db)
+    return [
+        f"table {table}"
+        if table not in found
+        else f"columns {', '.join(sorted(set(columns) - found[table].keys()))} of {table}"
+        for table, columns in sorted(_own_columns().items())
+        if set(columns) - found.get(table, {}).keys()
+    ]
+
+
+@cache
+def _own_columns() -> dict[str, tuple[str, ...]]:
+    """table -> names of its columns in this version's schema, in the order of the rows that are written."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        _migrate(new)
+        return {table: tuple(columns) for table, columns in _columns(new).items()}
+
+
+def _columns(db: sqlite3.Connection) -> dict[str, dict[str, None]]:
+    """table -> names of its columns, in order."""
     tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     return {
-        table: frozenset(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
+        table: dict.fromkeys(row[1] for row in db.execute("SELECT * FROM pragma_table_info(?)", (table,)))
         for table in tables
     }
 
@@ -357,9 +374,9 @@ def _use_wal(db: sqlite3.Connection) -> None:
 def _migrate(db: sqlite3.Connection) -> None:
     """Bring the schema up to date in one transaction; two orchestrators may start on one new file together.
 
-    Does nothing if it is.
+    Does nothing if it is, or is newer.
     """
-    if _schema_version(db) == SCHEMA:
+    if _schema_version(db) >= SCHEMA:
         return
     db.execute("BEGIN IMMEDIATE")
     for script in _MIGRATIONS[_schema_version(db) :]:  # read again: another process may have migrated meanwhile

@@ -92,9 +92,39 @@ def test_a_store_of_any_older_schema_is_migrated_without_loss(tmp_path, path):
         store.close()
 
 
+def test_a_store_to_which_a_newer_version_added_columns_can_be_rolled_back(tmp_path):
+    path = tmp_path / "s.db"
+    IntentStore(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        for table in ("adapters", "aliases", "workers", "counters", "rollouts", "tombstones", "policy"):
+            db.execute(f"ALTER TABLE {table} ADD COLUMN added_later TEXT NOT NULL DEFAULT 'x'")
+        db.execute("CREATE TABLE added_later (x)")
+        db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+        db.commit()
+    store = IntentStore(path)
+    store.put_adapter(ADAPTER)
+    store.put_alias("sql", (("sql/v1", 1.0),))
+    store.put_rules(PlacementPolicy(loads_per_worker=3))
+    store.put_worker("w0", WorkerIntent("cordoned"))
+    store.put_tombstone("old", "e" * 64)
+    store.raise_epoch(6)
+    store.close()
+    again = IntentStore(path)
+    assert dict(again.adapters) == {ADAPTER.lora_id: ADAPTER}
+    assert dict(again.aliases) == {"sql": (("sql/v1", 1.0),)}
+    assert again.rules == PlacementPolicy(loads_per_worker=3)
+    assert again.workers == {"w0": WorkerIntent("cordoned")}
+    assert again.tombstones == {"old": {"e" * 64}}
+    assert again.epoch == 7
+    again.close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA + 1,)
+
+
 def _newer(path):
     IntentStore(path).close()
     with sqlite3.connect(path) as db:
+        db.execute("ALTER TABLE adapters RENAME COLUMN source TO origin")
         db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
     db.close()
 
