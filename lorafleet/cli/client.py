@@ -11,16 +11,29 @@ from lorafleet.service.urls import checked_key, is_http, without_secrets
 
 
 class RestClient:
-    """A client of one server. `flag` is the option that sets the server's address."""
+    """A client of one server.
 
-    def __init__(self, url: str, token: str = "", *, flag: str = "", timeout_s: float = 30.0) -> None:
+    flag         the option that sets the server's address
+    key_option  the option and the variable that set its key, for messages
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        flag: str = "",
+        key_option: str = "--token KEY, or LORAFLEET_TOKEN",
+        timeout_s: float = 30.0,
+    ) -> None:
         """Raises CommandFailed with status 2 for an invalid address or key."""
         self.url = url.rstrip("/")
         self._flag = flag
+        self._key_option = key_option
         try:
             key = checked_key(token)
         except ValueError as exc:
-            raise CommandFailed(f"--token, or LORAFLEET_TOKEN: {exc}", status=2) from exc
+            raise CommandFailed(f"{key_option}: {exc}", status=2) from exc
         if not is_http(self.url):
             option = flag.removeprefix("lorafleet ") or "address"
             raise CommandFailed(
@@ -69,7 +82,7 @@ class RestClient:
         message, code = _message_and_code(answer)
         if code == "not_found":  # no such route; missing adapters and the like have codes of their own
             message = f"{self.url} has no {path}{self._hint('is it the right server')}"
-        raise RestError(answer.status_code, message, code)
+        raise RestError(answer.status_code, message, code, key_option=self._key_option)
 
     def _parse_json(self, path: str, answer: httpx.Response) -> Any:
         """The JSON of an answer; raises CommandFailed."""
@@ -105,8 +118,8 @@ class RestClient:
 class RestError(CommandFailed):
     """The server answered with an error. The message is the server's, plus a hint for known codes."""
 
-    def __init__(self, http_status: int, message: str, code: str) -> None:
-        hints = {401: " (give --token KEY or set LORAFLEET_TOKEN)", 403: " (use a key that has the scope)"}
+    def __init__(self, http_status: int, message: str, code: str, *, key_option: str) -> None:
+        hints = {401: f" (give {key_option})", 403: " (use a key that has the scope)"}
         commands = {
             "adapter_not_found": " (lorafleet adapters add LORA_ID SOURCE)",
             "already_registered": " (lorafleet adapters set LORA_ID)",

@@ -83,7 +83,8 @@ def import_record(  # noqa: PLR0917  (Typer passes by name)
     except (OSError, ValueError) as exc:
         raise CommandFailed(f"{file}: {exc}; expected a file that `lorafleet export` wrote", status=2) from exc
     with context.obj.orchestrator() as api:
-        _bring_over(api, {"record": record}, str(file), dry_run, yes, prune, only, as_json=as_json)
+        changes = _bring_over(api, {"record": record}, str(file), dry_run, yes, prune, only, as_json=as_json)
+    _fail_if_blocked(changes, dry_run=dry_run)
 
 
 @app.command()
@@ -130,7 +131,8 @@ def sync(  # noqa: PLR0917  (Typer passes by name)
             from_token = from_token_file.read_text().strip()
         except (OSError, ValueError) as exc:
             raise CommandFailed(f"--from-token-file {from_token_file}: {exc}", status=2) from exc
-    with RestClient(source, from_token, flag="--from") as other:
+    key_option = "--from-token KEY, or LORAFLEET_FROM_TOKEN"
+    with RestClient(source, from_token, flag="--from", key_option=key_option) as other:
         record = other.call("GET", "/v1/export")
     body = {"record": record, "from_fleet": other.url, "keep_sources": keep_sources}
     with context.obj.orchestrator() as api:
@@ -138,6 +140,7 @@ def sync(  # noqa: PLR0917  (Typer passes by name)
         added = [c["name"] for c in changes if (c["subject"], c["change"]) == ("adapter", "add")]
         if added and not dry_run and wait:
             _wait_for_files(api, added, wait)
+    _fail_if_blocked(changes, dry_run=dry_run)
 
 
 def _read_record(file: Path) -> Any:
@@ -165,7 +168,7 @@ def _bring_over(  # noqa: PLR0917
 ) -> list[dict[str, Any]]:
     """Show the differences, ask, and make the changes; returns those made or, for a dry run, those to make.
 
-    Raises CommandFailed for an unknown part, without consent, and when a change was not possible.
+    Raises CommandFailed for an unknown part, and without consent. What is not possible is returned as `blocked`.
     """
     parts = [part.strip() for part in only.split(",") if part.strip()]
     if unknown := sorted(set(parts) - set(_PARTS)):
@@ -182,7 +185,6 @@ def _bring_over(  # noqa: PLR0917
     if dry_run or not possible:
         if as_json:
             print_json(answer)
-        _fail_if_blocked(changes, dry_run=dry_run)
         return list(changes)
     if not yes:
         _confirm(len(possible), api.url)
@@ -192,7 +194,6 @@ def _bring_over(  # noqa: PLR0917
         print_json(answer)
     else:
         typer.echo(f"{sum(change['change'] != 'blocked' for change in changes)} changes made")
-    _fail_if_blocked(changes, dry_run=False)
     return list(changes)
 
 

@@ -18,7 +18,7 @@ SERVICES = ("router", "orchestrator", "workers")
 DEFAULT_WORKERS = 2
 DEFAULT_SLOTS = 2
 _PORTS = {"router": 8000, "orchestrator": 8080}
-_OTHER_PREFIXES = ("LORAFLEET_URL_", "LORAFLEET_TOKEN", "LORAFLEET_FLEET_MARK")
+_OTHER_PREFIXES = ("LORAFLEET_URL_", "LORAFLEET_TOKEN", "LORAFLEET_FROM_TOKEN", "LORAFLEET_FLEET_MARK")
 
 _FIXED_FOR_ALL = {
     "host": "all services listen on loopback; for other addresses start them yourself",
@@ -206,10 +206,15 @@ def _device_names(devices: str | None) -> list[str]:
 
 
 def _checked_engine(engine: str) -> str:
-    """The engine's kind; raises SettingsError if it is unknown."""
+    """The engine's kind; raises SettingsError if it is unknown, or if `up` does not start it."""
     if engine not in arguments.SETTING_OF_FLAG:
         known = arguments.SETTING_OF_FLAG
         raise SettingsError(f"engine {engine!r} is unknown; known: {', '.join(known)}{did_you_mean(engine, known)}")
+    if engine == "sgl-jax":
+        # Its adapters are those of its start, so a fleet of empty workers would serve none.
+        raise SettingsError(
+            "`up` does not start sgl-jax: use `python -m workers --engine sgl-jax`, see docs/engines.md"
+        )
     return engine
 
 

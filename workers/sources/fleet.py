@@ -93,7 +93,7 @@ class FleetSource:
                 failed = TransientSourceError(f"the orchestrator does not answer: {type(exc).__name__}")
                 continue
             if answer.status_code in _RETRIED_STATUSES:
-                failed = TransientSourceError(f"the orchestrator answers HTTP {answer.status_code}")
+                failed = TransientSourceError(f"the orchestrator answers: {_reason(answer)}")
                 continue
             return base, _checked_files(ref, answer)
         assert failed is not None  # there is at least one URL

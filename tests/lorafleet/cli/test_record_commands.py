@@ -63,6 +63,15 @@ def test_a_record_goes_from_fleet_to_file_and_by_sync_to_another_fleet(
     assert "nothing to do" in run(*target, "import", str(file)).out, "the digest says that they are the same"
 
 
+def test_a_key_for_the_other_fleet_is_named_by_its_own_option(run: Run, fleets: tuple[str, str, Path]) -> None:
+    there, here, _ = fleets
+    target = ("--orchestrator-url", here, "sync", "--from", there)
+    for token in ("no key\nat all", "unknown"):
+        refused = run(*target, "--from-token", token)
+        assert refused.status != 0
+        assert "--from-token KEY, or LORAFLEET_FROM_TOKEN" in refused.err, refused.err
+
+
 def test_what_is_blocked_is_named_and_the_status_is_1(run: Run, fleets: tuple[str, str, Path], tmp_path: Path) -> None:
     target = ("--orchestrator-url", fleets[1])
     assert run(*target, "adapters", "add", "mine/v1", "file:///srv/mine", "--base-model", "tiny").status == 0
