@@ -197,7 +197,7 @@ def keys_new(
         int | None, typer.Option(help="limit of requests at a time; default: none", show_default=False)
     ] = None,
 ) -> None:
-    """Create an API key and print it. The file gets only its hash; running services read it within two seconds.
+    """Create an API key and print it. The file gets only its hash; running services read it within a second.
 
     Example: lorafleet keys new --tenant acme --scopes infer --requests-per-minute 600 --file keys.yaml
     """
