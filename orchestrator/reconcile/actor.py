@@ -1,7 +1,6 @@
 """Act: each action is one call to an agent, in a task of its own with a deadline. Its result is recorded."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -280,7 +279,6 @@ class ActionRunner:
         found = await self._agents.inspect(
             self._agent_url(action.worker_id),
             _inspect_request_for(adapter),
-            key=_idempotency_key(action),
             timeout_s=self._settings.inspect_timeout_s,
         )
         known = with_manifest(adapter, found)
@@ -317,9 +315,7 @@ class ActionRunner:
         Raises InvalidAdapter, WorkerFailed.
         """
         ask = _inspect_request_for(adapter)
-        found = await self._agents.inspect(
-            self._agent_url(worker_id), ask, key=secrets.token_hex(8), timeout_s=self._settings.inspect_timeout_s
-        )
+        found = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=self._settings.inspect_timeout_s)
         return with_manifest(adapter, found)
 
     async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
@@ -339,7 +335,7 @@ class ActionRunner:
             from_fleet=True,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
-        lora = await self._agents.load(url, ask, key=_idempotency_key(action), timeout_s=timeout_s)
+        lora = await self._agents.load(url, ask, timeout_s=timeout_s)
         _check_loaded(lora, adapter)
         self._operations.measured_loads.append((self._clock() - began, adapter.size_bytes or 0))
         self._reports.record_load(action.worker_id, lora, evicted)
@@ -368,9 +364,7 @@ class ActionRunner:
             digest=None if held.is_foreign else held.digest or None,
             engine_name=held.engine_name if held.is_foreign else None,
         )
-        await self._agents.unload(
-            self._agent_url(action.worker_id), ask, key=_idempotency_key(action), timeout_s=timeout_s
-        )
+        await self._agents.unload(self._agent_url(action.worker_id), ask, timeout_s=timeout_s)
         self._reports.record_unload(action.worker_id, held.engine_name)
         self._operations.drains.pop((action.lora_id, action.worker_id), None)
         if (why := self._eviction_reason(action)) is not None:
@@ -414,7 +408,7 @@ class ActionRunner:
         try:
             url, timeout_s = self._agent_url(worker_id), self._settings.unload_timeout_s
             await self._claim(worker_id)
-            await self._agents.undrain(url, key=secrets.token_hex(8), timeout_s=timeout_s)
+            await self._agents.undrain(url, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
             log.warning(
                 "worker drains still: uncordon it again, or restart its agent", worker_id=worker_id, error=str(exc)
@@ -436,7 +430,7 @@ class ActionRunner:
             timeout_s = ask.deadline_s + self._settings.unload_timeout_s
             url = self._agent_url(action.worker_id)
             await self._claim(action.worker_id)
-            await self._agents.drain(url, ask, key=_idempotency_key(action), timeout_s=timeout_s)
+            await self._agents.drain(url, ask, timeout_s=timeout_s)
         except (WorkerFailed, InvalidAdapter) as exc:
             self._operations.draining_workers.discard(action.worker_id)  # the next pass tries again
             log.warning("worker not drained", worker_id=action.worker_id, error=str(exc))
@@ -547,8 +541,3 @@ def _required_subjects(action: WorkerAction) -> list[Subject]:
     names = [name for name in (action.lora_id, action.evict, action.evict_after) if name]
     adapters: list[Subject] = [("adapters", name) for name in names]
     return [*adapters, *(("tombstones", name) for name in names), ("workers", ""), ("policy", "")]
-
-
-def _idempotency_key(action: WorkerAction) -> str:
-    """A key for one attempt: an agent that gets it twice may repeat its first response."""
-    return f"{action.operation}-{secrets.token_hex(8)}"

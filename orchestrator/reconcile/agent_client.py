@@ -74,7 +74,7 @@ All other codes are about the worker at that moment, `disk_full` and `rank_too_b
 
 
 class AgentClient:
-    """Calls agents. Every action carries our epoch and an idempotency key."""
+    """Calls agents. Every action carries our epoch, and may be repeated: agents answer what is done already alike."""
 
     def __init__(self, client: httpx.AsyncClient, *, own_key: OwnKey, epoch: Callable[[], int]) -> None:
         """`epoch` returns our epoch; it is called before each action and raises LeaseLost when we may not act."""
@@ -86,17 +86,13 @@ class AgentClient:
         """Read the agent's report. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
         return _parsed(Metadata, await self._send_request("GET", agent_url, "/metadata", timeout_s=timeout_s))
 
-    async def claim(self, agent_url: str, *, key: str, timeout_s: float) -> Metadata:
+    async def claim(self, agent_url: str, *, timeout_s: float) -> Metadata:
         """Make the agent refuse every older epoch; returns its report. Raises WorkerFailed, LeaseLost."""
-        return _parsed(
-            Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), key=key, timeout_s=timeout_s)
-        )
+        return _parsed(Metadata, await self._post_action(agent_url, "claim", ClaimRequest(), timeout_s=timeout_s))
 
-    async def inspect(self, agent_url: str, ask: InspectRequest, *, key: str, timeout_s: float) -> AvailableLora:
+    async def inspect(self, agent_url: str, ask: InspectRequest, *, timeout_s: float) -> AvailableLora:
         """Fetch and verify the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(
-            AvailableLora, await self._post_action(agent_url, "inspect_lora", ask, key=key, timeout_s=timeout_s)
-        )
+        return _parsed(AvailableLora, await self._post_action(agent_url, "inspect_lora", ask, timeout_s=timeout_s))
 
     async def check_source(self, agent_url: str, source: str, *, timeout_s: float) -> None:
         """Ask whether the worker's settings allow the source.
@@ -107,27 +103,27 @@ class AgentClient:
             "GET", agent_url, f"/v1/admin/source?source={quote(source, safe='')}", timeout_s=timeout_s
         )
 
-    async def load(self, agent_url: str, ask: LoadRequest, *, key: str, timeout_s: float) -> LoadedLora:
+    async def load(self, agent_url: str, ask: LoadRequest, *, timeout_s: float) -> LoadedLora:
         """Load the adapter. Raises InvalidAdapter about source or bytes, else WorkerFailed or LeaseLost."""
-        return _parsed(LoadedLora, await self._post_action(agent_url, "load_lora", ask, key=key, timeout_s=timeout_s))
+        return _parsed(LoadedLora, await self._post_action(agent_url, "load_lora", ask, timeout_s=timeout_s))
 
-    async def unload(self, agent_url: str, ask: UnloadRequest, *, key: str, timeout_s: float) -> None:
+    async def unload(self, agent_url: str, ask: UnloadRequest, *, timeout_s: float) -> None:
         """Unload the adapter; a 404 counts as success. Raises WorkerFailed, InvalidAdapter, LeaseLost."""
-        await self._post_action(agent_url, "unload_lora", ask, key=key, timeout_s=timeout_s, accepted=frozenset({404}))
+        await self._post_action(agent_url, "unload_lora", ask, timeout_s=timeout_s, accepted=frozenset({404}))
 
-    async def drain(self, agent_url: str, ask: DrainRequest, *, key: str, timeout_s: float) -> None:
+    async def drain(self, agent_url: str, ask: DrainRequest, *, timeout_s: float) -> None:
         """Make the agent drain its worker, and wait until it has drained.
 
         Raises WorkerFailed, InvalidAdapter, LeaseLost.
         """
-        await self._post_action(agent_url, "drain", ask, key=key, timeout_s=timeout_s)
+        await self._post_action(agent_url, "drain", ask, timeout_s=timeout_s)
 
-    async def undrain(self, agent_url: str, *, key: str, timeout_s: float) -> None:
+    async def undrain(self, agent_url: str, *, timeout_s: float) -> None:
         """Make the agent of a drained worker take requests again.
 
         Raises WorkerFailed, also from an older agent without this call, InvalidAdapter, LeaseLost.
         """
-        await self._post_action(agent_url, "undrain", UndrainRequest(), key=key, timeout_s=timeout_s)
+        await self._post_action(agent_url, "undrain", UndrainRequest(), timeout_s=timeout_s)
 
     async def engine_models(self, engine_url: str, *, timeout_s: float) -> frozenset[str] | None:
         """Ask the engine for its model names; None if it is up without a list. Raises WorkerFailed if it is not up."""
@@ -144,15 +140,14 @@ class AgentClient:
         verb: str,
         ask: BaseModel,
         *,
-        key: str,
         timeout_s: float,
         accepted: frozenset[int] = frozenset(),
     ) -> httpx.Response:
-        """POST an action with our epoch and the idempotency key. Raises WorkerFailed, InvalidAdapter, LeaseLost.
+        """POST an action with our epoch. Raises WorkerFailed, InvalidAdapter, LeaseLost.
 
         accepted  error statuses that count as success
         """
-        headers = {"x-lorafleet-epoch": str(self._epoch()), "x-lorafleet-idempotency-key": key} | self.own_key.headers
+        headers = {"x-lorafleet-epoch": str(self._epoch())} | self.own_key.headers
         body = ask.model_dump(mode="json", exclude_none=True)
         path = f"/v1/admin/{verb}"
         return await self._send_request(

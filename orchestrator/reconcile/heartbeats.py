@@ -90,9 +90,7 @@ class HeartbeatMonitor:
         if entry is None or entry.report.epoch >= epoch or self._claimed.get(worker_id) == epoch:
             return
         try:
-            fresh = await self._agents.claim(
-                entry.report.agent_url, key=f"claim-{epoch}", timeout_s=self._settings.probe_timeout_s
-            )
+            fresh = await self._agents.claim(entry.report.agent_url, timeout_s=self._settings.probe_timeout_s)
         except LeaseLost as exc:
             self._judge_refusal(worker_id, epoch, exc)
             raise

@@ -36,7 +36,6 @@ class FakeAgent:
         self.claims = []
         self.refused = []
         self.epochs = []
-        self.keys = []
         self.fail_calls = set()
         self.made = []
         self.fail_made = 0
@@ -186,7 +185,6 @@ class FakeAgent:
             self.calls.append((verb, body))
             self.has_called.set()
             self.epochs.append(int(request.headers["x-lorafleet-epoch"]))
-            self.keys.append(request.headers["x-lorafleet-idempotency-key"])
             self.made.append((verb, body))
             if len(self.calls) in self.fail_calls or len(self.made) == self.fail_made:
                 return JSONResponse(envelope(503, "engine_unreachable", "the call that had to fail"), 503)

@@ -17,7 +17,7 @@ async def test_agent_calls_use_the_key_now_in_the_file(tmp_path):
         return httpx.Response(503, json={})
 
     async def ask() -> None:
-        for asked in (agents.metadata("http://a", timeout_s=1), agents.claim("http://a", key="k", timeout_s=1)):
+        for asked in (agents.metadata("http://a", timeout_s=1), agents.claim("http://a", timeout_s=1)):
             with pytest.raises(WorkerFailed):
                 await asked
 

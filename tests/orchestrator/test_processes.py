@@ -219,7 +219,7 @@ async def test_a_paused_leader_is_replaced_and_refused_when_it_wakes(tmp_path, b
         return await one.says("leader") == two.url and not await one.says("is_leading")
 
     await until(has_heard)
-    headers = {"x-lorafleet-epoch": str(first), "x-lorafleet-idempotency-key": "late"}
+    headers = {"x-lorafleet-epoch": str(first)}
     async with httpx.AsyncClient() as late:
         answer = await late.post(f"{agent.url}/v1/admin/unload_lora", json={"lora_id": "a/v1"}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stale_epoch")

@@ -17,7 +17,7 @@ SINCE = "${since}"
 """The place of a stream's start, a number that the service has just named."""
 
 _PROBES = frozenset({"/ready", "/health", "/metrics"})
-_KEPT_HEADERS = ("x-lorafleet-epoch", "x-lorafleet-idempotency-key")
+_KEPT_HEADERS = ("x-lorafleet-epoch",)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)")
 
 

@@ -76,7 +76,7 @@ class Exchange:
     """A request and its answer.
 
     at       place in the order of all conversations with the same server
-    headers  those that mean something: epoch, idempotency key, etag
+    headers  those that mean something: epoch, etag
     asked    the body; None: none
     answer   the answer's content; of a stream the list of its items
     """
