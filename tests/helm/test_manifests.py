@@ -30,7 +30,17 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 # Objects that values name and the render does not make.
 BROUGHT = {
     "everything": {
-        "Secret": {"registry", "more-keys", "hub", "object-store", "netrc", "llm-tls", "acme-hub", "old-engines"},
+        "Secret": {
+            "registry",
+            "more-keys",
+            "hub",
+            "object-store",
+            "netrc",
+            "llm-tls",
+            "acme-hub",
+            "old-engines",
+            "eu-fleet",
+        },
         "PersistentVolumeClaim": {"models", "adapters", "shared-cache"},
     },
     "ipv6-hpa": {"Secret": {"my-tokens"}},

@@ -297,10 +297,10 @@ async def test_measured_rates_are_in_metadata_and_metrics(worker):
         await until(is_asked_and_learned)
         load = await reported_load(client)
         assert load.mean_output_tokens == 30
-        # The sim has the configured speed, and is slower on a busy machine.
+        # The sim has the configured speed. On a busy machine it is late, and makes up for that in its next steps.
         assert 0.3 < load.mean_request_s < patience(2)
-        assert 5_000 / patience(1) < load.prefill_tokens_per_s < 6_000
-        assert 100 / patience(1) < load.decode_tokens_per_s < 120
+        assert 5_000 / patience(1) < load.prefill_tokens_per_s < 5_000 * patience(1)
+        assert 100 / patience(1) < load.decode_tokens_per_s < 100 * patience(1)
         assert 0.008 < load.inter_token_s < patience(0.02)
         page = (await client.get("/metrics")).text
         assert f"lorafleet_workers_mean_output_tokens {load.mean_output_tokens}" in page
