@@ -48,10 +48,13 @@ from workers.wire import KvChange, KvFrame, pack_hashes, unpack_hashes
 
 @dataclass(frozen=True, slots=True)
 class DecisionBenchSize:
-    """How much work each row measures: more makes the figures steadier and the run longer.
+    """The amount of work that each row measures. A larger amount gives steadier figures and a longer run.
 
-    rounds  times that each row is measured; calls  in each round
-    prompts, blocks, events  different prompts, blocks in the index, KV events applied
+    rounds   measurements of each row
+    calls    calls in each measurement
+    prompts  different prompts
+    blocks   blocks in the index
+    events   KV events that are applied
     """
 
     rounds: int
