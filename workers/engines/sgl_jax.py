@@ -12,6 +12,7 @@ How sgl-jax differs from SGLang:
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from lorafleet.kv.sources import KvEventEndpoints
 from workers.core.errors import EngineError
 from workers.engines.base import EngineShape, EngineTraits
 from workers.engines.client import HttpEngineClient
+from workers.engines.sglang import int_or_zero, shape_of
 
 _INFO_TIMEOUT_S = 10.0
 _ITS_OWN_ARGUMENT = "precompile_token_paddings"  # SGLang's answer at this route has no such argument
@@ -52,15 +54,8 @@ class SglJaxClient(HttpEngineClient):
 
     async def read_shape(self) -> EngineShape:
         """The engine's shape from /get_server_info and /v1/models. Raises EngineError."""
-        info, base = await self._info(), await self._base_model_entry()
-        block_size = _int_or_zero(info.get("page_size"))
-        return EngineShape(
-            block_size=block_size,
-            total_kv_blocks=_int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
-            max_model_len=_int_or_zero(base.get("max_model_len")),
-            model_name=str(base.get("id") or ""),
-            boot_mark=_boot_mark(info),
-        )
+        info = await self._info()
+        return replace(shape_of(info, await self._base_model_entry()), boot_mark=_boot_mark(info))
 
     async def boot_mark(self) -> str:
         """A digest of the ids that the engine gave its adapters at its start. Raises EngineError.
@@ -76,12 +71,12 @@ class SglJaxClient(HttpEngineClient):
         """
         info = await self._info()
         states = [state for state in info.get("internal_states") or () if isinstance(state, dict)]
-        block_size = _int_or_zero(info.get("page_size"))
+        shape = shape_of(info, {})
         return EngineMetrics(
-            running=sum(_int_or_zero(state.get("running_batch_size")) for state in states),
-            waiting=sum(_int_or_zero(state.get("waiting_queue_size")) for state in states),
-            block_size=block_size,
-            total_kv_blocks=_int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
+            running=sum(int_or_zero(state.get("running_batch_size")) for state in states),
+            waiting=sum(int_or_zero(state.get("waiting_queue_size")) for state in states),
+            block_size=shape.block_size,
+            total_kv_blocks=shape.total_kv_blocks,
         )
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:
@@ -126,8 +121,3 @@ def _boot_mark(info: Mapping[str, Any]) -> str:
     """A digest of the adapters' ids, which are drawn at each start."""
     ids = sorted(str(ref.get("lora_id")) for ref in _adapter_refs(info))
     return hashlib.sha256(" ".join(ids).encode()).hexdigest()[:32]
-
-
-def _int_or_zero(value: object) -> int:
-    """The value if it is an int, else 0."""
-    return value if isinstance(value, int) else 0

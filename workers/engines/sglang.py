@@ -103,14 +103,7 @@ class SglangClient(HttpEngineClient):
         """
         info = await self._server_info()
         _check_arguments(self.url, info)
-        base = await self._base_model_entry()
-        block_size = _int_or_zero(info.get("page_size"))
-        return EngineShape(
-            block_size=block_size,
-            total_kv_blocks=_int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
-            max_model_len=_int_or_zero(base.get("max_model_len")),
-            model_name=str(base.get("id") or ""),
-        )
+        return shape_of(info, await self._base_model_entry())
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
         """Whether /health answers within 25 s or `timeout_s`, whichever is longer.
@@ -178,6 +171,21 @@ class SglangClient(HttpEngineClient):
         return info
 
 
+def shape_of(info: Mapping[str, Any], base: Mapping[str, Any]) -> EngineShape:
+    """The shape of an engine of SGLang's kind.
+
+    info  its own arguments
+    base  the base model's entry in its /v1/models
+    """
+    block_size = int_or_zero(info.get("page_size"))
+    return EngineShape(
+        block_size=block_size,
+        total_kv_blocks=int_or_zero(info.get("max_total_num_tokens")) // max(1, block_size),
+        max_model_len=int_or_zero(base.get("max_model_len")),
+        model_name=str(base.get("id") or ""),
+    )
+
+
 def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetrics:
     """The engine metrics from SGLang's /metrics page and its ranks' /v1/loads.
 
@@ -189,8 +197,8 @@ def parse_metrics(page: str, loads: Sequence[Mapping[str, Any]]) -> EngineMetric
     in_prefill = _sum_over_ranks(families, "sglang:forward_execution_seconds_total", category="extend")
     latency = _sum_over_ranks(families, "sglang:e2e_request_latency_seconds_sum")
     queued = _sum_over_ranks(families, "sglang:queue_time_seconds_sum")
-    running = sum(_int_or_zero(load.get("num_running_reqs")) for load in loads)
-    waiting = sum(_int_or_zero(load.get("num_waiting_reqs")) for load in loads)
+    running = sum(int_or_zero(load.get("num_running_reqs")) for load in loads)
+    waiting = sum(int_or_zero(load.get("num_waiting_reqs")) for load in loads)
     return EngineMetrics(
         # A prompt in prefill is neither running nor waiting in SGLang. Then HTTP requests in progress count, which
         # SGLang reports for two more seconds after the end of a stream.
@@ -255,7 +263,7 @@ def _check_arguments(url: str, info: Mapping[str, Any]) -> None:
         for is_wrong, fault in (
             (not info.get("enable_lora"), "--enable-lora is missing"),
             (
-                _int_or_zero(info.get("dp_size")) > 1,
+                int_or_zero(info.get("dp_size")) > 1,
                 "--dp-size is more than 1, where SGLang loads no adapters at run time",
             ),
             (not info.get("enable_metrics"), "--enable-metrics is missing"),
@@ -294,6 +302,6 @@ def _json_object(answer: httpx.Response) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _int_or_zero(value: object) -> int:
+def int_or_zero(value: object) -> int:
     """The value if it is an int, else 0."""
     return value if isinstance(value, int) else 0
