@@ -27,14 +27,13 @@ from workers.sources.base import (
     too_big_error,
     with_retries,
 )
-from workers.sources.web import download_file, tag_file_of
+from workers.sources.web import RETRIED_STATUSES, download_file, tag_file_of
 from workers.wire import AdapterFiles
 
 OWN_FLEET = "fleet"
 FLEET_SCHEMES = ("fleet+http", "fleet+https")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_FILES = 64
-_RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 class FleetSource:
@@ -92,7 +91,7 @@ class FleetSource:
             except httpx.HTTPError as exc:
                 failed = TransientSourceError(f"the orchestrator does not answer: {type(exc).__name__}")
                 continue
-            if answer.status_code in _RETRIED_STATUSES:
+            if answer.status_code in RETRIED_STATUSES:
                 failed = TransientSourceError(f"the orchestrator answers: {_reason(answer)}")
                 continue
             return base, _checked_files(ref, answer)

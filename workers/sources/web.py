@@ -24,7 +24,7 @@ from workers.sources.base import (
 
 _CHUNK_BYTES = 1 << 20
 _REDIRECTS = 5
-_RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 class WebSource:
@@ -177,7 +177,7 @@ class _Download:
         subject = f"source {redacted(self.ref)}: {Path(self.url).name}: HTTP {status}"
         if status in {200, 206}:
             return
-        if status in _RETRIED_STATUSES:
+        if status in RETRIED_STATUSES:
             raise TransientSourceError(f"HTTP {status}", wait_s=_retry_after_s(answer.headers.get("retry-after", "")))
         if status == 416:
             self._start_over()
