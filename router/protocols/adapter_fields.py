@@ -133,6 +133,11 @@ def is_empty(raw: msgspec.Raw) -> bool:
     return b"".join(bytes(raw).split()) in _EMPTY_VALUES
 
 
+def is_empty_value(value: object) -> bool:
+    """As `is_empty`, of a decoded field. 0 is not empty: to Python it is equal to False, and it may be a rank."""
+    return value is None or value is False or value in ("", [], {})
+
+
 def refuse_adapter_fields(body: RawFields) -> None:
     """Raise BadBody where a field chooses an adapter by another name, at the top of the body or within an object.
 
@@ -190,7 +195,7 @@ def chosen_adapter(decoded: Mapping[str, Any]) -> tuple[str, Any]:
     raises   BadBody where both name something, and not the same
     """
     lora_id, lora_path = decoded.get(LORA_ID), decoded.get(LORA_PATH)
-    if lora_path is None or lora_path is False or lora_path in ("", [], {}):
+    if is_empty_value(lora_path):
         return LORA_ID, lora_id
     if lora_id and lora_id != lora_path:
         message = f"{LORA_ID} {lora_id!r} and {LORA_PATH} {lora_path!r} differ; leave one of them out"
@@ -222,7 +227,7 @@ def _nested_adapter_field(value: object, path: str) -> str | None:
     parts: Iterable[tuple[str, object]] = ()
     if isinstance(value, dict):
         for name, part in value.items():
-            if is_adapter_name(name) and part is not False and part not in (None, "", [], {}):
+            if is_adapter_name(name) and not is_empty_value(part):
                 return f"{path}.{name}"
         parts = ((f"{path}.{name}", part) for name, part in value.items() if name not in _CLIENT_KEYED)
     elif isinstance(value, Sequence) and not isinstance(value, str):

@@ -9,7 +9,7 @@ import msgspec
 
 from lorafleet.identity import adapter_salt
 from router.core.errors import BadBody, ReplicaUnreachable
-from router.protocols.adapter_fields import RawFields, is_empty, refuse_adapter_fields
+from router.protocols.adapter_fields import RawFields, is_empty, is_empty_value, refuse_adapter_fields
 from router.protocols.routes import PromptKind, Route
 
 Body = RawFields
@@ -90,10 +90,7 @@ def refuse_steering(body: Body, extra_args: object) -> None:
     if isinstance(extra_args, dict) and not REFUSED_EXTRA_ARGS.keys().isdisjoint(extra_args):
         unset = frozenset([name for name in extra_args if name in REFUSED_EXTRA_ARGS])
         for name in unset:
-            value = extra_args[name]
-            # As JSON: to Python 0 is False, and 0 is a rank.
-            encoded = msgspec.Raw(msgspec.json.encode(value))
-            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty(encoded))
+            _refuse(name, REFUSED_EXTRA_ARGS, "vllm_xargs.", is_empty=is_empty_value(extra_args[name]))
         if "vllm_xargs" in body:
             body["vllm_xargs"] = _without_fields(body["vllm_xargs"], unset)
 
