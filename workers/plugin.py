@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from lorafleet.service.times import utc_text
 from workers.core.errors import SourceError
 from workers.core.references import parse_hub_reference
 from workers.sources.base import Limits, Source, Transfer
@@ -124,7 +125,7 @@ class LoraEvent:
     @property
     def at(self) -> str:
         """`timestamp` as ISO 8601, under its old name, for one more release."""
-        return self.timestamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return utc_text(self.timestamp)
 
 
 class LoraManager(Protocol):

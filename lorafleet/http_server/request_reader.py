@@ -17,7 +17,7 @@ from lorafleet.http_server.exchange import HttpExchange
 from lorafleet.http_server.framing import RefusedMessage, checked_head, checked_target, head_without_upgrade, parser_of
 from lorafleet.http_server.limits import ClientLimits
 from lorafleet.service.auth import Caller
-from lorafleet.service.request_log import ID_HEADER, request_id
+from lorafleet.service.request_log import put_request_id
 
 if TYPE_CHECKING:
     import asyncio
@@ -345,7 +345,7 @@ class ReadingProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.url = url
         self.headers += headers  # the list that is in the scope
-        self.app_request_id = _put_id(self.headers)
+        self.app_request_id = put_request_id(self.headers)
         self.expect_100_continue = expects
         super().on_headers_complete()
         if self.is_stopping or self.listener.is_draining:
@@ -376,7 +376,7 @@ class ReadingProtocol(HttpToolsProtocol):
             return self.app_request_id if self._reading is None else self._reading.name()
         if not self.headers:
             self.headers = []
-        return _put_id(self.headers)
+        return put_request_id(self.headers)
 
     # Limits.
 
@@ -453,15 +453,6 @@ class ReadingProtocol(HttpToolsProtocol):
 
 class StopReading(Exception):
     """Nothing more is read of this client, and the messages before are well."""
-
-
-def _put_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """The request's id: the client's own where it is valid, else a new one, which replaces it in the headers."""
-    given = dict(headers).get(ID_HEADER)
-    name = request_id(None if given is None else given.decode("latin-1"))
-    if given is None or given != name.encode():
-        headers[:] = [*[header for header in headers if header[0] != ID_HEADER], (ID_HEADER, name.encode())]
-    return name
 
 
 def _is_preflight(method: str, fields: Mapping[bytes, bytes]) -> bool:

@@ -6,7 +6,7 @@ import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lorafleet.service.request_log import ID_HEADER, NOTES, RequestLine, RequestLog, RequestNotes, request_id
+from lorafleet.service.request_log import ID_HEADER, NOTES, RequestLine, RequestLog, RequestNotes, put_request_id
 
 log = structlog.get_logger()
 
@@ -30,11 +30,8 @@ class TrackRequests:
             self._requests.flush()
             return
         began_at = time.monotonic()
-        headers = scope["headers"]
-        given = next((value for name, value in headers if name == ID_HEADER), None)
-        name = request_id(None if given is None else given.decode("latin-1"))
-        if given is None or given != name.encode():
-            headers = [*[header for header in headers if header[0] != ID_HEADER], (ID_HEADER, name.encode())]
+        headers = list(scope["headers"])
+        name = put_request_id(headers)
         notes = RequestNotes()
         scope = {**scope, "headers": headers, NOTES: notes}
         # The task is this request's own, so that nothing needs to be unbound.

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from lorafleet.service.logs import unlogged_output
+from lorafleet.service.times import utc_text
 
 log = structlog.get_logger()
 
@@ -34,6 +35,15 @@ _MAX_CAUSE_CHARS = 500
 def request_id(given: str | None) -> str:
     """The client's own id where it has plain characters only, else a new one."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{getrandbits(128):032x}"
+
+
+def put_request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The request's id: the client's own where it is valid, else a new one, which replaces it in the headers."""
+    given = dict(headers).get(ID_HEADER)
+    name = request_id(None if given is None else given.decode("latin-1"))
+    if given is None or given != name.encode():
+        headers[:] = [*[header for header in headers if header[0] != ID_HEADER], (ID_HEADER, name.encode())]
+    return name
 
 
 class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -183,4 +193,4 @@ def _drop(_line: bytes) -> None:
 
 def _now_text() -> str:
     """The time now, as all log lines have it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return utc_text(datetime.now(UTC), "auto")

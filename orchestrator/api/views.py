@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
 
+from lorafleet.service.times import utc_text
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
 from orchestrator.core.placement.context import is_placeable, usable_slots
@@ -283,4 +284,4 @@ def _wire_plan(steps: Sequence[SimulatedStep], unplaced: Mapping[str, str], seco
 
 def timestamp(at: float) -> str:
     """Unix seconds as ISO 8601 text in UTC, with milliseconds."""
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return utc_text(datetime.fromtimestamp(at, UTC))

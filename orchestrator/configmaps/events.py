@@ -10,6 +10,7 @@ import structlog
 
 from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict, KubeError
+from lorafleet.service.times import utc_text
 from orchestrator.configmaps.objects import name_of, uid_of
 
 log = structlog.get_logger()
@@ -71,7 +72,7 @@ class KubeEvents:
 
     def _event_object(self, about: Json, event_hash: str, reason: str, message: str) -> Json:
         """The Event object to send. `event_hash`: hash in its name, by which repeats are found."""
-        now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        now = utc_text(datetime.fromtimestamp(self._wall(), UTC), "seconds")
         cut = message if len(message) <= _MOST_CHARACTERS else message[: _MOST_CHARACTERS - 1] + "…"
         return {
             "apiVersion": "v1",

@@ -16,6 +16,7 @@ from typing import Any
 
 from lorafleet.kube.client import Json, KubeClient
 from lorafleet.kube.errors import KubeConflict, KubeError, KubeNotFound
+from lorafleet.service.times import utc_text
 from orchestrator.core.errors import LeaseUnreachable
 from orchestrator.core.lease import LeaseRecord
 
@@ -113,7 +114,7 @@ def lease_with_record(known: Json | None, hold: LeaseRecord, *, name: str, at: f
     spec: Json = lease.setdefault("spec", {})
     annotations = lease["metadata"].setdefault("annotations", {})
     annotations[ANNOTATION] = json.dumps({"url": hold.url, "beat": hold.beat, "duration_s": hold.duration_s})
-    now = datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    now = utc_text(datetime.fromtimestamp(at, UTC), "microseconds")
     if hold.is_released:
         spec["holderIdentity"] = ""
     elif spec.get("holderIdentity") != hold.holder:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 
 from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.times import utc_text
 from orchestrator.core.errors import EventsExpired
 from orchestrator.core.state import RegisteredAdapter
 from orchestrator.store.store import IntentStore
@@ -50,7 +51,7 @@ class CatalogBook:
         if len(self._events) == self._events.maxlen:
             self._oldest = self._events[0].id
         revision = self._store.next_revision()
-        at = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        at = utc_text(datetime.fromtimestamp(self._wall(), UTC))
         self._events.append(
             FleetEvent(id=revision, type=kind, at=at, lora_id=lora_id, worker_id=worker_id, message=message)
         )

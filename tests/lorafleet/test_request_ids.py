@@ -8,7 +8,7 @@ import pytest
 from fastapi.routing import APIRoute
 from structlog.testing import capture_logs
 
-from lorafleet.service.request_log import RequestLog
+from lorafleet.service.request_log import RequestLog, put_request_id
 from tests.lorafleet.test_cross_site import agent, orchestrator
 from tests.lorafleet.test_listener_for_app import SOON, served
 from tests.router.doubles import BASE, CHAT, EngineDouble, fleet
@@ -51,6 +51,17 @@ async def test_every_answer_of_a_service_names_its_request(service, tmp_path):
         await assert_each_is_named(client, calls(app))
         refused = await client.post("/v1/usage", json={}, headers={"sec-fetch-site": "cross-site"})
         assert (refused.status_code, bool(ID.fullmatch(refused.headers["x-request-id"]))) == (403, True)
+
+
+@pytest.mark.parametrize("ids", [("a b", "mine"), ("other", "mine"), ("mine", "a b")])
+async def test_of_several_ids_of_one_request_the_server_and_its_app_take_the_same(ids, tmp_path):
+    """The server names a request before its app does."""
+    headers = [(b"x-request-id", name.encode()) for name in ids]
+    name = put_request_id(headers)
+    async with agent(tmp_path) as app, asking(app) as client:
+        answer = await client.get("/health", headers=headers)
+    assert answer.headers.get_list("x-request-id") == [name]
+    assert (name == "mine") == (ids[-1] == "mine")
 
 
 async def test_every_answer_of_a_router_names_its_request():

@@ -11,6 +11,7 @@ import structlog
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.service.loops import ChangeSignal
+from lorafleet.service.times import utc_text
 from workers.agent.event_log import AgentEventLog
 from workers.agent.foreign_files import ForeignFiles
 from workers.agent.installed_adapters import InstalledAdapter, InstalledAdapters
@@ -29,7 +30,7 @@ _FAILURES_KEPT = 64
 
 def timestamp() -> str:
     """The time now as the wire has it: ISO 8601 in UTC, with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return utc_text(datetime.now(UTC))
 
 
 class Inventory:
