@@ -113,6 +113,11 @@ def _problem(lora: LoadedLora, versions: int, store: IntentStore) -> str | None:
         return f"another client loaded it, and its worker cannot read its files: {lora.error}"
     if is_foreign(lora) and lora.source.startswith("hf://"):
         pass  # inspected once it is registered
+    elif is_foreign(lora) and not digest:
+        return (
+            "the digest of its files is not known yet: its agent reads them within seconds of the load, so try again;"
+            " for an engine without an agent register it by hand, with its digest"
+        )
     elif not digest or not lora.source or not lora.base_model:
         return "the worker does not say which source, digest and base model it has; register it by hand"
     try:

@@ -157,6 +157,21 @@ async def test_an_adapter_that_a_script_loaded_at_one_engine_is_adopted_fleet_wi
     assert (one.loaded, two.loaded) == ({}, {})
 
 
+async def test_an_orphan_whose_files_are_not_read_yet_says_to_try_again(service):
+    agent = await service.worker("w0")
+    agent.put_foreign("mine", "file:///mine")
+    agent.loaded["mine@"] |= {"files_digest": "", "source": "", "base_model": ""}
+    await service.beat()
+    (orphan,) = (await service.http.get("/v1/orphans")).json()["data"]
+    assert "try again" in orphan["problem"]
+    (refused,) = (await service.http.post("/v1/orphans/adopt")).json()["data"]
+    assert (refused["status"], refused["error"]) == (409, orphan["problem"])
+    agent.put_foreign("mine", "file:///mine")
+    await service.beat()
+    (orphan,) = (await service.http.get("/v1/orphans")).json()["data"]
+    assert orphan["problem"] is None
+
+
 async def test_a_copy_that_a_script_loaded_hides_no_copy_of_ours_and_takes_its_slot(service):
     agent = await service.worker("w0", slots=3)
     await service.register("mine", source="file:///mine", policy={"loading": "eager", "min_replicas": 1})
