@@ -35,6 +35,7 @@ async def test_stopping_agent_kills_a_starting_engine_that_ignores_sigterm(worke
     long = ("--engine-shutdown-s", "50")
     async with worker.running(*long, "--", "sh", "-c", deaf, "sim", until_ready=False):  # it takes 30 s to end
         await until(lambda: "starting" in _text_or_empty(worker.state_dir / "engine.log"))
+        await until(lambda: _text_or_empty(worker.state_dir / "engine.pid"))  # the guard writes it beside the engine
         group = group_of(worker.engine_pid)
     assert not any(map(is_running, group))
     assert worker.process.returncode == 0

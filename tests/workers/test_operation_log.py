@@ -79,7 +79,8 @@ async def test_loads_that_no_leader_asked_for_are_reported_until_they_are_record
         orchestrator.sent.clear()
         async with worker.together("--orchestrator-url", url, "--heartbeat-s", "0.1"):
             restored = await orchestrator.until(lambda found: len(found) == 2)
-    assert brief(restored) == [
+    # They are loaded side by side.
+    assert sorted(brief(restored)) == [
         ("load", name, "agent", "loaded before the restart") for name in (LEGAL, "python-expert/v1")
     ]
 
@@ -100,9 +101,22 @@ def test_of_many_operations_the_oldest_are_sent_first_and_a_thousand_are_kept():
         log.record("load", PRELOADING, lora_id=f"a{number}", digest="d")
     first = log.unrecorded()
     assert (first[0].id, len(first)) == (201, 50)
-    log.forget_recorded(first[-1].id)
+    log.forget_recorded(first, first[-1].id)
     assert log.unrecorded()[0].id == 251
-    log.forget_recorded(None)
+    log.forget_recorded(log.unrecorded(), 1200)
+    assert log.unrecorded() == ()
+
+
+def test_an_operation_that_ends_while_a_heartbeat_is_under_way_is_sent_with_the_next():
+    log = AdapterOperationLog(lambda: "now")
+    log.record("load", PRELOADING, lora_id="one", digest="d")
+    sent = log.unrecorded()
+    log.record("load", PRELOADING, lora_id="two", digest="d")
+    log.forget_recorded(sent, None)
+    assert [it.lora_id for it in log.unrecorded()] == ["two"]
+    log.forget_recorded((), None)
+    assert [it.lora_id for it in log.unrecorded()] == ["two"]
+    log.forget_recorded(log.unrecorded(), None)
     assert log.unrecorded() == ()
 
 

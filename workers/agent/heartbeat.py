@@ -90,7 +90,9 @@ class HeartbeatSender:
         """
         version = self._agent.inventory.version
         metadata = self._agent.metadata()
-        body = Heartbeat(metadata=metadata, operations=self._agent.inventory.operations.unrecorded()).model_dump_json()
+        operations = self._agent.inventory.operations
+        sent = operations.unrecorded()
+        body = Heartbeat(metadata=metadata, operations=sent).model_dump_json()
         headers = {"content-type": "application/json", **self._own_key.headers}
         async with asyncio.timeout(timeout_s):  # httpx's timeout is per chunk of the answer
             answer = await self._client.post(self._url, content=body, headers=headers, timeout=timeout_s)
@@ -105,7 +107,7 @@ class HeartbeatSender:
         if self._own_interval_s is None:
             self._every_s = min(max(_LEAST_INTERVAL_S, reply.interval_s), _MOST_INTERVAL_S)
         self._agent.engine.set_requests_in_flight(reply.in_flight)
-        self._agent.inventory.operations.forget_recorded(reply.recorded)
+        operations.forget_recorded(sent, reply.recorded)
         if metadata.is_warming and reply.is_warm:
             self._agent.end_warming()
 

@@ -1,7 +1,7 @@
 """Loads and unloads that no orchestrator asked for, kept until the orchestrator has them in its history."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from workers.wire import AdapterOperation, AdapterOperationKind
@@ -87,7 +87,11 @@ class AdapterOperationLog:
         """The oldest operations that no orchestrator has recorded: what the next heartbeat sends."""
         return tuple(self._kept)[:_MOST_SENT]
 
-    def forget_recorded(self, up_to: int | None) -> None:
-        """Forget the operations up to this number. None: all, for an orchestrator that records none."""
-        while self._kept and (up_to is None or self._kept[0].id <= up_to):
+    def forget_recorded(self, sent: Sequence[AdapterOperation], up_to: int | None) -> None:
+        """Forget the operations up to this number. None: those that were sent, to an orchestrator that records none.
+
+        Operations that were recorded after `sent` was read stay in both cases.
+        """
+        last = up_to if up_to is not None else sent[-1].id if sent else 0
+        while self._kept and self._kept[0].id <= last:
             self._kept.popleft()
