@@ -1,13 +1,19 @@
-"""What every benchmark prints, and writes as JSON."""
+"""What every benchmark prints, and writes as JSON; and the table that joins the JSON of several runs.
+
+python -m benchmarks.report NAME=FILE[,FILE...] ... prints a Markdown table with a column for each NAME: the median of
+its files' figures. With two or more names the last column is the last figure over the first.
+"""
 
 import argparse
 import json
 import platform
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +21,14 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One figure; `reach` is what we hold ourselves to (None: for comparison only)."""
+    """One figure, what it is compared with, and the goal for it.
+
+    reach        the goal as a figure, where it holds on every machine (bytes, counts, multiples of another figure)
+    baseline     what it is compared with in the same run: a peer, or another figure of ours
+    baseline_value  that figure; None where the peer is not installed
+    reach_ratio  the goal as a multiple of the baseline's figure, where both depend on the machine
+    row          the name that `--rows` takes for it
+    """
 
     what: str
     value: float
@@ -23,21 +36,76 @@ class ReportRow:
     reach: float | None = None
     baseline: str | None = None
     baseline_value: float | None = None
+    reach_ratio: float | None = None
+    row: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The figure as a multiple of its baseline's; None without one."""
+        return self.value / self.baseline_value if self.baseline_value else None
 
     @property
     def ok(self) -> bool | None:
-        """Whether the figure is within reach: of rates more is better, of everything else less."""
-        if self.reach is None:
-            return None
-        return self.value >= self.reach if self.unit.endswith("/s") else self.value <= self.reach
+        """Whether the figure reaches its goal; None without a goal, or where its peer is not installed."""
+        if self.reach is not None:
+            return self._is_within(self.value, self.reach)
+        if self.reach_ratio is not None and self.ratio is not None:
+            return self._is_within(self.ratio, self.reach_ratio)
+        return None
+
+    @property
+    def has_goal(self) -> bool:
+        return self.reach is not None or self.reach_ratio is not None
+
+    def _is_within(self, figure: float, goal: float) -> bool:
+        """Of rates more is better, of everything else less."""
+        return figure >= goal if self._is_rate else figure <= goal
+
+    @property
+    def _is_rate(self) -> bool:
+        return self.unit.endswith("/s")
+
+    def cells(self) -> tuple[str, str, str, str, str, str]:
+        """What, figure, baseline, ratio, goal, and whether it is reached: as text."""
+        sign = ">=" if self._is_rate else "<="
+        goal = ""
+        if self.reach is not None:
+            goal = f"{sign} {self.reach:,g} {self.unit}"
+        elif self.reach_ratio is not None:
+            goal = f"{sign} {self.reach_ratio:g}x"
+        theirs = "-" if self.baseline_value is None else said(self.baseline_value)
+        return (
+            self.what,
+            f"{said(self.value)} {self.unit}",
+            f"{self.baseline}: {theirs}" if self.baseline else "",
+            f"{self.ratio:.2f}x" if self.ratio is not None else "-" if self.baseline else "",
+            goal,
+            {True: "yes", False: "NO", None: "-" if self.has_goal else ""}[self.ok],
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "ok": self.ok}
+
+
+def said(figure: float) -> str:
+    """A figure with about three significant digits, and no exponent."""
+    return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.3g}"
+
+
+COLUMNS = ("what", "figure", "beside", "ratio", "goal", "reached")
 
 
 def arguments(description: str) -> argparse.Namespace:
     """`--quick` and `--json FILE`."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="end within a minute; for seeing that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    add_arguments(parser)
     return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--quick` and `--json FILE`."""
+    parser.add_argument("--quick", action="store_true", help="small and without meaning; to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
 
 def medians_us(contenders: dict[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, float]:
@@ -65,22 +133,77 @@ def quantiles_us(calls: Sequence[Callable[[], object]], *, rounds: int) -> tuple
 
 
 def show(title: str, rows: Sequence[ReportRow], into: Path | None) -> None:
-    """Print the table, and what it ran on."""
+    """Print the table, and what it ran on; write the rows as JSON where a file is named."""
     table = Table(title=title)
-    for column in ("what", "value", "reach", "baseline"):
+    for column in COLUMNS:
         table.add_column(column)
     for row in rows:
-        reach = "" if row.reach is None else f"{row.reach:g} {'yes' if row.ok else 'NO'}"
-        baseline = "" if row.baseline is None else f"{row.baseline}: {row.baseline_value:.4g}"
-        table.add_row(row.what, f"{row.value:.4g} {row.unit}", reach, baseline)
+        table.add_row(*row.cells())
     console().print(table)
     console().print(
         f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}, one process"
     )
+    write(rows, into)
+
+
+def write(rows: Sequence[ReportRow], into: Path | None) -> None:
+    """Write the rows as JSON where a file is named."""
     if into is not None:
-        into.write_text(json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1))
+        into.write_text(json.dumps([row.as_json() for row in rows], indent=1))
 
 
 def console() -> Console:
     """The terminal, or enough columns for whole rows where there is none."""
-    return Console(width=None if Console().is_terminal else 170)
+    return Console(width=None if Console().is_terminal else 190)
+
+
+# --- joining runs -----------------------------------------------------------------------------------------------------
+
+
+def joined(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
+    """A Markdown table of all rows, with a column for each name: the median of its runs' figures.
+
+    A row that a run lacks is `-` there. Baseline, ratio and goal are those of the last name's last run.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    last: dict[str, ReportRow] = {}
+    for name, files in runs.items():
+        for rows in files:
+            for row in rows:
+                found.setdefault(row["what"], {}).setdefault(name, []).append(row["value"])
+                last[row["what"]] = ReportRow(**{field: row[field] for field in ReportRow.__slots__})
+    names = list(runs)
+    compares = len(names) > 1
+    heads = ["what", *names, *([f"{names[-1]} / {names[0]}"] if compares else []), *COLUMNS[2:]]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for what, figures in found.items():
+        row = last[what]
+        middle = {name: median(values) for name, values in figures.items()}
+        shown = [f"{said(middle[name])} {row.unit}" if name in middle else "-" for name in names]
+        if compares:
+            first, latest = middle.get(names[0]), middle.get(names[-1])
+            shown.append(f"{latest / first:.2f}x" if first and latest is not None else "-")
+        lines.append(_line([what, *shown, *row.cells()[2:]]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="NAME=FILE[,FILE...]", help="what a benchmark wrote by --json")
+    runs: dict[str, list[Any]] = {}
+    for given in parser.parse_args().runs:
+        name, equals, files = given.partition("=")
+        if not equals:
+            sys.exit(f"python -m benchmarks.report: {given!r} is not NAME=FILE[,FILE...], as in now=relay.json")
+        runs[name] = [json.loads(Path(file).read_text()) for file in files.split(",")]
+    print(joined(runs))
+
+
+if __name__ == "__main__":
+    main()

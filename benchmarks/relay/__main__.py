@@ -19,11 +19,23 @@ from statistics import median
 import uvloop
 
 from benchmarks.relay.bench import FULL, QUICK, RelayBench
-from benchmarks.relay.client import Failed
-from benchmarks.relay.contenders import CONTENDERS, EXACT, HOW_TO_ADD, Contender, NotStarted, Stage, environment
+from benchmarks.relay.contenders import (
+    BEFORE,
+    CONTENDERS,
+    EXACT,
+    HOW_TO_ADD,
+    Contender,
+    NotStarted,
+    Stage,
+    before_contenders,
+    environment,
+)
+from benchmarks.relay.fleet import Spec
 from benchmarks.relay.machine import busy_s, cores, described, own_s, stolen_s
-from benchmarks.relay.rows import GROUPS, RunningContenders
-from benchmarks.report import ReportRow, show
+from benchmarks.relay.rows import GROUPS
+from benchmarks.relay.rows.scene import RunningContenders
+from benchmarks.report import add_arguments, show
+from benchmarks.row_runner import RowFailed, RowRunner
 from lorafleet.local.processes import ProcessGuard, clean_environment
 from lorafleet.local.tiny_model import make_model
 
@@ -46,23 +58,31 @@ def main() -> None:
             router_core,
             (),
             0,
-            options.peers.resolve() if options.peers else None,
-            options.profile.resolve() if options.profile else None,
+            peers=options.peers.resolve() if options.peers else None,
+            before=options.before.resolve() if options.before else None,
+            profiles=options.profile.resolve() if options.profile else None,
         )
         bench = RelayBench(stage, other_core, make_model(scratch / "model"), QUICK if options.quick else FULL)
         noise = Noise()
-        rows = uvloop.run(_measured(bench, options))
+        chosen = _chosen(options)
+        names = options.rows or list(GROUPS)
+        routers = len(chosen) - 1
+        pace = 0.1 if options.quick else 1.0
+        runner = RowRunner(names, {name: pace * GROUPS[name].about_s(routers) for name in names}, options.json)
+        with runner.interruptible():
+            uvloop.run(_measure(bench, chosen, runner))
         print(f"{described()}; router on core {router_core}, engines and clients on core {other_core}")
         packages = ("uvloop", "httptools", "uvicorn", "aiohttp", "tokenizers")
         print(", ".join(f"{name} {version(name)}" for name in packages))
         print(noise.summary(bench))
-        show("relay", rows, options.json)
+        show("relay", runner.rows, options.json)
         if options.profile is not None:
             _print_hot_spots(options.profile)
-    except (NotStarted, Failed) as exc:
+    except RowFailed as exc:
         sys.exit(f"python -m benchmarks.relay: {exc}")
     finally:
         guard.release()
+    sys.exit(runner.status)
 
 
 class Noise:
@@ -88,15 +108,11 @@ class Noise:
         return "\n".join(lines)
 
 
-async def _measured(bench: RelayBench, options: argparse.Namespace) -> list[ReportRow]:
-    rows: list[ReportRow] = []
-    with bench.fleet(2) as stage, contextlib.ExitStack() as running:
+async def _measure(bench: RelayBench, chosen: list[Contender], runner: RowRunner) -> None:
+    """Start the contenders in front of two engines, and measure the rows one after the other."""
+    with bench.fleet(Spec(2)) as stage, contextlib.ExitStack() as running:
         started = []
-        for contender in _chosen(options):
-            found = contender.found(stage.peers)
-            print(f"{contender.name}: {found or 'not installed'}", flush=True)
-            if found is None:
-                continue
+        for contender in chosen:
             try:
                 one = contender.start(contender, stage)
             except NotStarted as exc:
@@ -105,30 +121,34 @@ async def _measured(bench: RelayBench, options: argparse.Namespace) -> list[Repo
                 print(f"left out: {exc}", flush=True)
                 continue
             running.callback(one.stop)
-            if one.name == EXACT:
+            if one.name in (EXACT, BEFORE):
                 bench.until_known(one, stage)
             started.append(one)
         if all(one.kind in ("ours", "direct") for one in started):
             print(HOW_TO_ADD)
         scene = RunningContenders(bench, stage, tuple(started))
-        for name in options.only or GROUPS:
-            print(f"measuring: {name}", file=sys.stderr, flush=True)
-            rows += await GROUPS[name](scene)
-    return rows
+        for name in runner.names:
+            with runner.measuring(name) as rows:
+                await GROUPS[name].measure(scene, rows)
 
 
 def _chosen(options: argparse.Namespace) -> list[Contender]:
-    wanted: list[str] | None = options.contenders
-    if wanted is None:
-        ours_alone = options.quick or options.profile
-        return [c for c in CONTENDERS if c.kind in ("ours", "direct") or not ours_alone]
-    whole_names = {c.name for c in CONTENDERS}
-    return [
-        c
-        for c in CONTENDERS
-        if c.kind == "direct"
-        or any(c.name == name or (name not in whole_names and c.name.startswith(name)) for name in wanted)
-    ]
+    """The contenders that are asked for and installed; their versions, and what is not installed, are printed."""
+    named: list[str] | None = options.contenders
+    all_of_them = [*CONTENDERS, *(before_contenders() if options.before else ())]
+    if named is None:
+        wanted = [c for c in all_of_them if c.kind in ("ours", "direct") or not (options.quick or options.profile)]
+    else:
+        whole_names = {c.name for c in all_of_them}
+        wanted = [
+            c
+            for c in all_of_them
+            if c.kind == "direct"
+            or any(c.name == name or (name not in whole_names and c.name.startswith(name)) for name in named)
+        ]
+    versions = {contender.name: contender.found(options.peers) for contender in wanted}
+    print("\n".join(f"{name}: {found or 'not installed'}" for name, found in versions.items()), flush=True)
+    return [contender for contender in wanted if versions[contender.name]]
 
 
 def _print_hot_spots(folder: Path) -> None:
@@ -137,27 +157,42 @@ def _print_hot_spots(folder: Path) -> None:
         pstats.Stats(str(file)).strip_dirs().sort_stats("tottime").print_stats(_HOT_SPOTS)
 
 
+def _epilog() -> str:
+    width = max(map(len, GROUPS))
+    rows = "\n".join(f"  {name:{width}}  {group.what}" for name, group in GROUPS.items())
+    return f"rows:\n{rows}\n\n{HOW_TO_ADD}"
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.relay",
         description=__doc__,
-        epilog=HOW_TO_ADD,
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="end within a minute, without peers; to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="ROWS", help=f"of {', '.join(GROUPS)}")
+    add_arguments(parser)
+    parser.add_argument(
+        "--rows", "--only", nargs="+", choices=GROUPS, metavar="NAME", help=f"of {', '.join(GROUPS)}; all by default"
+    )
     parser.add_argument(
         "--contenders", nargs="+", metavar="NAME", help="names, or how they begin; direct is always among them"
     )
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the peers' Python packages")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="virtual environment that has the peers")
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="checkout of another version, whose router takes turns with this one"
+    )
     parser.add_argument(
         "--profile",
         type=Path,
         metavar="DIR",
         help="run our routers under cProfile, leave DIR/NAME.prof and print where the time went; figures mean nothing",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.peers is not None and not (options.peers / "bin" / "python").exists():
+        parser.error(f"--peers {options.peers}: no virtual environment there (bin/python). {HOW_TO_ADD}")
+    if options.before is not None and not (options.before / "router" / "__main__.py").exists():
+        parser.error(f"--before {options.before}: no checkout there (router/__main__.py)")
+    return options
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.relay.client import LoadClient
-from benchmarks.relay.contenders import NotStarted, Running, Stage, start_router
+from benchmarks.relay.contenders import ADAPTERS, EXACT, NotStarted, Running, Stage, start_router
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.machine import cpu_ns, pinned, resident_mb
 from benchmarks.relay.prompts import ChatKind, CountedPrompt, Requests, long_seen, shape
@@ -26,6 +26,7 @@ from benchmarks.scenes import lora_id
 from lorafleet.tokenizer.chat import ChatTokenizer
 
 _KNOWN_S = 20.0
+_WAITING = "lorafleet_router_waiting_requests"
 T = TypeVar("T")
 
 
@@ -41,13 +42,33 @@ class RelaySize:
     open_chunks: int
     blocks: int
     settle_s: float
+    large_prompts: int
+    lengths_kb: tuple[int, ...]
 
 
 FULL = RelaySize(
-    rounds=5, seconds=1.5, calls=1500, streams=256, open_streams=2000, open_chunks=100, blocks=100_000, settle_s=2.5
+    rounds=5,
+    seconds=1.5,
+    calls=1500,
+    streams=256,
+    open_streams=2000,
+    open_chunks=100,
+    blocks=100_000,
+    settle_s=2.5,
+    large_prompts=64,
+    lengths_kb=(32, 33, 100, 400),
 )
 QUICK = RelaySize(
-    rounds=1, seconds=0.2, calls=50, streams=16, open_streams=50, open_chunks=10, blocks=5_000, settle_s=0.0
+    rounds=1,
+    seconds=0.2,
+    calls=50,
+    streams=16,
+    open_streams=50,
+    open_chunks=10,
+    blocks=5_000,
+    settle_s=0.0,
+    large_prompts=4,
+    lengths_kb=(32, 33),
 )
 
 
@@ -76,9 +97,13 @@ class RelayBench:
 
     def requests(self, ask: ChatKind, running: Running) -> Requests:
         """Of this kind, for this contender."""
+        return Requests(ask, running.models, running.port, self.counted(ask))
+
+    def counted(self, ask: ChatKind) -> CountedPrompt:
+        """The tokens of such a prompt."""
         if ask.name not in self._shapes:
             self._shapes[ask.name] = shape(ask, self.tokenizer)
-        return Requests(ask, running.models, running.port, self._shapes[ask.name])
+        return self._shapes[ask.name]
 
     def middle(self, values: Sequence[float]) -> float:
         """The median over rounds; how far they lie apart is remembered."""
@@ -90,9 +115,9 @@ class RelayBench:
     # --- fleets and routers -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def fleet(self, workers: int, *, adapters: int = 10, resident: int = 10, blocks: int = 0) -> Iterator[Stage]:
+    def fleet(self, spec: Spec) -> Iterator[Stage]:
         """Stub engines and control plane; the stage in front of them."""
-        spec = Spec(str(self.model_dir), workers, adapters, resident, blocks)
+        spec = msgspec.structs.replace(spec, model_dir=str(self.model_dir))
         command = [sys.executable, "-P", "-m", "benchmarks.relay.fleet", msgspec.json.encode(spec).decode()]
         with pinned(self.other_core):
             process = subprocess.Popen(
@@ -121,16 +146,38 @@ class RelayBench:
         finally:
             running.stop()
 
+    @contextlib.contextmanager
+    def ours(self, stage: Stage, *flags: str, name: str = EXACT, has_events: bool = True) -> Iterator[list[Running]]:
+        """This version in front of a fleet, and the one before where there is one; once both know what engines have."""
+        with contextlib.ExitStack() as stack:
+            started = []
+            for one in (name, *([f"{name}, before"] if stage.before else [])):
+                running = start_router(stage, one, ADAPTERS, *flags, is_before=one != name)
+                stack.callback(running.stop)
+                if has_events:
+                    self.until_known(running, stage)
+                started.append(running)
+            yield started
+
+    def predicted_tokens(self, running: Running, ask: ChatKind) -> tuple[int | str, int]:
+        """Cached tokens that a router of ours predicts for such a prompt, or its refusal; and what is cached."""
+        requests = self.requests(ask, running)
+        predicted = _predicted(running.port, requests.next().partition(b"\r\n\r\n")[2])
+        return predicted, self.counted(ask).cached_tokens
+
+    async def waiting(self, running: Running) -> float:
+        """Requests that wait in a router of ours for room at an engine."""
+        text = await asyncio.to_thread(_fetched, running.port, "/metrics")
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(_WAITING))
+
     def until_known(self, running: Running, stage: Stage) -> None:
         """Until every worker's blocks are followed, and a prompt's hit is predicted to the token.
 
         raises NotStarted when that does not come about
         """
-        requests = self.requests(long_seen(), running)
-        expected = self._shapes[requests.ask.name].cached_tokens
         deadline = time.monotonic() + _KNOWN_S
         while True:
-            predicted = _predicted(running.port, requests.next().partition(b"\r\n\r\n")[2])
+            predicted, expected = self.predicted_tokens(running, long_seen())
             metrics = _fetched(running.port, "/metrics")
             followed = re.search(r'^lorafleet_router_kv_feeds\{source="ledger"\} (\S+)', metrics, re.MULTILINE)
             feeds = int(float(followed[1])) if followed else 0

@@ -11,14 +11,11 @@ import aiohttp
 import httptools
 
 from benchmarks.relay.prompts import Requests
+from benchmarks.row_runner import RowFailed
 
 _DONE = b"data: [DONE]\n\n"
 # uvloop's own time() moves in milliseconds.
 _clock = time.perf_counter
-
-
-class Failed(Exception):
-    """What came back is not what was asked for; the message has its beginning."""
 
 
 @dataclass(slots=True)
@@ -138,14 +135,14 @@ class LoadClient:
     async def run(
         self, requests: Requests, *, total: int, connections: int, over_s: float = 0.0, most_s: float = 120.0
     ) -> LoadOutcome:
-        """Closed loop, `total` requests in all; raises Failed if any was not answered as it should be.
+        """Closed loop, `total` requests in all; raises RowFailed if any was not answered as it should be.
 
         over_s  the connections begin spread over so many seconds
         """
         outcome = await self.attempt(requests, total=total, connections=connections, over_s=over_s, most_s=most_s)
         if outcome.failures:
             count, first = len(outcome.failures), outcome.failures[0]
-            raise Failed(f"{self._name}: {count} of {total} requests failed; the first: {first}")
+            raise RowFailed(f"{self._name}: {count} of {total} requests failed; the first: {first}")
         return outcome
 
     async def attempt(
@@ -216,7 +213,7 @@ async def first_chunks_s(port: int, requests: Requests, *, streams: int, turns: 
             taken = _clock() - began
             rest = await answer.read()
         if answer.status != 200 or not (first + rest).endswith(_DONE):
-            raise Failed(f"port {port}: {answer.status} {(first + rest)[-300:]!r}")
+            raise RowFailed(f"port {port}: {answer.status} {(first + rest)[-300:]!r}")
         return taken
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -225,3 +222,39 @@ async def first_chunks_s(port: int, requests: Requests, *, streams: int, turns: 
             taken = await asyncio.gather(*(one(session, body) for body in bodies))
             found += taken if turn else []
     return found
+
+
+async def new_connections_s(port: int, requests: Requests, *, streams: int) -> list[float]:
+    """Seconds from the connect to the first event of streams that begin at once, each on a new connection."""
+    loop = asyncio.get_running_loop()
+    lanes = [_NewStream(requests.next(), loop.create_future()) for _ in range(streams)]
+    await asyncio.gather(*(loop.create_connection(lambda lane=lane: lane, "127.0.0.1", port) for lane in lanes))
+    return [await asyncio.wait_for(lane.first_s, 60) for lane in lanes]
+
+
+class _NewStream(asyncio.Protocol):
+    """One stream on one connection, which ends with it. `first_s` is set once the answer is complete."""
+
+    def __init__(self, request: bytes, first_s: "asyncio.Future[float]") -> None:
+        self._request = request
+        self.first_s = first_s
+        self._began = _clock()
+        self._taken_s = 0.0
+        self._data = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if not self._taken_s and b"data:" in self._data:
+            self._taken_s = _clock() - self._began
+        if self._taken_s and _DONE in self._data:
+            self.first_s.set_result(self._taken_s)
+            self._transport.abort()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if not self.first_s.done():
+            self.first_s.set_exception(RowFailed(f"a stream on a new connection ended with {self._data[-300:]!r}"))

@@ -1,7 +1,6 @@
 """Who is measured: started on the router's core, in front of the same stub engines."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -12,28 +11,35 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.relay.machine import pinned
 from benchmarks.relay.prompts import BASE
 from benchmarks.relay.wiring import free_port
+from benchmarks.row_runner import RowFailed
 from benchmarks.scenes import lora_id
 
+ADAPTERS = tuple(map(lora_id, range(10)))
 Kind = Literal["direct", "ours", "by cache", "blind"]
 _START_S = 60.0
 
 HOW_TO_ADD = """\
-Peers are measured beside us where they are installed (none is needed):
-  nginx            apt-get install nginx-light
-  vllm-router, sglang-router, smg   pip install --no-deps --target DIR vllm-router sglang-router smg orjson setproctitle
-                   and then --peers DIR"""
+Peers are measured beside us where they are installed (none is needed; goals against a missing one are "-"):
+  nginx         apt-get install nginx-light
+  the others    python -m venv DIR && DIR/bin/pip install vllm-router==0.1.17 sglang-router==0.3.2 smg==1.13.0
+                and then --peers DIR"""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What all contenders of a run share. peers: a folder with their packages; profiles: where ours leave theirs."""
+    """What all contenders of a run share.
+
+    peers     the virtual environment that has them
+    before    a checkout of another version of ours, measured beside this one
+    profiles  where ours leave theirs
+    """
 
     scratch: Path
     environment: dict[str, str]
@@ -41,6 +47,7 @@ class Stage:
     engines: tuple[int, ...]
     control: int
     peers: Path | None = None
+    before: Path | None = None
     profiles: Path | None = None
 
 
@@ -79,33 +86,38 @@ class Contender:
     start: Callable[["Contender", Stage], Running]
 
 
-class NotStarted(Exception):
+class NotStarted(RowFailed):
     """A contender did not begin to answer; the message has the end of its log."""
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 EXACT = "lorafleet"
+BEFORE = "lorafleet, before"
 RELAY = "lorafleet, relay alone"
+SGLANG = "sglang-router cache_aware"
+NGINX = "nginx"
+_RELAY_FLAGS = ("--policy", "round_robin", "--tokenizer", "off")
+VLLM = "vllm-router cache_aware"
 
 
 def _ours(me: Contender, stage: Stage) -> Running:
     """Exact KV and LoRA routing, tokenization included, and an adapter in every request."""
-    return start_router(stage, me.name, tuple(map(lora_id, range(10))))
+    return start_router(stage, me.name, ADAPTERS)
 
 
 def _relay(me: Contender, stage: Stage) -> Running:
-    return start_router(stage, me.name, (BASE,), "--policy", "round_robin", "--tokenizer", "off")
+    return start_router(stage, me.name, (BASE,), *_RELAY_FLAGS)
 
 
-def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str) -> Running:
-    """`python -m router`, as anybody would start it."""
+def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str, is_before: bool = False) -> Running:
+    """`python -m router`, as anybody would start it; of the checkout `stage.before` where that is asked for."""
     port_file = stage.scratch / f"{re.sub(r'[^a-z0-9]+', '-', name)}.port"
     port_file.unlink(missing_ok=True)
     profiled = ["-m", "cProfile", "-o", str(stage.profiles / f"{port_file.stem}.prof")] if stage.profiles else []
     command = [sys.executable, *profiled, "-P", "-m", "router", "--port", "0", "--port-file", str(port_file)]
     command += ["--orchestrator-url", f"http://127.0.0.1:{stage.control}", "--log-level", "warning", *flags]
-    process = _popen(stage, name, command, {})
+    process = _popen(stage, name, command, {"PYTHONPATH": str(stage.before)} if is_before else {})
     _wait(port_file.exists, process, stage, name)
     port = int(port_file.read_text())
     _wait(lambda: _get(port, "/ready") == 200, process, stage, name)
@@ -150,12 +162,10 @@ def _nginx(me: Contender, stage: Stage) -> Running:
 
 def _package(name: str) -> Callable[[Path | None], str | None]:
     def found(peers: Path | None) -> str | None:
-        if peers is not None:
-            return next((d.version for d in distributions(name=name, path=[str(peers)])), None)
-        try:
-            return version(name) if importlib.util.find_spec(name.replace("-", "_")) else None
-        except PackageNotFoundError:
+        if peers is None:
             return None
+        path = [str(folder) for folder in peers.glob("lib/python*/site-packages")]
+        return next((d.version for d in distributions(name=name, path=path)), None)
 
     return found
 
@@ -164,9 +174,20 @@ def _wheel(module: str, *arguments: str) -> Callable[[Contender, Stage], Running
     """A router that comes as a Python package and takes the arguments that sglang-router and its descendants share."""
 
     def start(me: Contender, stage: Stage) -> Running:
+        assert stage.peers is not None
         port = free_port()
         urls = [f"http://127.0.0.1:{engine}" for engine in stage.engines]
-        command = [sys.executable, "-P", "-m", module, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        command = [
+            str(stage.peers / "bin" / "python"),
+            "-P",
+            "-m",
+            module,
+            *arguments,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         # Each would take the same fixed port for its metrics.
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         return _peer(me, stage, port, [*command, "--worker-urls", *urls])
@@ -175,7 +196,7 @@ def _wheel(module: str, *arguments: str) -> Callable[[Contender, Stage], Running
 
 
 def _peer(me: Contender, stage: Stage, port: int, command: Sequence[str]) -> Running:
-    process = _popen(stage, me.name, command, {"PYTHONPATH": str(stage.peers)} if stage.peers else {})
+    process = _popen(stage, me.name, command, {"PYTHONPATH": ""})
     _wait(lambda: _chat(port) == 200, process, stage, me.name)
     return Running(me.name, me.kind, port, (BASE,), process)
 
@@ -189,15 +210,15 @@ CONTENDERS = (
     Contender("direct", "direct", lambda _: "the stub engine", _direct),
     Contender(EXACT, "ours", lambda _: "here", _ours),
     Contender(RELAY, "ours", lambda _: "here", _relay),
-    Contender("nginx", "blind", _nginx_version, _nginx),
+    Contender(NGINX, "blind", _nginx_version, _nginx),
     Contender(
-        "sglang-router cache_aware",
+        SGLANG,
         "by cache",
         _package("sglang-router"),
         _wheel("sglang_router.launch_router", "--policy", "cache_aware", *_LEVEL),
     ),
     Contender(
-        "vllm-router cache_aware",
+        VLLM,
         "by cache",
         _package("vllm-router"),
         _wheel("vllm_router.launch_router", "--policy", "cache_aware", *_LEVEL),
@@ -214,6 +235,25 @@ CONTENDERS = (
 )
 
 
+def before_contenders() -> tuple[Contender, ...]:
+    """Another version of ours, beside this one: in full, and the relay alone."""
+
+    def start(me: Contender, stage: Stage) -> Running:
+        if me.name == BEFORE:
+            return start_router(stage, me.name, ADAPTERS, is_before=True)
+        return start_router(stage, me.name, (BASE,), *_RELAY_FLAGS, is_before=True)
+
+    return tuple(Contender(name, "ours", lambda _: "there", start) for name in (BEFORE, f"{RELAY}, before"))
+
+
+# sglang-router can let requests wait, too: so many at its engines at once, the others in its queue.
+def queueing_peer(in_flight: int) -> Contender:
+    """sglang-router with at most so many requests at its engines."""
+    flags = f"--policy cache_aware --max-concurrent-requests {in_flight} --queue-size 1000 --log-level error".split()
+    flags += ["--rate-limit-tokens-per-second", "1000000"]
+    return Contender(SGLANG, "by cache", _package("sglang-router"), _wheel("sglang_router.launch_router", *flags))
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +264,11 @@ def _popen(stage: Stage, name: str, command: Sequence[str], more: dict[str, str]
 
 def _log(stage: Stage, name: str) -> Path:
     return stage.scratch / f"{re.sub(r'[^a-z0-9_]+', '-', name)}.log"
+
+
+def warnings_logged(stage: Stage, name: str) -> int:
+    """Lines that a router of ours has logged; its level is warning."""
+    return _log(stage, name).read_text(errors="replace").count("\n")
 
 
 def _wait(is_there: Callable[[], bool], process: subprocess.Popen[bytes], stage: Stage, name: str) -> None:

@@ -17,7 +17,7 @@ from random import Random
 import msgspec
 import uvloop
 
-from benchmarks.relay.prompts import BASE, PACE_PER_S, long_new, long_seen, shape, short, short_new
+from benchmarks.relay.prompts import BASE, PACE_PER_S, long_new, long_seen, of_length, shape, short, short_new
 from benchmarks.relay.wiring import NOT_FOUND, Answering, free_port, piece, streamed, whole
 from benchmarks.scenes import BLOCK_SIZE, digest, engine_name, lora_id, worker_id
 from lorafleet.identity import KV_HASHING, block_hashes, root_hash
@@ -45,17 +45,27 @@ class Spec(msgspec.Struct):
     adapters   that the catalog knows
     resident   of these, on every worker: the first so many
     blocks     that the engines have cached together, beside the prompts that are asked for
+    lengths_kb   of seen prompts of which the engines have cached the beginnings
+    has_events   the engines publish what they have cached; if not, a router can only estimate it
+    prefill_tokens_per_s, answer_after_s   the speed that engines report, and when they answer a request that is not
+                 streamed; by default they are so fast that no request waits
     """
 
-    model_dir: str
     workers: int
+    model_dir: str = ""
     adapters: int = 10
     resident: int = 10
     blocks: int = 0
+    lengths_kb: tuple[int, ...] = ()
+    has_events: bool = True
+    prefill_tokens_per_s: float = 2e6
+    answer_after_s: float = 0.0
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
+# Room for the longest prompts that are asked.
+MAX_MODEL_LEN = 1 << 20
 _MODEL = re.compile(rb'"model":\s*"([^"]*)"')
 # A peer sends the newer of the two names on.
 _CHUNKS = re.compile(rb'"max(?:_completion)?_tokens":\s*(\d+)')
@@ -77,9 +87,11 @@ _MESSAGE = (
 class StubEngine:
     """One engine's routes."""
 
-    def __init__(self, tokenizer: ChatTokenizer, pacer: "Pacer") -> None:
+    def __init__(self, tokenizer: ChatTokenizer, pacer: "Pacer", answer_after_s: float) -> None:
         self._tokenizer = tokenizer
         self._pacer = pacer
+        self._answer_after_s = answer_after_s
+        self._loop = asyncio.get_running_loop()
 
     def __call__(self, asked: Answering) -> None:
         if asked.path == b"/v1/chat/completions":
@@ -95,7 +107,11 @@ class StubEngine:
         model = named[1] if named else BASE.encode()
         cached, prompt = usage.groups() if usage else (b"0", b"1")
         if b'"stream":true' not in body:
-            asked.transport.write(_whole_answer(model, prompt, cached))
+            answer = _whole_answer(model, prompt, cached)
+            if self._answer_after_s:
+                self._loop.call_later(self._answer_after_s, asked.transport.write, answer)
+            else:
+                asked.transport.write(answer)
             return
         chunks = _CHUNKS.search(body)
         first, chunk, last = _stream_answer(model, prompt, cached, b'"include_usage":true' in body)
@@ -114,13 +130,15 @@ class StubEngine:
             ids = self._tokenizer.encode(text, add_special_tokens=special)
         except ValueError as exc:
             return whole(json.dumps({"error": {"message": str(exc)}}).encode(), status="400 Bad Request")
-        return whole(json.dumps({"tokens": ids, "count": len(ids), "max_model_len": 32768}).encode())
+        return whole(json.dumps({"tokens": ids, "count": len(ids), "max_model_len": MAX_MODEL_LEN}).encode())
 
 
 _ASIDE = {
     b"/health": whole(b""),
     b"/v1/models": whole(
-        json.dumps({"object": "list", "data": [{"id": BASE, "object": "model", "max_model_len": 32768}]}).encode()
+        json.dumps(
+            {"object": "list", "data": [{"id": BASE, "object": "model", "max_model_len": MAX_MODEL_LEN}]}
+        ).encode()
     ),
     b"/metrics": whole(b"", kind="text/plain"),
 }
@@ -278,13 +296,13 @@ def _catalog(spec: Spec, url: str) -> Catalog:
 
 
 def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
-    """An engine so fast and so large that nothing ever waits in the router: that is not what is measured."""
+    """An engine so large that nothing waits in the router, unless the spec's speed makes it wait."""
     shape_ = RuntimeConfig(
         block_size=BLOCK_SIZE,
         total_kv_blocks=10_000_000,
         max_num_seqs=8192,
         max_num_batched_tokens=65_536,
-        max_model_len=32_768,
+        max_model_len=MAX_MODEL_LEN,
     )
     held = tuple(
         LoadedLora(
@@ -303,9 +321,14 @@ def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
         instance_id=worker,
         agent_url=agent_url,
         model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape_),
-        transport=Transport(engine_url=f"http://127.0.0.1:{engine}", kv_ledger=KV_HASHING),
+        transport=Transport(engine_url=f"http://127.0.0.1:{engine}", kv_ledger=KV_HASHING if spec.has_events else 0),
         lora=LoraInfo(enabled=True, max_loras=64, max_cpu_loras=128, max_lora_rank=64, loaded_loras=held),
-        load=Load(prefill_tokens_per_s=2e6, decode_tokens_per_s=1e5, mean_output_tokens=20.0, mean_request_s=0.001),
+        load=Load(
+            prefill_tokens_per_s=spec.prefill_tokens_per_s,
+            decode_tokens_per_s=1e5,
+            mean_output_tokens=20.0,
+            mean_request_s=max(0.001, spec.answer_after_s),
+        ),
         agent_boot_id="a",
         engine_boot_id="e",
     )
@@ -314,7 +337,8 @@ def _metadata(spec: Spec, worker: str, agent_url: str, engine: int) -> Metadata:
 def _snapshots(spec: Spec, tokenizer: ChatTokenizer) -> list[bytes]:
     """What each engine has: the beginnings that the prompts share, under every adapter, and blocks of other prompts."""
     known: set[int] = set()
-    for kind in (short(), short_new(), long_seen(), long_new()):
+    kinds = (short(), short_new(), long_seen(), long_new(), *(of_length(kb, is_new=False) for kb in spec.lengths_kb))
+    for kind in kinds:
         shared = shape(kind, tokenizer).shared
         for name in ("", *map(engine_name, range(spec.resident))):
             known.update(block_hashes(shared, block_size=BLOCK_SIZE, root=root_hash(BASE, name)))
@@ -334,7 +358,7 @@ async def _serve(spec: Spec) -> None:
     loop = asyncio.get_running_loop()
     files = read_files(Path(spec.model_dir))
     pacer = Pacer()
-    engine = StubEngine(ChatTokenizer.from_files(files), pacer)
+    engine = StubEngine(ChatTokenizer.from_files(files), pacer, spec.answer_after_s)
 
     async def listen(answer: Callable[[Answering], None], port: int = 0) -> int:
         listening = await loop.create_server(partial(Answering, answer), "127.0.0.1", port, backlog=4096)

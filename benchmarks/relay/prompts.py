@@ -2,11 +2,13 @@
 
 import json
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import count, takewhile
 
+from benchmarks import texts
 from benchmarks.scenes import BLOCK_SIZE
 from lorafleet.local.tiny_model import MODEL_NAME
 from lorafleet.tokenizer.chat import ChatTokenizer
@@ -42,7 +44,8 @@ class ChatKind:
         if self.chunks:
             fields |= {"stream": True, "max_tokens": self.chunks, "seed": int(self.is_paced)}
         fields |= {"temperature": 0.7, "messages": [{"role": role, "content": text} for role, text in self.messages]}
-        return json.dumps(fields, separators=(",", ":"))
+        # As the clients of OpenAI's package send it: text as it is, without escapes.
+        return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
 
     def numbered(self, model: str, number: int) -> str:
         """The JSON of one request."""
@@ -57,9 +60,7 @@ def _corpus() -> str:
 def _turns(chars: int, *, numbered: bool) -> tuple[tuple[str, str], ...]:
     mark = f"{_MARK} " if numbered else ""
     starts = range(0, chars, _TURN_CHARS)
-    texts = [mark + _corpus()[1000 + start :][: min(_TURN_CHARS, chars - start)] for start in starts]
-    roles = ["system"] + ["user", "assistant"] * len(texts)
-    return tuple(zip(roles, texts, strict=False))
+    return _conversation([mark + _corpus()[1000 + start :][: min(_TURN_CHARS, chars - start)] for start in starts])
 
 
 def short(chunks: int = 0, *, is_paced: bool = False) -> ChatKind:
@@ -81,6 +82,25 @@ def long_seen() -> ChatKind:
 def long_new() -> ChatKind:
     """32 KB of which nothing was seen before."""
     return ChatKind("32 KB, new", (*_turns(31_000, numbered=True), ("user", f"{_MARK} {_corpus()[5000:5600]}")))
+
+
+def of_length(kilobytes: int, *, is_new: bool) -> ChatKind:
+    """English of so many thousand characters: all of it new, or a conversation that was seen and a new question."""
+    mark = f"{_MARK} " if is_new else ""
+    said = texts.turns(texts.english(kilobytes * 1000 - 600), _TURN_CHARS, mark)
+    messages = (*_conversation(said), ("user", f"{_MARK} {_corpus()[5000:5600]}"))
+    return ChatKind(f"{kilobytes} KB, {'new' if is_new else 'seen'}, English", messages)
+
+
+def of_script(script: str, chars: int) -> ChatKind:
+    """So many characters of one of `texts.SCRIPTS`, all of it new, in one message: a document."""
+    messages = (("system", _corpus()[2000:2600]), ("user", f"{_MARK} {texts.SCRIPTS[script](chars)}"))
+    return ChatKind(f"{chars} characters of {script}", messages)
+
+
+def _conversation(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """(role, text) of each turn."""
+    return tuple(zip(["system"] + ["user", "assistant"] * len(said), said, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
