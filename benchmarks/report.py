@@ -109,25 +109,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def medians_us(contenders: dict[str, Callable[[], object]], *, rounds: int, calls: int) -> dict[str, float]:
-    """Median over rounds of microseconds a call; the contenders take turns, so that drift hits them alike."""
+    """Median over rounds of CPU microseconds a call; the contenders take turns, so that drift hits them alike.
+
+    CPU time of this process, its threads included: other work on the machine hardly moves it.
+    """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
-            began = time.perf_counter()
+            began = time.process_time()
             for _ in range(calls):
                 call()
-            found[name].append((time.perf_counter() - began) / calls * 1e6)
+            found[name].append((time.process_time() - began) / calls * 1e6)
     return {name: median(times) for name, times in found.items()}
 
 
 def quantiles_us(calls: Sequence[Callable[[], object]], *, rounds: int) -> tuple[float, float]:
-    """(p50, p99) of microseconds a call, over all calls of all rounds, each timed by itself."""
+    """(p50, p99) of CPU microseconds a call, over all calls of all rounds, each timed by itself."""
     times = []
     for _ in range(rounds):
         for call in calls:
-            began = time.perf_counter()
+            began = time.process_time()
             call()
-            times.append((time.perf_counter() - began) * 1e6)
+            times.append((time.process_time() - began) * 1e6)
     times.sort()
     return times[len(times) // 2], times[len(times) * 99 // 100]
 
@@ -169,9 +172,9 @@ def joined(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
     last: dict[str, ReportRow] = {}
     for name, files in runs.items():
         for rows in files:
-            for row in rows:
-                found.setdefault(row["what"], {}).setdefault(name, []).append(row["value"])
-                last[row["what"]] = ReportRow(**{field: row[field] for field in ReportRow.__slots__})
+            for fields in rows:
+                found.setdefault(fields["what"], {}).setdefault(name, []).append(fields["value"])
+                last[fields["what"]] = ReportRow(**{field: fields[field] for field in ReportRow.__slots__})
     names = list(runs)
     compares = len(names) > 1
     heads = ["what", *names, *([f"{names[-1]} / {names[0]}"] if compares else []), *COLUMNS[2:]]

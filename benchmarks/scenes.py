@@ -16,16 +16,22 @@ from router.core.scheduler import Scheduler, first_blocks
 BASE, PROMPT_TOKENS, BLOCK_SIZE, EVENT_BLOCKS = "m", 8192, 16, 16
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 NOW = 1000.0
+_RNG = Random(1)
 
 
 def decide(fleet: RouterFleet, scheduler: Scheduler, model: str, tokens: "array[int]") -> Decision:
     """The router's stages from resolve to decide."""
-    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=scheduler.rng)
+    return scheduler.decide(hashed(fleet, model, tokens), NOW)
+
+
+def hashed(fleet: RouterFleet, model: str, tokens: "array[int]") -> HashedRequest:
+    """The router's stages from resolve to hash."""
+    target = resolve(fleet, model=model, lora_id=None, visible=lambda _: True, rng=_RNG)
     name = target.adapter.engine_name or "" if target.adapter else ""
     root = root_hash(target.base_model, name)
     chains = {BLOCK_SIZE: block_hashes(tokens, block_size=BLOCK_SIZE, root=root)}
     request = RoutingRequest(target.base_model, name, len(tokens), first_blocks=first_blocks(chains))
-    return scheduler.decide(HashedRequest(request, chains), NOW)
+    return HashedRequest(request, chains)
 
 
 def a_fleet(replicas: int, adapters: int) -> RouterFleet:

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -228,8 +229,12 @@ async def new_connections_s(port: int, requests: Requests, *, streams: int) -> l
     """Seconds from the connect to the first event of streams that begin at once, each on a new connection."""
     loop = asyncio.get_running_loop()
     lanes = [_NewStream(requests.next(), loop.create_future()) for _ in range(streams)]
-    await asyncio.gather(*(loop.create_connection(lambda lane=lane: lane, "127.0.0.1", port) for lane in lanes))
+    await asyncio.gather(*(loop.create_connection(partial(_same, lane), "127.0.0.1", port) for lane in lanes))
     return [await asyncio.wait_for(lane.first_s, 60) for lane in lanes]
+
+
+def _same(lane: "_NewStream") -> "_NewStream":
+    return lane
 
 
 class _NewStream(asyncio.Protocol):

@@ -2,18 +2,25 @@
 
 import pytest
 
+from benchmarks.decision.__main__ import GROUPS
+from benchmarks.decision.size import DecisionBenchSize
 from tests.benchmarks.smoke import KEYS, rows_of
 
 # What `python -m benchmarks.decision` measures in its own process, as small as it goes.
-DECISIONS = {"matching": (8, 100.0), "deciding": (), "events": (), "growth": (), "adopting": ()}
+SMALL = DecisionBenchSize(rounds=1, calls=4, prompts=4, blocks=2048, events=512, stream_s=0.1, stream_turns=1)
+IN_OTHER_PROCESSES = {"memory", "streams"}
 
 
-@pytest.mark.parametrize("part", DECISIONS)
-def test_the_decision_benchmark_gives_rows_of_each_part(part):
-    from benchmarks import decision
+@pytest.mark.parametrize("name", sorted(GROUPS.keys() - IN_OTHER_PROCESSES))
+def test_the_decision_benchmark_gives_rows_of_each_part(name):
+    check([vars_of(row) for row in GROUPS[name].measure(SMALL)])
 
-    size = decision.DecisionBenchSize(rounds=1, calls=2, prompts=4, blocks=2048, events=512)
-    check([vars_of(row) for row in getattr(decision, part)(*DECISIONS[part], size)])
+
+def test_the_decision_benchmark_measures_the_rows_that_are_named(tmp_path):
+    rows = rows_of("decision", tmp_path, "--rows", "waiting")
+    assert {row["row"] for row in rows} == {"waiting"}
+    (sent,) = [row["value"] for row in rows if "sent a release" in row["what"]]
+    assert sent == pytest.approx(1.0, abs=0.5)
 
 
 def test_the_agent_benchmark_gives_rows_of_verification(tmp_path):

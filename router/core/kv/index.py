@@ -2,7 +2,7 @@
 
 A chained block hash names its whole prefix, so edges need not be stored: one dict from block hash to a bit mask of
 holders is the tree. One walk over a prompt's hashes, and-ing the masks, gives every worker's contiguous prefix depth.
-`holders.py` stores the masks; `benchmarks/contenders.py` has other designs.
+`holders.py` stores the masks; `benchmarks/decision/contenders.py` has other designs.
 
 Each worker has a bit. Pending blocks, which a request just sent will store, are kept apart with the same bits: they are
 few, change with every request, and matter only where a worker's stored blocks end. The bit of a worker that is gone is

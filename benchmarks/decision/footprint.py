@@ -1,7 +1,7 @@
 """What blocks cost in memory: run in a process of its own by `benchmarks.decision`, prints the growth in bytes.
 
-python -m benchmarks.footprint WHAT BLOCKS, where WHAT is index-1 or index-8 (holders a block), or ledgers (64 of
-them, as a router keeps them for engines without an agent; engine hashes differ from worker to worker)
+python -m benchmarks.decision.footprint WHAT BLOCKS, where WHAT is index-1 or index-8 (holders a block), or ledgers
+(64 of them, as a router keeps them for engines without an agent; engine hashes differ from worker to worker)
 """
 
 import gc
