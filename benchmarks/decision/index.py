@@ -96,8 +96,8 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
                 index.add(worker_id(number % 64), chain[start : start + EVENT_BLOCKS])
                 pauses.append(time.process_time() - began)
             if is_chain:
-                # As the request that stored them does.
-                index.remove_pending(index.add_pending(worker_id(number % 64), chain))
+                # As the next request with this prompt does.
+                index.match(chain)
         return index
 
     def flat(kind: type[FlatMap], chains: Sequence[list[BlockHash]]) -> FlatMap:

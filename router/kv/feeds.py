@@ -272,8 +272,13 @@ class KvFeeds:
         kinds = [feed.kind for feed in self.running.values()] + ["estimate"] * len(self._estimated)
         for kind in ("ledger", "engine", "estimate", "none"):
             self.metrics.kv_feeds.labels(kind).set(kinds.count(kind))
-        for what, indexes in (("index", self.indexes), ("approximate", self.approximate)):
-            self.metrics.kv_bytes.labels(what).set(sum([index.size_bytes() for index in indexes.values()]))
+        for what, indexes, estimates in (
+            ("index", self.indexes, self._estimates),
+            ("approximate", self.approximate, self._sent),
+        ):
+            size_bytes = sum([index.size_bytes() for index in indexes.values()])
+            size_bytes += sum([estimate.size_bytes() for estimate in estimates.values()])
+            self.metrics.kv_bytes.labels(what).set(size_bytes)
         self.metrics.kv_bytes.labels("ledgers").set(sum(feed.size_bytes() for feed in self.running.values()))
         self.metrics.kv_sockets_waiting.set(self._hub.waiting if self._hub is not None else 0)
 

@@ -15,8 +15,7 @@ from itertools import repeat
 from operator import eq
 
 from lorafleet.identity import BlockHash
-
-Blocks = tuple[BlockHash, ...]
+from router.core.kv.chains import Blocks, common_length
 
 # A shorter run costs more memory than it saves time; a longer one costs more time whenever it is cut.
 _SHORTEST, _LONGEST = 4, 512
@@ -199,17 +198,7 @@ class BlockHolders:
     def _leave_at(run: _BlockRun, start: int, hashes: Blocks, position: int) -> int:
         """The position at which a walk leaves a run that it entered at the run's block `start`."""
         blocks = run.blocks
-        length = min(len(blocks) - start, len(hashes) - position)
-        if hashes[position + length - 1] != blocks[start + length - 1]:
-            # Chains that have parted never meet again, so bisection finds where they parted.
-            same = 1
-            while length - same > 1:
-                middle = (same + length) // 2
-                if hashes[position + middle - 1] == blocks[start + middle - 1]:
-                    same = middle
-                else:
-                    length = middle
-            length = same
+        length = common_length(blocks, start, hashes, position)
         if hashes[position : position + length] == blocks[start : start + length]:
             return position + length
         # At least one of the two is not a chain.

@@ -4,22 +4,22 @@ A chained block hash names its whole prefix, so edges need not be stored: one di
 holders is the tree. One walk over a prompt's hashes, and-ing the masks, gives every worker's contiguous prefix depth.
 `holders.py` stores the masks; `benchmarks/decision/contenders.py` has other designs.
 
-Each worker has a bit. Pending blocks, which a request just sent will store, are kept apart with the same bits: they are
-few, change with every request, and matter only where a worker's stored blocks end. The bit of a worker that is gone is
-retired: matches ignore it at once, `sweep` takes it out of the masks a few blocks at a time, and then another worker
-may get it.
+Each worker has a bit. Two kinds of blocks come and go with whole prompts, and are kept apart with the same bits, by
+segments of a prompt instead of by blocks (`chains.py`): pending ones, of requests just sent, and those of workers
+without KV events, whose caches are estimated. The bit of a worker that is gone is retired: matches ignore it at once,
+`sweep` takes it out of the masks a few blocks at a time, and then another worker may get it.
 """
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import repeat
 from typing import NewType
 
 import msgspec
 
 from lorafleet.identity import TIERS, BlockHash, Tier
+from router.core.kv.chains import ChainHolders, joined_walks
 from router.core.kv.holders import BlockHolders
 
 WorkerId = NewType("WorkerId", str)
@@ -28,11 +28,11 @@ WorkerId = NewType("WorkerId", str)
 _MASK_BYTES = 48
 # Unused masks are swept once there are so many more of them than blocks; and the workers of so many masks are cached.
 _SPARE_MASKS = 4096
-_NO_WALK: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = ((), [])
+_NO_WALK: list[tuple[int, int]] = []
 
 
 class PendingBlocks(msgspec.Struct, eq=False):
-    """Blocks that count as stored on the device until `remove_pending`, although no KV event has reported them."""
+    """A prompt that counts as stored on the device until `remove_pending`, although no KV event has reported it."""
 
     worker: WorkerId
     hashes: tuple[BlockHash, ...]
@@ -50,9 +50,9 @@ class IndexDraft:
 class _IndexedWorker:
     bit: int
     blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    # Of an estimated cache.
+    estimated_blocks: int = 0
     pending: set[PendingBlocks] = field(default_factory=set)
-    # How often a block is pending beyond its first time.
-    more_pending: dict[BlockHash, int] = field(default_factory=dict)
 
 
 class KvIndex:
@@ -62,8 +62,7 @@ class KvIndex:
         self.block_size = block_size
         self._tiers = {tier: BlockHolders(self._interned) for tier in TIERS}
         self._device = self._tiers["device"]
-        # Masks of the workers for which a block is pending.
-        self._pending: dict[BlockHash, int] = {}
+        self._estimated, self._pending = ChainHolders(self._interned), ChainHolders(self._interned)
         # Whether any block was ever stored below the device: most engines have none there.
         self._has_lower = False
         self._workers: dict[WorkerId, _IndexedWorker] = {}
@@ -71,8 +70,6 @@ class KvIndex:
         # The workers of recent masks; cleared when a bit changes hands.
         self._worker_names: dict[int, tuple[WorkerId, ...]] = {}
         self._used_bits = 0
-        # The last walk: its blocks and its result; void after any change.
-        self._walked: tuple[tuple[BlockHash, ...], list[tuple[int, int]]] = _NO_WALK
         # Equal masks are one object, which saves memory and compares by identity.
         self._masks: dict[int, int] = {}
         self._slots = 0
@@ -81,13 +78,14 @@ class KvIndex:
         self._sweep: Iterator[None] | None = None
 
     def __len__(self) -> int:
-        """Blocks stored at all tiers, and pending ones; those of retired workers count until swept."""
-        return sum(map(len, self._tiers.values())) + len(self._pending)
+        """Blocks stored at all tiers, estimated and pending ones; those of retired workers count until swept."""
+        return sum(map(len, self._tiers.values())) + len(self._estimated) + len(self._pending)
 
     def size_bytes(self) -> int:
         """Estimated memory of the index in bytes."""
-        masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES + sys.getsizeof(self._pending)
-        return masks + sum(holders.size_bytes() for holders in self._tiers.values())
+        chains = self._estimated.size_bytes() + self._pending.size_bytes()
+        masks = sys.getsizeof(self._masks) + len(self._masks) * _MASK_BYTES
+        return masks + chains + sum(holders.size_bytes() for holders in self._tiers.values())
 
     @property
     def masks(self) -> Collection[int]:
@@ -100,58 +98,60 @@ class KvIndex:
         return self._device.runs
 
     def block_counts(self) -> Mapping[WorkerId, int]:
-        """Stored blocks per worker, over its tiers; pending ones do not count."""
-        return {worker: sum(entry.blocks.values()) for worker, entry in self._workers.items()}
+        """Stored and estimated blocks per worker, over its tiers; pending ones do not count."""
+        return {worker: sum(entry.blocks.values()) + entry.estimated_blocks for worker, entry in self._workers.items()}
 
     def blocks(self, worker: WorkerId, tier: Tier) -> int:
-        """Blocks that a worker has stored at a tier."""
+        """Blocks that a worker has stored at a tier; estimated ones are on the device."""
         entry = self._workers.get(worker)
-        return entry.blocks[tier] if entry else 0
+        if entry is None:
+            return 0
+        return entry.blocks[tier] + (entry.estimated_blocks if tier == "device" else 0)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """Contiguous prefix depth in blocks of every worker with at least the first block; pending blocks count."""
         depths: dict[WorkerId, int] = {}
-        blocks, alive, depth = tuple(hashes), self._used_bits, 0
-        for end, mask in self._walk(blocks):
-            still = alive & mask
-            if still != alive:
-                self._set_depths(alive ^ still, blocks, depth, depths)
-                alive = still
-            if not alive:
-                return depths
-            depth = end
-        self._set_depths(alive, blocks, depth, depths)
+        blocks = tuple(hashes)
+        walk = self._device.walk(blocks) if self._device else _NO_WALK
+        if self._estimated:
+            walk = joined_walks(walk, self._estimated.walk(blocks))
+        if self._pending:
+            walk = joined_walks(walk, self._pending.walk(blocks))
+        self._descend(self._used_bits, blocks, 0, walk, depths)
         return depths
 
-    def _set_depths(self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]) -> None:
-        """Set the depth of these workers, whose stored blocks end at `depth`; pending blocks may continue some."""
-        if self._pending and depth < len(blocks):
-            pending = self._pending.get(blocks[depth], 0) & workers
-            if pending:
-                workers ^= pending
-                self._follow_pending(pending, blocks, depth, depths)
-        if depth and workers:
-            depths.update(dict.fromkeys(self._worker_names.get(workers) or self._members(workers), depth))
-
-    def _follow_pending(
-        self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]
+    def _descend(
+        self,
+        workers: int,
+        blocks: tuple[BlockHash, ...],
+        depth: int,
+        walk: Iterable[tuple[int, int]],
+        depths: dict[WorkerId, int],
     ) -> None:
-        """Set the depth of these workers, counting stored and pending blocks from `depth` on."""
-        same = -1
-        for mask in map(self._pending.get, blocks[depth:], repeat(0)):
-            if mask is not same:
-                same = mask
-                lost = workers & ~mask
-                if lost:
-                    same = -1  # the next block may be stored by others
-                    lost &= ~self._device.mask(blocks[depth])
-                    if lost:
-                        depths.update(dict.fromkeys(self._members(lost), depth))
-                        workers ^= lost
-                        if not workers:
-                            return
-            depth += 1
-        depths.update(dict.fromkeys(self._members(workers), depth))
+        """Set the depth of these workers, which have the first `depth` blocks; the walk begins there."""
+        for end, mask in walk:
+            still = workers & mask
+            if still != workers:
+                self._set_depths(workers ^ still, blocks, depth, depths)
+                workers = still
+            if not workers:
+                return
+            depth = end
+        self._set_depths(workers, blocks, depth, depths)
+
+    def _set_depths(self, workers: int, blocks: tuple[BlockHash, ...], depth: int, depths: dict[WorkerId, int]) -> None:
+        """Set the depth of these workers, whose walk ends at `depth`; stored blocks beyond pending ones may follow."""
+        if not depth:
+            return
+        if self._pending and depth < len(blocks):
+            beyond = workers & self._device.mask(blocks[depth])
+            if beyond:
+                # The walk over stored blocks ended before, where these workers have pending ones.
+                workers ^= beyond
+                walk = [(depth + end, mask) for end, mask in self._device.walk(blocks[depth:])]
+                self._descend(beyond, blocks, depth, walk, depths)
+        if workers:
+            depths.update(dict.fromkeys(self._worker_names.get(workers) or self._members(workers), depth))
 
     def lower_tiers(
         self, hashes: Sequence[BlockHash], depths: Mapping[WorkerId, int]
@@ -188,11 +188,7 @@ class KvIndex:
         return self._add(self._entry(worker), hashes, tier, is_chain=is_chain)
 
     def drop(self, worker: WorkerId, hashes: Iterable[BlockHash], tier: Tier = "device") -> int:
-        """Drop these blocks of a worker at a tier; returns how many were not stored there (all for an unknown worker).
-
-        Clears the cached walk.
-        """
-        self._walked = _NO_WALK
+        """Drop these blocks of a worker at a tier; returns how many it had not: all for an unknown worker."""
         blocks = tuple(dict.fromkeys(hashes))
         entry = self._workers.get(worker)
         if entry is None:
@@ -201,8 +197,22 @@ class KvIndex:
         entry.blocks[tier] -= len(blocks) - unknown
         return unknown
 
+    def add_estimated(self, worker: WorkerId, chain: tuple[BlockHash, ...]) -> None:
+        """Count a whole prompt as stored by a worker without KV events."""
+        entry = self._entry(worker)
+        entry.estimated_blocks += self._estimated.add(chain, entry.bit)
+
+    def drop_estimated(self, worker: WorkerId, part: tuple[BlockHash, ...], start: int = 0) -> None:
+        """Drop the blocks of a part from `start` on, the last that the worker has of an estimated prompt.
+
+        Ignored for an unknown worker. Where a part may begin: see ChainHolders.drop.
+        """
+        entry = self._workers.get(worker)
+        if entry is not None:
+            entry.estimated_blocks -= self._estimated.drop(part, entry.bit, start)
+
     def replace(self, worker: WorkerId, tiers: Mapping[Tier, Iterable[BlockHash]]) -> None:
-        """Replace all stored blocks of a worker; `{}` empties it. Pending blocks stay."""
+        """Replace all stored and estimated blocks of a worker; `{}` empties it. Pending blocks stay."""
         draft = self.new_draft()
         for tier, hashes in tiers.items():
             self.add_to(draft, hashes, tier)
@@ -219,53 +229,36 @@ class KvIndex:
     def adopt(self, worker: WorkerId, draft: IndexDraft) -> None:
         """Replace a worker's stored blocks by those of a draft; `sweep` removes the old ones. Pending blocks stay.
 
-        Clears the cached walk and worker names.
+        Clears the cached worker names.
         """
         entry = self._entry(worker)
         self._retire(entry)
-        entry.bit, entry.blocks = draft.bit, draft.blocks
+        entry.bit, entry.blocks, entry.estimated_blocks = draft.bit, draft.blocks, 0
         self._assign_bit(draft.bit, worker)
-        entry.more_pending.clear()
         for added in entry.pending:
-            self._mark_pending(entry, dict.fromkeys(added.hashes, entry.bit))
+            self._pending.hold(added.hashes, entry.bit)
 
     def discard(self, draft: IndexDraft) -> None:
         """Drop a draft that will not be adopted; `sweep` removes its blocks."""
         self._retired.append(draft.bit)
 
     def add_pending(self, worker: WorkerId, hashes: Iterable[BlockHash]) -> PendingBlocks:
-        """Count a prompt's blocks as stored until `remove_pending`: the prompt was just sent to the worker.
+        """Count a whole prompt as stored until `remove_pending`: it was just sent to the worker.
 
-        The prefix that the worker has stored already is left out.
+        Also its blocks that are stored there now: an engine evicts none that a request uses.
         """
         entry = self._entry(worker)
-        blocks, stored = tuple(hashes), 0
-        for end, mask in self._walk(blocks):
-            if not mask & entry.bit:
-                break
-            stored = end
-        pending = dict.fromkeys(blocks[stored:], entry.bit)
-        added = PendingBlocks(worker, tuple(pending))
-        if pending:
-            entry.pending.add(added)
-            self._mark_pending(entry, pending)
+        added = PendingBlocks(worker, tuple(hashes))
+        entry.pending.add(added)
+        self._pending.hold(added.hashes, entry.bit)
         return added
 
     def remove_pending(self, added: PendingBlocks) -> None:
         """End the pending state of these blocks. Without effect after their worker was forgotten."""
         entry = self._workers.get(added.worker)
-        if entry is None or added not in entry.pending:
-            return
-        entry.pending.remove(added)
-        pending, bit, more = self._pending, entry.bit, entry.more_pending
-        for block in added.hashes:
-            if more and _count_down(more, block):
-                continue
-            mask = pending[block]
-            if mask == bit:
-                del pending[block]
-            else:
-                pending[block] = self._interned(mask ^ bit)
+        if entry is not None and added in entry.pending:
+            entry.pending.remove(added)
+            self._pending.release(added.hashes, entry.bit)
 
     def forget(self, worker: WorkerId) -> None:
         """Drop a worker with its stored and pending blocks: hidden at once, removed by `sweep`."""
@@ -300,13 +293,8 @@ class KvIndex:
         kept = ~sum(retired)
         for holders in self._tiers.values():
             yield from holders.sweep(kept)
-        for block in list(self._pending):
-            mask = self._pending.get(block, 0)
-            if mask & kept:
-                self._pending[block] = self._interned(mask & kept)
-            elif mask:
-                del self._pending[block]
-            yield
+        for chains in (self._estimated, self._pending):
+            yield from chains.sweep(kept)
         for bit in retired:
             heappush(self._free, bit)
 
@@ -323,9 +311,8 @@ class KvIndex:
     ) -> int:
         """Store blocks for a worker or draft, and count them; returns how many were new.
 
-        Clears the cached walk. Notes whether any block is below the device.
+        Notes whether any block is below the device.
         """
-        self._walked = _NO_WALK
         blocks = tuple(dict.fromkeys(hashes))
         changed = len(blocks) - self._tiers[tier].set(blocks, to.bit, is_chain=is_chain)
         to.blocks[tier] += changed
@@ -340,9 +327,8 @@ class KvIndex:
         return 1 << (self._slots - 1)
 
     def _assign_bit(self, bit: int, worker: WorkerId) -> None:
-        """Give a mask bit to a worker. Clears the cached walk and worker names."""
+        """Give a mask bit to a worker. Clears the cached worker names."""
         self._by_bit[bit] = worker
-        self._walked = _NO_WALK
         self._worker_names.clear()
         self._used_bits |= bit
 
@@ -353,31 +339,9 @@ class KvIndex:
         self._used_bits ^= entry.bit
         self._retired.append(entry.bit)
 
-    def _mark_pending(self, entry: _IndexedWorker, blocks: dict[BlockHash, int]) -> None:
-        """Mark blocks as pending for a worker; each comes with its bit.
-
-        Those pending there already are counted in its entry.
-        """
-        pending = self._pending
-        if pending.keys().isdisjoint(blocks):
-            pending.update(blocks)
-            return
-        for block, bit in blocks.items():
-            mask = pending.get(block, 0)
-            if mask & bit:
-                entry.more_pending[block] = entry.more_pending.get(block, 0) + 1
-            else:
-                pending[block] = self._interned(mask | bit)
-
     def _interned(self, mask: int) -> int:
         """The one object that stands for all equal masks; keeps it."""
         return self._masks.setdefault(mask, mask)
-
-    def _walk(self, blocks: tuple[BlockHash, ...]) -> list[tuple[int, int]]:
-        """`BlockHolders.walk` on the device. Keeps the last tuple's result: a prompt is matched, then made pending."""
-        if self._walked[0] is not blocks:
-            self._walked = blocks, self._device.walk(blocks)
-        return self._walked[1]
 
     def _members(self, mask: int) -> tuple[WorkerId, ...]:
         """The workers of these bits, all of which are in use; caches their names."""
@@ -390,15 +354,3 @@ class KvIndex:
             self._worker_names.clear()
         named = self._worker_names[mask] = tuple(workers)
         return named
-
-
-def _count_down(counts: dict[BlockHash, int], key: BlockHash) -> bool:
-    """Decrement a count, and delete it at zero; returns whether there was one."""
-    count = counts.get(key)
-    if count is None:
-        return False
-    if count == 1:
-        del counts[key]
-    else:
-        counts[key] = count - 1
-    return True
