@@ -99,6 +99,10 @@ def up(
     max_loras: Annotated[
         int | None, typer.Option(min=1, max=1024, help="adapters on one engine at a time; default 2")
     ] = None,
+    max_lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="largest rank of an adapter; default: what the folder's adapters need, at least 16"),
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -157,6 +161,7 @@ def up(
         model=model,
         adapters=adapters,
         max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         router_port=router_port,
         orchestrator_port=orchestrator_port,
         state_dir=state_dir or _default_state_dir(),

@@ -103,7 +103,8 @@ def agent_command(
     engine: str,
     base: LocalBaseModel,
     max_loras: int | None,
-    max_lora_rank: int,
+    max_lora_rank: int | None,
+    needed_rank: int,
     orchestrator_url: str,
     folder: Path,
     sockets: Path,
@@ -111,9 +112,10 @@ def agent_command(
 ) -> list[str]:
     """The command of an agent that starts its engine.
 
-    folder     the fleet's state folder; agents share its cache of verified adapters
-    max_loras  None takes the value in `given`, or our default
-    given      settings from environment, file or engine arguments, which replace the defaults
+    folder       the fleet's state folder; agents share its cache of verified adapters
+    max_loras, max_lora_rank  None takes the value in `given`, or our default
+    needed_rank  the largest rank of its adapters: our default for `max_lora_rank`
+    given        settings from environment, file or engine arguments, which replace the defaults
     """
     fixed: dict[str, object] = {
         "instance_id": name,
@@ -123,13 +125,15 @@ def agent_command(
         "state_dir": folder / "workers" / name,
         "ipc_dir": sockets,
         "orchestrator_url": orchestrator_url,
-    } | ({} if max_loras is None else {"max_loras": max_loras})
+    }
+    flags = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
+    fixed |= {name: value for name, value in flags.items() if value is not None}
     slots = max_loras or _whole_number(given.get("max_loras")) or DEFAULT_SLOTS
     defaults: dict[str, object] = {
         "served_model_name": base.name,
         "max_loras": slots,
         "max_cpu_loras": _HOST_SLOTS_PER_DEVICE_SLOT * slots,
-        "max_lora_rank": max_lora_rank,
+        "max_lora_rank": needed_rank,
         "cache_dir": folder / "cache",
         # The router stops first, and with it every request of the engines.
         "engine_shutdown_s": 5,

@@ -189,9 +189,7 @@ class LocalFleet:
         entry = {"sha256": hash_key(self.token), "scopes": ["admin"], "note": "lorafleet up, for its own processes"}
         self._own_key_file.write_text(yaml.safe_dump({"keys": [entry]}))
 
-    async def _start_workers(
-        self, client: httpx.AsyncClient, base: commands.LocalBaseModel, max_lora_rank: int
-    ) -> None:
+    async def _start_workers(self, client: httpx.AsyncClient, base: commands.LocalBaseModel, needed_rank: int) -> None:
         """Start all workers, engines other than the sim a few at a time, and wait until they are ready.
 
         Raises a group of CommandFailed.
@@ -204,7 +202,7 @@ class LocalFleet:
             """Start one worker and wait until it is ready. Raises CommandFailed."""
             async with start_slots:
                 self.steps.begin(name, f"starting {self.options.engine}")
-                await self._start_process(name, lambda: self._agent_command(name, base, max_lora_rank))
+                await self._start_process(name, lambda: self._agent_command(name, base, needed_rank))
                 await self._wait_for_worker(client, name)
 
         async with asyncio.TaskGroup() as group:
@@ -427,7 +425,7 @@ class LocalFleet:
             self._common_flags("router"), self.url("orchestrator"), state_dir, self.options.grace_s, settings
         )
 
-    def _agent_command(self, name: str, base: commands.LocalBaseModel, max_lora_rank: int) -> list[str]:
+    def _agent_command(self, name: str, base: commands.LocalBaseModel, needed_rank: int) -> list[str]:
         """The command of one worker's agent in this fleet."""
         return commands.agent_command(
             self._common_flags(name),
@@ -435,7 +433,8 @@ class LocalFleet:
             engine=self.options.engine,
             base=base,
             max_loras=self.options.max_loras,
-            max_lora_rank=max_lora_rank,
+            max_lora_rank=self.options.max_lora_rank,
+            needed_rank=needed_rank,
             orchestrator_url=self.url("orchestrator"),
             folder=self._folder,
             sockets=self._scratch,

@@ -75,7 +75,7 @@ NO_OPTIONS = ServiceOptions()
 class FleetOptions:
     """All options of one `lorafleet up`.
 
-    max_loras  the flag; None if it was not given
+    max_loras, max_lora_rank  the flags; None if they were not given
     devices    CUDA_VISIBLE_DEVICES of each worker; empty if no device was named
     """
 
@@ -91,6 +91,7 @@ class FleetOptions:
     service_options: Mapping[str, ServiceOptions] = field(default_factory=dict)
     engine_arguments: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
+    max_lora_rank: int | None = None
     demo: bool = False
     once: bool = False
     grace_s: float = 10.0
@@ -129,6 +130,7 @@ def fleet_options(
     environment: Mapping[str, str],
     demo: bool,
     once: bool,
+    max_lora_rank: int | None = None,
 ) -> FleetOptions:
     """The fleet's options from flags, engine arguments, environment and files; raises CommandFailed with status 2.
 
@@ -140,7 +142,7 @@ def fleet_options(
         worker_values = given["workers"].values
         kind = _checked_engine(engine or str(worker_values.get("engine") or "vllm"))
         all_arguments = (*_text_list(worker_values, "engine_args"), *_checked_arguments(engine_arguments))
-        _refuse_fixed_arguments(all_arguments, max_loras, kind)
+        _refuse_fixed_arguments(all_arguments, {"max_loras": max_loras, "max_lora_rank": max_lora_rank}, kind)
         arguments.check_engine_arguments(all_arguments, kind, environment)
         number = workers if workers is not None else len(_device_names(devices)) or DEFAULT_WORKERS
         return FleetOptions(
@@ -156,6 +158,7 @@ def fleet_options(
             service_options=given,
             engine_arguments=all_arguments,
             devices=device_groups(_device_names(devices), number),
+            max_lora_rank=max_lora_rank,
             demo=demo,
             once=once,
         )
@@ -228,8 +231,8 @@ def _checked_arguments(engine_arguments: Sequence[str]) -> Sequence[str]:
     return engine_arguments
 
 
-def _refuse_fixed_arguments(engine_arguments: Sequence[str], max_loras: int | None, engine: str) -> None:
-    """Raises SettingsError for engine arguments that `up` sets itself, or that contradict its flags."""
+def _refuse_fixed_arguments(engine_arguments: Sequence[str], flags: Mapping[str, int | None], engine: str) -> None:
+    """Raises SettingsError for engine arguments that `up` sets itself, or that contradict its flags (by setting)."""
     for argument in engine_arguments:
         flag, _, rest = argument.partition(" ")
         if flag.startswith("--") and "=" not in flag and rest:
@@ -237,9 +240,12 @@ def _refuse_fixed_arguments(engine_arguments: Sequence[str], max_loras: int | No
     for flag, why in _FIXED_ENGINE_FLAGS.items():
         if arguments.has_flag(engine_arguments, flag):
             raise SettingsError(f"{flag} cannot be given to the engines of `lorafleet up`: {why}")
-    value = arguments.settings_in_arguments(engine_arguments, engine).get("max_loras")
-    if max_loras is not None and value is not None and value != str(max_loras):
-        raise SettingsError(f"--max-loras is {max_loras}, but {value} in the engine arguments: give only one")
+    found = arguments.settings_in_arguments(engine_arguments, engine)
+    for setting, given in flags.items():
+        value = found.get(setting)
+        if given is not None and value is not None and value != str(given):
+            flag = f"--{setting.replace('_', '-')}"
+            raise SettingsError(f"{flag} is {given}, but {value} in the engine arguments: give only one")
 
 
 def prefix_of(service: str) -> str:

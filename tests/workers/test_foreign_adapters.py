@@ -60,10 +60,10 @@ async def test_an_adapter_whose_files_this_worker_would_refuse_is_reported_with_
     async with worker.together() as client:
         await load_behind_our_back(client, "mine", folder)
         await found(client, "mine", lambda lora: lora.files_digest)
-        secret = tmp_path / "secret.safetensors"
-        secret.write_bytes(b"x" * 100)
         linked = make_adapter(tmp_path, "linked")
-        (linked / "extra.safetensors").symlink_to(secret)
+        weights, secret = linked / "adapter_model.safetensors", tmp_path / "secret.safetensors"
+        weights.rename(secret)
+        weights.symlink_to(secret)
         await load_behind_our_back(client, "linked", linked)
         lora = await found(client, "linked", lambda lora: lora.error)
         assert lora.files_digest == ""

@@ -43,6 +43,7 @@ PART_BYTES = 1 << 20
 LOOPBACK = parse_networks(["127.0.0.0/8"])
 ADAPTER = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": Random(5).randbytes(3 << 20)}
 BESIDE = {"README.md": b"# hello", "checkpoint-1/adapter_model.safetensors": b"older"}
+MERGED = {"model-00001-of-00002.safetensors": b"1" * 1000, "model-00002-of-00002.safetensors": b"2" * 1000}
 
 
 def limits(**changes) -> Limits:
@@ -243,11 +244,12 @@ async def put(store, name, files):
     return await asyncio.to_thread(store.put, name, files)
 
 
-async def fetched(store, ref, **changes) -> tuple[dict[str, bytes], Transfer]:
+async def fetched(store, ref, *, with_all_weights=False, **changes) -> tuple[dict[str, bytes], Transfer]:
     into = store.tmp_path / "into"
     into.mkdir(exist_ok=True)
     reports = []
     transfer = Transfer(on_progress=reports.append, every_s=0)
+    transfer.with_all_weights = with_all_weights
     async with within(20):
         await store.source(**changes).fetch(ref, into, transfer)
     assert reports[-1] == transfer.progress
@@ -267,6 +269,17 @@ async def test_only_the_adapters_files_are_fetched_byte_for_byte(store):
     assert list((store.tmp_path / "into").iterdir()) == [store.tmp_path / "into" / name for name in found]
     done = transfer.progress
     assert done.done_bytes == (done.total_bytes or done.done_bytes) > 3 << 20
+
+
+@every
+async def test_weights_that_engines_do_not_read_are_left_out_or_fetched_on_request(store):
+    ref = await put(store, "merged", ADAPTER | MERGED)
+    found, transfer = await fetched(store, ref)
+    assert found == ADAPTER
+    if transfer.left_out:  # plain https has no list of files
+        assert transfer.left_out == set(MERGED)
+        shutil.rmtree(store.tmp_path / "into")
+        assert (await fetched(store, ref, with_all_weights=True))[0] == ADAPTER | MERGED
 
 
 @every

@@ -13,7 +13,7 @@ from lorafleet.identity import engine_name
 from orchestrator.wire import checked_lora_id
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.inventory import Inventory
-from workers.core.errors import AgentRequestError, SourceError
+from workers.core.errors import AgentRequestError, DigestMismatch, SourceError
 from workers.core.manifest import Manifest, check_rank, is_same_base
 from workers.metrics import WorkerMetrics
 from workers.sources.base import PLUGIN_SCHEME, FetchProgress, Source, Transfer
@@ -160,7 +160,7 @@ class Installer:
             reader=reader,
         )
         try:
-            return await fetch()
+            return await _fetch_by_either_digest(fetch)
         except SourceError as exc:
             if from_fleet and digest and self._fleet is not None and _is_about_source(exc):
                 return await self._install_from_fleet(fetch, lora_id, digest, exc)
@@ -196,6 +196,7 @@ class Installer:
         allow_any_rank: bool,
         reader: Source | None = None,
         is_from_fleet: bool = False,
+        with_all_weights: bool = False,
     ) -> InstalledAdapter:
         """Fetch, verify and install an adapter, record and publish it. May delete idle adapters. Raises WorkerError."""
         loop = asyncio.get_running_loop()
@@ -205,6 +206,7 @@ class Installer:
             loop.call_soon_threadsafe(self._inventory.report_download, lora_id, progress)
 
         transfer = Transfer(on_progress=report_progress)
+        transfer.with_all_weights = with_all_weights
         place = pinned
         if is_from_fleet:
             place, reader = own_fleet_reference(digest or ""), self._fleet
@@ -222,7 +224,7 @@ class Installer:
                         verified, base_model=self._base_model_name() or base_model or verified.base_model
                     )
                     self._metrics.fetched_bytes.inc(manifest.size_bytes)
-                    _check_digest(lora_id, manifest.digest, digest)
+                    _check_digest(lora_id, manifest.digest, digest, transfer.left_out)
                 with self._timed("install"):
                     self._inventory.forget_deleted(await self._cache.make_room(manifest, self.digests_in_use))
                     path = await self._cache.install(folder, manifest.digest)
@@ -282,6 +284,19 @@ class Installer:
             yield
 
 
+async def _fetch_by_either_digest(fetch: Callable[..., Awaitable[InstalledAdapter]]) -> InstalledAdapter:
+    """Fetch the files that engines read; if their digest is another, all weights, as earlier releases did.
+
+    Raises WorkerError.
+    """
+    try:
+        return await fetch()
+    except DigestMismatch as exc:
+        if not exc.left_out:
+            raise
+    return await fetch(with_all_weights=True)
+
+
 def _is_about_source(exc: SourceError) -> bool:
     """Whether other bytes, from another place, may still be right."""
     return exc.code.startswith("source_") or exc.code in {"digest_mismatch", "adapter_incomplete"}
@@ -310,11 +325,11 @@ def _installed_adapter(lora_id: str, source: str, pinned: str, manifest: Manifes
     )
 
 
-def _check_digest(lora_id: str, digest: str, expected: str | None) -> None:
-    """Raises SourceError `digest_mismatch` if a digest was requested and the files have another one."""
+def _check_digest(lora_id: str, digest: str, expected: str | None, left_out: frozenset[str]) -> None:
+    """Raises DigestMismatch if a digest was requested and the files have another one."""
     if expected is not None and digest != expected:
-        raise SourceError(
-            "digest_mismatch",
+        raise DigestMismatch(
             f"adapter {lora_id!r}: its source has digest {digest}, requested was {expected};"
             " new bytes need a new lora_id",
+            left_out,
         )

@@ -3,6 +3,7 @@
 WorkerError
 ├── AgentRequestError  the request is wrong: unknown adapter, invalid name, missing or old epoch
 ├── SourceError        the adapter's files are missing, forbidden, too big, or invalid
+│   └── DigestMismatch     they are others than the request's; perhaps only by weights that engines do not read
 └── EngineError        the engine has no free slot, refused the adapter, is unreachable, down or draining
 
 Each error has the `status` and `code` of the HTTP answer, and `retry_after_s` if a retry can help.
@@ -83,6 +84,14 @@ class SourceError(WorkerError):
         "digest_mismatch": 409,
         "disk_full": 507,
     }
+
+
+class DigestMismatch(SourceError):
+    """The files have another digest than the request's. `left_out` names weights of the source that it lacks."""
+
+    def __init__(self, message: str, left_out: frozenset[str]) -> None:
+        super().__init__("digest_mismatch", message)
+        self.left_out = left_out
 
 
 class EngineError(WorkerError):

@@ -7,11 +7,12 @@ of another base model, with more layers or without any matching module, and then
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
+from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.base_model import BaseModel, ModuleShapes
 from workers.core.errors import SourceError
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES, LoraConfig, invalid_config, parse_config
@@ -20,21 +21,15 @@ from workers.core.tensors import Shape, TensorHeader
 __all__ = [
     "CONFIG_NAME",
     "MAX_CONFIG_BYTES",
-    "PICKLES",
     "WEIGHTS_NAME",
     "AdapterDescription",
     "AdapterRules",
     "FileEntry",
     "Manifest",
-    "adapter_file_names",
     "check_adapter",
     "digest",
-    "is_adapter_file",
     "is_same_base",
 ]
-
-WEIGHTS_NAME = "adapter_model.safetensors"
-PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 # PEFT writes `base_model.model.<module>.lora_A.weight`, and `<module>.lora_embedding_A` for embeddings. vLLM 0.32
 # lora/utils.py parse_fine_tuned_lora_name takes nothing else, also not the adapter's name before `.weight`.
@@ -97,28 +92,6 @@ class AdapterRules:
     base: BaseModel | None = None
     max_bytes: int | None = None
     allow_pickle: bool = False
-
-
-def adapter_file_names(names: Collection[str], *, allow_pickle: bool) -> frozenset[str]:
-    """The names of an adapter's files among the names in its source folder.
-
-    Pickled weights count only if there are no safetensors and `allow_pickle` is set.
-    raises  SourceError `adapter_pickled`
-    """
-    adapter_files = frozenset(filter(is_adapter_file, names))
-    pickles = [name for name in PICKLES if name in names]
-    if not pickles or CONFIG_NAME not in adapter_files or WEIGHTS_NAME in adapter_files:
-        return adapter_files
-    if not allow_pickle:
-        message = f"{pickles[0]} is a pickle, which can run any code when it is read; accepted is {WEIGHTS_NAME}"
-        advice = "convert it with safetensors.torch.save_file, or let workers do that: allow_pickle"
-        raise SourceError("adapter_pickled", f"{message}: {advice}")
-    return adapter_files | {pickles[0]}
-
-
-def is_adapter_file(name: str) -> bool:
-    """Whether a file name belongs to an adapter: only such files are copied, hashed and kept."""
-    return name == CONFIG_NAME or name.endswith(".safetensors")
 
 
 def digest(files: Iterable[FileEntry]) -> str:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import lzma
+import shutil
 import stat
 import tarfile
 import zipfile
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from workers.core.adapter_files import PICKLES, folder_description, is_adapter_file, is_stored_file
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, adapter_file_names, is_adapter_file
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import redacted
 from workers.sources.base import Transfer
 
@@ -48,9 +50,8 @@ def unpack(
     """
     try:
         members = _zip_members(packed) if ref.lower().endswith(".zip") else _tar_members(packed)
-        _keep_adapter_folder(
-            _unpack_adapter_files(members, into, ref, max_bytes, transfer), into, ref, allow_pickle=allow_pickle
-        )
+        folder_files = _unpack_adapter_files(members, into, ref, max_bytes, transfer)
+        _keep_adapter_folder(folder_files, into, ref, transfer, allow_pickle=allow_pickle)
         packed.unlink()
     except _DAMAGED:
         message = f"source {redacted(ref)}: damaged, or of another type; expected a .tar.gz, .tgz or .zip"
@@ -65,6 +66,7 @@ def _unpack_adapter_files(
 ) -> dict[PurePosixPath, list[str]]:
     """Write the adapter files of every archive folder into a subfolder `.<number>`; returns folder -> file names.
 
+    The names include those of files that are not written.
     raises  SourceError `source_unsafe`, `source_too_big`; TransferCancelled
     """
     total, count = 0, 0
@@ -75,7 +77,7 @@ def _unpack_adapter_files(
         if count > _MAX_MEMBERS or total > max_bytes:
             message = f"source {redacted(ref)}: unpacks to more than {max_bytes} bytes or {_MAX_MEMBERS} entries"
             raise SourceError("source_too_big", message)
-        if content is None or not _is_unpacked(path.name):
+        if content is None or not _is_weights_or_config(path.name):
             continue
         if path.name == CONFIG_NAME and member.size_bytes > MAX_CONFIG_BYTES:
             message = f"source {redacted(ref)}: {CONFIG_NAME} has more than {MAX_CONFIG_BYTES} bytes"
@@ -84,33 +86,36 @@ def _unpack_adapter_files(
         if path.name in names:
             raise SourceError("source_unsafe", f"source {redacted(ref)}: has {path.name} twice in one folder")
         names.append(path.name)
-        _write_file(content, into / f".{list(folder_files).index(path.parent)}" / path.name, transfer)
+        target = into / f".{list(folder_files).index(path.parent)}"
+        target.mkdir(exist_ok=True)
+        if transfer.with_all_weights or is_adapter_file(path.name) or path.name in PICKLES:
+            _write_file(content, target / path.name, transfer)
     return folder_files
 
 
-def _is_unpacked(name: str) -> bool:
-    """Whether a file is unpacked: files of adapters, and pickles."""
+def _is_weights_or_config(name: str) -> bool:
+    """Whether a file is a config, safetensors or a pickle: such files say what a folder is."""
     # macOS adds a file `._<name>` beside each file.
-    return (is_adapter_file(name) or name in PICKLES) and not name.startswith(".")
+    return (is_stored_file(name) or name in PICKLES) and not name.startswith(".")
 
 
 def _keep_adapter_folder(
-    folder_files: dict[PurePosixPath, list[str]], into: Path, ref: str, *, allow_pickle: bool
+    folder_files: dict[PurePosixPath, list[str]], into: Path, ref: str, transfer: Transfer, *, allow_pickle: bool
 ) -> None:
     """Move the files of the one folder with an adapter up, and delete all others. Raises SourceError."""
     folders = [folder for folder, names in folder_files.items() if CONFIG_NAME in names]
     if len(folders) != 1:
         code = "source_invalid" if folders else "source_not_found"
         message = f"source {redacted(ref)}: {CONFIG_NAME} is in {len(folders)} of its folders; expected one adapter"
+        if not folders:
+            all_names = {name for names in folder_files.values() for name in names}
+            message += f", {folder_description(all_names)}"
         raise SourceError(code, message)
-    adapter_files = adapter_file_names(folder_files[folders[0]], allow_pickle=allow_pickle)
-    for number, (folder, names) in enumerate(folder_files.items()):
-        for name in names:
-            if folder == folders[0] and name in adapter_files:
-                (into / f".{number}" / name).rename(into / name)
-            else:
-                (into / f".{number}" / name).unlink()
-        (into / f".{number}").rmdir()
+    number = list(folder_files).index(folders[0])
+    for name in transfer.choose_files(folder_files[folders[0]], allow_pickle=allow_pickle):
+        (into / f".{number}" / name).rename(into / name)
+    for other in range(len(folder_files)):
+        shutil.rmtree(into / f".{other}")
 
 
 def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
@@ -126,8 +131,7 @@ def _checked_path(member: ArchiveMember, ref: str) -> PurePosixPath:
 
 
 def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer) -> None:
-    """Write a member's content to a new file, in a folder that is created. Raises TransferCancelled."""
-    target_path.parent.mkdir(exist_ok=True)
+    """Write a member's content to a new file. Raises TransferCancelled."""
     with target_path.open("xb") as target:
         while chunk := content.read(_CHUNK_BYTES):
             target.write(chunk)
@@ -135,13 +139,13 @@ def _write_file(content: IO[bytes], target_path: Path, transfer: Transfer) -> No
 
 
 def _zip_members(packed: Path) -> ArchiveEntries:
-    """The members of a zip file, with a stream for files to unpack; reads it as they are taken. Raises BadZipFile."""
+    """The members of a zip file, with a stream for weights and configs; reads it as they go. Raises BadZipFile."""
     with packed.open("rb") as raw, zipfile.ZipFile(_BoundedReader(raw)) as archive:
         for info in archive.infolist():
             mode = stat.S_IFMT(info.external_attr >> 16)
             kind = "folder" if info.is_dir() else _KINDS.get(mode, "special file")
             member = ArchiveMember(info.filename, info.file_size, kind)
-            if kind != "file" or not _is_unpacked(PurePosixPath(info.filename).name):
+            if kind != "file" or not _is_weights_or_config(PurePosixPath(info.filename).name):
                 yield member, None
                 continue
             if info.compress_type not in _METHODS:

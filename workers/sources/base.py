@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+from workers.core.adapter_files import adapter_file_names, is_stored_file
 from workers.core.errors import SourceError
 from workers.core.references import is_below, parse_reference, redacted, scheme
 from workers.core.retry import RetryPolicy
@@ -44,6 +45,8 @@ class Transfer:
 
     pinned      the immutable reference of the files (a branch resolved to its commit); else the reference itself
     credential  used for this fetch in place of the worker's own; "" for none
+    left_out    names of weights in the source that engines do not read, and that were not fetched
+    with_all_weights  fetch those, too: digests of earlier releases count them
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Transfer:
         """`on_progress` is called about every `every_s` seconds, in the thread that received the bytes."""
         self.pinned = ""
         self.credential = ""
+        self.left_out: frozenset[str] = frozenset()
+        self.with_all_weights = False
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._is_cancelled = False
@@ -75,6 +80,19 @@ class Transfer:
     def progress(self) -> FetchProgress:
         """The bytes received so far, and the total if it is known."""
         return FetchProgress(self._done_bytes, self._total_bytes)
+
+    def choose_files(
+        self, names: Collection[str], *, allow_pickle: bool, folders: Collection[str] = ()
+    ) -> frozenset[str]:
+        """The names of the adapter's files among those in its source folder; sets `left_out`. Raises SourceError.
+
+        See `adapter_file_names`.
+        """
+        chosen = adapter_file_names(
+            names, allow_pickle=allow_pickle, folders=folders, with_all_weights=self.with_all_weights
+        )
+        self.left_out = frozenset(filter(is_stored_file, names)) - chosen
+        return chosen
 
     def expect(self, total_bytes: int) -> None:
         """Set the total number of bytes that the source reports."""
@@ -105,7 +123,7 @@ class Source(Protocol):
     """Fetches adapters of one scheme."""
 
     async def fetch(self, ref: str, into: Path, transfer: Transfer) -> None:
-        """Fetch `adapter_config.json` and `*.safetensors` of the adapter at `ref` into the empty folder `into`.
+        """Fetch the files of the adapter at `ref`, see `Transfer.choose_files`, into the empty folder `into`.
 
         No other files may be left there; after an error the caller deletes them all. Count bytes in `transfer`, and set
         `transfer.pinned` if the reference can be made immutable. Error messages name the reference by `redacted` and

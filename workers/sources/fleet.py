@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from lorafleet.service.own_key import OwnKey
 from lorafleet.service.transport import DirectTransport
+from workers.core.adapter_files import WEIGHTS_NAME, is_stored_file
 from workers.core.errors import SourceError
-from workers.core.manifest import MAX_CONFIG_BYTES, WEIGHTS_NAME, is_adapter_file
-from workers.core.peft import CONFIG_NAME
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import parse_reference, redacted, scheme
 from workers.sources.base import (
     Limits,
@@ -128,7 +128,7 @@ def _checked_files(ref: str, answer: httpx.Response) -> AdapterFiles:
     except ValidationError as exc:
         raise SourceError("source_invalid", f"source {redacted(ref)}: the orchestrator sends no list of files") from exc
     names = [file.name for file in files.files]
-    is_plain = all(is_adapter_file(name) and "/" not in name and not name.startswith(".") for name in names)
+    is_plain = all(is_stored_file(name) and "/" not in name and not name.startswith(".") for name in names)
     if not is_plain or len(set(names)) < len(names) or not 0 < len(names) <= _MOST_FILES:
         raise SourceError("source_unsafe", f"source {redacted(ref)}: its list has names that are no adapter's files")
     return files

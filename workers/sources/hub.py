@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_file_names
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import HubReference, parse_hub_reference, redacted
 from workers.sources.base import (
     DISK_ERRORS,
@@ -99,15 +100,18 @@ class HubSource:
         raises  SourceError if there are none, or too many bytes
         """
         prefix = f"{reference.folder}/" if reference.folder else ""
-        folder_files = {
+        below = {
             file.rfilename[len(prefix) :]: file.size or 0
             for file in info.siblings or ()
-            if file.rfilename.startswith(prefix) and "/" not in file.rfilename[len(prefix) :]
+            if file.rfilename.startswith(prefix)
         }
-        adapter_files = adapter_file_names(folder_files, allow_pickle=self._limits.allow_pickle)
+        folder_files = {name: size for name, size in below.items() if "/" not in name}
+        folders = sorted({name.partition("/")[0] for name in below if "/" in name})
+        adapter_files = transfer.choose_files(folder_files, allow_pickle=self._limits.allow_pickle, folders=folders)
         sizes = {prefix + name: size for name, size in folder_files.items() if name in adapter_files}
         if prefix + CONFIG_NAME not in sizes:
-            message = f"source {redacted(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}; is it a PEFT adapter?"
+            message = f"source {redacted(ref)}: no {prefix}{CONFIG_NAME} at commit {info.sha}"
+            message += f", {folder_description(folder_files, folders)}"
             raise SourceError("source_not_found", message)
         if (size := sizes[prefix + CONFIG_NAME]) > MAX_CONFIG_BYTES:
             message = f"source {redacted(ref)}: {CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed"

@@ -8,8 +8,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from lorafleet.service.files import mode_of
+from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_file_names
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.sources.base import Transfer, finish_even_if_cancelled
 
 
@@ -68,9 +69,13 @@ class LocalSource:
 
         Raises SourceError, TransferCancelled.
         """
-        names = sorted(adapter_file_names([entry.name for entry in folder.iterdir()], allow_pickle=self._allow_pickle))
+        entries = list(folder.iterdir())
+        found = [entry.name for entry in entries]
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        names = sorted(transfer.choose_files(found, allow_pickle=self._allow_pickle, folders=folders))
         if CONFIG_NAME not in names:
-            raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it")
+            description = folder_description(found, folders)
+            raise SourceError("source_not_found", f"source {str(folder)!r}: no {CONFIG_NAME} in it, {description}")
         left = self._max_bytes
         for name in names:
             limit = min(left, MAX_CONFIG_BYTES) if name == CONFIG_NAME else left

@@ -8,8 +8,9 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.core.adapter_files import folder_description
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, adapter_file_names
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import bucket_and_folder, redacted
 from workers.sources.base import Limits, Transfer, TransientSourceError, clear_folder, too_big_error, with_retries
 
@@ -55,12 +56,12 @@ class ObjectSource:
         bucket, folder = bucket_and_folder(ref)
         folder_path = f"{bucket}/{folder}"
         await asyncio.to_thread(self._open_store, ref)
-        files = self._adapter_files(ref, await self._list_folder(ref, folder_path))
+        files = self._adapter_files(ref, await self._list_folder(ref, folder_path), transfer)
         transfer.expect(sum(size for size, _ in files.values()))
         parts = await asyncio.to_thread(_FetchedParts.read, into, files, self._part_bytes)
         for name, (size, _) in sorted(files.items()):
             await self._fetch_file(ref, f"{folder_path}/{name}", size, into / name, transfer, parts)
-        if self._adapter_files(ref, await self._list_folder(ref, folder_path)) != files:
+        if self._adapter_files(ref, await self._list_folder(ref, folder_path), transfer) != files:
             message = f"source {redacted(ref)}: its files changed while they were fetched; try again later"
             raise SourceError("source_failed", message, retry_after_s=30)
         parts.note.unlink()
@@ -108,18 +109,21 @@ class ObjectSource:
         )
         return entries
 
-    def _adapter_files(self, ref: str, rows: list[dict[str, Any]]) -> dict[str, tuple[int, str]]:
+    def _adapter_files(self, ref: str, rows: list[dict[str, Any]], transfer: Transfer) -> dict[str, tuple[int, str]]:
         """name -> (bytes, version) of the adapter's files; raises SourceError for none, or for too many bytes."""
         folder_files = {row["name"].rpartition("/")[2]: row for row in rows if row["type"] == "file"}
+        folders = [row["name"].rstrip("/").rpartition("/")[2] for row in rows if row["type"] == "directory"]
         files = {
             name: (
                 int(folder_files[name].get("size") or 0),
                 str([folder_files[name][key] for key in _ETAGS if key in folder_files[name]]),
             )
-            for name in adapter_file_names(folder_files, allow_pickle=self._limits.allow_pickle)
+            for name in transfer.choose_files(folder_files, allow_pickle=self._limits.allow_pickle, folders=folders)
         }
         if CONFIG_NAME not in files:
-            raise SourceError("source_not_found", f"source {redacted(ref)}: no {CONFIG_NAME} in that folder")
+            description = folder_description(folder_files, folders)
+            message = f"source {redacted(ref)}: no {CONFIG_NAME} in that folder, {description}"
+            raise SourceError("source_not_found", message)
         if (size := files[CONFIG_NAME][0]) > MAX_CONFIG_BYTES:
             message = f"source {redacted(ref)}: {CONFIG_NAME} has {size} bytes, at most {MAX_CONFIG_BYTES} are allowed"
             raise SourceError("source_too_big", message)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import httpx
 
+from workers.core.adapter_files import PICKLES, WEIGHTS_NAME
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, MAX_CONFIG_BYTES, PICKLES, WEIGHTS_NAME
+from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.references import is_archive, parse_reference, redacted
 from workers.sources.archive import unpack
 from workers.sources.base import (

@@ -19,8 +19,9 @@ from typing import TypeAlias
 import structlog
 
 from workers.core import manifest as manifests
+from workers.core.adapter_files import is_stored_file
 from workers.core.errors import EngineError, SourceError
-from workers.core.manifest import AdapterRules, Manifest, is_adapter_file
+from workers.core.manifest import AdapterRules, Manifest
 from workers.core.references import redacted
 from workers.sources.base import (
     CheckingSource,
@@ -127,7 +128,7 @@ class AdapterCache:
         """
         rules = replace(self.rules, max_rank=None) if allow_any_rank else self.rules
         rules = replace(rules, base_check="off") if trust_base_model else rules
-        return await asyncio.to_thread(read_manifest, folder, rules)
+        return await asyncio.to_thread(read_manifest, folder, rules, is_counted=is_stored_file)
 
     async def install(self, partial: Path, digest: str) -> Path:
         """Rename a verified folder to its digest, or use another agent's intact copy; returns the path.
@@ -249,7 +250,7 @@ def is_intact(folder: Path, digest: str) -> bool:
     """Whether an installed adapter's files match its digest; reads all of them."""
     try:
         return (
-            manifests.digest(read_file_entry(path) for path in folder.iterdir() if is_adapter_file(path.name)) == digest
+            manifests.digest(read_file_entry(path) for path in folder.iterdir() if is_stored_file(path.name)) == digest
         )
     except (OSError, SourceError):
         return False
@@ -258,7 +259,7 @@ def is_intact(folder: Path, digest: str) -> bool:
 def _file_sizes(folder: Path) -> dict[str, int]:
     """name -> size of the adapter's files in a folder; empty if it is gone."""
     try:
-        return {path.name: path.stat().st_size for path in folder.iterdir() if is_adapter_file(path.name)}
+        return {path.name: path.stat().st_size for path in folder.iterdir() if is_stored_file(path.name)}
     except OSError:
         return {}
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import structlog
 
+from workers.core.adapter_files import is_stored_file
 from workers.core.eviction import CachedAdapter, adapters_to_delete
-from workers.core.manifest import is_adapter_file
 from workers.storage import leases
 
 log = structlog.get_logger()
@@ -267,7 +267,7 @@ class CacheFolder:
         """Size of an installed adapter's files, cached as they never change. Raises OSError if its folder is gone."""
         size_bytes = self._sizes.get(digest)
         if size_bytes is None:
-            files = [file for file in self.path(digest).iterdir() if is_adapter_file(file.name)]
+            files = [file for file in self.path(digest).iterdir() if is_stored_file(file.name)]
             size_bytes = self._sizes[digest] = sum(file.stat().st_size for file in files)
         return size_bytes
 

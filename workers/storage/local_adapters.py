@@ -9,8 +9,9 @@ import structlog
 
 from lorafleet.service.files import mode_of
 from orchestrator.wire import checked_lora_id
+from workers.core.adapter_files import is_adapter_file
 from workers.core.errors import SourceError
-from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest, is_adapter_file
+from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest
 from workers.storage.verify import read_manifest
 
 log = structlog.get_logger()

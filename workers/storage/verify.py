@@ -7,24 +7,27 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
 
 from lorafleet.service.files import mode_of
 from workers.core import manifest as manifests
+from workers.core.adapter_files import (
+    WEIGHTS_NAME,
+    adapter_file_names,
+    folder_description,
+    is_adapter_file,
+)
 from workers.core.base_model import BaseModel, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import (
-    WEIGHTS_NAME,
     AdapterDescription,
     AdapterRules,
     FileEntry,
     Manifest,
-    adapter_file_names,
     check_adapter,
-    is_adapter_file,
 )
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
 from workers.core.tensors import TensorHeader, header_bytes, parse_header
@@ -34,10 +37,15 @@ log = structlog.get_logger()
 _BASE_CONFIG = "config.json"
 
 
-def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
-    """Check the adapter in a folder and return its manifest; raises SourceError with the rule that it breaks."""
-    described = read_description(folder, rules)
-    files = tuple(read_file_entry(path) for path in sorted(folder.iterdir()) if is_adapter_file(path.name))
+def read_manifest(
+    folder: Path, rules: AdapterRules, *, is_counted: Callable[[str], bool] = is_adapter_file
+) -> Manifest:
+    """Check the adapter in a folder and return its manifest; raises SourceError with the rule that it breaks.
+
+    is_counted  whether digest and size count a file of this name
+    """
+    described = read_description(folder, rules, is_counted=is_counted)
+    files = tuple(read_file_entry(path) for path in sorted(folder.iterdir()) if is_counted(path.name))
     size_bytes = sum(entry.size_bytes for entry in files)
     return Manifest(
         digest=manifests.digest(files),
@@ -48,10 +56,12 @@ def read_manifest(folder: Path, rules: AdapterRules) -> Manifest:
     )
 
 
-def read_description(folder: Path, rules: AdapterRules) -> AdapterDescription:
+def read_description(
+    folder: Path, rules: AdapterRules, *, is_counted: Callable[[str], bool] = is_adapter_file
+) -> AdapterDescription:
     """The checked description of an adapter, from its config and tensor header only. Raises SourceError."""
     files = sorted(folder.iterdir())
-    _check_files(files, rules)
+    _check_files(files, rules, is_counted)
     config = folder / CONFIG_NAME
     if (size := config.stat().st_size) > MAX_CONFIG_BYTES:
         message = f"{CONFIG_NAME} has {size} bytes; accepted are at most {MAX_CONFIG_BYTES}"
@@ -115,20 +125,16 @@ def base_model_or_none(folder: Path) -> BaseModel | None:
         return None
 
 
-def _check_files(files: list[Path], rules: AdapterRules) -> None:
+def _check_files(files: list[Path], rules: AdapterRules, is_counted: Callable[[str], bool]) -> None:
     """Raises SourceError if files are missing, special, pickled or too big."""
     names = [path.name for path in files]
-    adapter_file_names(names, allow_pickle=False)
-    if missing := [name for name in (CONFIG_NAME, WEIGHTS_NAME) if name not in names]:
-        names_found = ", ".join(names[:10]) or "nothing"
-        message = (
-            f"{' and '.join(missing)} missing, found {names_found}; accepted are both, not pickled and not in parts"
-        )
-        raise SourceError("adapter_incomplete", message)
-    for path in files:
-        if is_adapter_file(path.name):
-            _check_regular_file(path)
-    size_bytes = sum(path.stat().st_size for path in files if is_adapter_file(path.name))
+    folders = [path.name for path in files if path.is_dir()]
+    if not adapter_file_names(names, allow_pickle=False, folders=folders):
+        raise SourceError("adapter_incomplete", f"{CONFIG_NAME} missing, {folder_description(names, folders)}")
+    counted = [path for path in files if is_counted(path.name)]
+    for path in counted:
+        _check_regular_file(path)
+    size_bytes = sum(path.stat().st_size for path in counted)
     if rules.max_bytes is not None and size_bytes > rules.max_bytes:
         message = f"the adapter has {size_bytes} bytes; accepted are at most {rules.max_bytes}, see max_adapter_bytes"
         raise SourceError("source_too_big", message)

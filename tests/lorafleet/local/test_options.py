@@ -39,7 +39,8 @@ def settings_of(
         engine=options.engine,
         base=base,
         max_loras=options.max_loras,
-        max_lora_rank=rank,
+        max_lora_rank=options.max_lora_rank,
+        needed_rank=rank,
         orchestrator_url="http://127.0.0.1:8080",
         folder=Path("/state"),
         sockets=Path("/tmp/lf"),
@@ -88,6 +89,8 @@ def test_environment_and_file_override_the_defaults_of_up(monkeypatch: pytest.Mo
     assert found.engine_args == ("--seed", "1", "--dtype", "auto")
     by_flag = ask(environment=environment, configs={"workers": file}, max_loras=7)
     assert settings_of(by_flag, monkeypatch, environment).max_loras == 7
+    by_flag = ask(environment=environment, configs={"workers": file}, max_lora_rank=64)
+    assert settings_of(by_flag, monkeypatch, environment).max_lora_rank == 64
 
 
 def test_a_folder_with_a_comma_in_its_name_is_one_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +139,12 @@ def test_given_settings_override_the_routers_defaults() -> None:
         (("--seed 1",), "give engine arguments one by one: '--seed', '1'"),
         (("./adapters",), "'./adapters': `lorafleet up` has no such argument.*behind `--`"),
         (("--max-loras", "8"), "--max-loras is 4, but 8 in the engine arguments: give only one"),
+        (("--max-lora-rank=8",), "--max-lora-rank is 32, but 8 in the engine arguments: give only one"),
     ],
 )
 def test_a_forbidden_engine_argument_is_refused_with_the_reason(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(CommandFailed, match=message) as failure:
-        ask(*words, max_loras=4)
+        ask(*words, max_loras=4, max_lora_rank=32)
     assert failure.value.status == 2
     assert "\n" not in str(failure.value)
 

@@ -1,0 +1,133 @@
+"""Which files of a folder are an adapter's, what other folders are, and digests of earlier releases."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorafleet.local.tiny_model import make_adapter
+from workers.agent.event_log import AgentEventLog
+from workers.agent.installed_adapters import InstalledAdapters
+from workers.agent.installer import Installer
+from workers.agent.inventory import Inventory, timestamp
+from workers.config import WorkerSettings
+from workers.core.adapter_files import adapter_file_names, folder_description
+from workers.core.errors import SourceError
+from workers.core.manifest import AdapterRules, digest
+from workers.metrics import WorkerMetrics
+from workers.sources.local import LocalSource
+from workers.storage.cache import AdapterCache
+from workers.storage.cache_folder import CacheFolder
+from workers.storage.credentials import Credentials
+from workers.storage.local_adapters import LocalAdapters
+from workers.storage.verify import read_file_entry
+from workers.wire import InspectRequest, LoadRequest
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+RULES = AdapterRules(64, frozenset(), "off")
+PARTS = ["adapter_model-00001-of-00002.safetensors", "adapter_model-00002-of-00002.safetensors"]
+CHECKPOINTS = ["checkpoint-100", "checkpoint-900", "checkpoint-1000", "runs"]
+
+
+@given(
+    st.frozensets(
+        st.sampled_from(
+            ["model.safetensors", "new_embeddings.safetensors", "README.md", "adapter_model.bin", "optimizer.pt"]
+        )
+    )
+)
+def test_files_beside_an_adapter_never_count(beside):
+    assert adapter_file_names({CONFIG, WEIGHTS, *beside}, allow_pickle=True) == {CONFIG, WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("names", "folders", "words"),
+    [
+        ([CONFIG, "adapters.safetensors"], [], ["MLX", "lora_A.weight"]),
+        ([CONFIG, "adapters.npz"], [], ["MLX"]),
+        ([CONFIG, *PARTS], [], ["2 parts", "join"]),
+        (["trainer_state.json"], CHECKPOINTS, ["3 checkpoints", "checkpoint-1000"]),
+        (["config.json", "model-00001-of-00004.safetensors"], [], ["whole model", "full fine-tune"]),
+        (["config.json", "pytorch_model.bin"], [], ["whole model"]),
+        (["pytorch_lora_weights.safetensors"], [], ["diffusers"]),
+        ([CONFIG, "lora-f16.gguf"], [], ["llama.cpp"]),
+        ([CONFIG, "README.md"], [], ["README.md", WEIGHTS]),
+        ([], [], ["nothing"]),
+    ],
+)  # fmt: skip
+def test_message_says_what_the_folder_is_and_what_to_do(names, folders, words):
+    assert all(word in folder_description(names, folders) for word in (*words, "accepted"))
+    if CONFIG in names:
+        with pytest.raises(SourceError, match=words[0]) as refused:
+            adapter_file_names(names, allow_pickle=False, folders=folders)
+        assert refused.value.code == "adapter_incomplete"
+
+
+class InstallerOnDisk:
+    """An installer of adapters in one folder, with its cache and its log of installed adapters."""
+
+    def __init__(self, root: Path) -> None:
+        settings, metrics = WorkerSettings(model="/models/m"), WorkerMetrics()
+        self.disk = CacheFolder(root / "cache", agent_id="a", grace_s=10.0, lease_s=100.0)
+        self.cache = AdapterCache(
+            self.disk, sources={"file": LocalSource([root], max_bytes=1 << 30)}, rules=RULES, fetch_deadline_s=10
+        )
+        self.inventory = Inventory(
+            settings=settings,
+            installed=InstalledAdapters(root / "state"),
+            events=AgentEventLog(boot_id="b", size=10, now=timestamp),
+            metrics=metrics,
+        )
+        self.installer = Installer(
+            cache=self.cache,
+            local_adapters=LocalAdapters(None, RULES),
+            inventory=self.inventory,
+            metrics=metrics,
+            credentials=Credentials(root / "secrets"),
+            engine_digests=_no_digests,
+            base_model_name=lambda: settings.base_name,
+        )
+
+
+async def _no_digests() -> frozenset[str]:
+    return frozenset()
+
+
+def adapter_beside_its_merged_model(root: Path) -> Path:
+    folder = make_adapter(root / "from", "a/v1")
+    (folder / "model.safetensors").write_bytes(b"sixteen gigabytes")
+    return folder
+
+
+async def test_merged_model_beside_an_adapter_is_neither_stored_nor_counted(tmp_path):
+    folder = adapter_beside_its_merged_model(tmp_path)
+    disk = InstallerOnDisk(tmp_path)
+    found = await disk.installer.inspect(InspectRequest(lora_id="a/v1", source=str(folder)))
+    entries = [read_file_entry(folder / name) for name in (CONFIG, WEIGHTS)]
+    assert (found.digest, found.size_bytes) == (digest(entries), sum(entry.size_bytes for entry in entries))
+    assert set(await disk.cache.files(found.digest)) == {CONFIG, WEIGHTS}
+
+
+async def test_digest_of_an_earlier_release_is_still_found_with_all_weights_of_the_source(tmp_path):
+    folder = adapter_beside_its_merged_model(tmp_path)
+    old = digest([read_file_entry(folder / name) for name in (CONFIG, WEIGHTS, "model.safetensors")])
+    disk = InstallerOnDisk(tmp_path)
+    found = await disk.installer.install(LoadRequest(lora_id="a/v1", source=str(folder), digest=old))
+    assert found.digest == old
+    assert await disk.cache.has_intact(old)
+    assert set(await disk.cache.files(old)) == {CONFIG, WEIGHTS, "model.safetensors"}
+    again = InstallerOnDisk(tmp_path)  # after a restart the installed files still match
+    assert await again.cache.has_intact(old)
+
+
+async def test_other_bytes_are_a_mismatch_with_and_without_other_weights(tmp_path):
+    folder = adapter_beside_its_merged_model(tmp_path)
+    disk = InstallerOnDisk(tmp_path)
+    with pytest.raises(SourceError) as refused:
+        await disk.installer.install(LoadRequest(lora_id="a/v1", source=str(folder), digest="0" * 64))
+    assert refused.value.code == "digest_mismatch"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SourceError) as refused:
+        await disk.installer.install(LoadRequest(lora_id="a/v1", source=str(folder), digest="0" * 64))
+    assert refused.value.code == "digest_mismatch"
