@@ -109,16 +109,23 @@ class InstalledRelease:
 
     @contextlib.asynccontextmanager
     async def under_requests(self, *, models: tuple[str, ...] = (BASE, *ADAPTERS)) -> AsyncIterator[SentRequests]:
-        """A few clients that send one request after another; none may fail."""
+        """A few clients that send one request after another; none may fail.
+
+        Errors have the logs of all pods, deleted ones included: of a failed request, and of the caller.
+        """
         sent = SentRequests()
         stopping = asyncio.Event()
         asking = [asyncio.create_task(self._ask_until(stopping, models, sent)) for _ in range(_CLIENTS)]
         try:
             yield sent
+        except Exception as exc:
+            exc.add_note(self.cluster.logs())
+            raise
         finally:
             stopping.set()
             await asyncio.gather(*asking)
-        assert not sent.failed, f"{len(sent.failed)} of {sent.answered + len(sent.failed)}: {sent.failed[:5]}"
+        said = f"{len(sent.failed)} of {sent.answered + len(sent.failed)}: {sent.failed[:5]}"
+        assert not sent.failed, f"{said}\n{self.cluster.logs()}"
         assert sent.answered >= _CLIENTS
 
     async def burst(self, model: str, sent: SentRequests, *, requests: int) -> None:

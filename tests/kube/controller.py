@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lorafleet.local.processes import tail_of
 from tests.kube import workloads
 from tests.kube.kinds import BY_PLURAL
 from tests.kube.kubelet import PlayedPod, folder_for
@@ -106,6 +107,11 @@ class WorkloadController:
     async def settled(self, *, within_s: float = 60.0) -> None:
         """Wait until every workload has exactly its pods, of its newest revision, all ready."""
         await self.until(self._is_settled, within_s=within_s, what="every pod of every workload is ready")
+
+    def logs(self, *, lines: int = 200) -> str:
+        """The last lines of each container's log, those of deleted pods included."""
+        paths = sorted((self._folder / "logs").glob("*.log"))
+        return "\n\n".join(f"{path.name}:\n{tail_of(path, lines)}" for path in paths)
 
     def checked(self) -> None:
         """Raise a failed task's error, or an error for a pod that keeps restarting."""

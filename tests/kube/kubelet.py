@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked_processes
+from lorafleet.local.processes import ChildProcess, clean_environment, kill_marked, marked_processes, tail_of
 from tests.kube import podspec
 from tests.kube.podspec import PodPlace
 from tests.kube.store import Object
@@ -93,7 +93,7 @@ class PlayedPod:
 
     def log(self) -> str:
         """The last output of the pod's containers."""
-        return "\n".join(f"{child.name}:\n{child.tail(40)}" for child in self.children.values())
+        return "\n".join(f"{child.name}:\n{tail_of(child.log_path, 40)}" for child in self.children.values())
 
     async def _run_once(self) -> None:
         """Run a pod that ends with its containers: a job or a test."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -116,28 +117,48 @@ STALLS = ("--suspect-after-s", "0.3", "--heartbeat-s", "0.1")
 SHORT = ("--health-timeout-s", "0.3")
 
 
+@dataclass
+class Stall:
+    """A load that the engine does not finish, and a request that waits for it.
+
+    asking  the request's task
+    files   the folder of the adapter that the engine reads; its configuration is a pipe
+    """
+
+    asking: asyncio.Task[httpx.Response]
+    files: Path
+
+    def end(self) -> None:
+        """Let the engine read the configuration, which it refuses; no-op if no engine waits for it."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.files / "adapter_config.json", os.O_WRONLY | os.O_NONBLOCK))
+
+
 @contextlib.asynccontextmanager
-async def stalled_engine(client, adapters):
-    """Stall the engine for `--sim-load-s` with a request while it stays healthy; yields the request's task.
+async def stalled_engine(client, folder):
+    """Stall the engine with a request until the stall is ended, while its health route answers; yields the stall.
 
     The sim stalls during a load, as vLLM does; the agent does not know of this load.
     """
-    path = next(adapters.rglob("adapter_config.json")).parent
+    files = folder / "strange"
+    files.mkdir()
+    os.mkfifo(files / "adapter_config.json")
     url = (await metadata_of(client)).transport.engine_url
-    async with httpx.AsyncClient(base_url=url, timeout=60) as engine:
+    async with httpx.AsyncClient(base_url=url, timeout=None) as engine:
         body = {"model": "tiny-qwen", "prompt": [1, 2, 3], "max_tokens": 1900, "ignore_eos": True}
-        asking = asyncio.create_task(engine.post("/v1/completions", json=body))
+        stall = Stall(asyncio.create_task(engine.post("/v1/completions", json=body)), files)
         async with within(10):
             while not (await metadata_of(client)).load.running:
                 await asyncio.sleep(0.02)
-        load = {"lora_name": "strange", "lora_path": str(path)}
+        load = {"lora_name": "strange", "lora_path": str(files)}
         loading = asyncio.create_task(engine.post("/v1/load_lora_adapter", json=load))
         try:
-            yield asking
+            yield stall
         finally:
-            for task in (loading, asking):
+            for task in (loading, stall.asking):
                 task.cancel()
-            await asyncio.gather(loading, asking, return_exceptions=True)
+            await asyncio.gather(loading, stall.asking, return_exceptions=True)
+            stall.end()
 
 
 async def until_suspect(client, *, is_suspect=True) -> Metadata:
@@ -148,12 +169,11 @@ async def until_suspect(client, *, is_suspect=True) -> Metadata:
 
 
 @pytest.mark.fleet
-async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, agent_adapters):
+async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, tmp_path):
     # A full engine returns no token to the agent, but its counters move.
-    flags = ("--engine-args=--sim-load-s=3", "--max-num-seqs", "1", *STALLS, *SHORT)
-    async with worker.inside(*flags, timers=AgentTimers(watch_s=0.1)) as client:
+    async with worker.inside("--max-num-seqs", "1", *STALLS, *SHORT, timers=AgentTimers(watch_s=0.1)) as client:
         before = await metadata_of(client)
-        async with stalled_engine(client, agent_adapters) as asking:
+        async with stalled_engine(client, tmp_path) as stall:
             metadata = await until_suspect(client)
             assert (metadata.state, metadata.engine_boot_id) == ("ready", before.engine_boot_id)
             assert "has requests, and has computed nothing" in metadata.state_reason
@@ -162,18 +182,18 @@ async def test_engine_that_stops_computing_is_suspect_until_it_computes(worker, 
             refused = await post(client, "load_lora", lora_id="sql-expert/v1")
             assert (code(refused), "computed nothing" in refused.text) == ("not_ready", True)
             assert "lorafleet_workers_engine_suspect 1.0" in (await client.get("/metrics")).text
+            stall.end()
             metadata = await until_suspect(client, is_suspect=False)
             assert "lorafleet_workers_engine_suspect 0.0" in (await client.get("/metrics")).text
-            assert not asking.done()
+            assert not stall.asking.done()
         assert metadata.engine_boot_id == before.engine_boot_id
 
 
 @pytest.mark.fleet
-async def test_engine_that_never_computes_again_is_restarted(worker, agent_adapters):
-    flags = ("--engine-args=--sim-load-s=600", *STALLS, *SHORT, "--stuck-after-s", "0.5")
-    async with worker.running(*flags) as client:
+async def test_engine_that_never_computes_again_is_restarted(worker, tmp_path):
+    async with worker.running(*STALLS, *SHORT, "--stuck-after-s", "0.5") as client:
         before = await metadata_of(client)
-        async with stalled_engine(client, agent_adapters), within(20):
+        async with stalled_engine(client, tmp_path), within(20):
             while (await metadata_of(client)).engine_boot_id in {before.engine_boot_id, ""}:
                 await asyncio.sleep(0.05)
         assert (await metadata_of(client)).is_suspect is False
@@ -258,14 +278,14 @@ async def test_restarted_attached_engine_gets_its_adapters_again(attached, agent
 
 @pytest.mark.fleet
 async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters, tmp_path):
-    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3", "--sim-load-s", "600"))
+    engine = start_engine("sim", agent_model, flags=("--max-cpu-loras", "3"))
     flags = ("--engine-url", engine.url, "--max-loras", "2", "--max-cpu-loras", "3", "--max-lora-rank", "16")
     silent_s = patience(0.5)
     stalls = (*STALLS, "--health-timeout-s", str(patience(0.3)), "--stuck-after-s", "0.5")
     worker = RunningWorker(agent_model, agent_adapters, tmp_path, *flags, *stalls)
     timers = AgentTimers(watch_s=0.1, attached_s=silent_s)
     try:
-        async with worker.inside(timers=timers) as client, stalled_engine(client, agent_adapters) as asking:
+        async with worker.inside(timers=timers) as client, stalled_engine(client, tmp_path) as stall:
             before = metadata = await until_suspect(client)
             async with within(20):
                 while metadata.load.still_s < 2 * silent_s:  # longer than `attached_s`
@@ -273,7 +293,7 @@ async def test_stalled_attached_engine_stays_suspect(agent_model, agent_adapters
                     await asyncio.sleep(0.05)
                     metadata = await metadata_of(client)
             assert metadata.engine_boot_id == before.engine_boot_id
-            assert not asking.done()
+            assert not stall.asking.done()
     finally:
         engine.stop()
 
