@@ -15,9 +15,10 @@ from orchestrator.core.lease import LeaseRecord
 from orchestrator.intent.registry import AdapterRegistry
 from orchestrator.leadership.kube_lease import KubeLease
 from orchestrator.store.store import IntentStore
-from tests.patience import until
+from tests.patience import patience, until
 
 FLEET = "lorafleet"
+_GIVE_UP_S, _CALL_S = patience(5), patience(1)
 
 
 async def give_back_lease(kube):
@@ -114,7 +115,7 @@ class StoreInstances:
         self.cluster = cluster
         self._open = []
 
-    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=5.0, call_s=1.0, is_looking=True):
+    async def open(self, *, wall=lambda: 1_800_000_000.0, give_up_s=_GIVE_UP_S, call_s=_CALL_S, is_looking=True):
         kube = await connect(self.cluster.kubeconfig, environ={})
         instance = StoreInstance(kube, wall=wall, give_up_s=give_up_s, call_s=call_s, is_looking=is_looking)
         self._open.append(instance)

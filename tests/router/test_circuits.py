@@ -134,6 +134,7 @@ def wrong(*, in_stream):
 async def test_requests_that_engines_answer_with_errors_though_they_are_well_shut_out_none(stream, status):
     engines = [EngineDouble(f"w{i}", wrong(in_stream=stream)) for i in range(3)]
     async with fleet(*engines) as (client, _, parts):
+        parts.scheduler.breaker.rules = BreakerRules(look_s=3600.0)
         for _ in range(40):
             answer = await ask(client, structured_outputs=True, stream=stream)
             assert answer.status_code == status
