@@ -42,13 +42,17 @@ class _WorkerMessage(BaseModel):
 
 
 class RuntimeConfig(_WorkerMessage):
-    """The engine's limits, and its KV cache of `total_kv_blocks` blocks with `block_size` tokens each."""
+    """The engine's limits, and its KV cache of `total_kv_blocks` blocks with `block_size` tokens each.
+
+    caches_prefixes  whether it keeps blocks for later prompts; older agents do not say, and their engines do
+    """
 
     block_size: int
     total_kv_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    caches_prefixes: bool = True
 
 
 class ModelCard(_WorkerMessage):

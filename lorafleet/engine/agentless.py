@@ -249,6 +249,7 @@ def _runtime_config(base: Mapping[str, Any], metrics: EngineMetrics) -> RuntimeC
         max_num_seqs=_MAX_NUM_SEQS,
         max_num_batched_tokens=0,
         max_model_len=int(base.get("max_model_len") or 0),
+        caches_prefixes=metrics.caches_prefixes,
     )
 
 

@@ -56,6 +56,7 @@ class EngineMetrics:
     max_loras        device slots for adapters, which vLLM reports once an adapter has run
     offloading       backend of its --kv-offloading-size; empty if it has none
     has_connector    whether it has a KV connector that loads
+    caches_prefixes  whether it keeps KV blocks for later prompts; most models without causal attention do not
     """
 
     running: int = 0
@@ -79,6 +80,7 @@ class EngineMetrics:
     max_loras: int = 0
     offloading: str = ""
     has_connector: bool = False
+    caches_prefixes: bool = True
 
 
 def parse_metrics(page: str) -> EngineMetrics:
@@ -117,6 +119,7 @@ def parse_metrics(page: str) -> EngineMetrics:
         max_loras=int(slots[1]) if slots else 0,
         offloading=cache["kv_offloading_backend"] if cache.get("kv_offloading_size", "None") != "None" else "",
         has_connector=_CONNECTOR.search(page) is not None,
+        caches_prefixes=cache.get("enable_prefix_caching") != "False",
     )
 
 

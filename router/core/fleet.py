@@ -58,6 +58,7 @@ class EngineReport:
 class Replica:
     """A worker as the router sees it.
 
+    block_size     tokens in a block of its KV cache; 0: not known, or its engine keeps no block for a later prompt
     residents      its adapters by engine name
     draining       engine names of adapters that get no new requests there
     max_lora_rank  the largest rank that its engine takes; 0: not known

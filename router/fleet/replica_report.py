@@ -75,7 +75,7 @@ def replica_from(
         dialect=metadata.transport.dialect,
         state=state,
         is_ending=followed.source.is_ending,
-        block_size=max(0, shape.block_size),
+        block_size=max(0, shape.block_size) if shape.caches_prefixes else 0,
         max_loras=metadata.lora.max_loras,
         max_lora_rank=metadata.lora.max_lora_rank,
         max_num_seqs=max(1, shape.max_num_seqs),

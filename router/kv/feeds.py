@@ -114,10 +114,14 @@ class KvFeeds:
     def update_worker(self, worker: WorkerId, base_model: str, block_size: int, metadata: Metadata) -> None:
         """Follow a worker as its report describes it; no effect while its engine starts or its block size is unknown.
 
+        A worker whose engine keeps no block for a later prompt is forgotten: nothing is ever cached there.
         Without KV events and without a ledger its blocks are estimated. Otherwise the blocks of adapters that were
         loaded again are dropped if it has no agent, or if its engine forgets KV at a load.
         """
         transport = metadata.transport
+        if not metadata.model.runtime_config.caches_prefixes:
+            self.forget(worker)
+            return
         if not block_size or not metadata.engine_boot_id:
             return
         if not transport.kv_events and not transport.kv_ledger:

@@ -71,9 +71,27 @@ def prompt_body(kind: PromptKind, body: Body, template: TemplateTraits | None = 
         return body
     if kind == "completion":
         return {name: value for name, value in body.items() if name != "messages"}
+    if kind == "input":
+        return _prompt_of_input(body)
     if kind == "responses":
         return chat_of_responses(body)
     return chat_of_messages(body, template) if kind == "messages" else None
+
+
+def _prompt_of_input(body: Body) -> Body | None:
+    """The chat or completion with the prompt of an embedding or classification; None for several texts at once.
+
+    source  vLLM 0.32 entrypoints/pooling/base/protocol.py: a chat has no generation prompt unless it asks for one
+    """
+    if body.get("padding") is not None:
+        return None
+    if "messages" in body:
+        return {"add_generation_prompt": False, **body}
+    texts = body.get("input")
+    if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str | list):
+        (texts,) = texts
+    is_one = isinstance(texts, str) or (isinstance(texts, list) and set(map(type, texts)) == {int})
+    return {**body, "prompt": texts} if is_one else None
 
 
 # --- OpenAI's responses ------------------------------------------------------------------------------------------

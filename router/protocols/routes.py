@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PromptKind = Literal["chat", "completion", "responses", "messages", "none"]
+PromptKind = Literal["chat", "completion", "input", "responses", "messages", "none"]
 """The form of a body's prompt, from which its token ids and KV blocks are computed."""
 
 UsageKind = Literal["openai", "responses", "messages", "none"]
@@ -85,6 +85,21 @@ _PROMPT_FIELDS: Mapping[PromptKind, frozenset[str]] = {
         }
     ),
     "messages": frozenset({"system", "messages", "tools", "thinking", "output_config", "chat_template_kwargs"}),
+    "input": frozenset(
+        {
+            "input",
+            "messages",
+            "add_generation_prompt",
+            "continue_final_message",
+            "add_special_tokens",
+            "chat_template",
+            "chat_template_kwargs",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+            "padding",
+            "truncate_prompt_tokens",
+        }
+    ),
     "none": frozenset(),
 }
 
@@ -207,7 +222,7 @@ _ROWS = (
         adapter="names",
         errors="anthropic",
     ),
-    Route(path="/v1/embeddings", summary="Embeddings", lists=("input",)),
+    Route(path="/v1/embeddings", summary="Embeddings", prompt="input", lists=("input",)),
     Route(
         path="/v2/embed",
         summary="Embeddings, in Cohere's form",
@@ -217,7 +232,7 @@ _ROWS = (
         lists=("texts", "inputs"),
     ),
     Route(path="/pooling", summary="What the model's pooler gives", lists=("input",)),
-    Route(path="/classify", summary="Classes of a text", lists=("input",)),
+    Route(path="/classify", summary="Classes of a text", prompt="input", lists=("input",)),
     Route(path="/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED_FIELDS),
     Route(path="/v1/score", summary="Similarity of texts", takes_salt=False, lists=_SCORED_FIELDS),
     Route(path="/rerank", summary="Documents by relevance to a query", takes_salt=False, lists=_SCORED_FIELDS),

@@ -255,7 +255,7 @@ def prefill_tokens(roster: Roster, request: ParsedRequest, tokens: Tokens) -> in
     else:
         found = tokens.approximation.tokens if tokens.approximation is not None else request.size_bytes // 4
         # A batch is several prompts, each as long as `max_model_len`.
-        if request.route.prompt == "none":
+        if request.route.prompt in ("none", "input"):
             return found
         batch = request.decoded.get("prompt")
         if isinstance(batch, list):

@@ -305,6 +305,11 @@ class Tokenizers:
 
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
         """
+        if kind == "input":
+            prompt = prompt_body(kind, body)
+            if prompt is None:
+                return NO_TOKENS
+            body, kind = prompt, "chat" if "messages" in prompt else "completion"
         given = body.get("prompt") if kind in {None, "completion"} else None
         if isinstance(given, list):
             if len(given) == 1 and isinstance(given[0], str | list):

@@ -132,6 +132,7 @@ class AgentDouble:
     max_lora_ranks: dict[str, int] = field(default_factory=dict)
     block_sizes: dict[str, int] = field(default_factory=dict)
     max_model_lens: dict[str, int] = field(default_factory=dict)
+    uncached: frozenset = frozenset()  # workers whose engine keeps no block for a later prompt
     revision: int = 1
     url: str = ""
     _told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -165,6 +166,7 @@ class AgentDouble:
             max_num_seqs=8,
             max_num_batched_tokens=2048,
             max_model_len=self.max_model_lens.get(worker, 2048),
+            caches_prefixes=worker not in self.uncached,
         )
         return Metadata(
             instance_id=worker,

@@ -438,6 +438,25 @@ async def test_an_approximate_decision_is_marked_and_predicts_nothing():
         assert parts.accuracy.error_share("w0") == parts.accuracy.error_share("w1") == 0.0
 
 
+async def test_nothing_is_predicted_at_an_engine_that_keeps_no_blocks():
+    control = AgentDouble(uncached=frozenset({"w0", "w1"}))
+    async with fleet(EveryRoute("w0"), EveryRoute("w1"), control=control) as (client, _, parts):
+        await ask(client, CHATS, chat(1, 9))
+        scored = (await client.post("/v1/route", json={"model": BASE, **chat(1, 9)})).json()["scores"]
+        assert [score["depth_blocks"] for score in scored] == [0, 0]
+        assert not parts.feeds.approximate
+
+
+async def test_an_engine_that_restarts_without_a_prefix_cache_loses_its_blocks():
+    control = AgentDouble()
+    async with fleet(EveryRoute("w0"), control=control) as (client, _, parts):
+        await ask(client, CHATS, chat(1, 9))
+        index = parts.feeds.index(BASE, BLOCK, is_approximate=True)
+        assert index.block_counts()
+        control.uncached = frozenset({"w0"})
+        await until(lambda: not index.block_counts())
+
+
 async def test_without_kv_matching_no_prompt_is_approximated():
     async with fleet(EveryRoute("w0"), tokenizer="off") as (client, _, parts):
         await client.post("/v1/chat/completions", json=CHAT)

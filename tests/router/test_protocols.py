@@ -78,7 +78,7 @@ def test_a_route_decodes_its_prompt_and_routing_fields():
     for route in ROUTES.values():
         assert {"model", "lora_id", "stream", "cache_salt", "vllm_xargs"} <= route.fields
     assert "previous_response_id" in ROUTES["POST", "/v1/responses"].fields
-    assert "messages" not in ROUTES["POST", "/v1/embeddings"].fields
+    assert "messages" not in ROUTES["POST", "/v1/rerank"].fields
 
 
 @pytest.mark.parametrize(

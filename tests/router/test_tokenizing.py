@@ -663,6 +663,28 @@ async def test_a_batch_of_one_is_tokenized_as_one_prompt(client, tokens, worker,
     remote.close()
 
 
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        ({"input": RULES}, {"prompt": RULES}),
+        ({"input": [RULES]}, {"prompt": RULES}),
+        ({"input": [1, 2, 3]}, {"prompt": [1, 2, 3]}),
+        ({"input": [[1, 2, 3]]}, {"prompt": [1, 2, 3]}),
+        ({"input": RULES, "add_special_tokens": False}, {"prompt": RULES, "add_special_tokens": False}),
+        (HI, HI | {"add_generation_prompt": False}),
+        (HI | {"add_generation_prompt": True}, HI),
+        ({"input": [RULES, RULES]}, None),
+        ({"input": [[1], [2]]}, None),
+        ({"input": RULES, "padding": "max_length"}, None),
+        ({"input": [1, 2], "truncate_prompt_tokens": 1}, None),
+        ({}, None),
+    ],
+)
+async def test_one_text_to_classify_or_embed_has_the_ids_of_its_prompt(tokens, body, same):
+    found = await tokens.ids(body, base_model=BASE, engine_url="", kind="input")
+    assert found.ids == (None if same is None else (await tokens.ids(same, base_model=BASE, engine_url="")).ids)
+
+
 # --- what a long prompt costs the others ---------------------------------------------------------------------------
 
 

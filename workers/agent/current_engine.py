@@ -286,6 +286,7 @@ class CurrentEngine:
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
                 max_model_len=shape.max_model_len or settings.max_model_len or 0,
+                caches_prefixes=shape.caches_prefixes,
             ),
         )
 

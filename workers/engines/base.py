@@ -36,7 +36,8 @@ UNSUPPORTED_ENGINES: Mapping[str, EngineTraits] = {
 class EngineShape:
     """Figures that a running engine reports about itself; 0 and "" if it does not.
 
-    boot_mark  as of `EngineClient.boot_mark`, if it was read with the rest
+    boot_mark        as of `EngineClient.boot_mark`, if it was read with the rest
+    caches_prefixes  whether it keeps KV blocks for later prompts; True if it does not say
     """
 
     block_size: int = 0
@@ -44,6 +45,7 @@ class EngineShape:
     max_model_len: int = 0
     model_name: str = ""
     boot_mark: str = ""
+    caches_prefixes: bool = True
 
 
 class EngineClient(Protocol):

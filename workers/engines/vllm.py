@@ -60,6 +60,7 @@ class VllmClient(HttpEngineClient):
             max_model_len=int(base.get("max_model_len") or 0),
             model_name=str(base.get("id") or ""),
             boot_mark=_boot_mark_of(scrape),
+            caches_prefixes=scrape.caches_prefixes,
         )
 
     async def boot_mark(self) -> str:
