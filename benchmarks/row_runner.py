@@ -43,16 +43,21 @@ class RowRunner:
         number = len(self._done) + 1
         print(f"[{number}/{len(self.names)}] {name}: {self._estimate(name)}", file=sys.stderr, flush=True)
         found: list[ReportRow] = []
+        is_interrupted = True
         try:
             yield found
+            is_interrupted = False
         except RowFailed as exc:
+            is_interrupted = False
             self.failures.append(f"{name}: {exc}")
             print(f"{name} failed: {exc}", file=sys.stderr, flush=True)
         except Exception as exc:  # noqa: BLE001  (the rows measured so far, and those to come, are worth more)
+            is_interrupted = False
             self.failures.append(f"{name}: {exc!r}")
             traceback.print_exc()
         finally:
-            self._done.append(name)
+            if not is_interrupted:
+                self._done.append(name)
             self.rows += [replace(row, row=name) for row in found]
             write(self.rows, self.into)
 
@@ -72,7 +77,7 @@ class RowRunner:
         except KeyboardInterrupt:
             self.is_interrupted = True
             left = ", ".join(name for name in self.names if name not in self._done)
-            print(f"interrupted; not measured: {left or 'none'}", file=sys.stderr, flush=True)
+            print(f"interrupted; not measured in whole: {left}", file=sys.stderr, flush=True)
         finally:
             signal.signal(signal.SIGTERM, before)
 

@@ -27,7 +27,7 @@ from benchmarks.relay.contenders import (
     Contender,
     NotStarted,
     Stage,
-    before_contenders,
+    before,
     environment,
 )
 from benchmarks.relay.fleet import Spec
@@ -135,17 +135,18 @@ async def _measure(bench: RelayBench, chosen: list[Contender], runner: RowRunner
 def _chosen(options: argparse.Namespace) -> list[Contender]:
     """The contenders that are asked for and installed; their versions, and what is not installed, are printed."""
     named: list[str] | None = options.contenders
-    all_of_them = [*CONTENDERS, *(before_contenders() if options.before else ())]
     if named is None:
-        wanted = [c for c in all_of_them if c.kind in ("ours", "direct") or not (options.quick or options.profile)]
+        wanted = [c for c in CONTENDERS if c.kind in ("ours", "direct") or not (options.quick or options.profile)]
     else:
-        whole_names = {c.name for c in all_of_them}
+        whole_names = {c.name for c in CONTENDERS}
         wanted = [
             c
-            for c in all_of_them
+            for c in CONTENDERS
             if c.kind == "direct"
             or any(c.name == name or (name not in whole_names and c.name.startswith(name)) for name in named)
         ]
+    if options.before:
+        wanted += [before(contender) for contender in wanted if contender.kind == "ours"]
     versions = {contender.name: contender.found(options.peers) for contender in wanted}
     print("\n".join(f"{name}: {found or 'not installed'}" for name, found in versions.items()), flush=True)
     return [contender for contender in wanted if versions[contender.name]]

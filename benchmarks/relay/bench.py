@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from benchmarks.relay.client import LoadClient
-from benchmarks.relay.contenders import ADAPTERS, EXACT, NotStarted, Running, Stage, start_router
+from benchmarks.relay.contenders import ADAPTERS, EXACT, NotStarted, Running, Stage, before_name, start_router
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.machine import cpu_ns, pinned, resident_mb
 from benchmarks.relay.prompts import ChatKind, CountedPrompt, Requests, long_seen, shape
@@ -151,7 +151,7 @@ class RelayBench:
         """This version in front of a fleet, and the one before where there is one; once both know what engines have."""
         with contextlib.ExitStack() as stack:
             started = []
-            for one in (name, *([f"{name}, before"] if stage.before else [])):
+            for one in (name, *([before_name(name)] if stage.before else [])):
                 running = start_router(stage, one, ADAPTERS, *flags, is_before=one != name)
                 stack.callback(running.stop)
                 if has_events:

@@ -32,6 +32,11 @@ Peers are measured beside us where they are installed (none is needed; goals aga
                 and then --peers DIR"""
 
 
+def before_name(name: str) -> str:
+    """The name of a router of the version before."""
+    return f"{name}, before"
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What all contenders of a run share.
@@ -94,6 +99,7 @@ class NotStarted(RowFailed):
 
 EXACT = "lorafleet"
 BEFORE = "lorafleet, before"
+"""The name of `EXACT` in the version before; see `before_name`."""
 RELAY = "lorafleet, relay alone"
 SGLANG = "sglang-router cache_aware"
 NGINX = "nginx"
@@ -235,15 +241,15 @@ CONTENDERS = (
 )
 
 
-def before_contenders() -> tuple[Contender, ...]:
-    """Another version of ours, beside this one: in full, and the relay alone."""
+def before(contender: Contender) -> Contender:
+    """The same of another version of ours: that of the checkout `stage.before`."""
 
     def start(me: Contender, stage: Stage) -> Running:
-        if me.name == BEFORE:
+        if contender.name == EXACT:
             return start_router(stage, me.name, ADAPTERS, is_before=True)
         return start_router(stage, me.name, (BASE,), *_RELAY_FLAGS, is_before=True)
 
-    return tuple(Contender(name, "ours", lambda _: "there", start) for name in (BEFORE, f"{RELAY}, before"))
+    return Contender(before_name(contender.name), "ours", lambda _: "there", start)
 
 
 # sglang-router can let requests wait, too: so many at its engines at once, the others in its queue.

@@ -96,4 +96,4 @@ def test_an_interrupted_run_keeps_what_it_has_and_names_what_it_lacks(tmp_path, 
         signal.signal(signal.SIGINT, before)
     assert [row.what for row in runner.rows] == ["first"]
     assert runner.status == 130
-    assert "not measured: two" in capsys.readouterr().err
+    assert "not measured in whole: one, two" in capsys.readouterr().err

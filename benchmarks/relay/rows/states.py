@@ -35,14 +35,14 @@ async def queue_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
         if not waits and bench.size.rounds > 1:
             raise RowFailed("no request waited in the router: the row measures something else")
         found = scene.medians(await bench.costs([*waiting, *at_once, *peers], ask, _WAITING_CLIENTS))
-    sent_at_once_us = found.pop("all sent at once")
+    sent_at_once_us = {name: found.pop(name) for name in [one.name for one in at_once]}
     what = f"{_WAITING_CLIENTS} requests of which most wait for room"
     rows += compared(what, found, "us", beside=SGLANG, goal=2.5)
-    rows.append(
-        ReportRow(
-            f"{what}, over the same sent at once", found[EXACT], "us", None, "sent at once, us", sent_at_once_us, 1.3
-        )
-    )
+    over = f"{what}, over the same sent at once"
+    for router, other in zip(waiting, at_once, strict=True):
+        name, goal = ("", 1.3) if router.name == EXACT else (f": {router.name}", None)
+        beside_us = sent_at_once_us[other.name]
+        rows.append(ReportRow(over + name, found[router.name], "us", None, "sent at once, us", beside_us, goal))
     rows.append(ReportRow(f"{what}: waiting at a moment, middle", waits, "requests"))
 
 
