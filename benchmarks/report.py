@@ -1,7 +1,8 @@
 """What every benchmark prints, and writes as JSON; and the table that joins the JSON of several runs.
 
 python -m benchmarks.report NAME=FILE[,FILE...] ... prints a Markdown table with a column for each NAME: the median of
-its files' figures. With two or more names the last column is the last figure over the first.
+its files' figures. With two or more names another column has the last figure over the first. With `--contenders` the
+table is that of one run, with a column for each contender.
 """
 
 import argparse
@@ -28,6 +29,7 @@ class ReportRow:
     baseline_value  that figure; None where the peer is not installed
     reach_ratio  the goal as a multiple of the baseline's figure, where both depend on the machine
     row          the name that `--rows` takes for it
+    contender    whose figure it is; empty: ours
     """
 
     what: str
@@ -38,6 +40,12 @@ class ReportRow:
     baseline_value: float | None = None
     reach_ratio: float | None = None
     row: str = ""
+    contender: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was measured, and of whom where it is not ours."""
+        return f"{self.what}: {self.contender}" if self.contender else self.what
 
     @property
     def ratio(self) -> float | None:
@@ -75,7 +83,7 @@ class ReportRow:
             goal = f"{sign} {self.reach_ratio:g}x"
         theirs = "-" if self.baseline_value is None else said(self.baseline_value)
         return (
-            self.what,
+            self.name,
             f"{said(self.value)} {self.unit}",
             f"{self.baseline}: {theirs}" if self.baseline else "",
             f"{self.ratio:.2f}x" if self.ratio is not None else "-" if self.baseline else "",
@@ -173,8 +181,9 @@ def joined(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
     for name, files in runs.items():
         for rows in files:
             for fields in rows:
-                found.setdefault(fields["what"], {}).setdefault(name, []).append(fields["value"])
-                last[fields["what"]] = ReportRow(**{field: fields[field] for field in ReportRow.__slots__})
+                row = _row(fields)
+                found.setdefault(row.name, {}).setdefault(name, []).append(row.value)
+                last[row.name] = row
     names = list(runs)
     compares = len(names) > 1
     heads = ["what", *names, *([f"{names[-1]} / {names[0]}"] if compares else []), *COLUMNS[2:]]
@@ -190,6 +199,33 @@ def joined(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
     return "\n".join(lines)
 
 
+def by_contender(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of one run: a line for each figure of ours, and a column for each contender."""
+    read = [_row(fields) for fields in rows]
+    others = list(dict.fromkeys(row.contender for row in read if row.contender))
+    figures: dict[str, dict[str, ReportRow]] = {}
+    for row in read:
+        figures.setdefault(row.what, {})[row.contender] = row
+    heads = ["what", "ours", *others, "ratio", "goal", "reached"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for what, found in figures.items():
+        ours = found.get("")
+        unit = next(iter(found.values())).unit
+        theirs = [said(found[name].value) if name in found else "" for name in others]
+        compared = ["", "", "", ""] if ours is None else list(ours.cells()[2:])
+        if ours is not None and ours.baseline not in others:
+            # Not a contender's figure, so it has no column.
+            compared[1] = (
+                f"{compared[1]} of {said(ours.baseline_value)} ({ours.baseline})" if ours.baseline_value else ""
+            )
+        lines.append(_line([f"{what}, {unit}", "" if ours is None else said(ours.value), *theirs, *compared[1:]]))
+    return "\n".join(lines)
+
+
+def _row(fields: Mapping[str, Any]) -> ReportRow:
+    return ReportRow(**{field: fields[field] for field in ReportRow.__slots__})
+
+
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -199,13 +235,15 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="NAME=FILE[,FILE...]", help="what a benchmark wrote by --json")
+    parser.add_argument("--contenders", action="store_true", help="of the first file: a column for each contender")
+    options = parser.parse_args()
     runs: dict[str, list[Any]] = {}
-    for given in parser.parse_args().runs:
+    for given in options.runs:
         name, equals, files = given.partition("=")
         if not equals:
             sys.exit(f"python -m benchmarks.report: {given!r} is not NAME=FILE[,FILE...], as in now=relay.json")
         runs[name] = [json.loads(Path(file).read_text()) for file in files.split(",")]
-    print(joined(runs))
+    print(by_contender(next(iter(runs.values()))[0]) if options.contenders else joined(runs))
 
 
 if __name__ == "__main__":

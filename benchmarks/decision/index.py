@@ -75,7 +75,7 @@ def matching(replicas: int, size: DecisionBenchSize) -> list[ReportRow]:
     ]
     _, p99 = quantiles_us([matched], rounds=size.rounds * size.calls)
     rows.append(ReportRow(f"hash + match p99, {where}", p99, "us"))
-    rows += [ReportRow(f"match, {where}: {other.name}", found[other.name], "us") for other in (flat, galloping)]
+    rows += [ReportRow(f"match, {where}", found[other.name], "us", contender=other.name) for other in (flat, galloping)]
     return rows
 
 
@@ -130,7 +130,7 @@ def growth(size: DecisionBenchSize) -> list[ReportRow]:
     rows.append(ReportRow(f"{name}, which no prompt has gone over yet", mixed_us, "us"))
     for kind in (FlatMap, GallopingMap):
         small_us, large_us = p50(flat(kind, few).match, few * size.calls), p50(flat(kind, prompts).match, asked)
-        rows.append(ReportRow(f"{name}: {kind.name}", large_us, "us", None, "among 1,024, us", small_us))
+        rows.append(ReportRow(name, large_us, "us", None, "among 1,024, us", small_us, contender=kind.name))
     return rows
 
 

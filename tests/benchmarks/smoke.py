@@ -7,7 +7,10 @@ from pathlib import Path
 
 from tests.patience import patience
 
-KEYS = ("what", "value", "unit", "reach", "ok", "baseline", "baseline_value", "reach_ratio", "ratio", "row")
+KEYS = (
+    *("what", "value", "unit", "reach", "ok", "baseline", "baseline_value"),
+    *("reach_ratio", "ratio", "row", "contender"),
+)
 
 
 def rows_of(name: str, folder: Path, *flags: str) -> list[dict]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.report import ReportRow, joined
+from benchmarks.report import ReportRow, by_contender, joined
 from benchmarks.row_runner import RowFailed, RowRunner
 
 PEER = "sglang-router"
@@ -46,6 +46,21 @@ def test_runs_are_joined_by_the_median_of_each_name_and_a_missing_row_is_a_dash(
     assert table.splitlines()[2] == f"| chat | 220 us | 110 us | 0.50x | {PEER}: 100 | 1.10x | <= 1.5x | yes |"
     lacking = joined({"before": [[]], "after": [rows(110)]})
     assert lacking.splitlines()[2].startswith("| chat | - | 110 us | - |")
+
+
+def test_one_run_is_a_table_with_a_column_for_each_contender():
+    rows = [
+        ReportRow("chat", 180, "us", None, PEER, 130, 1.5),
+        ReportRow("chat", 130, "us", contender=PEER),
+        ReportRow("chat", 40, "us", contender="nginx"),
+        ReportRow("a kilobyte", 9, "us", None, "32 KB, us", 3, 2.0),
+    ]
+    assert by_contender([row.as_json() for row in rows]).splitlines() == [
+        f"| what | ours | {PEER} | nginx | ratio | goal | reached |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| chat, us | 180 | 130 | 40 | 1.38x | <= 1.5x | yes |",
+        "| a kilobyte, us | 9 |  |  | 3.00x of 3 (32 KB, us) | <= 2x | NO |",
+    ]
 
 
 def test_the_command_joins_files_and_refuses_what_is_no_name_and_file(tmp_path):

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.relay.bench import RelayBench
 from benchmarks.relay.client import LoadClient
-from benchmarks.relay.contenders import EXACT, NGINX, RELAY, SGLANG, Running
+from benchmarks.relay.contenders import NGINX, RELAY, SGLANG, Running
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.prompts import ChatKind, long_new, long_seen, of_length, short, short_new
-from benchmarks.relay.rows.scene import LONG_CONNECTIONS, SHORT_CONNECTIONS, RunningContenders, compared
+from benchmarks.relay.rows.scene import LONG_CONNECTIONS, SHORT_CONNECTIONS, RunningContenders, compared, of_ours
 from benchmarks.report import ReportRow
 from benchmarks.row_runner import RowFailed
 
@@ -33,7 +33,7 @@ async def short_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
         what = "relay alone, round_robin, no tokenization, ~1 KB"
         rows += compared(what, alone | beside, "us", beside=NGINX, goal=3.5, ours=RELAY)
     new = scene.medians(await bench.costs(scene.ours, short_new(), SHORT_CONNECTIONS))
-    rows += [_ours("short chat, ~1 KB, all of it new text", name, value, "us") for name, value in new.items()]
+    rows += [of_ours("short chat, ~1 KB, all of it new text", name, value, "us") for name, value in new.items()]
 
 
 async def long_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
@@ -50,12 +50,12 @@ async def new_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
     rows.append(ReportRow("tokenization of a new 32 KB prompt", tokenization_us, "us", None, library, alone_us, 0.3))
     found = scene.medians(await bench.costs(scene.ours, long_new(), LONG_CONNECTIONS))
     for name, value in found.items():
-        rows.append(_ours("32 KB prompt, new", name, value, "us", (library, alone_us), 0.4))
+        rows.append(of_ours("32 KB prompt, new", name, value, "us", (library, alone_us), 0.4))
     for running in scene.ours:
         rest = await health_s(bench, running, None)
         lag = await health_s(bench, running, long_new())
         what = "event-loop lag, p99: /health beside 32 KB prompts"
-        rows.append(_ours(what, running.name, lag * 1e3, "ms", ("with nothing to do, ms", rest * 1e3)))
+        rows.append(of_ours(what, running.name, lag * 1e3, "ms", ("with nothing to do, ms", rest * 1e3)))
 
 
 async def eventless_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
@@ -78,21 +78,6 @@ def _check_estimated(bench: RelayBench, running: Running, ask: ChatKind) -> None
         raise RowFailed(
             f"{running.name} predicts {predicted} cached tokens of {ask.name}, of which {cached} are cached"
         )
-
-
-def _ours(
-    what: str,
-    name: str,
-    value: float,
-    unit: str,
-    beside: tuple[str, float] | None = None,
-    goal: float | None = None,
-) -> ReportRow:
-    """A row of this version, with the goal, or of the one before, without."""
-    baseline, baseline_value = beside or (None, None)
-    if name == EXACT:
-        return ReportRow(what, value, unit, None, baseline, baseline_value, goal)
-    return ReportRow(f"{what}: {name}", value, unit, None, baseline, baseline_value)
 
 
 def _tokenization_us(bench: RelayBench) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from benchmarks.relay.contenders import EXACT, SGLANG, warnings_logged
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.prompts import ChatKind, of_length, of_script
 from benchmarks.relay.rows.costs import health_s
-from benchmarks.relay.rows.scene import RunningContenders, compared
+from benchmarks.relay.rows.scene import RunningContenders, compared, of_ours
 from benchmarks.report import ReportRow
 from benchmarks.texts import SCRIPTS
 
@@ -45,25 +45,25 @@ async def length_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
         )
         for one in ours:
             logged = warnings_logged(stage, one.name)
-            rows.append(ReportRow(f"log lines above info, all lengths{_suffix(one.name)}", logged, "lines", 3))
+            is_held = one.name == EXACT
+            rows.append(
+                ReportRow(
+                    "log lines above info, all lengths",
+                    logged,
+                    "lines",
+                    3 if is_held else None,
+                    contender="" if is_held else one.name,
+                )
+            )
 
 
 def _per_kilobyte(costs_us: dict[int, float], name: str, *, is_new: bool) -> list[ReportRow]:
     """What a kilobyte more costs from each length to the next, as a multiple of what it costs in the shortest."""
     shortest, *longer = costs_us
-    each_us = costs_us[shortest] / shortest
+    beside = f"{shortest} KB, us", costs_us[shortest] / shortest
     kind = "new" if is_new else "seen before"
-    goal = 2.0 if name == EXACT else None
     return [
-        ReportRow(
-            f"a kilobyte of {kilobytes} KB, {kind}{_suffix(name)}",
-            costs_us[kilobytes] / kilobytes,
-            "us",
-            None,
-            f"of {shortest} KB, us",
-            each_us,
-            goal,
-        )
+        of_ours(f"a kilobyte of {kilobytes} KB, {kind}", name, costs_us[kilobytes] / kilobytes, "us", beside, 2.0)
         for kilobytes in longer
     ]
 
@@ -71,14 +71,16 @@ def _per_kilobyte(costs_us: dict[int, float], name: str, *, is_new: bool) -> lis
 async def script_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
     """The same length in each script, beside what the tokenizers library takes for that text."""
     bench = scene.bench
-    for script in SCRIPTS:
-        ask = of_script(script, _SCRIPT_CHARS)
-        alone_us = _library_us(bench, ask)
-        found = scene.medians(await bench.costs(scene.ours, ask, _CONNECTIONS))
-        for name, value in found.items():
-            what = f"{_SCRIPT_CHARS:,} new characters, {script}{_suffix(name)}"
-            goal = _SCRIPT_GOALS.get(script, _OTHER_SCRIPTS_GOAL) if name == EXACT else None
-            rows.append(ReportRow(what, value, "us", None, "encode_batch_fast alone, us", alone_us, goal))
+    # Routers of their own: what these prompts leave behind would be in the memory that later rows measure.
+    with bench.ours(scene.stage) as ours:
+        for script in SCRIPTS:
+            ask = of_script(script, _SCRIPT_CHARS)
+            alone_us = _library_us(bench, ask)
+            found = scene.medians(await bench.costs(ours, ask, _CONNECTIONS))
+            for name, value in found.items():
+                what = f"{_SCRIPT_CHARS:,} new characters, {script}"
+                goal = _SCRIPT_GOALS.get(script, _OTHER_SCRIPTS_GOAL)
+                rows.append(of_ours(what, name, value, "us", ("encode_batch_fast alone, us", alone_us), goal))
 
 
 def _library_us(bench: RelayBench, ask: ChatKind) -> float:
@@ -91,7 +93,3 @@ def _library_us(bench: RelayBench, ask: ChatKind) -> float:
         whole.encode_batch_fast([text], add_special_tokens=special)
         times.append(time.process_time() - began)
     return median(times) * 1e6
-
-
-def _suffix(name: str) -> str:
-    return "" if name == EXACT else f": {name}"

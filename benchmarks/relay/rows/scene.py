@@ -77,6 +77,16 @@ def compared(
     goal    our figure as a multiple of that peer's, at most; None: for comparison only
     """
     if ours not in found:
-        return [ReportRow(f"{what}: {name}", value, unit) for name, value in found.items()]
+        return [ReportRow(what, value, unit, contender=name) for name, value in found.items()]
     rows = [ReportRow(what, found[ours], unit, None, beside, found.get(beside), goal)]
-    return rows + [ReportRow(f"{what}: {name}", value, unit) for name, value in found.items() if name != ours]
+    return rows + [ReportRow(what, value, unit, contender=name) for name, value in found.items() if name != ours]
+
+
+def of_ours(
+    what: str, name: str, value: float, unit: str, beside: tuple[str, float] | None = None, goal: float | None = None
+) -> ReportRow:
+    """A row of this version, with the goal, or of the one before, without it."""
+    baseline, baseline_value = beside or (None, None)
+    if name == EXACT:
+        return ReportRow(what, value, unit, None, baseline, baseline_value, goal)
+    return ReportRow(what, value, unit, None, baseline, baseline_value, contender=name)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from benchmarks.relay.client import LoadClient, first_chunks_s, new_connections_s
@@ -92,19 +93,17 @@ async def open_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
         client.close()
         cpu_share = (cpu_ns(running.pid) - before) / 1e9 / outcome.wall_s
         is_held = running.name == EXACT
-        name = "" if is_held else f": {running.name}"
         if outcome.failures:
             print(f"{running.name}, {what}: {outcome.failures[0]}")
-        rows += [
-            ReportRow(f"{what}, not answered in whole{name}", len(outcome.failures), "streams", 0 if is_held else None),
-            ReportRow(f"{what}, most resident memory{name}", peak_mb, "MB", 250 if is_held else None),
-            ReportRow(f"{what}, share of the core{name}", cpu_share * 100, "%"),
+        figures = [
+            ReportRow(f"{what}, not answered in whole", len(outcome.failures), "streams", 0 if is_held else None),
+            ReportRow(f"{what}, most resident memory", peak_mb, "MB", 250 if is_held else None),
+            ReportRow(f"{what}, share of the core", cpu_share * 100, "%"),
         ]
         if outcome.latencies_s:
             taken_s = median(outcome.latencies_s)
-            rows.append(
-                ReportRow(f"{what}, a stream's time{name}", taken_s, "s", None, "the engine's pace, s", ideal_s)
-            )
+            figures.append(ReportRow(f"{what}, a stream's time", taken_s, "s", None, "engine's pace, s", ideal_s))
+        rows += [replace(row, contender="" if is_held else running.name) for row in figures]
 
 
 def _with_direct(scene: RunningContenders) -> list[Running]:
