@@ -2,7 +2,8 @@
 
 python -m benchmarks.report NAME=FILE[,FILE...] ... prints a Markdown table with a column for each NAME: the median of
 its files' figures. With two or more names another column has the last figure over the first. With `--contenders` the
-table is that of one run, with a column for each contender.
+table is that of one run, with a column for each contender. `--into PAGE` puts the table into a Markdown page instead,
+between `<!-- figures: NAME -->` and `<!-- end of figures -->`, where NAME is the last one.
 """
 
 import argparse
@@ -215,11 +216,19 @@ def by_contender(rows: Sequence[Mapping[str, Any]]) -> str:
         compared = ["", "", "", ""] if ours is None else list(ours.cells()[2:])
         if ours is not None and ours.baseline not in others:
             # Not a contender's figure, so it has no column.
-            compared[1] = (
-                f"{compared[1]} of {said(ours.baseline_value)} ({ours.baseline})" if ours.baseline_value else ""
-            )
+            compared[1] += "" if ours.baseline_value is None else f" of {said(ours.baseline_value)} ({ours.baseline})"
         lines.append(_line([f"{what}, {unit}", "" if ours is None else said(ours.value), *theirs, *compared[1:]]))
     return "\n".join(lines)
+
+
+def put_into(page: str, name: str, table: str) -> str:
+    """The page with the table in the place of this name. Raises ValueError where the page has no such place."""
+    begin, end = f"<!-- figures: {name} -->", "<!-- end of figures -->"
+    head, found, rest = page.partition(begin)
+    _, ended, tail = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"the page has no {begin} with {end} behind it")
+    return f"{head}{begin}\n{table}\n{end}{tail}"
 
 
 def _row(fields: Mapping[str, Any]) -> ReportRow:
@@ -235,7 +244,8 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="NAME=FILE[,FILE...]", help="what a benchmark wrote by --json")
-    parser.add_argument("--contenders", action="store_true", help="of the first file: a column for each contender")
+    parser.add_argument("--contenders", action="store_true", help="of the last run: a column for each contender")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="Markdown page that gets the table")
     options = parser.parse_args()
     runs: dict[str, list[Any]] = {}
     for given in options.runs:
@@ -243,7 +253,15 @@ def main() -> None:
         if not equals:
             sys.exit(f"python -m benchmarks.report: {given!r} is not NAME=FILE[,FILE...], as in now=relay.json")
         runs[name] = [json.loads(Path(file).read_text()) for file in files.split(",")]
-    print(by_contender(next(iter(runs.values()))[0]) if options.contenders else joined(runs))
+    name, files = list(runs.items())[-1]
+    table = by_contender(files[0]) if options.contenders else joined(runs)
+    if options.into is None:
+        print(table)
+        return
+    try:
+        options.into.write_text(put_into(options.into.read_text(), name, table))
+    except ValueError as exc:
+        sys.exit(f"python -m benchmarks.report: {options.into}: {exc}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.report import ReportRow, by_contender, joined
+from benchmarks.report import ReportRow, by_contender, joined, put_into
 from benchmarks.row_runner import RowFailed, RowRunner
 
 PEER = "sglang-router"
@@ -61,6 +61,14 @@ def test_one_run_is_a_table_with_a_column_for_each_contender():
         "| chat, us | 180 | 130 | 40 | 1.38x | <= 1.5x | yes |",
         "| a kilobyte, us | 9 |  |  | 3.00x of 3 (32 KB, us) | <= 2x | NO |",
     ]
+
+
+def test_a_table_takes_the_place_of_its_name_in_a_page_and_no_other():
+    page = "a\n<!-- figures: relay -->\nold\n<!-- end of figures -->\nb\n<!-- figures: x -->\n<!-- end of figures -->\n"
+    new = put_into(page, "relay", "| new |")
+    assert new == page.replace("old", "| new |")
+    with pytest.raises(ValueError, match="decision"):
+        put_into(page, "decision", "| new |")
 
 
 def test_the_command_joins_files_and_refuses_what_is_no_name_and_file(tmp_path):
