@@ -72,7 +72,8 @@ async def test_a_failed_request_has_one_line_with_its_id_key_tenant_adapter_work
     control.ensure = ensure
     settings, key = keyed(tmp_path)
     engine = EngineDouble("w0", answer) if answer else EngineDouble("w0")
-    waits = {"cold_start_timeout_s": patience(0.1), "failover_wait_s": 0.05, "tokenizer": "off"}
+    # Long enough for the orchestrator's answer, which the error after the wait repeats.
+    waits = {"cold_start_timeout_s": patience(0.3), "failover_wait_s": 0.05, "tokenizer": "off"}
     async with fleet(engine, control=control, **waits, **settings) as (client, _, _):
         with capture_logs() as logs:
             got = await client.post("/v1/chat/completions", json=body, headers=key | headers)

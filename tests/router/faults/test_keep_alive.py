@@ -124,7 +124,7 @@ async def test_a_client_that_leaves_is_told_nothing_more():
             pass
 
 
-async def test_what_is_not_streamed_and_what_has_failed_before_keep_their_status():
+async def test_what_is_not_streamed_gets_no_comments():
     async with faulty_fleet(1, **OFTEN) as router:
         go_on = asyncio.Event()
         whole = asyncio.create_task(router.ask("whole", held(go_on, answering(WHOLE))))
@@ -133,5 +133,9 @@ async def test_what_is_not_streamed_and_what_has_failed_before_keep_their_status
             go_on.set()
             await rest(pieces)
         assert (await whole).content == WHOLE
+
+
+async def test_what_has_failed_before_the_first_comment_keeps_its_status():
+    async with faulty_fleet(1, stream_keep_alive_s=patience(1)) as router:
         refused = await router.client.post(CHAT, json={"model": "nobody", "messages": [], "stream": True})
         assert refused.status_code == 404
