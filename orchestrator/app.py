@@ -122,7 +122,13 @@ def build(
     store = IntentStore(configmaps or settings.store, wall=wall)
     agentless = AgentlessTransport(
         lambda: _agentless_workers(settings, finder),
-        AgentlessLoadRules(slots=settings.engine_slots, roots=settings.engine_roots, salt=settings.engine_salt),
+        AgentlessLoadRules(
+            slots=settings.engine_slots,
+            roots=settings.engine_roots,
+            salt=settings.engine_salt,
+            canary=settings.engine_canary,
+            canary_timeout_s=settings.engine_canary_timeout_s,
+        ),
         digest_of=lambda lora_id: adapter.digest if (adapter := store.adapters.get(lora_id)) else None,
         key=settings.engine_key,
         timeout_s=settings.probe_timeout_s,

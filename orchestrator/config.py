@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from lorafleet.engine.agentless import engines_by_id
+from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.settings import WorkerDiscoverySettings
 from lorafleet.service.settings import Url
 
@@ -57,6 +58,14 @@ class OrchestratorSettings(WorkerDiscoverySettings):
     )
     engine_roots: tuple[PurePosixPath, ...] = Field(
         default=(), description="folders on those engines' own disks that file:// adapters may be loaded from"
+    )
+    engine_canary: CanaryMode = Field(
+        default="refuse",
+        description="compare such an engine's answers with and without a new adapter: refuse one that changes nothing,"
+        " warn of it, or do not compare",
+    )
+    engine_canary_timeout_s: float = Field(
+        default=2.0, gt=0, description="seconds that comparison may take; after that the adapter is ready, unproved"
     )
     advertise_url: Url = Field(
         default="", description="URL at which other orchestrators reach this one; empty: http, at host and port"

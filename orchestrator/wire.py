@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from workers.wire import AdapterOperation, Metadata
+from workers.wire import AdapterEffectState, AdapterOperation, IgnoredModules, Metadata
 
 WIRE = 1
 
@@ -76,6 +76,10 @@ class AdapterPolicy(_PersonWrittenModel):
     weight: float = Field(default=1.0, gt=0)
     ttl_s: float | None = Field(
         default=None, ge=0, description="unload after so many seconds without a request; 0: never; null: the policy's"
+    )
+    ignored_modules: Literal["accept", "refuse"] | None = Field(
+        default=None,
+        description="what to do where an engine ignores a part of its modules; null: the worker's setting of this name",
     )
 
 
@@ -151,6 +155,9 @@ class AdapterItem(_OrchestratorModel):
     """One registered adapter.
 
     workers  where it is ready
+    ignored_modules  modules of its file that an engine does not have: the worst of its copies; null without any
+    effect   whether it changes the engines' answers, as agents say (docs/protocol.md); the least proved of its copies
+    note     what to know of a copy that is ready, with the worker's name; "" without any
     idle_s   seconds since it was asked for last; null without a `ttl_s` or a copy, and where nobody has asked yet
     """
 
@@ -169,6 +176,9 @@ class AdapterItem(_OrchestratorModel):
     requests_per_s: float = 0.0
     idle_s: float | None = None
     error: str | None = None
+    ignored_modules: IgnoredModules | None = None
+    effect: AdapterEffectState = ""
+    note: str = ""
 
 
 class AdapterList(_OrchestratorModel):

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from lorafleet.engine.canary import CanaryMode
 from lorafleet.kv.connectors import EngineSalt
 from lorafleet.service.settings import ServiceSettings, Url, checked_url
 from lorafleet.service.sockets import UNIX_PATH_BYTES
@@ -169,6 +170,19 @@ class WorkerSettings(ServiceSettings):
         default="name",
         description="comparison of an adapter's base model with this worker's: last path part, whole name, or none",
     )
+    canary: CanaryMode = Field(
+        default="refuse",
+        description="compare the engine's answers with and without a new adapter where the engine does not say which"
+        " of its modules it has: refuse an adapter that changes nothing, warn of it, or do not compare",
+    )
+    canary_timeout_s: float = Field(
+        default=2.0, gt=0, description="seconds that comparison may take; after that the adapter is ready, unproved"
+    )
+    ignored_modules: Literal["auto", "accept", "refuse"] = Field(
+        default="auto",
+        description="adapters of which the engine ignores some modules: auto refuses those that lose all experts,"
+        " accept takes them, too, refuse takes none; those that lose everything are always refused",
+    )
     check_shapes: bool = Field(default=True, description="compare adapters with the shapes of a local base model")
 
     orchestrator_url: str = Field(
@@ -274,6 +288,11 @@ class WorkerSettings(ServiceSettings):
     def state(self) -> Path:
         """The state folder: `state_dir`, else ~/.local/state/lorafleet/<instance_id>."""
         return self.state_dir or _user_folder("state") / self.instance_id
+
+    @property
+    def lora_reports(self) -> Path:
+        """Folder in which the engine's processes report on adapters that they load."""
+        return self.state.absolute() / "lora-reports"
 
     @property
     def tidy_s(self) -> float:

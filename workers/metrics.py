@@ -45,6 +45,28 @@ class WorkerMetrics:
             registry=registry,
             buckets=_BUCKETS,
         )
+        self.effect_checks = Counter(
+            "lorafleet_workers_effect_checks",
+            "Checks of whether an engine really uses an adapter, by how it was asked and what was found.",
+            ["by", "found"],
+            registry=registry,
+        )
+        self.canary_seconds = Histogram(
+            "lorafleet_workers_canary_seconds",
+            "Duration of canaries: an engine's answers with and without an adapter.",
+            registry=registry,
+            buckets=_BUCKETS,
+        )
+        self.partial_adapters = Gauge(
+            "lorafleet_workers_partial_adapters",
+            "Loaded adapters of which the engine ignores some modules.",
+            registry=registry,
+        )
+        self.unproved_adapters = Gauge(
+            "lorafleet_workers_unproved_adapters",
+            "Loaded adapters whose effect in the engine is not proved.",
+            registry=registry,
+        )
         self.load_failures = Counter("lora_load_failures", "Failed loads by error code.", ["code"], registry=registry)
         self._memory_bytes = Gauge(
             "lora_memory_usage_bytes", "Size of the loaded adapters' weights.", labels, registry=registry

@@ -17,6 +17,7 @@ WIRE = 1
 
 AdapterState = Literal["remote", "downloading", "on_disk", "loading", "ready", "draining", "failed"]
 AgentState = Literal["starting", "ready", "draining", "engine_down"]
+AdapterEffectState = Literal["", "applied", "seen", "zero", "unknown"]
 AdapterOperationKind = Literal["load", "unload"]
 AgentEventType = Literal[
     "DOWNLOADING",
@@ -96,8 +97,20 @@ class AvailableLora(_WorkerMessage):
     source: str = ""
 
 
+class IgnoredModules(_WorkerMessage):
+    """Modules of an adapter's file that an engine does not have: how many, and the first names."""
+
+    count: int
+    names: tuple[str, ...] = ()
+
+
 class LoadedLora(_WorkerMessage):
     """An adapter that is loaded, being loaded, or failed to load (see `error`).
+
+    ignored_modules  None: the engine has all of them, or does not say
+    effect        whether the adapter changes the engine's answers: "" not checked; applied: the engine has its modules;
+                  seen: answers differ with it; zero: its weights change nothing; unknown: not proved
+    note          what an operator should know of a ready adapter, as a sentence
 
     files_digest  of an adapter that another client loaded: digest of the files at its path. `digest` is empty then,
                   because the engine may have read other bytes
@@ -120,6 +133,9 @@ class LoadedLora(_WorkerMessage):
     load_seconds: float | None = None
     error: str | None = None
     files_digest: str = ""
+    ignored_modules: IgnoredModules | None = None
+    effect: AdapterEffectState = ""
+    note: str = ""
 
 
 class LoraCapacity(_WorkerMessage):
@@ -221,6 +237,7 @@ class LoadRequest(_WorkerMessage):
 
     evict   the adapter to unload if no slot is free; needs an epoch if the worker has an orchestrator
     from_fleet  if the source fails, fetch the files of `digest` from the fleet's other workers: needs an epoch
+    ignored_modules  what to do if the engine ignores a part of its modules; default: the worker's setting
     secret  name/key of the credential for the source, a file below this worker's `secrets_dir`
     """
 
@@ -232,6 +249,7 @@ class LoadRequest(_WorkerMessage):
     secret: str | None = None
     evict: str | None = None
     from_fleet: bool = False
+    ignored_modules: Literal["accept", "refuse"] | None = None
     wire: int = WIRE
 
 

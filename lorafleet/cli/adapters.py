@@ -17,6 +17,11 @@ adapters_app = typer.Typer(no_args_is_help=True, help="Adapters: register, show,
 aliases_app = typer.Typer(no_args_is_help=True, help="Aliases: names for one or more adapters, with weights.")
 
 
+class IgnoredModulesPolicy(StrEnum):
+    accept = "accept"
+    refuse = "refuse"
+
+
 class LoadingName(StrEnum):
     lazy = "lazy"
     eager = "eager"
@@ -63,6 +68,10 @@ def adapters_add(
     ttl_s: Annotated[
         float | None, typer.Option(min=0, help="unload after so many seconds without a request; 0: never")
     ] = None,
+    ignored_modules: Annotated[
+        IgnoredModulesPolicy | None,
+        typer.Option(help="where an engine ignores some of its modules; default: the worker's setting"),
+    ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="never evicted")] = False,
     tenant: Annotated[list[str] | None, typer.Option(help="tenant that may use it; repeat; default: everyone")] = None,
 ) -> None:
@@ -79,6 +88,7 @@ def adapters_add(
         "min_replicas": min_replicas,
         "max_replicas": max_replicas,
         "ttl_s": ttl_s,
+        "ignored_modules": ignored_modules and ignored_modules.value,
     }
     policy = {name: value for name, value in given.items() if value is not None} | ({"pinned": True} if pinned else {})
     spec = {
@@ -115,7 +125,8 @@ def adapters_set(
 ) -> None:
     """Change an adapter's own policy or its tenants. Other values stay; effective at once.
 
-    loading, min_replicas, max_replicas and ttl_s may be null, which takes the global policy.
+    loading, min_replicas, max_replicas and ttl_s may be null, which takes the global policy; ignored_modules (accept or
+    refuse) may be null, which takes each worker's setting.
 
     Examples:
 

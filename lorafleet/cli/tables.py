@@ -55,9 +55,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
 
 
 def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
-    """A table of adapters, one row each: state, replicas, digest, workers, tenants and error."""
+    """A table of adapters, one row each. The note is a column only if some adapter has one."""
+    found = list(items)
+    notes = ["note"] if any(item.get("note") for item in found) else []
     return table(
-        ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error"],
+        ["lora_id", "state", "ready", "desired", "rank", "digest", "workers", "tenants", "error", *notes],
         [
             (
                 item["lora_id"],
@@ -69,8 +71,9 @@ def adapters(items: Iterable[Mapping[str, Any]]) -> Table:
                 ", ".join(item["workers"]),
                 "everyone" if item["tenants"] is None else ", ".join(item["tenants"]),
                 item.get("error"),
+                *(item.get("note") for _ in notes),
             )
-            for item in items
+            for item in found
         ],
     )
 

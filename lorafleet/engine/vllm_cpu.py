@@ -1,6 +1,6 @@
-"""Fixes for vLLM on a CPU: a plugin, and a command that starts vLLM from the CPU wheel.
+"""Fixes for vLLM on a CPU, of the plugin (`vllm_plugin`), and a command that starts vLLM from the CPU wheel.
 
-The plugin keeps adapters' weights out of base model requests, and stops busy waiting between an engine's processes.
+The fixes keep adapters' weights out of base model requests, and stop busy waiting between an engine's processes.
 
 `python -P -m lorafleet.engine.vllm_cpu bench serve ...` is `vllm bench serve ...`, and so with every other subcommand.
 """
@@ -19,12 +19,17 @@ _KERNEL_PARAMETERS = {"lora_indices_tensor", "output_tensor"}
 
 
 def register() -> None:
-    """Entry point `lorafleet` of `vllm.general_plugins`, called in each process of any vLLM in this environment.
+    """The plugin's entry point under its old name, for environments made before. Goes with the next release."""
+    import_module("lorafleet.engine.vllm_plugin").register()
+
+
+def apply_fixes() -> None:
+    """Patch vLLM in this process; no-op unless it runs on a CPU.
 
     "No adapter" is index -1. The CPU kernels of vLLM 0.32 take it for the last slot (lora/ops/torch_ops/lora_ops.py);
     GPU kernels skip such rows. So a base model request in a batch with an adapter's request was computed with the
-    adapter in the last slot, and its blocks stayed in the prefix cache under the base model's name. The plugin sets
-    such rows to 0. Kernels with other parameters are not changed; those of 0.33 skip such rows.
+    adapter in the last slot, and its blocks stayed in the prefix cache under the base model's name. So
+    such rows are set to 0. Kernels with other parameters are not changed; those of 0.33 skip such rows.
     """
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return

@@ -10,9 +10,11 @@ import httpx
 import structlog
 
 from lorafleet.engine.agentless import AgentlessEngine
+from lorafleet.engine.canary import CanaryMode
 from lorafleet.engine.vllm_errors import is_engine_stopping
 from lorafleet.identity import engine_name
 from lorafleet.kv.connectors import EngineSalt
+from orchestrator.agentless.canary import AgentlessCanary
 from workers.wire import (
     AvailableLora,
     ClaimRequest,
@@ -53,11 +55,14 @@ class AgentlessLoadRules:
     slots  adapters for each engine
     roots  folders on the engine's disk that adapters may be in
     salt   how their KV connectors salt adapters, see docs/engines.md
+    canary, canary_timeout_s  what to do with adapters that do not change their answers, and how long to look
     """
 
     slots: int = 0
     roots: tuple[PurePosixPath, ...] = ()
     salt: EngineSalt = "auto"
+    canary: CanaryMode = "refuse"
+    canary_timeout_s: float = 2.0
 
 
 class AgentlessRefusal(Exception):
@@ -96,6 +101,9 @@ class AgentlessEngineDriver:
             salt=allowed.salt,
             clock=clock,
         )
+        self._canary = AgentlessCanary(
+            worker.engine_url, client, mode=allowed.canary, timeout_s=allowed.canary_timeout_s
+        )
         self._lock = asyncio.Lock()
         self._epoch = 0
         self._is_draining = False
@@ -108,9 +116,7 @@ class AgentlessEngineDriver:
         Asks the engine; logs a new refusal of adapters.
         """
         report = await self._engine.report()
-        loaded = tuple(
-            lora.model_copy(update={"digest": self._known_digest(lora)}) for lora in report.lora.loaded_loras
-        )
+        loaded = tuple(self._with_digest_and_effect(lora, report.engine_boot_id) for lora in report.lora.loaded_loras)
         is_allowed = bool(self._allowed.slots and self._allowed.roots)
         self._log_refusal(report.lora.refusal)
         takes_loads = is_allowed and not report.lora.refusal and await self._takes_loads(report.engine_boot_id)
@@ -173,11 +179,26 @@ class AgentlessEngineDriver:
                 refusal = await self._post_to_engine(
                     "load_lora_adapter", {"lora_name": name, "lora_path": path}, operation=f"load {name}"
                 )
-                held = {lora.engine_name: lora for lora in (await self.metadata()).lora.loaded_loras}
+                report = await self.metadata()
+                held = {lora.engine_name: lora for lora in report.lora.loaded_loras}
                 if name not in held:  # decided by its list: vLLM also refuses an adapter that has just been loaded
                     no = f"load {name}: the engine report yes, but does not list it"
                     raise refusal or AgentlessRefusal(422, "adapter_refused", no)
+                return await self._with_shown_effect(held[name], path, report)
         return held[name]
+
+    async def _with_shown_effect(self, lora: LoadedLora, path: str, report: Metadata) -> LoadedLora:
+        """An adapter that was just loaded, with its effect by the engine's answers.
+
+        Unloads it again and raises AgentlessRefusal `adapter_no_effect` if it has none.
+        """
+        name, boot_id = lora.engine_name, report.engine_boot_id
+        shown = await self._canary.check(name, path, base_model=report.model.name, boot_id=boot_id)
+        if shown.refusal:
+            await self._unload(name)
+            message = f"load {name}: {shown.refusal}; see `engine_canary` in docs/agentless.md"
+            raise AgentlessRefusal(422, "adapter_no_effect", message)
+        return lora.model_copy(update={"effect": shown.effect, "note": shown.note})
 
     async def unload_lora(self, ask: UnloadRequest, _epoch: int) -> UnloadAnswer:
         """Unload the adapter in all versions that match the request. Raises AgentlessRefusal if there is none."""
@@ -207,6 +228,12 @@ class AgentlessEngineDriver:
         """End draining, so that the engine is reported as ready again; returns its new report. Raises as `metadata`."""
         self._is_draining = False
         return await self.metadata()
+
+    def _with_digest_and_effect(self, lora: LoadedLora, boot_id: str) -> LoadedLora:
+        """An adapter in the report with its digest, and what the canary found of it."""
+        shown = self._canary.effect_of(lora.engine_name, boot_id)
+        found = {"digest": self._known_digest(lora), "effect": shown.effect, "note": shown.note}
+        return lora.model_copy(update=found)
 
     def _log_refusal(self, refusal: str) -> None:
         """Log a refusal of adapters when it is new, and remember it. An empty one is only remembered."""
@@ -245,6 +272,7 @@ class AgentlessEngineDriver:
 
     async def _unload(self, name: str) -> None:
         """Unload one engine name; success if it is not loaded. Raises AgentlessRefusal, httpx.HTTPError."""
+        self._canary.forget(name)
         refusal = await self._post_to_engine("unload_lora_adapter", {"lora_name": name}, operation=f"unload {name}")
         if refusal is not None and refusal.code != "source_not_found":  # unloaded already
             raise AgentlessRefusal(503, "engine_failed", str(refusal))

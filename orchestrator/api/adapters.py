@@ -108,7 +108,8 @@ def adapter_routes(keys: ApiKeys, registry: AdapterRegistry, reconciler: Reconci
         ready = reconciler.queries.ready_workers_by_adapter()
         rows = _matching_ids(wanted, reconciler, ready)
         page, following = page_after(rows, wanted.limit, wanted.cursor)
-        items = tuple(views.adapter(store.adapters[name], ready=ready) for name in page)
+        copies = reconciler.queries.copies_with_notes(frozenset(page))
+        items = tuple(views.adapter(store.adapters[name], ready=ready, copies=copies) for name in page)
         # Serialized here: the framework would validate thousands of items a second time.
         return Response(AdapterList(data=items, next=following).model_dump_json(), media_type="application/json")
 

@@ -31,6 +31,7 @@ from orchestrator.wire import (
     WorkerDrainProgress,
     WorkerItem,
 )
+from workers.wire import LoadedLora
 
 
 class WireViews:
@@ -41,11 +42,23 @@ class WireViews:
         self._clock = clock
         self._wall = wall
 
-    def adapter(self, adapter: RegisteredAdapter, *, ready: Mapping[str, Sequence[str]] | None = None) -> AdapterItem:
-        """The adapter as wire model. `ready`: lora_id -> ready workers, computed once for many adapters."""
+    def adapter(
+        self,
+        adapter: RegisteredAdapter,
+        *,
+        ready: Mapping[str, Sequence[str]] | None = None,
+        copies: Mapping[str, tuple[str, LoadedLora]] | None = None,
+    ) -> AdapterItem:
+        """The adapter as wire model.
+
+        ready, copies  by lora_id: ready workers, and the copy that shows least; computed once for many adapters
+        """
         if ready is None:
             ready = {adapter.lora_id: self._reconciler.queries.ready_workers(adapter.lora_id)}
+        if copies is None:
+            copies = self._reconciler.queries.copies_with_notes({adapter.lora_id}) if ready else {}
         workers = ready.get(adapter.lora_id, ())
+        worker_id, copy = copies.get(adapter.lora_id, ("", None))
         return AdapterItem.model_validate(
             {
                 "lora_id": adapter.lora_id,
@@ -63,6 +76,9 @@ class WireViews:
                 "requests_per_s": round(self._reconciler.demand.request_rate(adapter.lora_id, self._clock()), 4),
                 "idle_s": self._idle_s(adapter.lora_id),
                 "error": self._reconciler.queries.last_error(adapter.lora_id),
+                "ignored_modules": None if copy is None else copy.ignored_modules,
+                "effect": "" if copy is None else copy.effect,
+                "note": f"{worker_id}: {copy.note}" if copy is not None and copy.note else "",
             }
         )
 

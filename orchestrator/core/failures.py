@@ -9,8 +9,8 @@ from orchestrator.core.state import AdapterFailure, ObservedFleet, Pair, Registe
 
 ANYWHERE = ""
 """The worker_id of a failure that blocks every worker: no worker has found good bytes at the adapter's source."""
-ENGINE_REFUSED = "adapter_refused"
-"""Error code of an engine that refuses bytes with the registered digest."""
+ENGINE_REFUSALS = frozenset(("adapter_refused", "adapter_no_effect", "modules_ignored"))
+"""Error codes of bytes with the registered digest that an engine refuses, or does not use."""
 MOST_REFUSALS = 2
 """After this many engines have refused an adapter it is quarantined until an operator retries it."""
 LONGEST_S = 3600.0
@@ -35,7 +35,7 @@ def failure_scope(
         return "worker"
     failures = {id_: observed.failures.get((lora_id, id_)) for id_ in observed.workers}
     current = {id_: failure for id_, failure in failures.items() if failure is not None and failure.until > now}
-    if sum(failure.code == ENGINE_REFUSED for failure in current.values()) >= MOST_REFUSALS:
+    if sum(failure.code in ENGINE_REFUSALS for failure in current.values()) >= MOST_REFUSALS:
         return "adapter"
     fitting = (w.id for w in observed.workers.values() if w.can_accept(adapter.base_model, adapter.rank or 0))
     return "worker" if any(id_ not in current for id_ in fitting) else "fleet"

@@ -5,6 +5,7 @@ All times are seconds of the monotonic clock of the process that took the snapsh
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lorafleet.identity import lora_id_of
 
@@ -39,6 +40,7 @@ class RegisteredAdapter:
     priority: int = 0
     weight: float = 1.0
     ttl_s: float | None = None
+    ignored_modules: Literal["accept", "refuse"] | None = None
     tenants: tuple[str, ...] | None = None
     secret: str | None = None
     pinned_source: str | None = None

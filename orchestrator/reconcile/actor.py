@@ -19,7 +19,7 @@ from orchestrator.core.errors import (
     StoreError,
     WorkerFailed,
 )
-from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSED, LONGEST_S, failure_scope
+from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, LONGEST_S, failure_scope
 from orchestrator.core.plan import AdapterDrain, WorkerAction
 from orchestrator.core.state import RegisteredAdapter, ReportedAdapter, lora_id_of_held
 from orchestrator.metrics import OrchestratorMetrics
@@ -46,11 +46,12 @@ _CHECK_S = 1.0  # without an answer by then the inspection decides
 
 @dataclass(frozen=True, slots=True)
 class _ActionResult:
-    """How an action ended. `outcome`: as in `AuditLog.record_action`."""
+    """How an action ended. `outcome`: as in `AuditLog.record_action`; `note`: the agent's on a loaded adapter."""
 
     outcome: str
     code: str
     error: str
+    note: str = ""
 
 
 class ActionRunner:
@@ -123,7 +124,7 @@ class ActionRunner:
             operations.unloading.add((action.lora_id, action.worker_id))
             self._tasks.spawn(self._run_action(action, self._unload(action), settings.unload_timeout_s))
 
-    async def _run_action(self, action: WorkerAction, work: Coroutine[Any, Any, None], deadline_s: float) -> None:
+    async def _run_action(self, action: WorkerAction, work: Coroutine[Any, Any, str | None], deadline_s: float) -> None:
         """Run one action to its end or deadline, record its result, refresh the catalog and request a pass.
 
         Waits first until the intent behind it is durable and the agent has our epoch. A stale epoch ends our term.
@@ -136,8 +137,8 @@ class ActionRunner:
                 # The intent behind the action must be durable before the action.
                 await self._store.wait_durable(_required_subjects(action))
                 await self._claim(action.worker_id)
-                await work
-            end = _ActionResult("ok", "", "")
+                note = await work
+            end = _ActionResult("ok", "", "", note or "")
             self._record_success(action)
         except LeaseLost as exc:
             end = _ActionResult("dropped", exc.code, str(exc))
@@ -196,6 +197,7 @@ class ActionRunner:
                     duration_s=duration_s,
                     code=end.code,
                     error=end.error,
+                    note=end.note,
                 )
 
     def _record_success(self, action: WorkerAction) -> None:
@@ -240,7 +242,7 @@ class ActionRunner:
         blame = "worker"
         if not adapter.is_inspected:
             blame = "worker" if self._can_ask_others(action, adapter, exc.code) else "fleet"
-        elif exc.code == ENGINE_REFUSED:
+        elif exc.code in ENGINE_REFUSALS:
             blame = failure_scope(adapter, self._queries.observe(), self._clock())
         if blame == "adapter":
             self._store.put_adapter(replace(adapter, quarantine=f"{exc.code}: {exc}"))
@@ -318,10 +320,11 @@ class ActionRunner:
         found = await self._agents.inspect(self._agent_url(worker_id), ask, timeout_s=self._settings.inspect_timeout_s)
         return with_manifest(adapter, found)
 
-    async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> None:
+    async def _load(self, action: WorkerAction, adapter: RegisteredAdapter) -> str:
         """Load the adapter on the worker; record the load and the eviction of its victim, and emit events.
 
-        Ends the victim's drain, and remembers a copy that is owed. Raises InvalidAdapter, WorkerFailed.
+        Returns the agent's note on it: what its engine ignores, or could not prove; "" without one. Ends the victim's
+        drain, and remembers a copy that is owed. Raises InvalidAdapter, WorkerFailed.
         """
         began = self._clock()
         evicted = None if action.evict is None else self._reported_adapter(action.evict, action.worker_id).engine_name
@@ -333,6 +336,7 @@ class ActionRunner:
             secret=adapter.secret,
             evict=evicted,
             from_fleet=True,
+            ignored_modules=adapter.ignored_modules,
         )
         url, timeout_s = self._agent_url(action.worker_id), self._settings.load_timeout_s
         lora = await self._agents.load(url, ask, timeout_s=timeout_s)
@@ -351,7 +355,8 @@ class ActionRunner:
             self._catalog.emit_event(
                 "evicted", lora_id=action.evict, worker_id=action.worker_id, message=f"made room for {action.lora_id}"
             )
-        self._catalog.emit_event("loaded", lora_id=action.lora_id, worker_id=action.worker_id)
+        self._catalog.emit_event("loaded", lora_id=action.lora_id, worker_id=action.worker_id, message=lora.note)
+        return lora.note
 
     async def _unload(self, action: WorkerAction) -> None:
         """Unload the adapter from the worker; end its drain, record the eviction, and emit an event.

@@ -1,7 +1,7 @@
 """Queries: where adapters are, in which state, and the catalog that routers follow."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
@@ -11,7 +11,7 @@ from orchestrator.reconcile.operations import FleetOperations
 from orchestrator.reconcile.worker_reports import KnownWorker, WorkerReports, is_warming, serving_adapters, worker_state
 from orchestrator.store.store import IntentStore
 from orchestrator.wire import CatalogWorker, Draining
-from workers.wire import LoadedLora
+from workers.wire import AdapterEffectState, LoadedLora
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class LastPass:
     observed: ObservedFleet
     desired: DesiredPlacement
     warming: Mapping[str, Sequence[PlannedLoad]] = field(default_factory=dict)
+
+
+_EFFECTS: tuple[AdapterEffectState, ...] = ("unknown", "zero", "", "seen", "applied")
+"""From the least to the most that is known to show."""
 
 
 class FleetQueries:
@@ -98,6 +102,21 @@ class FleetQueries:
                 if self._is_ready(lora, worker_id):
                     table.setdefault(lora.lora_id, []).append(worker_id)
         return table
+
+    def copies_with_notes(self, lora_ids: Collection[str] | None = None) -> dict[str, tuple[str, LoadedLora]]:
+        """lora_id -> the worker and its copy that shows least effect, of copies that are ready now.
+
+        lora_ids  of these adapters alone; None: of all
+        """
+        copies: dict[str, tuple[str, LoadedLora]] = {}
+        for worker_id, entry in sorted(self._reports.workers.items()):
+            for lora in serving_adapters(entry):
+                if (lora_ids is not None and lora.lora_id not in lora_ids) or not self._is_ready(lora, worker_id):
+                    continue
+                least = copies.get(lora.lora_id)
+                if least is None or _shown_effect(lora) < _shown_effect(least[1]):
+                    copies[lora.lora_id] = worker_id, lora
+        return copies
 
     def _is_ready(self, lora: LoadedLora, worker_id: str) -> bool:
         """Whether the adapter on the worker serves requests now: ready, not draining, right digest and base model."""
@@ -248,3 +267,9 @@ def _adapter_state(
     if is_ready:
         return "ready"
     return "loading" if is_loading else "registered"
+
+
+def _shown_effect(lora: LoadedLora) -> tuple[int, int]:
+    """A key that is smaller the less of an adapter shows: by what its agent proved, then by ignored modules."""
+    ignored = 0 if lora.ignored_modules is None else lora.ignored_modules.count
+    return _EFFECTS.index(lora.effect), -ignored

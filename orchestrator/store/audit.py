@@ -36,11 +36,20 @@ class AuditLog:
         return self._asked_by.get(lora_id, NOBODY)
 
     def record_action(
-        self, action: WorkerAction, *, requester: str, outcome: str, duration_s: float, code: str = "", error: str = ""
+        self,
+        action: WorkerAction,
+        *,
+        requester: str,
+        outcome: str,
+        duration_s: float,
+        code: str = "",
+        error: str = "",
+        note: str = "",
     ) -> None:
         """Log an action's end; store it in the history unless it is an inspection.
 
         outcome  ok, refused, failed, timeout, error or dropped
+        note     what the agent says of an adapter that is loaded
         """
         body = {
             "worker_id": action.worker_id,
@@ -51,6 +60,7 @@ class AuditLog:
         }
         body |= {"evict": action.evict} if action.evict else {}
         body |= {"code": code, "error": error} if code else {}
+        body |= {"note": note} if note else {}
         write = log.info if outcome == "ok" else log.warning
         write(action.operation, lora_id=action.lora_id, asked_by=requester, **body)
         if action.operation != "inspect":

@@ -55,7 +55,7 @@ _MIGRATIONS: tuple[str, ...] = (
     """,
 )
 SCHEMA = len(_MIGRATIONS)
-_POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight", "ttl_s")
+_POLICY_FIELDS = ("loading", "min_replicas", "max_replicas", "pinned", "priority", "weight", "ttl_s", "ignored_modules")
 _ADAPTER_COLUMNS = (
     "lora_id", "source", "base_model", "digest", "rank", "size_bytes", "quarantine", "secret", "pinned_source",
 )  # fmt: skip

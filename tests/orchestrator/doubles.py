@@ -43,6 +43,7 @@ class FakeAgent:
         self.forbidden = set()  # sources
         self.answers: dict[str, bytes] = {}  # verb -> the body of a 422 in place of doing it
         self.ranks = {}
+        self.effects: dict[str, dict] = {}  # lora_id -> what the engine does with it, as fields of the adapter
         self.pins: dict[str, str] = {}  # source -> where those very bytes are, as of now
         self.files: dict[str, dict[str, bytes]] = {}  # digest -> name -> content
         self.ranges = []
@@ -78,6 +79,7 @@ class FakeAgent:
             "source": source,
             "size_bytes": 1000,
             "loaded_at": loaded_at,
+            **self.effects.get(lora_id, {}),
         }
         return self.loaded[lora_id]
 

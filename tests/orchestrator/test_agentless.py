@@ -17,6 +17,7 @@ from tests.engines import RunningEngine, start_engine
 from tests.orchestrator.conftest import OrchestratorUnderTest
 from tests.orchestrator.doubles import FakeAgent
 from tests.serving import serving
+from tests.workers.changed_adapters import adapter_of_zeros
 from tests.workers.running import sim_inside
 
 DIGEST = "ab" * 32
@@ -348,3 +349,52 @@ def test_contradictory_engine_settings_are_refused(settings):
     with pytest.raises(ValueError, match="engine"):
         OrchestratorSettings(**settings)
     assert OrchestratorSettings(engine_slots=1, engine_roots=("/a",)).engine_roots == (PurePosixPath("/a"),)
+
+
+IGNORED_BY_ALL = ("--lora-target-modules", "embed_tokens")
+
+
+async def agentless_item(house_of, model, shelf, name="sql", **settings):
+    """The item of an adapter that an engine without an agent has been asked to load, and what that engine lists."""
+    async with sim_inside(model, *IGNORED_BY_ALL) as url:
+        service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,), **settings)
+        await register(service, shelf, name)
+        await service.settle()
+        await service.ensure(SQL)
+        await service.settle()
+        async with httpx.AsyncClient() as client:
+            models = (await client.get(f"{url}/v1/models")).json()["data"]
+        return await service.adapter(SQL), [each["id"] for each in models if each["parent"]]
+
+
+async def test_engine_without_an_agent_that_ignores_an_adapter_does_not_serve_it(house_of, model, shelf):
+    item, listed = await agentless_item(house_of, model, shelf)
+    assert (item["state"], listed) == ("failed", [])
+    assert "adapter_no_effect" in item["error"]
+    assert "its weights are not zero" in item["error"]
+
+
+async def test_canary_of_engines_without_agents_may_warn_or_be_off(house_of, model, shelf):
+    item, _ = await agentless_item(house_of, model, shelf, engine_canary="warn")
+    assert (item["state"], item["effect"]) == ("ready", "unknown")
+    assert "to the last bit" in item["note"]
+    item, _ = await agentless_item(house_of, model, shelf, engine_canary="off")
+    assert (item["state"], item["effect"], item["note"]) == ("ready", "", "")
+
+
+async def test_zeros_of_an_adapter_at_an_engine_without_an_agent_are_read_where_its_folder_is(
+    house_of, model, shelf, tmp_path
+):
+    adapter_of_zeros(shelf / "sql", tmp_path / "shelf" / "fresh")
+    item, listed = await agentless_item(house_of, model, tmp_path / "shelf", "fresh")
+    assert (item["state"], item["effect"], len(listed)) == ("ready", "zero", 1)
+
+
+async def test_effect_that_the_engines_answers_show_is_in_the_item(house_of, model, shelf):
+    async with sim_inside(model) as url:
+        service = house_of(engines=(f"e0={url}",), engine_slots=4, engine_roots=(shelf,))
+        await register(service, shelf)
+        await service.settle()
+        await service.ensure(SQL)
+        await service.settle()
+        assert (await service.adapter(SQL))["effect"] == "seen"

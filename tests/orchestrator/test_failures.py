@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSED, FailureBook, failure_scope
+from orchestrator.core.failures import ANYWHERE, ENGINE_REFUSALS, FailureBook, failure_scope
 from orchestrator.core.state import AdapterFailure, ObservedFleet, ObservedWorker, RegisteredAdapter, ReportedAdapter
 
 PAIR = ("a", "w0")
+ENGINE_REFUSED = "adapter_refused"
 
 
 def fail(book, now, pair=PAIR, *, first_s=60.0, most_s=3600.0, least_s=0.0, seed=0):
@@ -115,6 +116,15 @@ GOOD_THERE = ReportedAdapter(lora_id="a", digest="d", engine_name="a", state="re
 def one(name, failed=None, *, until=60.0, **shape):
     worker = ObservedWorker(id=name, **{"state": "ready", "base_model": "m", "slots": 4, "max_lora_rank": 8} | shape)
     return worker, AdapterFailure(until=until, code=failed, message="no") if failed else None
+
+
+@pytest.mark.parametrize("code", sorted(ENGINE_REFUSALS))
+def test_two_engines_that_refuse_or_do_not_use_an_adapter_quarantine_it(code):
+    fleet = [one("w0", code), one("w1", code)]
+    failures = {("a", worker.id): failure for worker, failure in fleet}
+    observed = ObservedFleet(workers={worker.id: worker for worker, _ in fleet}, failures=failures)
+    assert ENGINE_REFUSED in ENGINE_REFUSALS
+    assert failure_scope(BAD, observed, now=30.0) == "adapter"
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,7 @@ class WorkerAgent:
     async def reconcile(self) -> None:
         """Read free disk bytes, scan lora_path, and correct the inventory from the engine's list. Raises EngineError.
 
+        Checks the effect of one adapter again where it is not proved yet.
         The list is ignored while the agent is neither ready nor draining, or its KV connector is refused.
         """
         await self.cache.update_free_bytes()
@@ -414,6 +415,8 @@ class WorkerAgent:
         # An engine that takes no adapters gets no requests for them: ignore its list.
         if not self.inventory.kv_connector.refusal:
             await self._loader.reconcile_with_engine_list(lambda: self.state in {"ready", "draining"})
+            if self.state == "ready" and not self.engine.suspicion:
+                await self._loader.check_unproved()
 
     async def read_foreign_files(self) -> None:
         """Read the files of adapters that another client loaded into the engine, so that they can be adopted."""

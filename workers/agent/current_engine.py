@@ -116,6 +116,12 @@ class CurrentEngine:
         self._in_flight = in_flight, self._clock()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the engine has no requests, by its own metrics and by the routers' last reports."""
+        in_flight, reported_at = self._in_flight
+        return not self._load.has_work and not (in_flight > 0 and self._clock() - reported_at < _IN_FLIGHT_VALID_S)
+
+    @property
     def has_computed_since_suspect(self) -> bool:
         """Whether a counter of the engine has moved since it became suspect."""
         return (self._load.moved_at or -inf) > self._suspect_since
@@ -141,14 +147,11 @@ class CurrentEngine:
         The routers' reports count, too: vLLM 0.32 shows a request that began alone in no counter before its first step
         is over.
         """
-        now = self._clock()
-        in_flight, reported_at = self._in_flight
-        has_work = self._load.has_work or (in_flight > 0 and now - reported_at < _IN_FLIGHT_VALID_S)
         # A load stalls all requests (vLLM 0.32), and has its deadline.
-        if not has_work or self.lock.locked():
+        if self.is_idle or self.lock.locked():
             self._busy_since = None
         elif self._busy_since is None:
-            self._busy_since = now
+            self._busy_since = self._clock()
 
     async def is_healthy(self) -> bool:
         """Ask the engine for its health; False without an engine or an answer in time."""

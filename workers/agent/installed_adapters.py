@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from lorafleet.service.files import write_error_text
+from workers.core.effect import Effect
 
 log = structlog.get_logger()
 
@@ -44,6 +45,14 @@ class InstalledAdapter:
     """name/key of the credential for its source."""
     order: int = 0
     """Load order: a restarted engine loads adapters in ascending order."""
+    ignored_policy: str = ""
+    """What the load request said about modules that the engine ignores; "": the setting decides."""
+    effect: Effect = ""
+    """Its effect in the engine, as in `workers.core.effect.AdapterEffect`, and the note on it."""
+    note: str = ""
+    ignored_count: int = 0
+    ignored_names: tuple[str, ...] = ()
+    """Modules of its file that the engine does not have: how many, and the first names."""
 
     @property
     def memory_mb(self) -> float:

@@ -39,6 +39,7 @@ class Inventory:
     changes    wakes the senders of heartbeats; `version` grows with each change
     kv_connector  what the engine's KV connector allows adapters
     foreign_files  engine name -> files of an adapter that another client loaded, once they were read
+    refused_names  engine names that the engine still lists, though their adapters were refused for their effect
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Inventory:
         self.operations = AdapterOperationLog(timestamp)
         self.listed_at: float | None = None  # by the caller's clock; see `confirm_list`
         self.foreign_files: dict[str, ForeignFiles] = {}
+        self.refused_names: set[str] = set()
         self._listed_paths: Mapping[str, str] = {}
         self._progress: dict[str, LoadedLora] = {}
         self._failures: OrderedDict[str, LoadedLora] = OrderedDict()
@@ -88,6 +90,7 @@ class Inventory:
         """
         self.slots = AdapterSlots(self._settings.max_loras, self._settings.max_cpu_loras, keeps_ghosts=keeps_ghosts)
         self.listed_at, self._listed_paths = None, {}
+        self.refused_names.clear()
 
     def record_paths(self, listed: Mapping[str, str]) -> None:
         """Record the engine's own list: engine name -> path."""
@@ -147,11 +150,11 @@ class Inventory:
     def mark_reloaded(self, adapter: InstalledAdapter, *, load_seconds: float) -> None:
         """Record and publish that a restarted engine has loaded the adapter again.
 
-        Writes no file unless its path changed.
+        Writes no file unless its path or its effect changed.
         """
         stored = self.installed.get(adapter.engine_name)
         adapter = replace(adapter, loaded_at=timestamp(), load_seconds=load_seconds)
-        if stored is None or stored.path != adapter.path:
+        if stored is None or (stored.path, stored.effect, stored.note) != (adapter.path, adapter.effect, adapter.note):
             self.installed.store(adapter)
         else:
             self.installed.update_in_memory(adapter)
@@ -195,6 +198,14 @@ class Inventory:
         log.info("lora_unloaded", lora_id=adapter.lora_id, worker_id=worker_id, asked_by=by.name, reason=by.reason)
         self.operations.record("unload", by, lora_id=adapter.lora_id, digest=adapter.digest)
         self.mark_changed()
+
+    def mark_refused(self, adapter: InstalledAdapter) -> None:
+        """Record that the engine has loaded an adapter that is refused for its effect: it takes no slot.
+
+        Its weights stay in the engine's memory as a ghost.
+        """
+        self.refused_names.add(adapter.engine_name)
+        self.slots = self.slots.after_load(adapter.engine_name).after_unload(adapter.engine_name)
 
     def mark_foreign_unloaded(self, name: str, by: Requester) -> None:
         """Record and publish that the engine has unloaded an adapter that another client had loaded."""
@@ -344,6 +355,8 @@ class Inventory:
         loaded = self.loaded_adapters()
         self._metrics.loaded.set(len(self.slots.registered))
         self._metrics.ghosts.set(self.slots.ghosts)
+        self._metrics.partial_adapters.set(sum(adapter.ignored_count > 0 for adapter in loaded))
+        self._metrics.unproved_adapters.set(sum(adapter.effect == "unknown" for adapter in loaded))
         self._metrics.set_loaded_adapters(
             (adapter.lora_id, adapter.size_bytes, adapter.request_count) for adapter in loaded
         )

@@ -12,7 +12,7 @@ from workers.config import WorkerSettings
 from workers.engines.kinds import engine_traits
 from workers.storage.cache import AdapterCache
 from workers.storage.local_adapters import LocalAdapters
-from workers.wire import AvailableLora, LoadedLora, LoraCapacity, LoraInfo
+from workers.wire import AvailableLora, IgnoredModules, LoadedLora, LoraCapacity, LoraInfo
 
 _LOADS_KEPT = 32
 _AVAILABLE_LISTED = 100
@@ -185,6 +185,9 @@ class InventoryReport:
             request_count=adapter.request_count,
             load_seconds=adapter.load_seconds,
             error=self._source_changed_error(adapter),
+            ignored_modules=_ignored_modules(adapter),
+            effect=adapter.effect,
+            note=adapter.note,
         )
 
     def _source_changed_error(self, adapter: InstalledAdapter) -> str | None:
@@ -211,3 +214,10 @@ class InventoryReport:
             state="ready" if self._inventory.slots.has(adapter.engine_name) else "on_disk",
             source=adapter.pinned_source or adapter.source,
         )
+
+
+def _ignored_modules(adapter: InstalledAdapter) -> IgnoredModules | None:
+    """The modules of an adapter that the engine ignores; None without any."""
+    if not adapter.ignored_count:
+        return None
+    return IgnoredModules(count=adapter.ignored_count, names=tuple(adapter.ignored_names))

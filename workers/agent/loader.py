@@ -10,11 +10,12 @@ from weakref import WeakValueDictionary
 import structlog
 
 from workers.agent.current_engine import CurrentEngine
+from workers.agent.effect_check import EffectCheck, with_effect_of
 from workers.agent.installed_adapters import InstalledAdapter
 from workers.agent.installer import Installer, check_lora_id
 from workers.agent.inventory import Inventory
 from workers.agent.inventory_report import InventoryReport
-from workers.agent.operation_log import PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
+from workers.agent.operation_log import CHECKING, PRELOADING, REFETCHING, RESTORING, Requester, gave_back, made_room
 from workers.agent.operations import AgentOperations
 from workers.config import WorkerSettings
 from workers.core.errors import AgentRequestError, EngineError, SourceError, WorkerError
@@ -48,6 +49,7 @@ class Loader:
         self._report = report
         self._metrics = metrics
         self._clock = clock
+        self._effects = EffectCheck(settings=settings, engine=engine, metrics=metrics, clock=clock)
         self._operations = AgentOperations()
         # Weak: a lock exists only while somebody holds it or waits for it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -73,6 +75,7 @@ class Loader:
         async with self._lock(request.lora_id):
             with self._inventory.recording_failure(request, by):
                 adapter = await self._installer.install(request)
+                adapter = replace(adapter, ignored_policy=request.ignored_modules or "")
                 self._inventory.show_progress(adapter.lora_id, adapter.digest, "loading")
                 return self._report.loaded_lora(await self._load_into_engine(adapter, evict=request.evict, by=by))
 
@@ -210,10 +213,14 @@ class Loader:
         The engine's list is not read afterwards: `restore` does that once, at its end.
         """
         async with self._engine.shared_lock():
+            client = self._engine.require_client()
+            await self._effects.prepare(adapter)
             began_at = self._clock()
-            await self._call_load(self._engine.require_client(), adapter)
+            await self._call_load(client, adapter)
+            load_seconds = round(self._clock() - began_at, 4)
             self._engine.forget_adapter_blocks(adapter.engine_name)
-            self._inventory.mark_reloaded(adapter, load_seconds=round(self._clock() - began_at, 4))
+            adapter = await self._check_effect(client, adapter)
+            self._inventory.mark_reloaded(adapter, load_seconds=load_seconds)
 
     async def _forget_unlisted(self, adapters: Collection[InstalledAdapter]) -> None:
         """Record reloaded adapters that the engine does not list as unloaded, unwanted and failed.
@@ -282,7 +289,7 @@ class Loader:
         Otherwise one adapter on slow storage would restart the engine again and again.
         """
         if exc.code != "engine_timeout":
-            return exc.code in {"adapter_refused", "no_free_slot"}
+            return exc.code in {"adapter_refused", "adapter_no_effect", "modules_ignored", "no_free_slot"}
         return await self._engine.is_healthy()
 
     # --- the engine ----------------------------------------------------------------------------------------------
@@ -299,7 +306,7 @@ class Loader:
             if client is None or not is_settled():
                 return
             listed_at = self._clock()
-            paths = await client.list_adapters()
+            paths = await self._listed_without_refused(client)
             listed, registered = set(paths), self._inventory.slots.registered
             if registered - listed and not await self._engine.is_same_start():
                 return  # the engine restarted, so its list is empty: the supervisor loads the adapters again
@@ -331,7 +338,7 @@ class Loader:
             victim = await self._evict_if_full(client, evict, made_room(by, adapter.lora_id))
             began_at = self._clock()
             try:
-                await self._load_and_check(client, adapter)
+                adapter = await self._load_and_check(client, adapter)
             except EngineError:
                 if victim is not None:
                     await self._reload_victim(client, victim, gave_back(by, adapter.lora_id))
@@ -360,17 +367,72 @@ class Loader:
         self._inventory.events.add("TRUSTED")
         self._inventory.mark_changed()
 
-    async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> None:
-        """Load the adapter, check that the engine lists it, and confirm the inventory if all are listed.
+    async def _load_and_check(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+        """Load the adapter, check that the engine lists and uses it, and confirm the inventory if all are listed.
 
-        Raises EngineError.
+        Returns it with its effect. Raises EngineError; an adapter that is refused for its effect is unloaded again.
         """
+        await self._effects.prepare(adapter)
         await self._call_load(client, adapter)
         listed_at = self._clock()
         if adapter.engine_name not in (listed := await client.list_adapters()):
             raise _not_listed_error(adapter)
         if self._inventory.slots.registered <= listed.keys():
             self._inventory.confirm_list(listed_at)
+        return await self._check_effect(client, adapter)
+
+    async def _check_effect(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+        """The adapter, just loaded, with its effect. Unloads it again and raises EngineError if it is refused for it.
+
+        A failed unload is logged: `reconcile_with_engine_list` tries again, and counts the adapter as not loaded.
+        """
+        try:
+            return await self._effects.check(client, adapter)
+        except EngineError:
+            self._inventory.mark_refused(adapter)
+            try:
+                await client.unload(adapter.engine_name, timeout_s=self._settings.load_deadline_s)
+            except EngineError as exc:
+                log.warning("refused adapter not unloaded", lora_id=adapter.lora_id, error=str(exc))
+            else:
+                self._inventory.refused_names.discard(adapter.engine_name)
+            raise
+
+    async def _listed_without_refused(self, client: EngineClient) -> dict[str, str]:
+        """The engine's list, without adapters that were refused for their effect; those are unloaded.
+
+        Raises EngineError.
+        """
+        paths = dict(await client.list_adapters())
+        for name in self._inventory.refused_names & paths.keys():
+            await client.unload(name, timeout_s=self._settings.load_deadline_s)
+            del paths[name]
+        self._inventory.refused_names.clear()
+        return paths
+
+    async def check_unproved(self) -> None:
+        """Compare the answers of one loaded adapter whose effect is not proved, if the engine is idle.
+
+        It is unloaded and recorded as failed if it has no effect. Raises EngineError if the engine fails.
+        """
+        async with self._engine.lock:
+            client = self._engine.client
+            adapter = self._effects.next_unproved(self._inventory.loaded_adapters())
+            if client is None or adapter is None:
+                return
+            try:
+                checked = await self._check_effect(client, adapter)
+            except EngineError as exc:
+                if not await self._is_adapters_fault(exc):
+                    raise
+                self._inventory.mark_unloaded(adapter, CHECKING)
+                self._inventory.mark_unwanted(adapter)
+                self._inventory.record_failure(adapter.lora_id, adapter.digest, exc, CHECKING)
+            else:
+                current = self._inventory.installed.get(adapter.engine_name)
+                if current is not None and checked != adapter:
+                    self._inventory.installed.store(with_effect_of(current, checked))
+                    self._inventory.mark_changed()
 
     async def _call_load(self, client: EngineClient, adapter: InstalledAdapter) -> None:
         """Call the engine's load and measure it; a timeout marks the engine as suspect. Raises EngineError."""

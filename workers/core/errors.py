@@ -100,6 +100,8 @@ class EngineError(WorkerError):
     codes: ClassVar[Mapping[str, int]] = {
         "no_free_slot": 409,
         "adapter_refused": 422,
+        "adapter_no_effect": 422,
+        "modules_ignored": 422,
         "adapters_refused": 409,
         "engine_failed": 503,
         "engine_unreachable": 503,

@@ -1,10 +1,11 @@
 """The interface between the agent and any kind of engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lorafleet.engine.canary import Fingerprint
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import ConnectorVerdict
 from lorafleet.kv.sources import KvEventEndpoints
@@ -76,6 +77,12 @@ class EngineClient(Protocol):
 
     async def can_generate(self, model: str, *, timeout_s: float) -> bool:
         """Whether the base model returns one token in time. Never raises."""
+
+    async def fingerprint(self, adapter: str | None, prompt: Sequence[int], *, base_model: str) -> Fingerprint | None:
+        """Numbers that the whole model determines, of one answer to a prompt of token ids; None without such numbers.
+
+        Raises EngineSilent in place of EngineError. `adapter` is an engine name; None: the base model.
+        """
 
     async def scrape(self) -> EngineMetrics:
         """Read the engine's metrics."""

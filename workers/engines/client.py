@@ -1,17 +1,19 @@
 """The HTTP client that the clients of all engines share, with errors translated to EngineError."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from lorafleet.engine.canary import EngineSilent, Fingerprint
 from lorafleet.service.transport import DirectTransport
 from workers.core.errors import EngineError
 
 MODELS_TIMEOUT_S = 10.0
 METRICS_TIMEOUT_S = 5.0
+_NUMBERS_TIMEOUT_S = 60.0  # the canary's own deadline is shorter
 
 
 class HttpEngineClient:
@@ -44,6 +46,34 @@ class HttpEngineClient:
             return (await self._request("POST", "/v1/completions", body=body, timeout_s=timeout_s)).is_success
         except EngineError:
             return False
+
+    async def fingerprint(
+        self,
+        adapter: str | None,  # noqa: ARG002  (of clients that ask)
+        prompt: Sequence[int],  # noqa: ARG002
+        *,
+        base_model: str,  # noqa: ARG002
+    ) -> Fingerprint | None:
+        """None: this kind of engine is not asked for log-probabilities."""
+        return None
+
+    async def _ask_for_numbers(
+        self, route: str, body: Mapping[str, Any], numbers_of: Callable[[Any], Fingerprint | None]
+    ) -> Fingerprint | None:
+        """POST a request and read the numbers in its answer; None for a 4xx, or an answer without numbers.
+
+        Raises EngineSilent if the engine does not answer, or fails.
+        """
+        try:
+            answer = await self._request("POST", route, body=body, timeout_s=_NUMBERS_TIMEOUT_S)
+        except EngineError as exc:
+            raise EngineSilent(str(exc)) from exc
+        if answer.status_code >= 500 or answer.status_code in {408, 429}:
+            raise EngineSilent(f"engine {self.url}{route}: HTTP {answer.status_code}")
+        try:
+            return numbers_of(answer.json()) if answer.is_success else None
+        except ValueError:
+            return None
 
     async def _has_loaded(self, name: str, path: Path) -> bool:
         """Ask whether the engine lists the adapter with this path; False if it does not answer."""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import structlog
 
 from lorafleet.engine.arguments import has_flag
+from lorafleet.engine.lora_reports import REPORTS_VARIABLE
 from workers.config import WorkerSettings
 
 MODULES = {
@@ -73,7 +74,7 @@ def launch_command(
         environment = dict(_SGLANG_ENVIRONMENT)
     else:
         flags = _vllm_flags(settings, port=port, topic=topic, is_cpu=is_cpu)
-        environment = dict(_VLLM_ENVIRONMENT)
+        environment = _VLLM_ENVIRONMENT | {REPORTS_VARIABLE: str(settings.lora_reports)}
     added = []
     for flag, value in flags:
         if not any(has_flag(base, name) for name in _ALIASES.get(flag, (flag,))) and not (

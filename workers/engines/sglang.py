@@ -23,6 +23,7 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorafleet.engine.canary import SGLANG_ROUTE, Fingerprint, sglang_body, sglang_fingerprint
 from lorafleet.engine.metrics_page import EngineMetrics
 from lorafleet.kv.connectors import NO_CONNECTOR, ConnectorVerdict
 from lorafleet.kv.sources import KvEventEndpoints, kv_event_endpoints
@@ -111,6 +112,16 @@ class SglangClient(HttpEngineClient):
         A long prefill delays the answer by seconds.
         """
         return await super().is_healthy(timeout_s=max(timeout_s, _HEALTH_WITHIN_S))
+
+    async def fingerprint(
+        self,
+        adapter: str | None,
+        prompt: Sequence[int],
+        *,
+        base_model: str,  # noqa: ARG002  (it needs no name)
+    ) -> Fingerprint | None:
+        """The log-probabilities of the next token. Raises EngineSilent."""
+        return await self._ask_for_numbers(SGLANG_ROUTE, sglang_body(adapter, prompt), sglang_fingerprint)
 
     async def kv_event_endpoints(self) -> KvEventEndpoints:
         """The KV event endpoints in the engine's --kv-events-config, read from /server_info.

@@ -18,6 +18,7 @@ HEADER_LIMIT = 100_000_000
 
 MODULES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """The modules of a Llama-like model (for example Qwen2) with LoRA layers."""
+_PACKED = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 
 
 class NoAdapterFound(Exception):
@@ -36,7 +37,10 @@ class SimAdapter:
     name: str
     path: str
     digest: bytes
-    """sha256 over config and weights, which seeds its text."""
+    """sha256 over config and weights, which seeds its text; b"", the base model's, if all its modules are ignored."""
+    modules: int = 1
+    ignored: tuple[str, ...] = ()
+    """Modules of its file, and those that the engine does not take: `--lora-target-modules` leaves them out."""
     delay_s: float = 0.0
     """Seconds by which its answers are delayed."""
     failing: float = 0.0
@@ -47,8 +51,13 @@ class SimAdapter:
         return zlib.crc32(repr(prompt).encode()) < self.failing * 2**32
 
 
-def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdapter:
-    """Read and check the adapter in folder `path`. Raises `NoAdapterFound` or `AdapterRefused`."""
+def read_adapter(
+    int_id: int, name: str, path: str, *, max_rank: int, target_modules: frozenset[str] | None = None
+) -> SimAdapter:
+    """Read and check the adapter in folder `path`. Raises `NoAdapterFound` or `AdapterRefused`.
+
+    target_modules  the only modules that the engine takes; None: all
+    """
     folder = Path(path).expanduser()
     try:
         config_text = (folder / "adapter_config.json").read_bytes()
@@ -65,11 +74,14 @@ def read_adapter(int_id: int, name: str, path: str, *, max_rank: int) -> SimAdap
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
         raise AdapterRefused(f"{path} doesn't contain tensors")
-    _check_modules(_tensor_names(weights), path)
+    modules = sorted({_module_of(tensor) for tensor in _tensor_names(weights)})
+    _check_modules(modules, path)
+    ignored = tuple(module for module in modules if target_modules and not _is_target(module, target_modules))
     digest = hashlib.sha256(config_text)
     with weights.open("rb") as stream:
         digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return SimAdapter(int_id, name, path, digest.digest(), delay_s, failing)
+    text_seed = b"" if len(ignored) == len(modules) else digest.digest()
+    return SimAdapter(int_id, name, path, text_seed, len(modules), ignored, delay_s, failing)
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> None:
@@ -116,9 +128,23 @@ def _tensor_names(weights: Path) -> list[str]:
     return list(header)
 
 
-def _check_modules(tensors: list[str], path: str) -> None:
-    """Raises `AdapterRefused` with vLLM's message for tensors of unknown modules."""
-    modules = [re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", tensor) for tensor in tensors]
+def _module_of(tensor: str) -> str:
+    """The module of a tensor's name."""
+    return re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", tensor)
+
+
+def _is_target(module: str, targets: frozenset[str]) -> bool:
+    """Whether the engine takes a module with this setting: it, or one that it is packed with, is named.
+
+    source  vLLM 0.32 lora/utils.py is_in_target_modules
+    """
+    last = module.rpartition(".")[2]
+    packed = next((parts for parts in _PACKED if last in parts), frozenset({last}))
+    return bool(packed & targets)
+
+
+def _check_modules(modules: list[str], path: str) -> None:
+    """Raises `AdapterRefused` with vLLM's message for unknown modules."""
     unexpected = [module for module in modules if module.rsplit(".", 1)[-1] not in MODULES]
     if unexpected:
         raise AdapterRefused(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+_MOST_LOGPROBS = 20  # vLLM's default of --max-logprobs
 Tokens = list[Annotated[int, Field(ge=0)]]
 
 
@@ -116,6 +117,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = 16
     echo: bool | None = False
     logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool = True
 
 
@@ -204,6 +206,18 @@ def check_generate(body: GenerationBody) -> None:
         raise invalid_parameter("Stream options can only be defined when `stream=True`.", "stream_options")
     if body.cache_salt is not None and not body.cache_salt:
         raise invalid_parameter("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+
+
+def check_logprobs(body: CompletionBody) -> None:
+    """Raises `ErrorAnswer` for log-probabilities that the sim does not compute, or more than vLLM allows."""
+    if body.logprobs is None:
+        return
+    if body.stream or body.echo or not body.return_tokens_as_token_ids:
+        message = "the sim engine gives logprobs of answers by token id alone: no `stream`, no `echo`"
+        raise ErrorAnswer(f"{message}, and `return_tokens_as_token_ids`", param="logprobs")
+    if body.logprobs > _MOST_LOGPROBS:
+        message = f"Requested sample logprobs of {body.logprobs}, which is greater than max allowed: {_MOST_LOGPROBS}"
+        raise ErrorAnswer(message, param="logprobs")
 
 
 def check_sampling(body: GenerationBody, max_tokens: int | None, max_model_len: int) -> None:

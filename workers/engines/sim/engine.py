@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lorafleet.engine.lora_reports import LoraReport, write_report
 from workers.engines.sim.adapters import SimAdapter, read_adapter
 from workers.engines.sim.blocks import BlockChain, BlockPool, ChainRoot
 from workers.engines.sim.events import EventBatch
@@ -125,8 +126,18 @@ class SimEngine:
         settings = self.settings
         async with self._stall:
             with self.metrics.frozen_gauges():
-                adapter = await asyncio.to_thread(read_adapter, int_id, name, path, max_rank=settings.max_lora_rank)
+                adapter = await asyncio.to_thread(
+                    read_adapter,
+                    int_id,
+                    name,
+                    path,
+                    max_rank=settings.max_lora_rank,
+                    target_modules=settings.lora_target_modules,
+                )
                 await asyncio.sleep(settings.sim_load_s)
+                if settings.lora_reports is not None:
+                    report = LoraReport(0, 1, adapter.modules, adapter.ignored)
+                    await asyncio.to_thread(write_report, settings.lora_reports, name, report)
             self.batch.host.use(adapter)
         self.adapters[name] = adapter
 

@@ -71,8 +71,7 @@ class GenerationHandlers:
         bodies.check_generate(body)
         given_prompts = bodies.prompts_of(body)
         adapter = self.prompts.adapter_named(body.model)
-        if body.logprobs is not None:
-            raise ErrorAnswer("the sim engine computes no logprobs; ask without `logprobs`", param="logprobs")
+        bodies.check_logprobs(body)
         prompts: list[list[int]] = []
         for prompt in given_prompts:
             if isinstance(prompt, str):
@@ -112,6 +111,7 @@ class GenerationHandlers:
             token_ids=bool(body.return_token_ids),
             choices_per_prompt=body.n,
             block_size=self.settings.block_size,
+            logprobs=body.logprobs if isinstance(body, bodies.CompletionBody) else None,
         )
         self.engine.check_alive()
         if adapter is not None and any(adapter.fails(prompt) for prompt in prompts):

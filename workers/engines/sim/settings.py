@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lorafleet.engine.lora_reports import REPORTS_VARIABLE
+
 # Flags of vLLM without effect in the sim.
 IGNORED_WITH_VALUE = (
     "--attention-backend", "--chat-template-content-format", "--compilation-config", "--cpu-offload-gb",
@@ -69,6 +71,9 @@ class SimSettings:
     has_connector: bool
     int_block_hashes: bool
     dev_mode: bool
+    lora_target_modules: frozenset[str] | None
+    lora_reports: Path | None
+    """Folder for reports on loaded adapters, as lorafleet's plugin of vLLM writes them."""
     sim_prefill_tokens_per_s: float
     sim_decode_tokens_per_s: float
     sim_load_s: float
@@ -119,6 +124,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str] = os
         has_connector=bool(flags.kv_transfer_config),
         int_block_hashes=_is_set(environment, "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1"),
         dev_mode=_is_set(environment, "VLLM_SERVER_DEV_MODE", "0"),
+        lora_target_modules=frozenset(flags.lora_target_modules) if flags.lora_target_modules else None,
+        lora_reports=Path(environment[REPORTS_VARIABLE]) if environment.get(REPORTS_VARIABLE) else None,
         sim_prefill_tokens_per_s=flags.sim_prefill_tokens_per_s,
         sim_decode_tokens_per_s=flags.sim_decode_tokens_per_s,
         sim_load_s=flags.sim_load_s,
@@ -139,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--max-loras", type=_positive, default=1)
     vllm.add_argument("--max-cpu-loras", type=_positive)
     vllm.add_argument("--max-lora-rank", type=int, choices=(1, 8, 16, 32, 64, 128, 256, 320, 512), default=16)
+    vllm.add_argument("--lora-target-modules", nargs="+", help="other modules of an adapter are ignored")
     vllm.add_argument("--max-model-len", type=_positive)
     vllm.add_argument("--max-num-batched-tokens", type=_positive, default=2048)
     vllm.add_argument("--max-num-seqs", type=_positive, default=256)

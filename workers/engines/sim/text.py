@@ -68,6 +68,21 @@ class TextGenerator:
         )
 
 
+def top_logprobs(digest: bytes, prompt: Sequence[int], tokens: Sequence[int], count: int) -> list[dict[int, float]]:
+    """Pseudo-random log-probabilities of the `count` likeliest tokens at each place of an answer, best first.
+
+    Equal arguments, equal numbers; another digest, other numbers. The answer's own token is the likeliest.
+    """
+    places = []
+    for place, token in enumerate(tokens):
+        seed = b"%d " % place + digest + array("q", [*prompt, *tokens[:place]]).tobytes()
+        rng = Random(hashlib.sha256(seed).digest())
+        values = sorted((-5 * rng.random() - 0.01 for _ in range(max(1, count))), reverse=True)
+        others = (other for other in range(count + 1) if other != token)
+        places.append(dict(zip((token, *others), values, strict=False)))
+    return places
+
+
 def _cut_at_stop(reply: SimReply, stops: Sequence[str]) -> SimReply:
     """`reply` cut at the first stop string, whose tokens stay but whose text does not."""
     text = "".join(reply.pieces)

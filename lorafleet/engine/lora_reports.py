@@ -1,0 +1,112 @@
+"""Reports of an engine's processes: which modules of an adapter they really have. Files that an agent reads.
+
+The agent makes a folder for an adapter before the load. Each process of the engine that loads it writes one file there;
+without that folder it writes none. So the number of files is bounded, and an engine that nobody asks writes nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPORTS_VARIABLE = "LORAFLEET_LORA_REPORTS"
+"""Environment variable of the engine that names the reports' folder; without it nothing is reported."""
+
+_LARGEST_BYTES = 16 << 20  # 100,000 module names
+
+
+@dataclass(frozen=True, slots=True)
+class LoraReport:
+    """What one process of an engine did with an adapter.
+
+    rank, world_size  the process among those that hold parts of one copy of the base model
+    modules, experts  number of modules in the adapter's file, and of those that belong to experts
+    ignored           those that this process did not take, by their names in the file; a process of another pipeline
+                      stage or of other experts may have taken them
+    """
+
+    rank: int
+    world_size: int
+    modules: int
+    ignored: tuple[str, ...]
+    experts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModules:
+    """How many modules an adapter has, how many of experts, and those that no process of the engine has, sorted."""
+
+    modules: int
+    ignored: tuple[str, ...]
+    experts: int = 0
+
+    @property
+    def ignored_experts(self) -> int:
+        """How many of the ignored modules belong to experts."""
+        return sum(map(is_of_experts, self.ignored))
+
+
+def is_of_experts(module: str) -> bool:
+    """Whether a module of this name belongs to the experts of a mixture of experts."""
+    return ".experts" in module
+
+
+def loaded_modules(reports: Iterable[LoraReport]) -> LoadedModules | None:
+    """What all processes of an engine have of an adapter; None if one of them has not reported.
+
+    A module is ignored if every process ignored it.
+    """
+    found = list(reports)
+    if not found or not set(range(max(report.world_size for report in found))) <= {report.rank for report in found}:
+        return None
+    ignored = frozenset(found[0].ignored).intersection(*(report.ignored for report in found[1:]))
+    modules, experts = max((report.modules, report.experts) for report in found)
+    return LoadedModules(modules, tuple(sorted(ignored)), experts)
+
+
+def ask_for_reports(folder: Path, engine_name: str) -> None:
+    """Make the engine's processes report on their next load of this adapter; older reports on it are deleted.
+
+    raises  OSError if the folder cannot be made
+    """
+    forget_reports(folder, engine_name)
+    _place(folder, engine_name).mkdir(parents=True)
+
+
+def write_report(folder: Path, engine_name: str, report: LoraReport) -> None:
+    """Write a process's report on an adapter, atomically; no-op unless it was asked for. Raises OSError."""
+    place = _place(folder, engine_name)
+    if not place.is_dir():
+        return
+    partial = place / f"{os.getpid()}.partial"
+    partial.write_text(json.dumps(asdict(report)))
+    partial.replace(place / f"{os.getpid()}.json")
+
+
+def read_reports(folder: Path, engine_name: str) -> Sequence[LoraReport]:
+    """The reports on an adapter so far; a file that is no report is left out."""
+    reports = []
+    for path in sorted(_place(folder, engine_name).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            if path.stat().st_size <= _LARGEST_BYTES:
+                raw = json.loads(path.read_bytes())
+                ignored = tuple(str(name) for name in raw["ignored"])
+                rank, world_size, modules, experts = (
+                    int(raw[name]) for name in ("rank", "world_size", "modules", "experts")
+                )
+                reports.append(LoraReport(rank, world_size, modules, ignored, experts))
+    return reports
+
+
+def forget_reports(folder: Path, engine_name: str) -> None:
+    """Delete an adapter's reports, so that no further ones are written; errors of the disk are ignored."""
+    shutil.rmtree(_place(folder, engine_name), ignore_errors=True)
+
+
+def _place(folder: Path, engine_name: str) -> Path:
+    """The folder of an adapter's reports. Its name is a hash, because an engine name may have any characters."""
+    return folder / hashlib.sha256(engine_name.encode()).hexdigest()[:32]

@@ -1,0 +1,179 @@
+"""lorafleet's plugin of vLLM (`vllm.general_plugins`): fixes for the CPU, and reports on loaded adapters.
+
+After a load it reports which modules of the adapter vLLM's LoRA manager really has. vLLM 0.32 drops a module without a
+word if its own name table maps the module's name to none of its layers, and then answers by the base model.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lorafleet.engine import vllm_cpu
+from lorafleet.engine.lora_reports import REPORTS_VARIABLE, LoraReport, is_of_experts, write_report
+
+log = logging.getLogger(__name__)
+
+_WORKER_MANAGER = "vllm.lora.worker_manager"
+_WEIGHTS = "adapter_model.safetensors"
+# What vLLM 0.32 lora/utils.py parse_fine_tuned_lora_name takes off a tensor's name, and `.weight` of a whole module.
+_SUFFIX = re.compile(r"\.(?:lora_[AB]\.weight|lora_embedding_[AB]|weight|bias)$")
+_FIRST_EXPERT_LAYER = ".base_layer"
+
+
+def register() -> None:
+    """Entry point `lorafleet` of `vllm.general_plugins`, called in each process of any vLLM in this environment."""
+    vllm_cpu.apply_fixes()
+    report_loads()
+
+
+def report_loads() -> None:
+    """Report each load of this process, if the environment names a folder for reports.
+
+    vLLM's module is patched when it is imported: importing it here would load torch's kernels in processes without
+    adapters, too.
+    """
+    if folder := os.environ.get(REPORTS_VARIABLE):
+        after_import(_WORKER_MANAGER, lambda module: patch_worker_manager(module, Path(folder)))
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with a module: now if it is imported already, else right after its import."""
+    if (module := sys.modules.get(name)) is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _ImportHook(name, act))
+
+
+class _ImportHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as all other finders do, and acts on it after its import; then it is gone from `sys`."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
+        self._loader: importlib.abc.Loader | None = None
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's own spec with this object as its loader; None for another module."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the module's own loader does."""
+        assert self._loader is not None
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module by its own loader, which is also what it keeps, then act on it."""
+        assert self._loader is not None
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module)
+
+
+def patch_worker_manager(module: Any, folder: Path) -> None:
+    """Patch vLLM's module `lora.worker_manager` so that each load is reported below `folder`.
+
+    A version without the patched methods stays as it is, and reports nothing.
+    """
+    loads = getattr(module, "WorkerLoRAManager", None)
+    adds = getattr(module, "LRUCacheWorkerLoRAManager", None)
+    if not hasattr(loads, "_load_adapter") or not hasattr(adds, "add_adapter"):
+        log.warning("lorafleet cannot ask this vLLM for an adapter's modules: its LoRA manager has another shape")
+        return
+    load, add = loads._load_adapter, adds.add_adapter  # type: ignore[union-attr]
+
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        """Load an adapter from its files, and keep its modules' names: vLLM merges some of them afterwards."""
+        lora = load(self, lora_request)
+        lora.lorafleet_names = frozenset(lora.loras)
+        return lora
+
+    def add_adapter(self: Any, lora_request: Any) -> Any:
+        """Load an adapter, or mark it as used; report the modules of a new one."""
+        is_added = add(self, lora_request)
+        try:
+            _report(self, lora_request, folder)
+        except Exception:
+            # The adapter is loaded; the agent finds no report, and asks the engine in another way.
+            log.exception("lorafleet: no report on adapter %s", lora_request.lora_name)
+        return is_added
+
+    loads._load_adapter, adds.add_adapter = load_adapter, add_adapter  # type: ignore[union-attr]
+
+
+def _report(worker_manager: Any, lora_request: Any, folder: Path) -> None:
+    """Write this process's report on an adapter that it has just read; no-op for one that it had already."""
+    manager = worker_manager._adapter_manager
+    lora = manager.get_adapter(lora_request.lora_int_id)
+    names: frozenset[str] | None = getattr(lora, "lorafleet_names", None)
+    if lora is None or names is None:
+        return
+    lora.lorafleet_names = None
+    taken = taken_names(manager, lora, names)
+    heads = {name for name in lora.modules_to_save if manager.modules.get(name) or manager.modules.get(f"model.{name}")}
+    in_file = names | set(lora.modules_to_save)
+    ignored = [name for name in in_file if name not in taken | heads]
+    modules = in_file
+    # Some modules of the file never become part of `lora`: skipped prefixes, experts of other processes.
+    skips = getattr(manager.model, "lora_skip_prefixes", None) or getattr(manager, "moe_ep_load_spec", None)
+    if ignored or skips:
+        engine_names = _engine_names(lora_request.lora_path, manager.model)
+        ignored = [name for name, in_engine in engine_names.items() if in_engine not in taken | heads]
+        modules = frozenset(engine_names)
+    group = sys.modules["vllm.distributed.parallel_state"].get_world_group()
+    report = LoraReport(
+        group.rank_in_group, group.world_size, len(modules), tuple(sorted(ignored)), sum(map(is_of_experts, modules))
+    )
+    write_report(folder, lora_request.lora_name, report)
+
+
+def taken_names(manager: Any, lora: Any, names: Iterable[str]) -> set[str]:
+    """Those of an adapter's module names, as they were before merging, whose weights vLLM's layers get.
+
+    manager, lora  vLLM's `LoRAModelManager`, and its `LoRAModel` after it was added
+    source         0.32 lora/model_manager.py `activate_adapter` (each layer looks its weights up by name),
+                   `_create_merged_loras_inplace` (the parts of a packed layer are replaced by one entry)
+    """
+    weights_of = partial(manager._get_lora_layer_weights, lora)
+    layers = [layer for layer in manager.modules if weights_of(layer) is not None]
+    # A pooling model's parts keep their entries when they are merged, if their names lack its prefix.
+    parts = [part for layer in layers for part in manager.packed_modules.get(layer, ())]
+    used = {id(weights_of(name)) for name in (*layers, *parts)} - {id(None)}
+    taken = {name for name, weights in lora.loras.items() if id(weights) in used}
+    # PEFT's form of experts that are one tensor: their first layer is `experts.base_layer`, merged into `experts`.
+    taken |= {name for name in lora.loras if name.removesuffix(_FIRST_EXPERT_LAYER) in taken}
+    return {name for name in names if name in taken or name not in lora.loras}
+
+
+def _engine_names(path: str, model: Any) -> Mapping[str, str]:
+    """Module names of an adapter's file -> names in the engine, by vLLM's own rule. Reads the file's header."""
+    utils, library = importlib.import_module("vllm.lora.utils"), importlib.import_module("safetensors")
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):
+        mapper = mapper.get_rename_mapper()
+    with library.safe_open(str(Path(path) / _WEIGHTS), framework="pt") as file:
+        tensors = list(file.keys())
+    names: dict[str, str] = {}
+    for tensor in tensors:
+        if not utils.is_base_embedding_weights(tensor):
+            in_file = _SUFFIX.sub("", tensor).removeprefix("base_model.model.")
+            names[in_file] = utils.parse_fine_tuned_lora_name(tensor, mapper)[0]
+    return names

@@ -1,0 +1,160 @@
+"""The plugin reports what vLLM's LoRA manager has of an adapter: after packing, prefixes and experts' two layers."""
+
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lorafleet.engine import vllm_cpu, vllm_plugin
+from lorafleet.engine.lora_reports import LoraReport, ask_for_reports, read_reports
+
+ROOT = Path(__file__).parents[3]
+LAYER = "model.layers.0"
+
+
+class Manager:
+    """vLLM's manager of adapters, as far as the plugin reads it: layers, packed parts, and the lookup of weights."""
+
+    def __init__(self, layers: list[str], packed: dict[str, list[str]], *, is_pooling: bool = False) -> None:
+        self.modules = dict.fromkeys(layers, True)
+        self.packed_modules = packed
+        self.model = SimpleNamespace()
+        self.adapters: dict[int, SimpleNamespace] = {}
+        self._is_pooling = is_pooling
+
+    def _get_lora_layer_weights(self, lora: SimpleNamespace, name: str) -> object | None:
+        if self._is_pooling and name not in lora.loras:
+            name = name.removeprefix("model.")
+        return lora.loras.get(name)
+
+    def get_adapter(self, number: int) -> SimpleNamespace | None:
+        return self.adapters.get(number)
+
+    def merge(self, lora: SimpleNamespace) -> None:
+        for layer, parts in self.packed_modules.items():
+            if any(self._get_lora_layer_weights(lora, part) for part in parts):
+                lora.loras[layer] = object()
+                for part in parts:
+                    lora.loras.pop(part, None)
+
+
+def fresh_lora(*names: str) -> SimpleNamespace:
+    return SimpleNamespace(loras={name: object() for name in names}, modules_to_save={})
+
+
+def taken(manager: Manager, *names: str) -> set[str]:
+    lora = fresh_lora(*names)
+    manager.merge(lora)
+    return vllm_plugin.taken_names(manager, lora, names)
+
+
+PARTS = [f"{LAYER}.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")]
+PACKED = {f"{LAYER}.self_attn.qkv_proj": PARTS}
+LAYERS = [*PACKED, f"{LAYER}.self_attn.o_proj"]
+
+
+def test_parts_of_a_packed_layer_are_taken_with_it_and_unknown_names_are_not():
+    names = (PARTS[0], PARTS[2], f"{LAYER}.self_attn.o_proj", "visual.blocks.0.qkv")
+    assert taken(Manager(LAYERS, PACKED), *names) == set(names[:3])
+
+
+def test_names_without_the_pooling_models_prefix_are_taken():
+    names = [name.removeprefix("model.") for name in (*PARTS, f"{LAYER}.self_attn.o_proj")]
+    assert taken(Manager(LAYERS, PACKED, is_pooling=True), *names) == set(names)
+    assert taken(Manager(LAYERS, PACKED), *names) == set()
+
+
+def test_both_layers_of_experts_in_one_tensor_are_taken_or_not():
+    experts = f"{LAYER}.mlp.experts"
+    assert taken(Manager([experts], {}), experts, f"{experts}.base_layer") == {experts, f"{experts}.base_layer"}
+    other = f"{LAYER}.block_sparse_moe.experts"
+    assert taken(Manager([other], {}), experts, f"{experts}.base_layer") == set()
+
+
+class WorkerLoRAManager:
+    """vLLM's adapters of one worker process: `_load_adapter` reads one, `add_adapter` adds it to the manager."""
+
+    def __init__(self, manager: Manager, files: dict[int, SimpleNamespace]) -> None:
+        self._adapter_manager = manager
+        self.files = files
+
+    def _load_adapter(self, request: SimpleNamespace) -> SimpleNamespace:
+        return self.files[request.lora_int_id]
+
+
+class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
+    def add_adapter(self, request: SimpleNamespace) -> bool:
+        if request.lora_int_id not in self._adapter_manager.adapters:
+            lora = self._load_adapter(request)
+            self._adapter_manager.merge(lora)
+            self._adapter_manager.adapters[request.lora_int_id] = lora
+        return True
+
+
+@pytest.fixture
+def patched(monkeypatch, tmp_path) -> type[LRUCacheWorkerLoRAManager]:
+    group = SimpleNamespace(rank_in_group=1, world_size=2)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(get_world_group=lambda: group))
+    for owner, name in ((WorkerLoRAManager, "_load_adapter"), (LRUCacheWorkerLoRAManager, "add_adapter")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    shape = SimpleNamespace(WorkerLoRAManager=WorkerLoRAManager, LRUCacheWorkerLoRAManager=LRUCacheWorkerLoRAManager)
+    vllm_plugin.patch_worker_manager(shape, tmp_path)
+    return LRUCacheWorkerLoRAManager
+
+
+def test_each_load_is_reported_once_where_it_was_asked_for(patched, tmp_path):
+    manager = patched(Manager(LAYERS, PACKED), {1: fresh_lora(*PARTS), 2: fresh_lora(*PARTS)})
+    asked, other = (SimpleNamespace(lora_int_id=i, lora_name=f"a{i}", lora_path="/none") for i in (1, 2))
+    ask_for_reports(tmp_path, "a1")
+    assert manager.add_adapter(asked)
+    assert manager.add_adapter(other)
+    assert read_reports(tmp_path, "a1") == [LoraReport(1, 2, 3, ())]
+    assert read_reports(tmp_path, "a2") == []
+    ask_for_reports(tmp_path, "a1")
+    assert manager.add_adapter(asked)
+    assert read_reports(tmp_path, "a1") == [], "a further request reads no file again"
+
+
+def test_a_report_that_fails_costs_the_engine_nothing(patched, tmp_path, caplog):
+    manager = patched(Manager(LAYERS, PACKED), {1: fresh_lora("other.q_proj")})  # its file is read, and is not there
+    ask_for_reports(tmp_path, "a1")
+    assert manager.add_adapter(SimpleNamespace(lora_int_id=1, lora_name="a1", lora_path="/none"))
+    assert read_reports(tmp_path, "a1") == []
+    assert "no report on adapter a1" in caplog.text
+
+
+def test_a_manager_of_another_shape_stays_as_it_is(tmp_path, caplog):
+    shape = SimpleNamespace(WorkerLoRAManager=SimpleNamespace())
+    vllm_plugin.patch_worker_manager(shape, tmp_path)
+    assert vars(shape.WorkerLoRAManager) == {}
+    assert "another shape" in caplog.text
+
+
+def test_a_module_is_acted_on_once_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "late_module.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    acted: list[ModuleType] = []
+    vllm_plugin.after_import("late_module", acted.append)
+    assert acted == []
+    module = import_module("late_module")
+    assert (acted, module.VALUE) == ([module], 1)
+    assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+    vllm_plugin.after_import("late_module", acted.append)
+    assert acted == [module, module]
+    monkeypatch.delitem(sys.modules, "late_module")
+    import_module("late_module")
+    assert len(acted) == 2
+
+
+def test_vllm_finds_the_plugin_under_its_name_and_its_old_one(monkeypatch):
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    (where,) = named.values()
+    module, _, function = where.partition(":")
+    assert getattr(import_module(module), function) is vllm_plugin.register
+    called = []
+    monkeypatch.setattr(vllm_plugin, "register", lambda: called.append(1))
+    vllm_cpu.register()
+    assert called == [1]

@@ -1,0 +1,181 @@
+"""The stage after a load: what the engine really does with the adapter, asked of it or shown by its answers."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from lorafleet.engine.canary import BaseReadings, CanaryResult, run_canary, shown_effect
+from lorafleet.engine.lora_reports import LoadedModules, ask_for_reports, forget_reports, loaded_modules, read_reports
+from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
+from workers.agent.current_engine import CurrentEngine
+from workers.agent.installed_adapters import InstalledAdapter
+from workers.config import WorkerSettings
+from workers.core.effect import (
+    ADVICE,
+    NAMES_SHOWN,
+    NOT_CHECKED,
+    AdapterEffect,
+    IgnoredPolicy,
+    check_ignored,
+    ignored_note,
+)
+from workers.core.errors import EngineError
+from workers.engines.base import EngineClient
+from workers.engines.kinds import engine_traits
+from workers.metrics import WorkerMetrics
+
+log = structlog.get_logger()
+
+_MOST_ATTEMPTS = 2
+"""Later canaries of an adapter whose first one proved nothing."""
+
+
+class EffectCheck:
+    """Asks an engine what it has of an adapter; compares its answers with and without it where it does not say."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        engine: CurrentEngine,
+        metrics: WorkerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._metrics = metrics
+        self._clock = clock
+        self._readings = BaseReadings()
+        self._attempts: Counter[str] = Counter()
+        self._attempts_boot = ""
+
+    async def prepare(self, adapter: InstalledAdapter) -> None:
+        """Ask the engine's processes to report on the adapter when they load it. An error of the disk is logged."""
+        try:
+            await asyncio.to_thread(ask_for_reports, self._settings.lora_reports, adapter.engine_name)
+        except OSError as exc:
+            log.warning("the engine cannot report on adapters", folder=str(self._settings.lora_reports), error=str(exc))
+
+    async def check(self, client: EngineClient, adapter: InstalledAdapter) -> InstalledAdapter:
+        """The adapter, just loaded, with its effect in the engine.
+
+        raises  EngineError `adapter_no_effect`, `modules_ignored`
+        """
+        folder = self._settings.lora_reports
+        reports = await asyncio.to_thread(read_reports, folder, adapter.engine_name)
+        await asyncio.to_thread(forget_reports, folder, adapter.engine_name)
+        if (loaded := loaded_modules(reports)) is not None:
+            effect = await asyncio.to_thread(self._reported_effect, adapter, loaded)
+        else:
+            effect = await self._shown_effect(client, adapter)
+        if effect.note:
+            log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
+        return with_effect(adapter, effect)
+
+    def _reported_effect(self, adapter: InstalledAdapter, loaded: LoadedModules) -> AdapterEffect:
+        """The effect of an adapter whose modules the engine reports. Blocking. Raises EngineError."""
+        count = partial(self._count, "report")
+        if loaded.ignored:
+            policy = _policy_of(adapter, self._settings.ignored_modules)
+            try:
+                check_ignored(
+                    loaded.modules,
+                    loaded.ignored,
+                    experts=loaded.experts,
+                    ignored_experts=loaded.ignored_experts,
+                    policy=policy,
+                )
+            except EngineError as exc:
+                count("none" if exc.code == "adapter_no_effect" else "refused")
+                raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
+            count("partial")
+            return AdapterEffect("applied", ignored_note(loaded.modules, loaded.ignored), loaded.ignored)
+        if has_zero_weights(Path(adapter.path)):
+            count("zero")
+            return AdapterEffect("zero", ZERO_NOTE)
+        count("applied")
+        return AdapterEffect("applied")
+
+    async def _shown_effect(self, client: EngineClient, adapter: InstalledAdapter) -> AdapterEffect:
+        """The effect of an adapter by the engine's answers. Raises EngineError `adapter_no_effect`."""
+        if self._settings.canary == "off":
+            return NOT_CHECKED
+        folder = Path(adapter.path)
+        if await asyncio.to_thread(has_zero_weights, folder):
+            self._count("canary", "zero")
+            return AdapterEffect("zero", ZERO_NOTE)
+        result = await self._run_canary(client, adapter)
+        self._count("canary", result.outcome)
+        weights = await asyncio.to_thread(weights_effect, folder) if result.outcome == "none" else None
+        shown = shown_effect(result, weights, self._settings.canary)
+        if shown.refusal:
+            message = f"load {adapter.engine_name}: {shown.refusal}; {ADVICE}, or see `canary` in docs/configuration.md"
+            raise EngineError("adapter_no_effect", message)
+        return AdapterEffect(shown.effect, shown.note)
+
+    async def _run_canary(self, client: EngineClient, adapter: InstalledAdapter) -> CanaryResult:
+        """Compare the engine's answers with and without the adapter; measured. Base answers are kept for a boot."""
+        self._readings = self._readings.of_boot(self._engine.boot_id)
+        began_at = self._clock()
+        result = await run_canary(
+            partial(client.fingerprint, base_model=self._engine.model_card().name),
+            adapter.engine_name,
+            readings=self._readings,
+            timeout_s=self._settings.canary_timeout_s,
+        )
+        self._metrics.canary_seconds.observe(self._clock() - began_at)
+        return result
+
+    def next_unproved(self, adapters: Iterable[InstalledAdapter]) -> InstalledAdapter | None:
+        """The next loaded adapter to be checked again by the engine's answers; counts the attempt.
+
+        None while the engine has requests, without a canary, and where no further attempt is left.
+        """
+        is_able = engine_traits(self._settings.engine).takes_adapters == "while running"
+        if self._settings.canary == "off" or not is_able or not self._engine.is_idle:
+            return None
+        if self._attempts_boot != self._engine.boot_id:
+            self._attempts_boot = self._engine.boot_id
+            self._attempts.clear()
+        for adapter in adapters:
+            if adapter.effect in {"", "unknown"} and self._attempts[adapter.engine_name] < _MOST_ATTEMPTS:
+                self._attempts[adapter.engine_name] += 1
+                return adapter
+        return None
+
+    def _count(self, by: str, found: str) -> None:
+        """Count a check by how the engine was asked, and what was found."""
+        self._metrics.effect_checks.labels(by, found).inc()
+
+
+def with_effect(adapter: InstalledAdapter, effect: AdapterEffect) -> InstalledAdapter:
+    """The adapter with an effect, of which the count and the first names of ignored modules are kept."""
+    return replace(
+        adapter,
+        effect=effect.effect,
+        note=effect.note,
+        ignored_count=len(effect.ignored),
+        ignored_names=effect.ignored[:NAMES_SHOWN],
+    )
+
+
+def with_effect_of(adapter: InstalledAdapter, checked: InstalledAdapter) -> InstalledAdapter:
+    """The adapter with the effect of a checked copy of it."""
+    return replace(
+        adapter,
+        effect=checked.effect,
+        note=checked.note,
+        ignored_count=checked.ignored_count,
+        ignored_names=checked.ignored_names,
+    )
+
+
+def _policy_of(adapter: InstalledAdapter, default: IgnoredPolicy) -> IgnoredPolicy:
+    """What to do with an adapter of which modules are ignored: as its load request says, else the setting."""
+    return "accept" if adapter.ignored_policy == "accept" else "refuse" if adapter.ignored_policy else default

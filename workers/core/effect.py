@@ -1,0 +1,67 @@
+"""What an engine really does with an adapter: which modules it ignores, and whether that is accepted."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from workers.core.errors import EngineError
+
+IgnoredPolicy = Literal["auto", "accept", "refuse"]
+Effect = Literal["", "applied", "seen", "zero", "unknown"]
+
+NAMES_SHOWN = 5
+ADVICE = (
+    "train it under the names of the model class that the engine serves (docs/engines.md), or rename its tensors so"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEffect:
+    """What is known of an adapter's effect in the engine.
+
+    effect   "" not checked; applied: the engine says it has its modules; seen: its answers change with the adapter;
+             zero: its weights change nothing, by their bytes; unknown: neither could be proved
+    note     a sentence, where there is something to say
+    ignored  modules of its file that the engine does not have
+    """
+
+    effect: Effect = ""
+    note: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+NOT_CHECKED = AdapterEffect()
+
+
+def check_ignored(
+    modules: int, ignored: Collection[str], *, experts: int, ignored_experts: int, policy: IgnoredPolicy
+) -> None:
+    """Raises EngineError if an adapter must not be served without the modules that the engine ignores.
+
+    modules  how many its file has; of these so many of experts
+    policy   auto: refused if all modules, or all experts, are ignored; accept: only if all are; refuse: if any is
+    raises   `adapter_no_effect` if nothing is left, `modules_ignored` for a part that is missed
+    """
+    if not ignored:
+        return
+    found = f"the engine has {modules - len(ignored)} of its {modules} modules"
+    names = f"it ignores {names_text(ignored)}"
+    if len(ignored) >= modules:
+        message = f"{found}, so it would answer by the base model: {names}"
+        raise EngineError("adapter_no_effect", f"{message}; {ADVICE}")
+    if policy == "auto" and 0 < experts <= ignored_experts:
+        raise EngineError("modules_ignored", f"{found}, and none of its experts: {names}; {ADVICE}")
+    if policy == "refuse":
+        raise EngineError("modules_ignored", f"{found}: {names}; accepted are adapters that it takes as a whole")
+
+
+def names_text(names: Collection[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    shown = sorted(names)[:NAMES_SHOWN]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def ignored_note(modules: int, ignored: Sequence[str]) -> str:
+    """The note of an adapter that is served without some of its modules."""
+    return f"the engine ignores {len(ignored)} of its {modules} modules: {names_text(ignored)}"
