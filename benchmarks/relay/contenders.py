@@ -121,7 +121,7 @@ def start_router(stage: Stage, name: str, models: tuple[str, ...], *flags: str, 
     port_file = stage.scratch / f"{re.sub(r'[^a-z0-9]+', '-', name)}.port"
     port_file.unlink(missing_ok=True)
     profiled = ["-m", "cProfile", "-o", str(stage.profiles / f"{port_file.stem}.prof")] if stage.profiles else []
-    command = [sys.executable, *profiled, "-P", "-m", "router", "--port", "0", "--port-file", str(port_file)]
+    command = [sys.executable, "-P", *profiled, "-m", "router", "--port", "0", "--port-file", str(port_file)]
     command += ["--orchestrator-url", f"http://127.0.0.1:{stage.control}", "--log-level", "warning", *flags]
     process = _popen(stage, name, command, {"PYTHONPATH": str(stage.before)} if is_before else {})
     _wait(port_file.exists, process, stage, name)

@@ -4,12 +4,12 @@ source  vLLM 0.32 distributed/kv_events.py: PUB [topic, seq, batch]; ROUTER take
         [b"", topic, seq, batch]* [b"", b"", ff * 8, b""]. Both drop messages silently at a full queue.
 
 One tick drains all sockets. 64 engines send tens of thousands of messages a second, and a coroutine or wake-up for
-each would cost more than the message.
+each would cost more than the message. A tick is work beside requests (`LoopTurns`): it goes on message by message, in
+as many turns of the event loop as it needs.
 """
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import structlog
 import zmq
 
+from lorafleet.service.turns import LoopTurns
+
 log = structlog.get_logger()
 
 _END = b"\xff" * 8
 _REPLAY_SILENCE_S = 2.0
 _REPLAY_TRIES = 3
 _MAX_POLL_PAUSE_S = 60.0
-# Time between ticks while messages come, and a tick's time budget. So events take at most half of the event loop, and
-# no request waits longer than a tick. Further messages wait in the sockets and show as lag.
+# Time between ticks while messages come. Messages that come meanwhile wait in the sockets and show as lag.
 _TICK_S = 0.002
-_TICK_BUDGET_S = 0.001
-# Messages read from one socket before the next socket.
-_MESSAGES_PER_TURN = 32
+# Messages that one tick reads from a socket at most.
+_MESSAGES_PER_TICK = 32
 # After this many ticks without a message a socket is watched instead of polled.
 _QUIET_TICKS = 25
 
@@ -154,6 +154,12 @@ class RankSubscriber:
         self.last = seq
         self._listener.on_batch(payload)
 
+    def _deliver_next(self, seq: int, payload: bytes) -> Iterator[None]:
+        """Deliver a batch of a replay, unless it came from the live socket meanwhile: one step."""
+        if seq == self.last + 1:
+            self._deliver(seq, payload)
+        yield
+
     def _start_replay(self) -> None:
         """Start a task that requests the batches after the last one."""
         self._replaying = asyncio.create_task(self._fill_gap())
@@ -226,7 +232,6 @@ class RankSubscriber:
         with self._hub.socket(zmq.DEALER) as dealer:
             dealer.connect(self.endpoint.replay)
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            delivered = 0
             while await _wait_readable(dealer, _REPLAY_SILENCE_S):
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
                 # Without the topic in older engines (SGLang of 2025 disaggregation/kv_events.py _service_replay).
@@ -239,11 +244,7 @@ class RankSubscriber:
                     if self.last + 1 > start:
                         return False  # a gap in the middle: request again from there
                     self._give_up_to(seq)
-                if seq == self.last + 1:
-                    self._deliver(seq, frames[-1])
-                delivered += 1
-                if not delivered % _MESSAGES_PER_TURN:
-                    await asyncio.sleep(0)
+                await self._hub.turns.run(self._deliver_next(seq, frames[-1]))
             return False
 
     def _give_up_to(self, seq: int) -> None:
@@ -256,20 +257,22 @@ class RankSubscriber:
 class SubscriberHub:
     """The sockets of all subscribers on one event loop. Create and close it on that loop."""
 
-    def __init__(self, *, tail_poll_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, tail_poll_s: float, turns: LoopTurns | None = None) -> None:
         """Start the periodic polling for lost last batches.
 
         tail_poll_s  seconds without a batch after which a subscriber is polled
+        turns        shared with other work beside requests of this event loop; None: the hub's own
         """
         self.loop = asyncio.get_running_loop()
         self.tail_poll_s = tail_poll_s
-        self._clock = clock
+        self.turns = turns or LoopTurns()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # libzmq's default is 1,023 sockets, and each rank starts with two: too few for 64 engines of eight ranks.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._subscribers: dict[RankSubscriber, int] = {}
         self._busy: list[RankSubscriber] = []
         self._tick_at: asyncio.TimerHandle | None = None
+        self._is_ticking = self._is_closed = False
         self._tail_poller = asyncio.create_task(self._poll_tails())
 
     @property
@@ -303,6 +306,7 @@ class SubscriberHub:
 
     async def close(self) -> None:
         """Stop every subscriber, the ticks and the tail poller, and free the sockets."""
+        self._is_closed = True
         self._tail_poller.cancel()
         if self._tick_at is not None:
             self._tick_at.cancel()
@@ -329,39 +333,47 @@ class SubscriberHub:
         subscriber.quiet_ticks = 0
         if subscriber not in self._busy:
             self._busy.append(subscriber)
-        if self._tick_at is None:
+        self._schedule_tick()
+
+    def _schedule_tick(self) -> None:
+        """Have a tick begin after `_TICK_S`, unless one is due or under way."""
+        if self._tick_at is None and not self._is_ticking and not self._is_closed:
             self._tick_at = self.loop.call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Drain busy sockets in turn within the time budget; watch quiet ones again.
-
-        Schedules the next tick if any is busy.
-        """
+        """Drain the busy sockets, in as many turns of the event loop as that takes."""
         self._tick_at = None
-        until = self._clock() + _TICK_BUDGET_S
+        self._is_ticking = True
+        self.turns.start(self._drain_busy(), self._end_tick)
+
+    def _drain_busy(self) -> Iterator[None]:
+        """Read the messages that wait, one from each busy socket in turn; at most `_MESSAGES_PER_TICK` of a socket."""
         todo = [subscriber for subscriber in self._busy if self._has_message(subscriber)]
-        while todo:
+        for _ in range(_MESSAGES_PER_TICK):
             unfinished: list[RankSubscriber] = []
-            for number, subscriber in enumerate(todo):
-                if self._clock() > until:
-                    # Sockets that were not reached come first at the next tick.
-                    late = todo[number:]
-                    self._busy = late + [other for other in self._busy if other not in late]
-                    unfinished = []
-                    break
-                if self._drain_one_turn(subscriber) == _MESSAGES_PER_TURN:
+            for subscriber in todo:
+                if subscriber in self._subscribers and self._drain_one(subscriber):
                     unfinished.append(subscriber)
+                yield
             todo = unfinished
+            if not todo:
+                return
+
+    def _end_tick(self, failure: Exception | None) -> None:
+        """Watch quiet sockets again, and schedule the next tick if any is busy. Logs a failure of the tick."""
+        self._is_ticking = False
+        if failure is not None:
+            log.error("KV events of one tick not taken", exc_info=failure)
         for subscriber in [each for each in self._busy if each.quiet_ticks > _QUIET_TICKS]:
             self._busy.remove(subscriber)
             self._watch_socket(subscriber)
-        if self._busy and self._tick_at is None:
-            self._tick_at = self.loop.call_later(_TICK_S, self._tick)
+        if self._busy:
+            self._schedule_tick()
 
-    def _drain_one_turn(self, subscriber: RankSubscriber) -> int:
-        """Drain a subscriber by one turn's messages; the number read, 0 after an error, which is logged."""
+    def _drain_one(self, subscriber: RankSubscriber) -> int:
+        """Read one message of a subscriber; the number read, 0 after an error, which is logged."""
         try:
-            return subscriber.drain(_MESSAGES_PER_TURN)
+            return subscriber.drain(1)
         except Exception:  # the top of a loop: one bad message must not stop all sockets
             log.exception("KV events of one message not taken", endpoint=subscriber.endpoint.events)
             return 0

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import urlencode
@@ -16,6 +16,7 @@ from lorafleet.kv.ledger import MAX_KEPT_RATIO, TRAITS, BlockLedger
 from lorafleet.kv.subscribe import RankEndpoint, RankSubscriber, SubscriberHub
 from lorafleet.service.loops import backoff_s, forever
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.turns import LoopTurns
 from router.core.kv.index import IndexDraft, KvIndex, WorkerId
 from router.core.kv.prediction_accuracy import PredictionAccuracy
 from router.http.engine_pool import EnginePool
@@ -31,8 +32,8 @@ _RESUME_S = 0.05
 # A million blocks are 8 MB.
 _SNAPSHOT_S, _MOST_SNAPSHOT_BYTES = 30.0, 1 << 30
 _MOST_FRAME_BYTES = 64 << 20
-# Bytes of a snapshot put into the index between two requests: 2,000 blocks, about a millisecond.
-_TURN_BYTES = 2000 * 8
+# Bytes of a snapshot, or of a change, put into the index in one step: 200 blocks, about a tenth of a millisecond.
+_STEP_BYTES = 200 * 8
 # A request that asked for repeated stores may be in flight for this long after predictions agree again.
 _REPEATS_LINGER_S = 60.0
 _RETAKE_S = 10.0
@@ -70,6 +71,7 @@ class FeedContext(Protocol):
     accuracy: PredictionAccuracy
     own: OwnKey
     pool: EnginePool | None
+    turns: LoopTurns
     fall_back_after_s: float
 
     def hub(self) -> SubscriberHub:
@@ -373,13 +375,15 @@ class WorkerFeed:
             async for data in answer:
                 waiting += data
                 self._heard_at = self._clock()
-                if not self._apply_frames(waiting):
+                # Unread bytes pile up meanwhile: above a mebibyte the connection is not read, and the agent drops us.
+                await self._feeds.turns.run(self._apply_frames(waiting))
+                if not self._epoch:
                     return
 
-    def _apply_frames(self, waiting: bytearray) -> bool:
-        """Apply the whole frames at the front of `waiting` and remove them; false when a new snapshot is due.
+    def _apply_frames(self, waiting: bytearray) -> Iterator[None]:
+        """Apply the whole frames at the front of `waiting`, step by step, and remove them.
 
-        Raises ValueError for a frame that is too long.
+        Ends early where a new snapshot is due. Raises ValueError for a frame that is too long.
         """
         start = 0
         while len(waiting) - start >= 4:
@@ -392,15 +396,15 @@ class WorkerFeed:
                 break
             frame = _FRAME.decode(waiting[start + 4 : start + 4 + size])
             start += 4 + size
-            if not self._apply_frame(frame):
-                return False
+            yield from self._apply_frame(frame)
+            if not self._epoch:
+                return  # a new snapshot is due
         del waiting[:start]
-        return True
 
-    def _apply_frame(self, frame: KvFrame) -> bool:
-        """Apply one frame's changes to the index, and measure its lag. May mark the feed as degraded.
+    def _apply_frame(self, frame: KvFrame) -> Iterator[None]:
+        """Apply one frame's changes to the index, step by step, and measure its lag. May mark the feed as degraded.
 
-        After a gap in the sequence, drops the snapshot and returns false: a new one is due.
+        After a gap in the sequence, drops the snapshot.
         """
         self.lag_s = time.time() - frame.at
         if frame.seq == self.last_seq + 1:
@@ -409,19 +413,19 @@ class WorkerFeed:
                 self.sink(rank).clear()
             for change in frame.changes:
                 sink = self.sink(change.rank)
-                if change.dropped:
-                    sink.drop(change.tier, _hashes(change.dropped))
-                if change.added:
-                    sink.add(change.tier, _hashes(change.added))
+                for hashes in _pieces(change.dropped):
+                    sink.drop(change.tier, hashes)
+                    yield
+                for hashes in _pieces(change.added):
+                    sink.add(change.tier, hashes)
+                    yield
         elif frame.seq != self.last_seq:
             self._drop_snapshot()
-            return False
+            return
         if self._is_whole and not frame.is_whole:
             self._is_whole = False
             self.metrics.kv_gaps.labels(self.source.worker, "lost").inc()
             self.record_lost_events()
-        # Without an epoch a new snapshot is due.
-        return bool(self._epoch)
 
     async def _take_snapshot(self) -> None:
         """Fetch the ledger's snapshot and replace the worker's blocks by it; ends following the engine.
@@ -459,7 +463,7 @@ class WorkerFeed:
         try:
             for rank in taken.ranks:
                 drafts.append((rank.rank, self._index.new_draft()))
-                await self._add_snapshot(drafts[-1][1], rank)
+                await self._feeds.turns.run(self._add_snapshot(drafts[-1][1], rank))
         except BaseException:
             for _, draft in drafts:
                 self._index.discard(draft)
@@ -476,14 +480,13 @@ class WorkerFeed:
         if not taken.is_whole:
             self.record_lost_events()
 
-    async def _add_snapshot(self, draft: IndexDraft, rank: KvRank) -> None:
-        """Add a rank's snapshot, already in memory, to a draft: in chunks, with a turn of the event loop after each."""
+    def _add_snapshot(self, draft: IndexDraft, rank: KvRank) -> Iterator[None]:
+        """Add a rank's snapshot, already in memory, to a draft, step by step."""
         for tier in TIERS:
-            packed = getattr(rank, tier)
             # Unpacked they take seven times the memory, and a starting router takes all workers' snapshots at once.
-            for start in range(0, len(packed), _TURN_BYTES):
-                self._index.add_to(draft, _hashes(packed[start : start + _TURN_BYTES]), tier)
-                await asyncio.sleep(0)
+            for hashes in _pieces(getattr(rank, tier)):
+                self._index.add_to(draft, hashes, tier)
+                yield
 
     def _drop_snapshot(self) -> None:
         """Mark the snapshot as void, so that a new one is taken; the index keeps its blocks until then."""
@@ -518,7 +521,8 @@ _FRAME = msgspec.msgpack.Decoder(KvFrame)
 _SNAPSHOT = msgspec.msgpack.Decoder(KvSnapshot)
 
 
-def _hashes(packed: bytes) -> list[BlockHash]:
-    """The block hashes of packed bytes."""
-    hashes: list[Any] = unpack_hashes(packed)
-    return hashes
+def _pieces(packed: bytes) -> Iterator[list[BlockHash]]:
+    """The block hashes of packed bytes, in pieces of one step each."""
+    for start in range(0, len(packed), _STEP_BYTES):
+        hashes: list[Any] = unpack_hashes(packed[start : start + _STEP_BYTES])
+        yield hashes

@@ -16,6 +16,7 @@ from lorafleet.kv.ledger import TRAITS
 from lorafleet.kv.subscribe import SubscriberHub
 from lorafleet.service.loops import forever
 from lorafleet.service.own_key import OwnKey
+from lorafleet.service.turns import LoopTurns
 from router.core.fleet import Replica
 from router.core.kv.estimate import CacheEstimate, PredictedCache
 from router.core.kv.index import KvIndex, WorkerId
@@ -48,6 +49,7 @@ class KvFeeds:
                        are of another kind than those in `indexes`
     pool               connections to agents, for their ledgers; None: engines are followed themselves
     own                the router's own key, for agents
+    turns              turns of the event loop that all feeds share, so that requests come between
     fall_back_after_s  seconds without an answer of an agent, after which its engine is followed itself
     running            the feed of each worker that has one
     """
@@ -57,6 +59,7 @@ class KvFeeds:
     accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
     own: OwnKey = field(default_factory=OwnKey)
     pool: EnginePool | None = None
+    turns: LoopTurns = field(default_factory=LoopTurns)
     fall_back_after_s: float = 3.0
     indexes: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
     approximate: dict[tuple[str, int], KvIndex] = field(default_factory=dict)
@@ -255,7 +258,7 @@ class KvFeeds:
     def hub(self) -> SubscriberHub:
         """The engines' sockets; made at the first call and kept."""
         if self._hub is None:
-            self._hub = SubscriberHub(tail_poll_s=self.tail_poll_s)
+            self._hub = SubscriberHub(tail_poll_s=self.tail_poll_s, turns=self.turns)
         return self._hub
 
     def rebuild_rank_names(self) -> None:
