@@ -82,9 +82,7 @@ def placement_routes(
         hypothesis = _hypothesis(ask, inputs)
         # In a thread: on a large fleet this takes seconds, and heartbeats must not wait for it.
         async with plan_lock:
-            outcome = await asyncio.to_thread(
-                what_if, inputs, hypothesis, load_s=inputs.observed.load_figures.seconds, passes=ask.passes
-            )
+            outcome = await asyncio.to_thread(what_if, inputs, hypothesis, passes=ask.passes)
         return views.what_if_plan(outcome)
 
     @api.post("/v1/rebalance")

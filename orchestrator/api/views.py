@@ -8,6 +8,7 @@ from lorafleet.service.times import utc_text
 from orchestrator.agentless.transport import agent_url_of
 from orchestrator.core.errors import NotFound
 from orchestrator.core.placement.context import is_placeable, usable_slots
+from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.pools import AdapterNeed, PoolFigures, PoolMember, engine_wait_s, pool_figures
 from orchestrator.core.placement.what_if import SimulatedStep, WhatIfOutcome
 from orchestrator.core.plan import WorkerAction
@@ -174,13 +175,13 @@ class WireViews:
 
     def plan(self, actions: Sequence[WorkerAction], desired: DesiredPlacement) -> Plan:
         """The actions as a wire plan with their cost; `desired` gives the adapters that find no place."""
-        load_s = self._reconciler.queries.load_figures().seconds
+        figures = self._reconciler.queries.load_figures()
         sizes = {name: adapter.size_bytes or 0 for name, adapter in self._reconciler.store.adapters.items()}
         steps = [
-            SimulatedStep(action=action, pass_index=0, size_bytes=sizes.get(action.lora_id, 0), seconds=load_s)
+            SimulatedStep(action=action, pass_index=0, size_bytes=size, seconds=load_s(size, figures))
             if action.operation == "load"
             else SimulatedStep(action=action, pass_index=0)
-            for action in actions
+            for action, size in ((action, sizes.get(action.lora_id, 0)) for action in actions)
         ]
         seconds = max((step.seconds for step in steps), default=0.0)
         return _wire_plan(steps, desired.unplaced, seconds)

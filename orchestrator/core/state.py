@@ -164,11 +164,13 @@ class DrainProgress:
 class LoadFigures:
     """Median duration and bytes of the last loads; 1 s is a guess, for a fleet that has loaded nothing.
 
-    size_bytes  0: not known, so that every adapter counts as one of the median size
+    size_bytes  0: not known, so that the time of all of an adapter's bytes is added
+    s_per_byte  time of each byte beyond; the default is a network disk's speed, a guess
     """
 
     seconds: float = 1.0
     size_bytes: float = 0.0
+    s_per_byte: float = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.agentless.transport import agent_url_of
+from orchestrator.core.placement.load_time import load_figures, load_s
 from orchestrator.core.state import DesiredPlacement, LoadFigures, ObservedFleet, PlannedLoad, RegisteredAdapter
 from orchestrator.reconcile.catalog import CatalogBook
 from orchestrator.reconcile.operations import FleetOperations
@@ -63,14 +64,10 @@ class FleetQueries:
         return replace(observed, memory=self.last_pass.desired.memory, load_figures=self.load_figures())
 
     def load_figures(self) -> LoadFigures:
-        """Median duration and bytes of the last loads: as measured here, else as agents report; else a guess."""
+        """Duration of the last loads by their bytes: as measured here, else as agents report; else a guess."""
         measured = self._operations.measured_loads
         if measured:
-            sizes = [size_bytes for _, size_bytes in measured if size_bytes]
-            return LoadFigures(
-                seconds=statistics.median(seconds for seconds, _ in measured),
-                size_bytes=statistics.median(sizes) if sizes else 0.0,
-            )
+            return load_figures(tuple(measured))
         reported = [entry.report.load.load_seconds for entry in self._reports.workers.values()]
         known = [seconds for seconds in reported if seconds > 0]
         return LoadFigures(seconds=statistics.median(known)) if known else LoadFigures()
@@ -132,16 +129,17 @@ class FleetQueries:
         return sorted(worker_id for name, worker_id in self._operations.loading if name == lora_id)
 
     def expected_s(self, lora_id: str) -> float | None:
-        """Seconds until a load of the adapter should end, by the median of the last hundred loads; None without any.
+        """Seconds until a load of the adapter should end, by its bytes and the last hundred loads; None without any.
 
         lora_id  "" for a load that starts now
         """
         operations = self._operations
         if not operations.measured_loads:
             return None
-        median = statistics.median(seconds for seconds, _ in operations.measured_loads)
+        adapter = self._store.adapters.get(lora_id)
+        whole_s = load_s(None if adapter is None else adapter.size_bytes, self.load_figures())
         began = [at for (name, _), at in operations.load_began.items() if name == lora_id]
-        return round(max(0.0, median - (self._clock() - min(began))) if began else median, 3)
+        return round(max(0.0, whole_s - (self._clock() - min(began))) if began else whole_s, 3)
 
     def quarantine_reason(self, lora_id: str) -> str | None:
         """Why the adapter cannot be loaded anywhere now; None while it may be tried, or is ready on a worker."""

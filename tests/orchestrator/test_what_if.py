@@ -11,6 +11,7 @@ from orchestrator.core.placement.what_if import Hypothesis, PlacementInputs, wha
 from orchestrator.core.state import (
     DemandSnapshot,
     Intent,
+    LoadFigures,
     ObservedFleet,
     ObservedWorker,
     PlacementPolicy,
@@ -47,7 +48,8 @@ def scene(workers, adapters, *, rates=None, work=None, policy=RULES):
 
 
 def asked(where, passes=50, load_s=2.0, **hypothesis):
-    return what_if(where, Hypothesis(**hypothesis), load_s=load_s, passes=passes)
+    observed = replace(where.observed, load_figures=LoadFigures(seconds=load_s, size_bytes=1000))
+    return what_if(replace(where, observed=observed), Hypothesis(**hypothesis), passes=passes)
 
 
 def loads(outcome):

@@ -33,7 +33,7 @@ from workers.storage.cache import AdapterCache
 from workers.storage.cache_folder import CacheFolder
 from workers.storage.credentials import Credentials
 from workers.storage.local_adapters import LocalAdapters
-from workers.wire import InspectRequest
+from workers.wire import AvailableLora, InspectRequest
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -85,6 +85,30 @@ def test_unwanted_adapters_are_deleted_to_make_room(tmp_path):
     assert (gone, missing) == (["old", "newer"], 0)
     assert installed_digests(mine) == {"wanted"}
     assert not list(tmp_path.glob(".gone-*"))
+
+
+def test_adapters_of_gigabytes_count_with_all_their_bytes_and_make_room_for_each_other(tmp_path):
+    gib = 1 << 30
+    on = disk(tmp_path / "cache", max_bytes=20 * gib)
+    for digest, size, idle_s in (("first", 6 * gib, 3000.0), ("second", 7 * gib, 2000.0), ("third", 5 * gib, 1000.0)):
+        install(on, digest, size=0)
+        os.truncate(on.path(digest) / "adapter_model.safetensors", size)  # holes: no disk has so many bytes for a test
+        set_age(on.path(digest), idle_s)
+    assert on.usage() == (18 * gib, 3)
+    assert on.has_room(2 * gib)
+    assert not on.has_room(2 * gib + 1)
+    assert on.make_room(6 * gib, NOBODY) == (["first"], 0)
+    assert on.usage() == (12 * gib, 2)
+    assert on.make_room(21 * gib, NOBODY) == ([], gib)
+    lora = AvailableLora(
+        lora_id="experts",
+        path="/x",
+        base_model="moe",
+        rank=16,
+        digest="d",
+        size_bytes=on.adapters(NOBODY)[0].size_bytes,
+    )
+    assert AvailableLora.model_validate_json(lora.model_dump_json()) == lora
 
 
 def test_no_adapter_is_deleted_if_it_would_not_be_enough(tmp_path):

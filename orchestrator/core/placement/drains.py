@@ -7,11 +7,11 @@ and how many loads can run at a time.
 from collections.abc import Iterable
 
 from orchestrator.core.placement.context import PlacementContext, is_placeable, is_registered_digest
+from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.state import (
     OCCUPYING,
     SERVING,
     DrainProgress,
-    LoadFigures,
     ObservedWorker,
     RegisteredAdapter,
     WorkerDrainOrder,
@@ -52,13 +52,6 @@ def drain_progress(context: PlacementContext) -> dict[str, DrainProgress]:
         others_s = sum(own_s[w.id] for w in draining if w.id != worker.id and w.base_model == worker.base_model)
         found[worker.id] = _progress_of(context, worker, left[worker.id], own_s[worker.id], others_s)
     return found
-
-
-def load_s(size_bytes: int | None, figures: LoadFigures) -> float:
-    """Expected seconds of a load: the median one, in proportion to the bytes of an adapter that is larger."""
-    if not size_bytes or not figures.size_bytes:
-        return figures.seconds
-    return figures.seconds * max(1.0, size_bytes / figures.size_bytes)
 
 
 def _adapters_to_move(context: PlacementContext, worker: ObservedWorker) -> Iterable[RegisteredAdapter]:

@@ -4,13 +4,9 @@ from collections.abc import Iterable
 from math import exp, inf
 
 from orchestrator.core.placement.context import PlacementContext, loading_mode
+from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.state import ObservedWorker, RegisteredAdapter, ReportedAdapter
 
-LOAD_S = 0.5
-BYTES_PER_S = 1e9
-SIZE_BYTES = 100_000_000
-"""Cost of a reload: a fixed part, plus the adapter's bytes at the speed of a network disk (`SIZE_BYTES` where the size
-is not known). Guesses, of which only the proportions matter."""
 RECENT_S = 30.0
 HABIT_WEIGHT = 1.5
 """How long a request counts as recent, and the weight of one habitual request a second against one just now. On six
@@ -23,12 +19,6 @@ an adapter in constant use would keep its slot for ever. Wait, drain (30 s at mo
 which a request waits; a guess otherwise."""
 
 
-def reload_cost_s(adapter: RegisteredAdapter) -> float:
-    """Estimated seconds to load the adapter again."""
-    size_bytes = SIZE_BYTES if adapter.size_bytes is None else adapter.size_bytes
-    return LOAD_S + size_bytes / BYTES_PER_S
-
-
 def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | None = None) -> float:
     """The value of a copy (of the one on worker `at`): expected demand x reload cost; 0 for a surplus copy.
 
@@ -39,7 +29,9 @@ def copy_worth(context: PlacementContext, adapter: RegisteredAdapter, at: str | 
         return 0.0
     last = context.demand.last_request_at.get(adapter.lora_id)
     recent = 0.0 if last is None else exp(-max(0.0, context.now - last) / RECENT_S)
-    return (recent + HABIT_WEIGHT * context.demand.habits.get(adapter.lora_id, 0.0)) * reload_cost_s(adapter)
+    return (recent + HABIT_WEIGHT * context.demand.habits.get(adapter.lora_id, 0.0)) * load_s(
+        adapter.size_bytes, context.observed.load_figures
+    )
 
 
 def is_surplus(context: PlacementContext, lora_id: str, at: str | None = None) -> bool:

@@ -8,6 +8,7 @@ are estimates.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from orchestrator.core.placement.load_time import load_s
 from orchestrator.core.placement.place import place
 from orchestrator.core.plan import WorkerAction, diff, required_drains
 from orchestrator.core.state import (
@@ -84,11 +85,8 @@ class WhatIfOutcome:
     is_settled: bool
 
 
-def what_if(inputs: PlacementInputs, hypothesis: Hypothesis, *, load_s: float, passes: int) -> WhatIfOutcome:
-    """Simulate at most `passes` passes under the hypothesis; `inputs` is not changed.
-
-    load_s   duration of one load, as measured
-    """
+def what_if(inputs: PlacementInputs, hypothesis: Hypothesis, *, passes: int) -> WhatIfOutcome:
+    """Simulate at most `passes` passes under the hypothesis; `inputs` is not changed."""
     before = _placement(inputs).targets
     inputs = hypothetical_inputs(inputs, hypothesis)
     steps: list[SimulatedStep] = []
@@ -100,7 +98,7 @@ def what_if(inputs: PlacementInputs, hypothesis: Hypothesis, *, load_s: float, p
         actions = _actions(desired, inputs)
         if not actions:
             break
-        costs = [_simulated_step(action, pass_index, inputs, load_s) for action in actions]
+        costs = [_simulated_step(action, pass_index, inputs) for action in actions]
         steps += costs
         took = max(step.seconds for step in costs)
         seconds += took
@@ -268,12 +266,13 @@ def _is_draining(inputs: PlacementInputs, worker_id: str) -> bool:
     return inputs.observed.workers[worker_id].is_agent_draining
 
 
-def _simulated_step(action: WorkerAction, pass_index: int, inputs: PlacementInputs, load_s: float) -> SimulatedStep:
-    """The action with its cost: a load takes `load_s` seconds and the adapter's bytes, any other action nothing."""
+def _simulated_step(action: WorkerAction, pass_index: int, inputs: PlacementInputs) -> SimulatedStep:
+    """The action with its cost: a load takes the adapter's bytes and their time, any other action nothing."""
     if action.operation != "load":
         return SimulatedStep(action=action, pass_index=pass_index)
     adapter = inputs.intent.adapters[action.lora_id]
-    return SimulatedStep(action=action, pass_index=pass_index, size_bytes=adapter.size_bytes or 0, seconds=load_s)
+    seconds = load_s(adapter.size_bytes, inputs.observed.load_figures)
+    return SimulatedStep(action=action, pass_index=pass_index, size_bytes=adapter.size_bytes or 0, seconds=seconds)
 
 
 def _inputs_after(
