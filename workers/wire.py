@@ -57,11 +57,15 @@ class RuntimeConfig(_WorkerMessage):
 
 
 class ModelCard(_WorkerMessage):
-    """The engine's base model: `name` in the engine, `base_model` in the fleet."""
+    """The engine's base model: `name` in the engine, `base_model` in the fleet.
+
+    path  where vLLM read it from, which it hashes into the ids of pictures; empty: not known, or another engine
+    """
 
     name: str
     type: str = "Completions"
     base_model: str
+    path: str = ""
     runtime_config: RuntimeConfig
 
 

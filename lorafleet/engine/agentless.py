@@ -94,7 +94,12 @@ class AgentlessEngine:
         return Metadata(
             instance_id=self.worker_id,
             **self._location,
-            model=ModelCard(name=name, base_model=name, runtime_config=_runtime_config(base, metrics)),
+            model=ModelCard(
+                name=name,
+                base_model=name,
+                path=str(base.get("root") or "") if dialect == "vllm" else "",
+                runtime_config=_runtime_config(base, metrics),
+            ),
             transport=self._kv.model_copy(update={"dialect": dialect}),
             lora=_lora_info(name, paths, metrics, self._connector_verdict(metrics)),
             load=self._load.current(now),

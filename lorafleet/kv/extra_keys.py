@@ -23,17 +23,18 @@ def extra_hash_inputs(keys: ExtraKeys, adapter: str, *, is_start: bool) -> tuple
         if unread and is_start and number == 0 and isinstance(unread[-1], str):
             salt = unread.pop()
         if unread:
-            packed = media_key(unread)
+            packed = media_key(unread, adapter)
             if packed is None:
                 return None
             extra[number] = packed
     return salt, extra or None
 
 
-def media_key(items: Iterable[Any]) -> bytes | None:
+def media_key(items: Iterable[Any], adapter: str = "") -> bytes | None:
     """The extra bytes for a block with these multimodal items; None if an item is not (id, offset).
 
-    offset  the item's first token relative to the block's, negative in a block that continues it
+    offset   the item's first token relative to the block's, negative in a block that continues it
+    adapter  left out before an item's id, where vLLM puts it for adapters of vision towers: our roots have it already
     """
     packed = bytearray()
     for item in items:
@@ -42,7 +43,7 @@ def media_key(items: Iterable[Any]) -> bytes | None:
         identifier, offset = item
         if not isinstance(identifier, str) or not isinstance(offset, int) or abs(offset) >= 1 << 62:
             return None
-        data = identifier.encode("utf-8", "surrogatepass")
+        data = identifier.removeprefix(f"{adapter}:" if adapter else "").encode("utf-8", "surrogatepass")
         # Length first, so that different lists of items give different bytes.
         packed += len(data).to_bytes(4, "big") + data + offset.to_bytes(8, "big", signed=True)
     return bytes(packed)

@@ -8,7 +8,7 @@ Source: vLLM 0.32 renderers/chat_utils.py, entrypoints/openai/chat_completion/pr
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lorafleet.tokenizer.template_cache import Roles
 
@@ -64,8 +64,23 @@ class VllmMadeTools(list[Message]):
     """
 
 
+class PictureStandIn(dict[str, Any]):
+    """A content part in place of a picture: the template shows the picture's place, without its file."""
+
+
+class Picture(NamedTuple):
+    """A picture of a chat: its data URL, and the id that the client gave it, if any."""
+
+    url: str
+    given_id: str | None
+
+
 class Untokenizable(ValueError):
     """A request body cannot be tokenized here, but the engine may accept it. The message says why."""
+
+
+class HasMedia(Untokenizable):
+    """A chat has parts other than text; see `without_pictures`."""
 
 
 def read_tools(tools: Any) -> list[Message] | None:
@@ -121,6 +136,48 @@ def read_messages(messages: Any, *, as_parts: bool) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise Untokenizable("messages must be a list with at least one message")
     return [_read_message(message, as_parts=as_parts) for message in messages]
+
+
+def has_media(messages: Any) -> bool:
+    """Whether a chat has a content part that is no text."""
+    contents = [message.get("content") for message in _objects_in(messages)]
+    return any(part.get("type") not in _TEXT_PARTS for content in contents for part in _objects_in(content))
+
+
+def _objects_in(values: Any) -> list[Mapping[str, Any]]:
+    """The objects in a list; none for other values."""
+    return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
+
+
+def without_pictures(messages: Any) -> tuple[list[Any], list[Picture]]:
+    """The messages with stand-ins for their pictures, and the pictures in order. Does not modify `messages`.
+
+    Raises Untokenizable for pictures that are not in the request, and for video, audio and files.
+    """
+    if not isinstance(messages, list):
+        raise Untokenizable("messages must be a list with at least one message")
+    shown, pictures = [], []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            parts = [_picture_in(part) or part for part in content]
+            pictures += [part for part in parts if isinstance(part, Picture)]
+            parts = [PictureStandIn() if isinstance(part, Picture) else part for part in parts]
+            shown.append(dict(message) | {"content": parts})
+        else:
+            shown.append(message)
+    return shown, pictures
+
+
+def _picture_in(part: Any) -> Picture | None:
+    """The picture in a content part; None for a part of another type. Raises Untokenizable for one by another URL."""
+    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+        return None
+    place, given_id = part.get("image_url"), part.get("uuid")
+    url = place.get("url") if isinstance(place, Mapping) else None
+    if not isinstance(url, str) or not url.startswith("data:") or not isinstance(given_id, str | None):
+        raise Untokenizable("only pictures in data URLs can be tokenized here: others may change")
+    return Picture(url, given_id)
 
 
 def plain_turns(messages: Any) -> tuple[Roles, list[str]] | None:
@@ -179,7 +236,7 @@ def _read_content(role: str, content: Any, *, as_parts: bool) -> str | list[Mess
         content = []
     elif not isinstance(content, list):
         raise Untokenizable("content must be text, a list of parts, or null")
-    parts = [read for part in content if (read := _read_part(part)) is not None]
+    parts = [read for part in content if (read := _read_part(part, as_parts=as_parts)) is not None]
     if role == "system":
         parts = _without_billing_header(parts)
     if not as_parts:
@@ -190,18 +247,20 @@ def _read_content(role: str, content: Any, *, as_parts: bool) -> str | list[Mess
     return parts
 
 
-def _read_part(part: Any) -> Message | None:
-    """A text part with the client's extra fields, a tool reference, or None for an empty part.
+def _read_part(part: Any, *, as_parts: bool) -> Message | None:
+    """A text part with the client's extra fields, a picture's place, a tool reference, or None for an empty part.
 
-    Raises Untokenizable for any other part.
+    Raises HasMedia for any other part, and for a picture without `as_parts`: its place depends on the model then.
     """
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if as_parts and isinstance(part, PictureStandIn):
+        return {"type": "image"}
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "tool_reference" and isinstance(part.get("name"), str):
         return {"type": "tool_reference", "name": part["name"]}
     if not isinstance(kind, str) or kind not in _TEXT_PARTS or part.get("uuid") is not None:
-        raise Untokenizable(f"content part of type {kind!r}: only text can be tokenized here")
+        raise HasMedia(f"content part of type {kind!r}: only text can be tokenized here")
     text = part.get(_TEXT_PARTS[kind])
     if text is None and kind in {"text", "refusal"}:
         return None

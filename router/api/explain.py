@@ -13,7 +13,7 @@ from router.core.schedule.record import record_of, replay_decision
 from router.core.schedule.request import RoutingRequest
 from router.core.schedule.snapshot import length_rejection
 from router.request.services import RequestRecord
-from router.tokenizing.tokenizers import Source
+from router.tokenizing.tokens import Source
 from router.wire import RejectedItem, ReplayBody, RouteAnswer, ScoreItem
 
 # Errors that a malformed record raises in the core, which does not validate it.

@@ -63,6 +63,7 @@ class Replica:
     draining       engine names of adapters that get no new requests there
     max_lora_rank  the largest rank that its engine takes; 0: not known
     model_name     its engine's name for the base model; by default the fleet's
+    model_path     where its vLLM read the base model from, which is hashed into the ids of pictures; empty: not known
     is_far         it is known to be in another zone than this router
     is_suspect     its agent reports that the engine hangs
     is_ending      Kubernetes is ending its pod; until then its engine answers
@@ -92,6 +93,7 @@ class Replica:
     is_salted: bool = False
     report: EngineReport = EngineReport()
     model_name: str = ""
+    model_path: str = ""
 
     def __post_init__(self) -> None:
         """Set `model_name` to the base model where it is empty."""

@@ -70,6 +70,7 @@ def replica_from(
         id=WorkerId(followed.source.id),
         base_model=metadata.model.base_model,
         model_name=metadata.model.name,
+        model_path=metadata.model.path,
         engine_url=metadata.transport.engine_url.rstrip("/"),
         agent_url=metadata.agent_url.rstrip("/"),
         dialect=metadata.transport.dialect,

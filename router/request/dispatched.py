@@ -9,7 +9,7 @@ from router.core.schedule.policy import Decision
 from router.core.schedule.request import HashedRequest
 from router.protocols.usage import EngineUsage
 from router.request.services import RequestRecord, Services
-from router.tokenizing.tokenizers import Source
+from router.tokenizing.tokens import Source
 
 # Seconds of queue: behind a shorter one the request began with the cache as it was when it was decided.
 _PROMPT_START_S = 0.1

@@ -13,7 +13,7 @@ from router.request.dispatched import DispatchedRequest
 from router.request.engine_body import EngineOptions, dialect_of, may_send_ids, salt_for
 from router.request.parsed_request import ParsedRequest
 from router.request.services import Services
-from router.tokenizing.tokenizers import Tokens
+from router.tokenizing.tokens import Tokens
 
 # Shorter prompts are sent as text: the engine tokenizes them in less time than we write their ids.
 _MIN_SENT_IDS = 256

@@ -41,7 +41,7 @@ from router.request.queue import Displaced
 from router.request.services import Services
 from router.request.stages import dispatch, hash_prompt, prefill_tokens, resolve_target, tokenize, wait_for_adapter
 from router.telemetry.trace import Trace
-from router.tokenizing.tokenizers import Tokens
+from router.tokenizing.tokens import Tokens
 
 log = structlog.get_logger()
 

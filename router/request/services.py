@@ -31,7 +31,8 @@ from router.request.queue import RequestQueue
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import Tracer
 from router.tokenizing.prompt_cache import BlockHashCache
-from router.tokenizing.tokenizers import Source, Tokenizers
+from router.tokenizing.tokenizers import Tokenizers
+from router.tokenizing.tokens import Source
 
 # Kept decisions, and seconds between two of them under load: they reach back ten seconds or more. All others are freed
 # while they are in the processor's caches: 3 to 5 us less a request at 64 replicas.

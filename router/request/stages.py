@@ -9,7 +9,8 @@ from functools import partial
 import msgspec
 
 from lorafleet.http_server.batches import leave_batch
-from lorafleet.identity import BlockHash, adapter_salt, root_hash
+from lorafleet.identity import BlockHash, adapter_salt, block_hashes, root_hash
+from lorafleet.kv.pictures import picture_blocks
 from lorafleet.service.auth import Caller
 from router.core.errors import ModelNotFound
 from router.core.fleet import Excluded, Incarnation, Roster, RoutableAdapter
@@ -24,7 +25,7 @@ from router.request.dispatched import DispatchedRequest
 from router.request.parsed_request import ParsedRequest, reads_prefix_cache
 from router.request.services import Services
 from router.tokenizing.approximate import approximate_prompt, approximate_root
-from router.tokenizing.tokenizers import NO_TOKENS, Source, Tokens
+from router.tokenizing.tokens import NO_TOKENS, Source, Tokens
 
 # Each step of an adapter's priority doubles its share of its tenant's time, up to this many steps.
 _MAX_PRIORITY = 3
@@ -72,6 +73,7 @@ async def tokenize(services: Services, target: RequestTarget, request: ParsedReq
         engine_url=replica.engine_url,
         kind=kind,
         max_model_len=services.discovery.fleet.roster(target.base_model).max_model_len,
+        model_path=replica.model_path,
     )
     if not isinstance(found, Tokens):
         await leave_batch()
@@ -217,6 +219,9 @@ def hash_prompt(
 def _hash_chains(services: Services, tokens: Tokens, root: BlockHash, block_sizes: Iterable[int]) -> HashChains:
     """Block size -> chain of block hashes of these token ids, from the cache where it has them."""
     assert tokens.ids is not None
+    if tokens.pictures:
+        extra, ids = partial(picture_blocks, tokens.pictures), tokens.ids
+        return {size: block_hashes(ids, block_size=size, root=root, extra=extra(size)) for size in block_sizes}
     return {
         block_size: services.chain_cache.chain(
             tokens.ids, block_size=block_size, root=root, seen=tokens.seen, kept=tokens.kept

@@ -3,35 +3,33 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
-import msgspec
 import structlog
 from jinja2 import TemplateError
 
 from lorafleet.service.fast_metrics import MetricValue
 from lorafleet.tokenizer.ascii_bpe import MAX_CHARS
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
-from lorafleet.tokenizer.messages import Untokenizable
+from lorafleet.tokenizer.messages import HasMedia, Untokenizable, has_media
 from router.core.fleet import Incarnation
 from router.core.kv.index import WorkerId
 from router.protocols.prompts import prompt_body
 from router.protocols.routes import PromptKind
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.agreement import TokenizerAgreement
-from router.tokenizing.approximate import ApproximatePrompt
+from router.tokenizing.pictures import PictureModel, PicturesOfEngines
 from router.tokenizing.probes import PROBES, added_token_probes, checked_ids
 from router.tokenizing.prompt_cache import PieceTokenCache
 from router.tokenizing.threads import ThreadsBusy, TokenizerThreads
+from router.tokenizing.tokens import NO_TOKENS, SlowTokens, Tokens
 from workers.wire import ModelFiles
 
 log = structlog.get_logger()
-
-Source = Literal["local", "remote", "given", "approximate", "none"]
 
 # Fields that /tokenize accepts. Source: vLLM 0.32 entrypoints/serve/tokenize/protocol.py.
 _TOKENIZE_FIELDS = (
@@ -71,31 +69,9 @@ _RETRY_ENGINE_S = 5.0
 _MAX_PROBED_ENGINES = 4
 
 
-class Tokens(msgspec.Struct, frozen=True):
-    """Token ids of a prompt, unsigned 32-bit, and their source; `ids` is None if there are none.
-
-    seen           length of the prefix that an earlier prompt had
-    kept           length of the prefix that the conversation's next prompt will have
-    made_by        number of our tokenizer that made them; 0 for none
-    approximation  the approximate prompt, if there are no ids; None as well means no KV term
-    """
-
-    ids: "array[int] | None"
-    source: Source
-    seen: int = 0
-    kept: int = 0
-    made_by: int = 0
-    approximation: ApproximatePrompt | None = None
-
-
-NO_TOKENS = Tokens(None, "none")
-
-
 _NO_IDS: "array[int]" = array("I")
 
 
-# A call that waits for a thread or the engine and returns the tokens.
-SlowTokens = Callable[[], Coroutine[Any, Any, Tokens]]
 # Errors for a prompt that our tokenizer cannot handle.
 _TOKENIZE_ERRORS = (Untokenizable, TemplateError, TypeError, ValueError, RecursionError)
 
@@ -143,6 +119,7 @@ class Tokenizers:
             TokenizerThreads(threads, "tokenize"),
             TokenizerThreads(threads, "tokenize-long"),
         )
+        self._pictures = PicturesOfEngines(self._post_tokenize, clock)
         self._local: dict[str, _LoadedTokenizer] = {}
         self._numbers_used = 0
         self._agreement = TokenizerAgreement()
@@ -154,7 +131,8 @@ class Tokenizers:
         self._engine_again_at: dict[str, float] = {}
 
     def close(self) -> None:
-        """Cancel waiting prompts and let the threads end."""
+        """Cancel waiting prompts and questions, and let the threads end."""
+        self._pictures.close()
         self._long.close()
         self._very_long.close()
 
@@ -298,11 +276,14 @@ class Tokenizers:
         engine_url: str,
         kind: PromptKind | None = None,
         max_model_len: int = 0,
+        model_path: str = "",
     ) -> "Tokens | SlowTokens":
         """As `ids`, or a call that returns them, if a thread or the engine must be waited for. Caches new pieces.
 
-        NO_TOKENS if tokenizing is off or only the engine can know them. Errors here leave it to the engine.
+        NO_TOKENS if tokenizing is off or only the engine can know them. Errors here leave it to the engine, except for
+        prompts with pictures and the like: its ids do not tell them apart.
 
+        model_path     where vLLM read the base model from, for ids of pictures; empty: pictures have none
         max_model_len  the longest prompt that any engine accepts, in tokens; 0 if unknown
         """
         if kind == "input":
@@ -326,13 +307,17 @@ class Tokenizers:
                 return NO_TOKENS
             body = prompt
         remote = partial(self._tokenize_at_engine, body, base_model, engine_url)
-        if local is None:
-            return remote
         try:
-            return self._tokenize_here(local, body, remote, max_model_len)
+            if local is not None:
+                return self._tokenize_here(local, body, remote, max_model_len)
+        except HasMedia:
+            assert local is not None
+            encode = partial(self._tokenize_here, local, remote=_no_tokens, max_model_len=max_model_len)
+            model = PictureModel(local.tokenizer, base_model, model_path, engine_url, self.remote_timeout_s)
+            return self._pictures.tokenize(body, model, encode)
         except _TOKENIZE_ERRORS as exc:
             log.debug("not tokenized here", base_model=base_model, error=str(exc))
-            return remote
+        return NO_TOKENS if has_media(body.get("messages")) else remote
 
     def _tokenize_here(
         self, local: _LoadedTokenizer, body: Mapping[str, Any], remote: "SlowTokens", max_model_len: int
@@ -503,6 +488,11 @@ class Tokenizers:
             return None
         tokens = answer.json().get("tokens")
         return _packed_ids(tokens) if isinstance(tokens, list) else None
+
+
+async def _no_tokens() -> Tokens:
+    """NO_TOKENS, in place of an engine's ids, which do not tell pictures apart."""
+    return NO_TOKENS
 
 
 def _given_ids(prompt: list[Any]) -> Tokens:

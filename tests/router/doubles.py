@@ -114,6 +114,7 @@ class AgentDouble:
     catalogs: int = 0  # that were asked for
     boot_id: str = "first"
     files: dict[str, str] = field(default_factory=dict)  # of the model
+    model_path: str = ""
     starting: frozenset = frozenset()
     suspects: frozenset = frozenset()
     draining: tuple = ()
@@ -173,7 +174,7 @@ class AgentDouble:
             state="ready" if is_up else "starting",
             is_suspect=worker in self.suspects,
             agent_url=f"{self.url}/{self.agents}/{worker}",
-            model=ModelCard(name=BASE, base_model=BASE, runtime_config=shape),
+            model=ModelCard(name=BASE, base_model=BASE, path=self.model_path, runtime_config=shape),
             transport=Transport(engine_url=self.workers[worker]),
             lora=LoraInfo(
                 enabled=worker not in self.refusals,

@@ -19,7 +19,8 @@ from lorafleet.local.tiny_model import make_model
 from lorafleet.tokenizer.chat import ChatTokenizer, read_files
 from router.telemetry.metrics import RouterMetrics
 from router.tokenizing.prompt_cache import BlockHashCache, PieceTokenCache
-from router.tokenizing.tokenizers import Tokenizers, Tokens
+from router.tokenizing.tokenizers import Tokenizers
+from router.tokenizing.tokens import Tokens
 from tests.patience import patience, until, within
 from tests.properties import examples
 from tests.router.doubles import AgentDouble, EngineDouble, fleet

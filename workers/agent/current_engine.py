@@ -283,6 +283,7 @@ class CurrentEngine:
         return ModelCard(
             name=name,
             base_model=settings.base_name or name,
+            path=shape.model_path,
             runtime_config=RuntimeConfig(
                 block_size=shape.block_size or settings.block_size or 0,
                 total_kv_blocks=shape.total_kv_blocks or settings.num_gpu_blocks_override or 0,

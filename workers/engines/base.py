@@ -39,6 +39,7 @@ class EngineShape:
 
     boot_mark        as of `EngineClient.boot_mark`, if it was read with the rest
     caches_prefixes  whether it keeps KV blocks for later prompts; True if it does not say
+    model_path       where it read the base model from, as it hashes it into the ids of pictures
     """
 
     block_size: int = 0
@@ -47,6 +48,7 @@ class EngineShape:
     model_name: str = ""
     boot_mark: str = ""
     caches_prefixes: bool = True
+    model_path: str = ""
 
 
 class EngineClient(Protocol):

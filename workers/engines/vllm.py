@@ -68,6 +68,7 @@ class VllmClient(HttpEngineClient):
             model_name=str(base.get("id") or ""),
             boot_mark=_boot_mark_of(scrape),
             caches_prefixes=scrape.caches_prefixes,
+            model_path=str(base.get("root") or ""),
         )
 
     async def boot_mark(self) -> str:
