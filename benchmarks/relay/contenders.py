@@ -105,6 +105,7 @@ SGLANG = "sglang-router cache_aware"
 NGINX = "nginx"
 _RELAY_FLAGS = ("--policy", "round_robin", "--tokenizer", "off")
 VLLM = "vllm-router cache_aware"
+VLLM_BLIND = "vllm-router round_robin"
 
 
 def _ours(me: Contender, stage: Stage) -> Running:
@@ -230,7 +231,7 @@ CONTENDERS = (
         _wheel("vllm_router.launch_router", "--policy", "cache_aware", *_LEVEL),
     ),
     Contender(
-        "vllm-router round_robin",
+        VLLM_BLIND,
         "blind",
         _package("vllm-router"),
         _wheel("vllm_router.launch_router", "--policy", "round_robin", *_LEVEL),

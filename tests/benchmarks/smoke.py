@@ -13,11 +13,11 @@ KEYS = (
 )
 
 
-def rows_of(name: str, folder: Path, *flags: str) -> list[dict]:
+def rows_of(name: str, folder: Path, *flags: str, within_s: float = 60) -> list[dict]:
     """The rows of `python -m benchmarks.<name> --quick`, which must end well."""
     out = folder / "rows.json"
     command = [sys.executable, "-P", "-m", f"benchmarks.{name}", "--quick", "--json", str(out), *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=patience(within_s), check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(out.read_text())
     assert all(row.keys() >= set(KEYS) for row in rows)

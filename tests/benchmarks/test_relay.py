@@ -17,7 +17,7 @@ def test_the_quick_relay_benchmark_writes_the_rows_of_one_group(tmp_path):
 
 @pytest.mark.thorough
 def test_the_quick_relay_benchmark_writes_a_row_of_every_group(tmp_path):
-    rows = rows_of("relay", tmp_path)
+    rows = rows_of("relay", tmp_path, within_s=180)
     held = goals(rows)
     for said in (
         "short chat, ~1 KB",

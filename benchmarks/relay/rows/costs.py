@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.relay.bench import RelayBench
 from benchmarks.relay.client import LoadClient
-from benchmarks.relay.contenders import NGINX, RELAY, SGLANG, Running
+from benchmarks.relay.contenders import NGINX, RELAY, SGLANG, VLLM_BLIND, Running
 from benchmarks.relay.fleet import Spec
 from benchmarks.relay.prompts import ChatKind, long_new, long_seen, of_length, short, short_new
 from benchmarks.relay.rows.scene import LONG_CONNECTIONS, SHORT_CONNECTIONS, RunningContenders, compared, of_ours
@@ -29,9 +29,9 @@ async def short_rows(scene: RunningContenders, rows: list[ReportRow]) -> None:
     routed = {name: value for name, value in found.items() if name not in alone}
     rows += compared("short chat, ~1 KB", routed, "us", beside=SGLANG, goal=1.5)
     if RELAY in alone:
-        beside = {name: value for name, value in found.items() if name == NGINX}
+        beside = {name: value for name, value in found.items() if name in (NGINX, VLLM_BLIND)}
         what = "relay alone, round_robin, no tokenization, ~1 KB"
-        rows += compared(what, alone | beside, "us", beside=NGINX, goal=3.5, ours=RELAY)
+        rows += compared(what, alone | beside, "us", beside=VLLM_BLIND, goal=1.25, ours=RELAY)
     new = scene.medians(await bench.costs(scene.ours, short_new(), SHORT_CONNECTIONS))
     rows += [of_ours("short chat, ~1 KB, all of it new text", name, value, "us") for name, value in new.items()]
 
