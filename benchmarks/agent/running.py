@@ -19,13 +19,16 @@ from statistics import median
 import httpx
 
 from benchmarks.report import ReportRow
+from lorafleet.engine.canary import BaseReadings, run_canary
 from lorafleet.local.tiny_model import make_adapter, make_model
+from workers.engines.kinds import engine_client
 
 LOAD_REACH_MS = 20.0
 RESTORE_REACH = 1.2
 IDLE_REACH_PERCENT = 1.0
 MEMORY_REACH_MB = 120.0
 EVENT_REACH_MS = 50.0
+CANARY_REACH_MS = 100.0
 _SLOTS = 64
 _START_S = 300.0
 
@@ -52,6 +55,7 @@ async def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
         paths = {name: await _inspected(it, shelf, name) for name in names}
         ours_ms, own_ms = await _loads(it, names, paths, rounds)
         stalled_ms, own_stall_ms = await _stalls(it, names, paths, max(4, rounds // 4))
+        first_ms, next_ms = await _canaries(it, names[0], rounds)
         event_ms = await _events(it, names, rounds)
         restored_s, loaded_s = await _restores(it, names, paths)
         cpu_percent, rss_mb = await _idle(it, idle_s)
@@ -60,6 +64,10 @@ async def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
         ReportRow(
             f"a cached adapter loaded through the agent, beyond {beside}'s own call (medians of {rounds})",
             ours_ms - own_ms, "ms", LOAD_REACH_MS, "own call", own_ms,
+        ),
+        ReportRow(
+            f"canary of an adapter at {beside}, of the first after a start and of the next (medians of {rounds})",
+            next_ms, "ms", CANARY_REACH_MS, "first", first_ms,
         ),
         ReportRow(
             "longest pause of a stream beside a load through the agent", stalled_ms, "ms", None,
@@ -113,6 +121,29 @@ async def _loads(it: _RunningAgent, names: list[str], paths: dict[str, str], rou
         own.append(await _timed(it.engine, "/v1/load_lora_adapter", {"lora_name": "own", "lora_path": paths[name]}))
         await _post(it.engine, "/v1/unload_lora_adapter", {"lora_name": "own"})
     return median(ours[1:]) * 1e3, median(own[1:]) * 1e3  # the first of all warms the engine up
+
+
+async def _canaries(it: _RunningAgent, name: str, rounds: int) -> tuple[float, float]:
+    """Milliseconds of a canary that asks the base model, too, and of one that need not; medians.
+
+    Where the engine reports its modules, the agent runs none.
+    """
+    adapter = (await _post(it.agent, "/v1/admin/load_lora", {"lora_id": name})).json()["engine_name"]
+    client = engine_client("vllm", str(it.engine.base_url))
+    ask = partial(client.fingerprint, base_model="tiny-qwen")
+    first: list[float] = []
+    later: list[float] = []
+    for _ in range(rounds):
+        readings = BaseReadings()
+        for durations in (first, later):
+            began = time.perf_counter()
+            result = await run_canary(ask, adapter, readings=readings, timeout_s=60)
+            durations.append(time.perf_counter() - began)
+            if result.outcome != "seen":
+                raise RuntimeError(f"the canary of {adapter}: {result}")
+    await client.aclose()
+    await _post(it.agent, "/v1/admin/unload_lora", {"lora_id": name})
+    return median(first) * 1e3, median(later) * 1e3
 
 
 async def _stalls(it: _RunningAgent, names: list[str], paths: dict[str, str], rounds: int) -> tuple[float, float]:

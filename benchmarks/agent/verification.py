@@ -10,6 +10,7 @@ from random import Random
 from statistics import median
 
 from benchmarks.report import ReportRow
+from lorafleet.engine.lora_weights import has_zero_weights, weights_effect
 from workers.core.base_model import BaseModel, base_model
 from workers.core.manifest import CONFIG_NAME, WEIGHTS_NAME, AdapterRules
 from workers.storage.verify import read_description, read_file_entry
@@ -42,6 +43,8 @@ def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
     block = Random(1).randbytes(_CHUNK)
     sha256_s = median(_seconds(lambda: _hash(block, size)) for _ in range(3))
     disk_s = median(_from_disk(weights) for _ in range(3))
+    trained_ms = median(_seconds(lambda: has_zero_weights(folder)) for _ in range(calls)) * 1e3
+    sampled_ms = median(_seconds(lambda: weights_effect(folder)) for _ in range(3)) * 1e3
     bound = "hash" if sha256_s > disk_s else "disk"
     return [
         ReportRow(f"{name}: config and header verified (median of {calls})", header_ms, "ms", reach=HEADER_REACH_MS),
@@ -49,6 +52,8 @@ def rows(folder: Path, *, quick: bool) -> list[ReportRow]:
             f"{name}: digest ({bound} bounds it)", size / digest_s / 1e6, "MB/s", None, "sha256", size / sha256_s / 1e6
         ),
         ReportRow(f"{name}: read from disk alone", size / disk_s / 1e6, "MB/s"),
+        ReportRow(f"{name}: known to be other than zero (median of {calls})", trained_ms, "ms", reach=HEADER_REACH_MS),
+        ReportRow(f"{name}: its weights held against rounding, before a refusal alone", sampled_ms, "ms"),
     ]
 
 

@@ -26,7 +26,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_HEADER = 100 << 20
 _CHUNK_BYTES = 1 << 20
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-_SAMPLE = 512
+_SAMPLE = 128
 # Of a base model's weights; 0.02 is the usual standard deviation at their initialisation.
 _BASE_RMS = 0.02
 _ROUNDING = 2.0**-8

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from lorafleet.engine.canary import BaseReadings, CanaryResult, run_canary, shown_effect
-from lorafleet.engine.lora_reports import LoadedModules, ask_for_reports, forget_reports, loaded_modules, read_reports
+from lorafleet.engine.lora_reports import ask_for_reports, forget_reports, loaded_modules, read_reports
 from lorafleet.engine.lora_weights import ZERO_NOTE, has_zero_weights, weights_effect
 from workers.agent.current_engine import CurrentEngine
 from workers.agent.installed_adapters import InstalledAdapter
@@ -67,19 +67,22 @@ class EffectCheck:
 
         raises  EngineError `adapter_no_effect`, `modules_ignored`
         """
-        folder = self._settings.lora_reports
-        reports = await asyncio.to_thread(read_reports, folder, adapter.engine_name)
-        await asyncio.to_thread(forget_reports, folder, adapter.engine_name)
-        if (loaded := loaded_modules(reports)) is not None:
-            effect = await asyncio.to_thread(self._reported_effect, adapter, loaded)
-        else:
+        effect = await asyncio.to_thread(self._reported_effect, adapter)
+        if effect is None:
             effect = await self._shown_effect(client, adapter)
         if effect.note:
             log.warning("adapter's effect", lora_id=adapter.lora_id, effect=effect.effect, note=effect.note)
         return with_effect(adapter, effect)
 
-    def _reported_effect(self, adapter: InstalledAdapter, loaded: LoadedModules) -> AdapterEffect:
-        """The effect of an adapter whose modules the engine reports. Blocking. Raises EngineError."""
+    def _reported_effect(self, adapter: InstalledAdapter) -> AdapterEffect | None:
+        """The effect of an adapter by the reports of the engine's processes; None without a report of each.
+
+        Blocking; deletes the reports. Raises EngineError.
+        """
+        loaded = loaded_modules(read_reports(self._settings.lora_reports, adapter.engine_name))
+        forget_reports(self._settings.lora_reports, adapter.engine_name)
+        if loaded is None:
+            return None
         count = partial(self._count, "report")
         if loaded.ignored:
             policy = _policy_of(adapter, self._settings.ignored_modules)
@@ -96,7 +99,7 @@ class EffectCheck:
                 raise EngineError(exc.code, f"load {adapter.engine_name}: {exc}") from exc
             count("partial")
             return AdapterEffect("applied", ignored_note(loaded.modules, loaded.ignored), loaded.ignored)
-        if has_zero_weights(Path(adapter.path)):
+        if _is_zero(adapter):
             count("zero")
             return AdapterEffect("zero", ZERO_NOTE)
         count("applied")
@@ -107,7 +110,7 @@ class EffectCheck:
         if self._settings.canary == "off":
             return NOT_CHECKED
         folder = Path(adapter.path)
-        if await asyncio.to_thread(has_zero_weights, folder):
+        if await asyncio.to_thread(_is_zero, adapter):
             self._count("canary", "zero")
             return AdapterEffect("zero", ZERO_NOTE)
         result = await self._run_canary(client, adapter)
@@ -152,6 +155,11 @@ class EffectCheck:
     def _count(self, by: str, found: str) -> None:
         """Count a check by how the engine was asked, and what was found."""
         self._metrics.effect_checks.labels(by, found).inc()
+
+
+def _is_zero(adapter: InstalledAdapter) -> bool:
+    """Whether the adapter's weights are all zero. Blocking, and reads nothing if an earlier load has shown others."""
+    return adapter.effect not in {"applied", "seen"} and has_zero_weights(Path(adapter.path))
 
 
 def with_effect(adapter: InstalledAdapter, effect: AdapterEffect) -> InstalledAdapter:
