@@ -38,10 +38,13 @@ from workers.agent.supervisor import Supervisor
 from workers.api import build_router
 from workers.config import TIMERS, AgentTimers, WorkerSettings
 from workers.core.addresses import parse_networks
+from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import WorkerError
 from workers.core.manifest import AdapterRules
 from workers.core.retry import RetryPolicy
+from workers.engines.kinds import engine_traits
 from workers.engines.kv_connector import connector_from_command
+from workers.engines.vllm_tables import vllm_facts
 from workers.metrics import WorkerMetrics
 from workers.plugin import LoraDownloaderBase
 from workers.sources.base import PLUGIN_SCHEME, Limits, Source
@@ -98,10 +101,10 @@ def build(
     keys, own = ApiKeys(settings.key_files), OwnKey(settings.token, settings.token_file)
     refuse_open_server(keys, settings.host, allow_open=settings.allow_open)
     _require_model(settings)
-    connector = _connector_of(settings, own_command)
+    connector, facts = _connector_of(settings, own_command), _facts_of(settings, own_command)
     state_lock = lock_state_folder(settings.state)
     rng, metrics, boot_id = Random(), WorkerMetrics(settings.instance_id), uuid.uuid4().hex
-    rules = rules_of(settings)
+    rules = rules_of(settings, facts)
     cache_folder = cache_folder_of(settings)
     sources = sources_of(settings, rng)
     fleet = FleetSource(limits_of(settings, rng), orchestrator_urls=settings.orchestrator_urls, own_key=own)
@@ -133,6 +136,7 @@ def build(
         boot_id=boot_id,
         agent_url=settings.advertise_url.rstrip("/") or _url(settings.host, port),
         connector=connector,
+        facts=facts,
         timers=timers,
         fleet=fleet if settings.orchestrator_urls else None,
     )
@@ -194,6 +198,12 @@ def _connector_of(settings: WorkerSettings, own_command: Sequence[str]) -> Conne
     if settings.engine_url or settings.engine in {"sglang", "sgl-jax"}:
         return None
     return connector_from_command((*own_command, *settings.engine_args))
+
+
+def _facts_of(settings: WorkerSettings, own_command: Sequence[str]) -> EngineFacts:
+    """What is known of the engine before it runs, by its command."""
+    is_vllm = engine_traits(settings.engine).dialect == "vllm"
+    return vllm_facts((*own_command, *settings.engine_args)) if is_vllm else NO_ENGINE
 
 
 def _require_model(settings: WorkerSettings) -> None:
@@ -293,15 +303,15 @@ def sources_of(settings: WorkerSettings, rng: Random) -> dict[str, Source]:
     return sources | entry_point_sources(limits, frozenset({*sources, PLUGIN_SCHEME}))
 
 
-def rules_of(settings: WorkerSettings) -> AdapterRules:
-    """The rules that adapters of this worker must keep; reads the base model's shapes if its folder is here."""
+def rules_of(settings: WorkerSettings, facts: EngineFacts = NO_ENGINE) -> AdapterRules:
+    """The rules that adapters of this worker must keep; reads the base model if its folder is here."""
     folder, names = Path(settings.model), {settings.base_name, settings.model_name, settings.model} - {""}
     has_folder = settings.check_shapes and settings.model and folder.is_dir()
     return AdapterRules(
         max_rank=settings.max_lora_rank,
         base_names=frozenset(names),
         base_check=settings.base_model_check if names else "off",
-        base=base_model_or_none(folder) if has_folder else None,
+        base=base_model_or_none(folder, facts) if has_folder else None,
         max_bytes=settings.max_adapter_bytes,
         allow_pickle=settings.allow_pickle,
     )

@@ -168,7 +168,8 @@ class WorkerSettings(ServiceSettings):
     )
     base_model_check: Literal["name", "exact", "off"] = Field(
         default="name",
-        description="comparison of an adapter's base model with this worker's: last path part, whole name, or none",
+        description="comparison of an adapter's base model with this worker's: the model's own name (without owner,"
+        " folders, quantization), the whole name, or none",
     )
     canary: CanaryMode = Field(
         default="refuse",

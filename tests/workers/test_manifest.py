@@ -6,17 +6,19 @@ import time
 from dataclasses import replace
 
 import pytest
+import regex
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lorafleet.local.tiny_model import make_model
 from orchestrator.reconcile.agent_client import CONTENT_CODES
-from tests.patience import patience
 from workers.core.base_model import BaseModel, base_model
+from workers.core.base_names import is_same_base
 from workers.core.errors import SourceError
-from workers.core.manifest import AdapterRules, FileEntry, check_adapter, digest, is_same_base
-from workers.core.peft import is_safe_regex, parse_config
+from workers.core.manifest import AdapterRules, FileEntry, check_adapter, digest
+from workers.core.patterns import MatchTime
+from workers.core.peft import parse_config
 from workers.core.tensors import MAX_HEADER_BYTES, TensorHeader, header_bytes, parse_header
 from workers.storage.verify import read_base_model
 
@@ -118,8 +120,38 @@ def test_targets_may_be_a_list_an_expression_or_all_linear(targets):
     assert describe({"target_modules": targets}).modules == 1
 
 
-def test_slow_target_regex_is_not_run():
-    assert describe({"target_modules": r"(\w+)+z"}).modules == 1
+LONG = f"model.layers.0.self_attn.{'a' * 60}_proj"
+SLOW = r".*\.(?:a|aa|\w\w)+\d"
+
+
+def test_slow_target_expression_is_given_up_and_the_base_model_decides():
+    rules = replace(RULES, base=replace(BASE, shapes={LONG: (32, 64)}))
+    began = time.process_time()
+    assert describe({"target_modules": SLOW}, tensors(module=LONG), rules).modules == 1
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_slow_pattern_is_refused_as_it_would_block_the_engine(field):
+    began = time.process_time()
+    code, message = refusal(
+        {field: {SLOW: 8}, "target_modules": "all-linear"}, tensors(module=LONG), replace(RULES, base=None)
+    )
+    assert (code, "takes too long" in message) == ("adapter_config_invalid", True)
+    assert time.process_time() - began < 10
+    assert describe({field: {SLOW: 8}}).modules == 1, "on its own modules it is quick"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        r"layers\.(?:[0-9]|1[0-9])\.(?:self_attn|mlp)\.(?:q|k|v)_proj",
+        r".*\.\d{1,2}\.self_attn.*",
+        r"(a|b)(c|d)(e|f)|q_proj",
+    ],
+)
+def test_patterns_may_have_braces_and_several_groups(key):
+    assert describe({"rank_pattern": {key: 8}, "r": 4}).rank == 8
 
 
 @pytest.mark.parametrize("targets", [r".*\.k_proj", ["k_proj"], ["proj"], ["layers.1.self_attn.q_proj"]])
@@ -127,28 +159,16 @@ def test_tensors_of_an_untargeted_module_are_refused(targets):
     assert refusal({"target_modules": targets})[0] == "module_untargeted"
 
 
-@pytest.mark.parametrize("quick", ["q_proj", r".*\.[0-9]+\.mlp.*", "(?:a|b).(c|d)", r"layers\.(0|1|17)\..*q_proj"])
-@pytest.mark.parametrize(
-    "slow", [r"(a|a)+z", r"(\w+)+z", "(a|a)(a|a)(a|a)", "a?a?a?a", "x{1,9}", r"(a)\1", "(?=a)", "[[a]]*", "a" * 2000]
+NAMES = st.lists(st.sampled_from(["q_proj", "self_attn", "layers", "0", "1", "a.b"]), min_size=1, max_size=4).map(
+    ".".join
 )
-def test_only_safe_regexes_are_run(quick, slow):
-    assert is_safe_regex(quick)
-    assert not is_safe_regex(slow)
 
 
-QUICK = st.lists(st.sampled_from(["a", "b", ".", "*", "+", "?", "(", ")", "|", "[ab]", r"\w"]), max_size=12)
-
-
-@given(QUICK.map("".join).filter(is_safe_regex))
-def test_safe_regexes_are_fast_on_long_names(expression):
-    raw = json.dumps(CONFIG | {"rank_pattern": {expression: 8}}).encode()
-    try:
-        config = parse_config(raw)
-    except SourceError:
-        return  # no regular expression at all
-    began = time.perf_counter()
-    config.rank_of("a" * 60 + "!")
-    assert time.perf_counter() - began < patience(1)  # a slow regex takes hours
+@given(NAMES, st.lists(NAMES, max_size=4))
+def test_names_in_patterns_match_as_in_the_engine(name, keys):
+    config = parse_config(json.dumps(CONFIG | {"rank_pattern": dict.fromkeys(keys, 9)}).encode())
+    expected = 9 if any(regex.match(rf"(.*\.)?({key})$", name) for key in keys) else 8
+    assert config.rank_of(name, MatchTime(time.thread_time)) == expected
 
 
 @pytest.mark.parametrize(
@@ -168,15 +188,14 @@ def test_safe_regexes_are_fast_on_long_names(expression):
         ({"rank_pattern": 3}, "adapter_config_invalid"),
         ({"rank_pattern": {"a)(": 8}}, "adapter_config_invalid"),
         ({"alpha_pattern": {"q_proj": None}}, "adapter_config_invalid"),
-        ({"alpha_pattern": {r"(\w+)+z": 8}}, "adapter_config_invalid"),
         ({"base_model_name_or_path": ["org"]}, "adapter_config_invalid"),
         ({"base_model_name_or_path": "org/\ud800"}, "adapter_config_invalid"),
         ({"peft_type": "IA3"}, "peft_type_unsupported"),
-        ({"peft_type": None}, "peft_type_unsupported"),
         ({"use_dora": True}, "dora_unsupported"),
         ({"bias": "all"}, "bias_unsupported"),
         ({"lora_bias": True}, "bias_unsupported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save_unsupported"),
+        ({"modules_to_save": "score"}, "modules_to_save_unsupported"),
         ({"init_lora_weights": "pissa"}, "peft_feature_unsupported"),
         ({"layer_replication": [[0, 1]]}, "peft_feature_unsupported"),
         ({"trainable_token_indices": [3]}, "peft_feature_unsupported"),
@@ -200,6 +219,11 @@ def test_missing_config_field_is_named(missing):
     "config",
     [
         {"use_rslora": True},
+        {"peft_type": None},
+        {"r": 8.0},
+        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_modules": None, "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"modules_to_save": ["classifier", "score"]},
         {"lora_alpha": 0.5},
         {"alpha_pattern": {r".*\.k_proj": 32}},
         {"rank_pattern": None, "alpha_pattern": {}},
@@ -365,6 +389,23 @@ def test_modules_of_a_vision_model_are_found_by_each_name():
         ("org/Base-7B", "name", True),
         ("/models/base-7b/", "name", True),
         ("org/Base-7B-Instruct", "name", False),
+        ("unsloth/Base-7B-bnb-4bit", "name", True),
+        ("unsloth/base-7b-unsloth-bnb-4bit", "name", True),
+        ("org/Base-7B-AWQ", "name", True),
+        ("org/Base-7B-GPTQ-Int4", "name", True),
+        ("RedHat/Base-7B-FP8-dynamic", "name", True),
+        ("RedHat/Base-7B-quantized.w4a16", "name", True),
+        ("org/Base-7B-Instruct-AWQ", "name", False),
+        ("org/Base-7B-v0.2", "name", False),
+        ("C:\\models\\Base-7B\\", "name", True),
+        ("D:/hf/Base-7B ", "name", True),
+        ("/root/.cache/huggingface/hub/models--org--Base-7B/snapshots/" + "0a1b" * 10, "name", True),
+        ("/root/.cache/huggingface/hub/models--org--Other/snapshots/" + "0a1b" * 10, "name", False),
+        ("models--org--Base-7B", "name", True),
+        ("/kaggle/input/base-7b/1", "name", True),
+        ("/kaggle/input/base/transformers/base-7b/1/", "name", True),
+        ("/kaggle/input/other/transformers/other-7b/1", "name", False),
+        ("  ", "name", True),
         ("org/Base-7B", "exact", False),
         ("base-7b", "exact", True),
         ("anything", "off", True),
@@ -373,6 +414,21 @@ def test_modules_of_a_vision_model_are_found_by_each_name():
 )
 def test_base_models_are_compared_by_the_setting(declared, check, same):
     assert is_same_base(declared, {"base-7b"}, check) is same
+
+
+@pytest.mark.parametrize(
+    ("declared", "same"),
+    [
+        ("qwen/Qwen2___5-7B-Instruct", True),
+        ("/mnt/workspace/.cache/modelscope/models/qwen/Qwen2___5-7B-Instruct", True),
+        ("/kaggle/input/qwen2.5/transformers/7b-instruct/1", True),
+        ("unsloth/qwen2.5-7b-instruct-unsloth-bnb-4bit", True),
+        ("Qwen/Qwen2.5-7B", False),
+        ("/kaggle/input/qwen2.5/transformers/14b-instruct/1", False),
+    ],
+)
+def test_mirrors_of_a_base_model_are_the_same(declared, same):
+    assert is_same_base(declared, {"Qwen/Qwen2.5-7B-Instruct"}, "name") is same
 
 
 # --- headers ------------------------------------------------------------------------------------------------------

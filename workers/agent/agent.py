@@ -28,9 +28,11 @@ from workers.agent.kv_ledger import KvLedgers
 from workers.agent.loader import Loader
 from workers.agent.operation_log import Requester
 from workers.config import TIMERS, AgentTimers, WorkerSettings
+from workers.core.base_model import NO_ENGINE, EngineFacts
 from workers.core.errors import AgentRequestError, EngineError
 from workers.engines.base import EngineClient
 from workers.engines.kinds import engine_traits
+from workers.engines.vllm_tables import with_version
 from workers.metrics import WorkerMetrics
 from workers.sources.base import Source
 from workers.sources.local import LocalSource
@@ -70,15 +72,18 @@ class WorkerAgent:
         boot_id: str,
         agent_url: str,
         connector: ConnectorVerdict | None = None,
+        facts: EngineFacts = NO_ENGINE,
         timers: AgentTimers = TIMERS,
         clock: Callable[[], float] = time.monotonic,
         fleet: Source | None = None,
     ) -> None:
         """
         connector  the KV connector that the engine's command names; None: ask the engine
+        facts      what is known of the engine by its command
         fleet      fetches adapters by digest from the fleet's other workers; None without an orchestrator
         """
         self._connector = connector
+        self._facts = facts
         self.settings = settings
         self.cache = cache
         self.local_adapters = local_adapters
@@ -167,7 +172,7 @@ class WorkerAgent:
         await self.engine.attach(client, boot_id=engine_boot_id, transport=transport)
         self.cache.folder.engine_url = transport.engine_url
         self.inventory.mark_changed()
-        await self._read_base_model_shapes()
+        await self._read_base_model(await client.version())
         reported = await client.kv_connector() if self._connector is None else self._connector
         connector = self.inventory.kv_connector = apply_setting(self.settings.engine_salt, reported)
         if connector.reason:
@@ -209,16 +214,23 @@ class WorkerAgent:
         if is_new:
             await self._wait_until_warm()
 
-    async def _read_base_model_shapes(self) -> None:
-        """Read the base model's shapes into the rules, if they are missing.
+    async def _read_base_model(self, version: str) -> None:
+        """Read the base model into the rules, if it is missing or the engine's version has another table.
 
         The hub cache is incomplete before the engine has started.
         """
-        if self.settings.check_shapes and self.cache.rules.base is None:
-            folder = await asyncio.to_thread(model_folder, self.settings.model)
-            if folder is not None:
-                base = await asyncio.to_thread(base_model_or_none, folder)
-                self.cache.rules = self.local_adapters.rules = replace(self.cache.rules, base=base)
+        facts = with_version(self._facts, version) if self._facts.table else self._facts
+        if not self.settings.check_shapes or (self.cache.rules.base is not None and facts == self._facts):
+            return
+        folder = await asyncio.to_thread(model_folder, self.settings.model)
+        if folder is None:
+            return
+        if self._facts.table and facts.table is None:
+            log.warning("this version of the engine has no table of its modules", version=version)
+        base = await asyncio.to_thread(base_model_or_none, folder, facts)
+        self._facts = facts
+        self.cache.rules = replace(self.cache.rules, base=base)
+        self.local_adapters.use_rules(self.cache.rules)
 
     async def _wait_until_warm(self) -> None:
         """Wait until the orchestrator has loaded a new worker's share of hot adapters, at most `warm_deadline_s`.

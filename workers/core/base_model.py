@@ -1,10 +1,12 @@
 """The modules of a base model that adapters can change, and their shapes."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from workers.core.engine_modules import EngineModules, engine_modules
+from workers.core.model_classes import ModelTable, is_classifier, is_pooling
 from workers.core.tensors import Shape
 
 # Prefixes of module names in multimodal base models, which trainers, checkpoints and engines spell differently.
@@ -25,9 +27,11 @@ _LLAMA_LIKE = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3")
 )
 
-# Config keys that only multimodal models have, and those that only mixtures of experts have.
-_PART_KEYS = ("text_config", "vision_config", "audio_config", "thinker_config")
+# Config keys that only multimodal models have, and those of mixtures of experts.
+_PART_KEYS = ("text_config", "vision_config", "audio_config", "thinker_config", "llm_config", "language_config")
+_TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +39,25 @@ class BaseModel:
     """The base model with which adapters are compared.
 
     shapes             module -> [out, in] of its weights, by the names of its checkpoint
-    takes_embeddings   the engine accepts adapters on `embed_tokens` and `lm_head`
+    takes_embeddings   the engine accepts adapters on `embed_tokens` and `lm_head`; used without `engine`
     has_other_names    its modules have other names in other files, as in models with a vision part
     has_experts        it is a mixture of experts; `shapes` may lack them, as checkpoints store them in many ways
+    engine             its modules in the engine; None if its model class is not in the table of the engine's version
+    expert_shapes      stacked experts' module (`experts.base_layer`, `experts`) -> [out, in] of one expert
+    quantization       how its weights are packed, so that they have no shapes of their own; ""
+    unknown_class      its architecture, if there is a table and it is not in it
+    takes_heads        the engine takes a classification head from an adapter (`modules_to_save`)
     """
 
     shapes: Mapping[str, Shape]
     takes_embeddings: bool = True
     has_other_names: bool = False
     has_experts: bool = False
+    engine: EngineModules | None = None
+    expert_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    quantization: str = ""
+    unknown_class: str = ""
+    takes_heads: bool = True
 
     def module_shapes(self) -> "ModuleShapes":
         """An index of the modules' shapes, to look up many of them by name."""
@@ -66,36 +80,119 @@ class ModuleShapes:
         )
 
 
-def base_model(config: Mapping[str, Any], weights: Mapping[str, Shape]) -> BaseModel | None:
-    """The base model by its `config.json` and the weight shapes of its checkpoint; None if neither gives shapes.
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is known of the engine that serves the base model.
+
+    table         the model classes of its version; None: its version has no table, or it is no vLLM
+    with_towers   it takes adapters on the towers of multimodal models
+    is_pooling    it serves embeddings, scores or classes; None: as the architecture says
+    """
+
+    table: ModelTable | None = None
+    with_towers: bool = False
+    is_pooling: bool | None = None
+
+
+NO_ENGINE = EngineFacts()
+
+
+def base_model(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Shape],
+    *,
+    packed: Collection[str] = (),
+    facts: EngineFacts = NO_ENGINE,
+) -> BaseModel | None:
+    """The base model by its `config.json` and the weight shapes of its checkpoint.
 
     Quantized or missing weights give no shapes: for Llama-like models the config gives them. A model with tied
     embeddings gets an `lm_head` with the shape of its embeddings.
+
+    weights  module -> shape of its weight
+    packed   modules whose weights are packed by a quantization
+    returns  None if there are neither shapes nor a model class of the engine
     """
+    quantization = _quantization(config)
+    packed_names = frozenset(packed)
     shapes = dict(_shapes_from_config(config))
-    if not config.get("quantization_config"):
-        shapes |= {module: shape for module, shape in weights.items() if len(shape) == 2}
-    if not shapes:
+    if not quantization or packed_names:
+        # Packed weights are told apart where they were read; without them all are doubtful.
+        shapes |= {name: shape for name, shape in weights.items() if len(shape) == 2 and name not in packed_names}
+    names = [str(name) for name in config.get("architectures") or []]
+    found = facts.table.find(names) if facts.table else None
+    if not shapes and found is None:
         return None
     if "lm_head" not in shapes:
         embeddings = [shape for module, shape in shapes.items() if module.endswith("embed_tokens")]
         shapes |= dict(zip(["lm_head"], embeddings, strict=False))
-    architectures = config.get("architectures") or []
-    takes_embeddings = not architectures or any(
-        str(name).removesuffix("ForCausalLM") in _TAKES_EMBEDDINGS for name in architectures
-    )
+    text = _text_part(config)
+    experts = _first_count(text, _EXPERT_KEYS)
+    engine = None
+    if facts.table and found:
+        engine = engine_modules(
+            found,
+            {**dict.fromkeys(weights), **dict.fromkeys(packed_names), **shapes},
+            layers=_first_count(text, _LAYER_KEYS),
+            experts=experts,
+            text_names=facts.table.text_names,
+            with_towers=facts.with_towers,
+            is_pooling=is_pooling(names) if facts.is_pooling is None else facts.is_pooling,
+        )
     return BaseModel(
         shapes,
-        takes_embeddings,
+        takes_embeddings=not names or any(name.removesuffix("ForCausalLM") in _TAKES_EMBEDDINGS for name in names),
         has_other_names=any(name in config for name in _PART_KEYS),
-        has_experts=any(".experts" in module for module in weights) or _has_experts(config),
+        has_experts=any(".experts" in module for module in weights) or experts is not None,
+        engine=engine,
+        expert_shapes=_expert_shapes(text) if found and found.has_3d_experts else {},
+        quantization=quantization,
+        unknown_class=", ".join(names) if facts.table and found is None else "",
+        takes_heads=_takes_heads(names, facts),
     )
 
 
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the config, or its text part, is of a mixture of experts."""
-    text = config.get("text_config")
-    return any(name in part for part in (config, text) if isinstance(part, Mapping) for name in _EXPERT_KEYS)
+def _takes_heads(architectures: Sequence[str], facts: EngineFacts) -> bool:
+    """Whether the engine takes a classification head from an adapter. Without a table the engine decides.
+
+    source  vLLM 0.32 lora/model_manager.py supported_modules_to_save: what scores as cross-encoders do, which are all
+            sequence classifiers; 0.33: token classifiers, too
+    """
+    if facts.table is None:
+        return True
+    if any(name.endswith("ForTokenClassification") for name in architectures):
+        return facts.table.all_heads
+    return is_classifier(architectures) or bool(facts.is_pooling)
+
+
+def _quantization(config: Mapping[str, Any]) -> str:
+    """How a config says that the weights are packed; "" if they are not."""
+    found = config.get("quantization_config") or _text_part(config).get("quantization_config")
+    if not found:
+        return ""
+    return str(found.get("quant_method") or "quantized") if isinstance(found, Mapping) else "quantized"
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a multimodal model's config that is about its language model; else the config."""
+    for name in _TEXT_KEYS:
+        if isinstance(part := config.get(name), Mapping):
+            return _text_part(part)
+    return config
+
+
+def _first_count(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """The first of these fields that is a count of 1 or more; None without one."""
+    return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
+
+
+def _expert_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """[out, in] of one expert's matrices, by the names under which they are stacked; empty if not known."""
+    hidden = _first_count(config, ("hidden_size",))
+    middle = _first_count(config, ("moe_intermediate_size", "intermediate_size"))
+    if hidden is None or middle is None:
+        return {}
+    return {".experts.base_layer": (2 * middle, hidden), ".experts": (hidden, middle)}
 
 
 def _without_wrappers(module: str) -> str:

@@ -1,19 +1,21 @@
 """Parsing of an adapter's `adapter_config.json`; refuses features that engines do not support.
 
-source   PEFT 0.17 tuners/lora/config.py for the fields; vLLM 0.32 lora/peft_helper.py for what it refuses
+source   PEFT 0.21 tuners/lora/config.py for the fields; vLLM 0.32 lora/peft_helper.py for what it refuses
 """
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from workers.core.errors import SourceError
+from workers.core.patterns import MOST_CHARACTERS, MatchTime, NameEnd, SlowExpressionError, compiled, name_end
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
+HEADS = ("classifier", "score")
+"""Whole modules that engines take from `modules_to_save`: PEFT adds them to every adapter of a classifier."""
 
 # Initialisations that leave the base model unchanged; with all others PEFT changes its weights on loading.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -22,10 +24,6 @@ _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _FEATURES: Mapping[str, tuple[str, str]] = {
     "use_dora": ("dora_unsupported", "accepted are plain LoRA weights; merge the magnitudes or train without DoRA"),
     "lora_bias": ("bias_unsupported", "accepted are adapters without biases"),
-    "modules_to_save": (
-        "modules_to_save_unsupported",
-        "whole modules cannot be served beside the base model's; accepted are LoRA weights alone",
-    ),
     "alora_invocation_tokens": ("peft_feature_unsupported", "accepted are adapters that act on every token"),
     "layer_replication": ("peft_feature_unsupported", "accepted are adapters for the base model's own layers"),
     "use_bdlora": ("peft_feature_unsupported", "accepted are plain LoRA weights"),
@@ -38,31 +36,59 @@ _FEATURES: Mapping[str, tuple[str, str]] = {
 class ModulePattern:
     """One entry of `rank_pattern` or `alpha_pattern`."""
 
-    key: str
-    expression: "re.Pattern[str]"
+    end: NameEnd
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """A parsed config. `is_targeted(module)` is None if the config does not decide it."""
+    """A parsed config.
+
+    target      the test of `target_modules`; None if the config does not decide which modules it has
+    saved       whole modules of `modules_to_save`
+    """
 
     rank: int
     ranks: tuple[ModulePattern, ...]
+    alphas: tuple[ModulePattern, ...]
     base_model: str
-    is_targeted: Callable[[str], bool | None]
+    target: Callable[[str, MatchTime], bool] | None
+    saved: frozenset[str] = frozenset()
 
     @property
     def max_rank(self) -> int:
         """The largest rank in the config, used or not: the engine compares it with its limit."""
         return max([self.rank, *(int(pattern.value) for pattern in self.ranks)])
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module: of the first pattern that matches its name, or its end after a dot; else `rank`."""
-        for pattern in self.ranks:
-            if pattern.expression.match(module):
-                return int(pattern.value)
+    def rank_of(self, module: str, time: MatchTime) -> int:
+        """The rank of a module: of the first pattern that matches its name, or its end after a dot; else `rank`.
+
+        Raises SourceError if the patterns of the config take too long; those of `alpha_pattern` are matched, too.
+        """
+        if not self.ranks and not self.alphas:
+            return self.rank
+        name = _parameter_name(module)
+        try:
+            next((True for pattern in self.alphas if pattern.end.matches(name, time)), None)
+            for pattern in self.ranks:
+                if pattern.end.matches(name, time):
+                    return int(pattern.value)
+        except SlowExpressionError as exc:
+            # The engine matches them between two steps: an expression that takes hours would block it.
+            message = f"an expression of rank_pattern or alpha_pattern takes too long on the module {exc}"
+            raise invalid_config(
+                f"{message}; accepted are module names, or expressions without nested repeats"
+            ) from exc
         return self.rank
+
+    def is_targeted(self, module: str, time: MatchTime) -> bool | None:
+        """Whether `target_modules` names a module; None if the config does not decide it, or not in time."""
+        if self.target is None:
+            return None
+        try:
+            return self.target(module, time)
+        except SlowExpressionError:
+            return None  # no engine matches it, so it may be slow; the base model's modules decide alone
 
 
 def parse_config(raw: bytes) -> LoraConfig:
@@ -73,24 +99,27 @@ def parse_config(raw: bytes) -> LoraConfig:
         raise invalid_config(f"not JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise invalid_config(f"found {type(config).__name__}, expected an object")
-    kind = config.get("peft_type", "LORA")
-    if kind != "LORA":
+    kind = config.get("peft_type")
+    if kind is not None and kind != "LORA":
         raise SourceError("peft_type_unsupported", f"{CONFIG_NAME}: peft_type is {kind!r}; accepted is 'LORA'")
     for name in ("r", "lora_alpha", "target_modules"):
         if name not in config:
             raise invalid_config(f"{name} is missing")
     _check_features(config)
     rank, alpha = config["r"], config["lora_alpha"]
+    if type(rank) is float and rank.is_integer():
+        rank = int(rank)
     if not _is_rank(rank):
         raise invalid_config(f"r is {rank!r}; accepted is a rank of 1 or more")
     if not _is_scale(alpha):
         raise invalid_config(f"lora_alpha is {alpha!r}; accepted is a number other than 0")
-    list(_parse_patterns(config, "alpha_pattern", _is_scale, "numbers other than 0"))
     return LoraConfig(
         rank=rank,
         ranks=tuple(_parse_patterns(config, "rank_pattern", _is_rank, "ranks of 1 or more")),
+        alphas=tuple(_parse_patterns(config, "alpha_pattern", _is_scale, "numbers other than 0")),
         base_model=_base_model_name(config),
-        is_targeted=_target_test(config),
+        target=_target_test(config),
+        saved=_saved_modules(config),
     )
 
 
@@ -135,7 +164,28 @@ def _base_model_name(config: Mapping[str, Any]) -> str:
     return name
 
 
+def _saved_modules(config: Mapping[str, Any]) -> frozenset[str]:
+    """The names in `modules_to_save`. Raises SourceError if engines do not take one of them."""
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or any(name not in HEADS for name in saved):
+        message = f"{CONFIG_NAME}: modules_to_save is {_shortened(saved)}; whole modules cannot be served beside the"
+        accepted = f"accepted are LoRA weights, and of whole modules the heads {' and '.join(HEADS)} of classifiers"
+        hint = "train embed_tokens and lm_head by target_modules, not by modules_to_save"
+        raise SourceError("modules_to_save_unsupported", f"{message} base model's; {accepted}; {hint}")
+    return frozenset(saved)
+
+
 # --- modules by name ----------------------------------------------------------------------------------------------
+
+
+def _parameter_name(module: str) -> str:
+    """The name by which patterns know a module: that of its parameter, for experts in one module.
+
+    source   vLLM 0.32 lora/peft_helper.py get_rank_and_scaling
+    """
+    if module.endswith(".experts.base_layer"):
+        return module.removesuffix(".base_layer") + ".gate_up_proj"
+    return module + ".down_proj" if module.endswith(".experts") else module
 
 
 def _parse_patterns(
@@ -146,68 +196,42 @@ def _parse_patterns(
     if not isinstance(patterns, dict) or not all(is_value(value) for value in patterns.values()):
         raise invalid_config(f"{field} is {_shortened(patterns)}; accepted are module names and their {accepted}")
     for key, value in patterns.items():
-        if not is_safe_regex(key):
-            # The engine matches these between two steps: a regex that backtracks for hours would block it.
-            hint = "accepted are module names, and expressions with at most two of * and +, two ? and two groups"
-            raise invalid_config(f"{field} has the key {_shortened(key)}; {hint}")
         try:
-            re.compile(key)  # alone first: inside the brackets below an unbalanced expression may become valid
-            yield ModulePattern(key, re.compile(rf"(.*\.)?({key})$"), value)
-        except re.error as exc:
+            yield ModulePattern(name_end(key), value)
+        except ValueError as exc:
             raise invalid_config(f"{field} has the key {_shortened(key)}, no regular expression: {exc}") from exc
 
 
-def is_safe_regex(expression: str) -> bool:
-    """Whether a regular expression cannot backtrack exponentially on a module's name.
-
-    Conservative: any repeated group, many alternatives or unknown syntax counts as unsafe.
-    """
-    if len(expression) > 1000:
-        return False
-    # A number between dots, as in `layers\.\d+\.mlp`, has one way to match.
-    plain = re.sub(r"\\\.(?:\\d|\[0-9\])[+*](?=\\\.)", "x", expression)
-    plain = re.sub(r"\\[dDwWsS.^$*+?(){}|\[\]\-/]", "x", plain)
-    plain = re.sub(r"\[[^\[\]\\]*\]", "x", plain).replace("(?:", "(")
-    if not re.fullmatch(r"[\w.\-^$|()*+?]*", plain) or "(?" in plain or re.search(r"\)[*+]", plain):
-        return False
-    return plain.count("*") + plain.count("+") <= 2 and plain.count("?") <= 2 and plain.count("(") <= 2
-
-
-def _target_test(config: Mapping[str, Any]) -> Callable[[str], bool | None]:
+def _target_test(config: Mapping[str, Any]) -> Callable[[str, MatchTime], bool] | None:
     """The test of `target_modules`: whether a module is targeted; None if the config does not decide it.
 
     raises  SourceError if `target_modules` is invalid
     """
-    targets = config["target_modules"]
+    targets, parameters = config["target_modules"], config.get("target_parameters")
+    if not targets and (targets is None or targets == []) and parameters:
+        return None
     if not targets or not (isinstance(targets, str) or (isinstance(targets, list) and _are_names(targets))):
         accepted = "accepted are a list of module names, a regular expression, or 'all-linear'"
         raise invalid_config(f"target_modules is {_shortened(targets)}; {accepted}")
-    if config.get("target_parameters") or targets == "all-linear":
-        return lambda _module: None
+    if parameters or targets == "all-linear":
+        return None
     if isinstance(targets, str):
-        return _regex_test(targets)
+        if len(targets) > MOST_CHARACTERS:
+            return None  # trainers of multimodal models list every module
+        try:
+            expression = compiled(targets)
+        except ValueError as exc:
+            message = f"target_modules is {_shortened(targets)}, no regular expression: {exc}"
+            raise invalid_config(message) from exc
+        return lambda module, time: time.fullmatch(expression, module)
     names = frozenset(targets)
 
-    def is_targeted(module: str) -> bool:
+    def is_targeted(module: str, _time: MatchTime) -> bool:
         """Whether the module's name, or its end after a dot, is in `target_modules`."""
         parts = module.split(".")
         return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
     return is_targeted
-
-
-def _regex_test(expression: str) -> Callable[[str], bool | None]:
-    """The test of a regular expression in `target_modules`; of an unsafe one the result is always None.
-
-    Raises SourceError for text that is no regular expression.
-    """
-    if not is_safe_regex(expression):
-        return lambda _module: None  # not matched, as it may take hours; the base model's modules decide alone
-    try:
-        compiled = re.compile(expression)
-    except re.error as exc:
-        raise invalid_config(f"target_modules is {_shortened(expression)}, no regular expression: {exc}") from exc
-    return lambda module: compiled.fullmatch(module) is not None
 
 
 def _are_names(values: list[Any]) -> bool:

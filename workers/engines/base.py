@@ -95,6 +95,9 @@ class EngineClient(Protocol):
     async def kv_connector(self) -> ConnectorVerdict:
         """Ask the engine for its KV connector; returns the verdict on it. For an engine whose command names none."""
 
+    async def version(self) -> str:
+        """Ask the engine for its version, such as `0.32.0`; "" if it does not say. Never raises."""
+
     async def boot_mark(self) -> str:
         """Ask the engine for a text that changes with every start, which serves as the boot id of a running engine."""
 

@@ -75,6 +75,10 @@ class HttpEngineClient:
         except ValueError:
             return None
 
+    async def version(self) -> str:
+        """An empty text: only vLLM's version matters to adapters."""
+        return ""
+
     async def _has_loaded(self, name: str, path: Path) -> bool:
         """Ask whether the engine lists the adapter with this path; False if it does not answer."""
         try:

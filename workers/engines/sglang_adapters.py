@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from workers.core.adapter_files import WEIGHTS_NAME
 from workers.core.errors import SourceError
-from workers.core.manifest import WEIGHTS_NAME
 from workers.core.peft import CONFIG_NAME
 from workers.storage.verify import read_base_model, read_tensors
 
@@ -28,7 +28,8 @@ def sglang_refusal(folder: Path, base: Path | None) -> str:
         return ""
     config, ranks = read
     return (
-        _scaling_refusal(config, "SGLang")
+        _head_refusal(config, "SGLang")
+        or _scaling_refusal(config, "SGLang")
         or _rank_refusal(config, ranks, "SGLang")
         or _fused_module_refusal(ranks, _gate_test(base))
     )
@@ -39,7 +40,11 @@ def sgl_jax_refusal(folder: Path) -> str:
     if (read := _read_adapter(folder)) is None:
         return ""
     config, ranks = read
-    return _scaling_refusal(config, "sgl-jax") or _rank_refusal(config, ranks, "sgl-jax")
+    return (
+        _head_refusal(config, "sgl-jax")
+        or _scaling_refusal(config, "sgl-jax")
+        or _rank_refusal(config, ranks, "sgl-jax")
+    )
 
 
 def _read_adapter(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, int]] | None:
@@ -58,6 +63,15 @@ def _read_adapter(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, int]] |
         if name.endswith(suffix) and tensor.shape
     }
     return config, ranks
+
+
+def _head_refusal(config: Mapping[str, Any], engine: str) -> str:
+    """A refusal of adapters with a classification head of their own; or ""."""
+    if saved := config.get("modules_to_save"):
+        return (
+            f"modules_to_save is {saved!r}: {engine} would answer by the base model's head; accepted is vLLM for these"
+        )
+    return ""
 
 
 def _scaling_refusal(config: Mapping[str, Any], engine: str) -> str:

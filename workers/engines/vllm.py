@@ -71,6 +71,17 @@ class VllmClient(HttpEngineClient):
             model_path=str(base.get("root") or ""),
         )
 
+    async def version(self) -> str:
+        """The engine's version, as /version says it; "" without an answer. Never raises.
+
+        source  entrypoints/serve/instrumentator/basic.py show_version
+        """
+        try:
+            answer = await self._request("GET", "/version", timeout_s=MODELS_TIMEOUT_S)
+            return str(answer.json()["version"]).partition("+")[0]
+        except (EngineError, ValueError, KeyError, TypeError):
+            return ""
+
     async def boot_mark(self) -> str:
         """The process's start time, from the engine's metrics. Raises EngineError."""
         return _boot_mark_of(await self.scrape())

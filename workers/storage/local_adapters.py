@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -12,7 +12,7 @@ from orchestrator.wire import checked_lora_id
 from workers.core.adapter_files import is_adapter_file
 from workers.core.errors import SourceError
 from workers.core.manifest import CONFIG_NAME, AdapterRules, Manifest
-from workers.storage.verify import read_manifest
+from workers.storage.verify import read_description, read_manifest
 
 log = structlog.get_logger()
 
@@ -39,10 +39,15 @@ class LocalAdapters:
         self.revision = 0  # grows with every scan that finds a change
         self._scanned: dict[str, tuple[_Stamp, LocalAdapter]] = {}
         self._is_stopping = False
+        self._is_stale = False
         self.has_scanned = asyncio.Event()
         """Set after the first scan, which verifies every adapter."""
         if folder is None:
             self.has_scanned.set()
+
+    def use_rules(self, rules: AdapterRules) -> None:
+        """Check the adapters by other rules from the next scan on."""
+        self.rules, self._is_stale = rules, True
 
     def stop(self) -> None:
         """End a running scan without a result, because the process stops."""
@@ -79,6 +84,7 @@ class LocalAdapters:
         if self._is_stopping:
             return False
         changed = adapters != self._scanned
+        self._is_stale = False
         self._scanned = adapters
         self.revision += changed
         return changed
@@ -104,10 +110,22 @@ class LocalAdapters:
                 log.warning("adapter in lora_path left out", lora_id=lora_id, error=str(exc))
                 continue
             last_result = self._scanned.get(lora_id)
-            adapters[lora_id] = (
-                last_result if last_result and last_result[0] == stamp else (stamp, self._read_adapter(lora_id, path))
-            )
+            if last_result and last_result[0] == stamp:
+                adapters[lora_id] = (stamp, self._checked_again(last_result[1])) if self._is_stale else last_result
+            else:
+                adapters[lora_id] = (stamp, self._read_adapter(lora_id, path))
         return adapters
+
+    def _checked_again(self, adapter: LocalAdapter) -> LocalAdapter:
+        """An unchanged adapter by other rules; its bytes are not read again. Blocking."""
+        if adapter.manifest is None:
+            return self._read_adapter(adapter.lora_id, adapter.path)
+        try:
+            described = read_description(adapter.path, self.rules)
+        except (SourceError, ValueError, OSError) as exc:
+            log.warning("adapter in lora_path cannot be served", lora_id=adapter.lora_id, error=str(exc))
+            return replace(adapter, manifest=None, error=str(exc))
+        return replace(adapter, manifest=replace(adapter.manifest, ignored=described.ignored, notes=described.notes))
 
     def _read_adapter(self, lora_id: str, path: Path) -> LocalAdapter:
         """Verify an adapter; an error is logged and kept in the result."""

@@ -20,7 +20,7 @@ from workers.core.adapter_files import (
     folder_description,
     is_adapter_file,
 )
-from workers.core.base_model import BaseModel, base_model
+from workers.core.base_model import NO_ENGINE, BaseModel, EngineFacts, base_model
 from workers.core.errors import SourceError
 from workers.core.manifest import (
     AdapterDescription,
@@ -30,11 +30,15 @@ from workers.core.manifest import (
     check_adapter,
 )
 from workers.core.peft import CONFIG_NAME, MAX_CONFIG_BYTES
-from workers.core.tensors import TensorHeader, header_bytes, parse_header
+from workers.core.tensors import Shape, TensorHeader, header_bytes, parse_header
 
 log = structlog.get_logger()
 
 _BASE_CONFIG = "config.json"
+# Weights whose shape is [out, in]. Those of quantizations are packed: bitsandbytes' `weight` (U8), AWQ's and GPTQ's
+# `qweight`, compressed-tensors' `weight_packed`, mxfp4's `..._blocks`.
+_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
+_PACKED_WEIGHTS = ("weight", "qweight", "weight_packed")
 
 
 def read_manifest(
@@ -53,6 +57,8 @@ def read_manifest(
         base_model=described.base_model,
         size_bytes=size_bytes,
         modules=described.modules,
+        ignored=described.ignored,
+        notes=described.notes,
     )
 
 
@@ -85,20 +91,25 @@ def read_file_entry(path: Path) -> FileEntry:
         return FileEntry(path.name, file.tell(), digest.hexdigest())
 
 
-def read_base_model(folder: Path) -> BaseModel | None:
-    """The base model in a folder, from its config and tensor headers; None if they give no shapes.
+def read_base_model(folder: Path, facts: EngineFacts = NO_ENGINE) -> BaseModel | None:
+    """The base model in a folder, from its config and tensor headers, in the engine that serves it.
+
+    None if neither they nor the engine's table say anything of its modules.
 
     Raises SourceError for invalid safetensors, ValueError for a config that is no JSON, OSError.
     """
     config = folder / _BASE_CONFIG
     raw_config = json.loads(config.read_bytes()) if config.is_file() else {}
-    weights = {
-        name.removesuffix(".weight"): tensor.shape
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in read_tensors(path).items()
-        if name.endswith(".weight")
-    }
-    return base_model(raw_config if isinstance(raw_config, dict) else {}, weights)
+    weights: dict[str, Shape] = {}
+    packed: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in read_tensors(path).items():
+            module, _, kind = name.rpartition(".")
+            if kind == "weight" and tensor.dtype in _PLAIN_DTYPES:
+                weights[module] = tensor.shape
+            elif kind in _PACKED_WEIGHTS:
+                packed.add(module)
+    return base_model(raw_config if isinstance(raw_config, dict) else {}, weights, packed=packed, facts=facts)
 
 
 def model_folder(model: str) -> Path | None:
@@ -116,10 +127,10 @@ def model_folder(model: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def base_model_or_none(folder: Path) -> BaseModel | None:
+def base_model_or_none(folder: Path, facts: EngineFacts = NO_ENGINE) -> BaseModel | None:
     """As `read_base_model`, but None and a log line if the folder cannot be read."""
     try:
-        return read_base_model(folder)
+        return read_base_model(folder, facts)
     except (SourceError, OSError, ValueError) as exc:
         log.warning("adapters are not compared with the base model's shapes", model=str(folder), error=str(exc))
         return None
