@@ -10,8 +10,8 @@ from random import Random
 from statistics import median
 
 from benchmarks.report import ReportRow
+from lorafleet.engine.lora_weights import has_zero_weights, weights_effect
 from workers.core.adapter_files import WEIGHTS_NAME
-from workers.core.manifest import CONFIG_NAME, AdapterRules
 from workers.core.base_model import BaseModel, base_model
 from workers.core.manifest import CONFIG_NAME, AdapterRules
 from workers.storage.verify import read_description, read_file_entry
