@@ -178,7 +178,11 @@ async def installed(folder: Path, values: dict[str, Any]) -> AsyncIterator[Insta
 
 
 def small_fleet(model: Path) -> dict[str, Any]:
-    """Two routers, two orchestrators, two sim workers; what takes long in a cluster is short."""
+    """Two routers, two orchestrators, two sim workers; what takes long in a cluster is short.
+
+    The Lease lasts for longer than this process, which is the API server, is ever without a processor.
+    """
+    lease_s = round(patience(3))
     pool = {
         "name": "sim",
         "engine": "sim",
@@ -194,7 +198,9 @@ def small_fleet(model: Path) -> dict[str, Any]:
     }
     return {
         "router": {"replicas": 2, "drainSeconds": 2, "graceSeconds": 20},
-        "orchestrator": {"lease": {"durationSeconds": 4, "renewSeconds": 1, "marginSeconds": 1}},
+        "orchestrator": {
+            "lease": {"durationSeconds": lease_s, "renewSeconds": lease_s // 4, "marginSeconds": lease_s // 4}
+        },
         "pools": [pool],
         "adapters": [{"lora_id": name, "source": str(model / "adapters" / name)} for name in ADAPTERS],
     }
